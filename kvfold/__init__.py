@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvfold: a KV cache that stays small. The names here are the public ones."""
+
+from kvfold.budget import Budget
+from kvfold.bundled import bundled_model
+from kvfold.cache import CompressedCache
+from kvfold.compat import disable, enable
+from kvfold.context import Context, compress
+from kvfold.errors import (
+    BudgetError,
+    ContextFileError,
+    IllegalComposition,
+    KvfoldError,
+    UnsupportedModel,
+)
+from kvfold.generate import generate
+from kvfold.method import Method, methods, parse
+from kvfold.methods.full import Full
+from kvfold.methods.h2o import H2O
+from kvfold.methods.knorm import KNorm
+from kvfold.methods.local_window import LocalWindow
+from kvfold.methods.pyramidkv import PyramidKV
+from kvfold.methods.random import Random
+from kvfold.methods.snapkv import SnapKV
+from kvfold.methods.streaming_llm import StreamingLLM
+from kvfold.methods.tova import TOVA
+from kvfold.stats import Stats
+
+__version__ = "0.1.0"
+__all__ = [
+    "TOVA",
+    "Budget",
+    "BudgetError",
+    "CompressedCache",
+    "Context",
+    "ContextFileError",
+    "Full",
+    "H2O",
+    "IllegalComposition",
+    "KNorm",
+    "KvfoldError",
+    "LocalWindow",
+    "Method",
+    "PyramidKV",
+    "Random",
+    "SnapKV",
+    "Stats",
+    "StreamingLLM",
+    "UnsupportedModel",
+    "bundled_model",
+    "compress",
+    "disable",
+    "enable",
+    "generate",
+    "methods",
+    "parse",
+]

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From real-valued shares to integers with an exact sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def largest_remainder(shares: Sequence[float], total: int, most: int | None = None) -> list[int]:
+    """Integers near `shares` that add up to `total`; ties go to the earlier place.
+
+    No integer exceeds `most`: what overflows goes to the next places that have room, and is lost
+    only when none has.
+    """
+    counts = [math.floor(share + 1e-9) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))
+    for i in by_remainder[: max(0, total - sum(counts))]:
+        counts[i] += 1
+    return counts if most is None else _clamp(counts, most)
+
+
+def _clamp(counts: list[int], most: int) -> list[int]:
+    overflow = sum(max(0, count - most) for count in counts)
+    counts = [min(count, most) for count in counts]
+    for i in range(len(counts)):
+        given = min(overflow, most - counts[i])
+        counts[i] += given
+        overflow -= given
+    return counts

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small trained model that comes with kvfold; `training/` makes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from kvfold.compat import PreTrainedModel
+
+FOLDER = Path(__file__).parent
+
+
+def bundled_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The bundled model in float32 and its tokenizer, without network."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        FOLDER, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa"
+    )
+    return model.eval(), tokenizer

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one cache: a transformers `Cache` that stays small."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+import kvfold.methods  # noqa: F401  (registers them)
+from kvfold import compat
+from kvfold.attention import forget_pending, hand_out
+from kvfold.budget import Budget
+from kvfold.errors import BudgetError, KvfoldError, UnsupportedModel
+from kvfold.layer import CompressedLayer, Plan, Turn
+from kvfold.method import Method, parse
+from kvfold.owner import Owner
+from kvfold.stats import Stats
+
+
+class CompressedCache(compat.Cache):
+    """A KV cache that keeps what `method` chooses within `budget`.
+
+    Args:
+        model: the model that will use it; its attention is routed through kvfold.
+        method: a `Method`, or a text such as "snapkv:window=16".
+        budget: entries per layer and KV head (int), the part of the tokens seen to keep (float),
+            or a size ("2GiB"); see `Budget`.
+        protect: spans `(start, stop)` of token indices that are never evicted, padding not counted.
+        seed: fixes the choice of random methods.
+
+    Raises BudgetError for a budget that is missing, superfluous, or below what must be kept;
+    UnsupportedModel for a model that would be answered wrongly; KvfoldError for a bad method.
+    """
+
+    def __init__(
+        self,
+        model: compat.PreTrainedModel,
+        method: Method | str,
+        budget: Budget | float | str | None = None,
+        *,
+        protect: Sequence[tuple[int, int]] = (),
+        seed: int = 0,
+    ) -> None:
+        self.method = parse(method)
+        self.budget = _checked_budget(self.method, budget)
+        stages = self.method.stages()
+        spans = tuple((int(start), int(stop)) for start, stop in protect)
+        forced = dataclasses.replace(stages.forced, spans=stages.forced.spans + spans)
+        stages = dataclasses.replace(stages, forced=forced)
+        if self.budget and self.budget.kind == "tokens" and self.budget.amount < forced.least:
+            raise BudgetError(
+                f"{self.method} always keeps {forced.least} entries per KV head (sinks, window, "
+                f"protected spans), the budget is {int(self.budget.amount)}: raise it to at least "
+                f"{forced.least}"
+            )
+        layers = compat.stock_layers(model)
+        compat.enable(model)
+        self.turn, self.owner = Turn(), Owner(model)
+        self.dropping_length = compat.dropping_length(model)
+        own = [i for i, layer in enumerate(layers) if compat.is_compressible(layer)]
+        for place, index in enumerate(own):
+            plan = Plan(stages, self.budget, place, len(own), seed)
+            rotation = compat.Rotation(model, index)
+            if stages.positions == "reindex":
+                rotation.check()
+            layers[index] = CompressedLayer(plan, self.turn, self.owner, rotation)
+        super().__init__(layers=layers)
+        self._generating = False
+
+    @property
+    def compressed_layers(self) -> list[CompressedLayer]:
+        """The layers that kvfold compresses, in order."""
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values of one layer; returns what its attention is to see."""
+        forget_pending()
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CompressedLayer):
+            self.owner.asked()
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if isinstance(layer, CompressedLayer):
+            keys = hand_out(keys, layer_idx, layer)
+        return keys, values
+
+    # --- turns ------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self, until: int | None = None) -> Iterator[None]:
+        """Several forwards that make up one turn: nothing is compressed until the block ends.
+
+        With `until`, the logical length at which the turn is complete, the forward that reaches it
+        compresses, even after the block. After an error inside the block nothing is compressed.
+        """
+        self.turn.reading, self.turn.until = until is None, until or 0
+        try:
+            yield
+        except BaseException:
+            self.turn.until = 0
+            raise
+        finally:
+            self.turn.reading = False
+        if until is None:
+            for layer in self.compressed_layers:
+                layer.end_turn()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Nothing is evicted inside the block, and its tokens can be cropped away afterwards."""
+        before, self.turn.frozen = self.turn.frozen, True
+        for layer in self.layers:
+            if not isinstance(layer, CompressedLayer) and hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        try:
+            yield
+        finally:
+            self.turn.frozen = before
+
+    def activate_past_recording(self) -> None:
+        """Asked for by assisted decoding, which takes tokens back: only a frozen cache can."""
+        if not self.turn.frozen:
+            raise KvfoldError(
+                "assisted decoding takes rejected tokens back, which a cache that evicts cannot: "
+                "use kvfold.generate, which reads the prompt first and then freezes the cache"
+            )
+        super().activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last `-tokens_to_remove` tokens; KvfoldError where they were evicted."""
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets everything: the cache is as new."""
+        super().reset()
+        self.turn.reading = self.turn.frozen = False
+        self.turn.until = 0
+        self.owner.answered()
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._generating
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # transformers' generate sets this when it is handed a cache, before it may drop it.
+        limit = self.dropping_length
+        if value and limit is not None and self.get_seq_length() <= limit:
+            raise UnsupportedModel(
+                f"generate() of {self.owner.name} silently drops a cache once a text passes {limit} "
+                "tokens: use kvfold.generate(model, ..., cache=cache)"
+            )
+        self._generating = value
+
+    # --- what is stored ---------------------------------------------------------------------
+
+    def positions(self, layer: int) -> list[list[Tensor]]:
+        """Original positions stored by compressible layer `layer`, ascending: `[B][H]`, 1-D long.
+
+        A position is a column of the logical sequence, as in the attention mask: in a left-padded
+        batch it counts the padding before it, which is itself never listed.
+        """
+        own = self.compressed_layers[layer]
+        if own.store is None:
+            return []
+        return [[head[head >= 0] for head in row] for row in own._token_positions()]
+
+    def stats(self) -> Stats:
+        """What is stored now; prints as a table."""
+        own = self.compressed_layers
+        started = [layer for layer in own if layer.store is not None]
+        kept, parts, state, full, over = [], [0, 0, 0], 0, 0, False
+        for layer in started:
+            store = layer.store
+            assert store is not None
+            kept.append((layer._token_positions() >= 0).sum(-1).tolist())
+            parts = [a + b for a, b in zip(parts, store.nbytes(), strict=True)]
+            state += layer.state_bytes()
+            entry = (store.keys.shape[-1] + store.values.shape[-1]) * store.keys.element_size()
+            full += store.keys.shape[0] * store.keys.shape[1] * layer.seen * entry
+            over |= layer.over_budget
+        return Stats(
+            method=str(self.method),
+            budget="none" if self.budget is None else str(self.budget),
+            seen=self.get_seq_length(),
+            seen_per_row=started[0]._seen_per_row().tolist() if started else [],
+            kept=kept,
+            kv_bytes=parts[0],
+            position_bytes=parts[1],
+            state_bytes=state,
+            slack_bytes=parts[2],
+            nbytes_full=full,
+            other_layers={
+                i: type(layer).__name__
+                for i, layer in enumerate(self.layers)
+                if not isinstance(layer, CompressedLayer)
+            },
+            forced_over_budget=over,
+        )
+
+
+def _checked_budget(method: Method, budget: Budget | float | str | None) -> Budget | None:
+    parts = getattr(method, "parts", (method,))
+    wanted = any(part.takes_budget for part in parts)
+    if wanted and budget is None:
+        raise BudgetError(
+            f"{method} needs a budget: an int for tokens, a float for the part kept, or a size"
+        )
+    if not wanted and budget is not None:
+        raise BudgetError(f"{method} takes no budget: leave it out")
+    return None if budget is None else Budget.of(budget)

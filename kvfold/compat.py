@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that depends on the version of transformers, and on how a model file is written."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from kvfold.errors import UnsupportedModel
+
+__all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "PreTrainedModel"]
+
+# The registered name over each delegate. Names that hold "sdpa" or "flash" mean more to transformers.
+NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
+# Model types whose `generate` starts over with a cache of its own past this configured length.
+DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def register_attention(kind: str, function: AttentionFunction) -> None:
+    """Makes `function` known to transformers, with the mask function of its delegate."""
+    AttentionInterface.register(NAMES[kind], function)
+    AttentionMaskInterface.register(NAMES[kind], ALL_MASK_ATTENTION_FUNCTIONS[kind])
+
+
+def delegate(kind: str, module: nn.Module) -> AttentionFunction:
+    """The attention that the model was loaded with."""
+    if kind == "sdpa":
+        return sdpa_attention_forward
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the decoder that generates text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def enable(model: PreTrainedModel) -> None:
+    """Routes the model's attention through kvfold, once; without our cache nothing changes.
+
+    Raises UnsupportedModel for encoder-decoders, for models that compute attention themselves, and
+    for attention implementations that kvfold has no delegate for.
+    """
+    if is_enabled(model):
+        return
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder: kvfold compresses decoders only")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModel(
+            f"{name} computes attention itself instead of using transformers' attention interface, "
+            "so kvfold cannot see what it attends to"
+        )
+    loaded = text_config(model)._attn_implementation
+    if loaded not in NAMES:
+        raise UnsupportedModel(
+            f"{name} was loaded with attn_implementation={loaded!r}: load it with 'sdpa' or 'eager'"
+        )
+    model.set_attn_implementation(NAMES[loaded])
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Gives the model back the attention implementation it was loaded with."""
+    for kind, name in NAMES.items():
+        if text_config(model)._attn_implementation == name:
+            model.set_attn_implementation(kind)
+
+
+def is_enabled(model: PreTrainedModel) -> bool:
+    """Whether the model's attention goes through kvfold."""
+    return text_config(model)._attn_implementation in NAMES.values()
+
+
+def stock_layers(model: PreTrainedModel) -> list[Any]:
+    """The layers of transformers' own cache; raises UnsupportedModel where kvfold has no answer."""
+    layers = DynamicCache(config=text_config(model)).layers
+    left_alone = (DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer)
+    for index, layer in enumerate(layers):
+        mixed = isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer)
+        if mixed or not (type(layer) is DynamicLayer or isinstance(layer, left_alone)):
+            raise UnsupportedModel(
+                f"layer {index} of {type(model).__name__} caches in a {type(layer).__name__}, "
+                "which kvfold does not know"
+            )
+    if not any(is_compressible(layer) for layer in layers):
+        raise UnsupportedModel(
+            f"no layer of {type(model).__name__} attends to its whole past: nothing to compress"
+        )
+    return layers
+
+
+def is_compressible(layer: Any) -> bool:
+    """Whether a stock layer holds the keys of all tokens."""
+    return type(layer) is DynamicLayer
+
+
+def dropping_length(model: PreTrainedModel) -> int | None:
+    """Tokens from which on the model's `generate` drops a user's cache, or None."""
+    config = text_config(model)
+    limit = getattr(config, "original_max_position_embeddings", None)
+    if config.model_type not in DROPS_CACHE or limit is None:
+        return None
+    return limit if limit < config.max_position_embeddings else None
+
+
+class Rotation:
+    """Moves keys by a number of positions with the model file's own rotary function."""
+
+    def __init__(self, model: PreTrainedModel, layer: int) -> None:
+        self.model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
+        self.layer = layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": None, "layer": self.layer}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
+        return self
+
+    def check(self) -> None:
+        """Raises UnsupportedModel where a rotation by a constant would be wrong."""
+        model = self._model()
+        config = text_config(model)
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+        if any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+            raise UnsupportedModel(
+                f"{type(model).__name__} changes its rotary frequencies with the length, so kept "
+                'keys cannot be moved: use positions="original"'
+            )
+        if hasattr(config, "kv_lora_rank") or self._embedding() is None or self._apply() is None:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has no rotary keys that could be moved: use "
+                'positions="original"'
+            )
+
+    def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
+        """keys `[B, H, S, D]`, rotated forward by `shift [B]` positions."""
+        embedding, apply = self._embedding(), self._apply()
+        assert embedding is not None and apply is not None
+        at = shift.view(-1, 1).expand(-1, keys.shape[2])
+        kinds = getattr(text_config(self._model()), "layer_types", None)
+        takes_kind = "layer_type" in inspect.signature(embedding.forward).parameters
+        kind = {"layer_type": kinds[self.layer]} if kinds and takes_kind else {}
+        cos, sin = embedding(keys.float(), at, **kind)
+        # YaRN's attention factor is already inside the stored key.
+        name = f"{kinds[self.layer]}_attention_scaling" if kind else "attention_scaling"
+        factor = getattr(embedding, name, 1.0)
+        moved = apply(keys.float(), keys.float(), cos / factor, sin / factor)[1]
+        return moved.to(keys.dtype)
+
+    def _model(self) -> PreTrainedModel:
+        model = self.model() if self.model is not None else None
+        if model is None:
+            raise UnsupportedModel("the model of this cache is gone")
+        return model
+
+    def _embedding(self) -> nn.Module | None:
+        decoder = self._model().get_decoder()
+        return getattr(decoder, "rotary_emb", None)
+
+    def _apply(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        module = sys.modules[type(self._model().get_decoder()).__module__]
+        return getattr(module, "apply_rotary_pos_emb", None)
+
+
+def softcap_of(kwargs: dict[str, Any]) -> float | None:
+    """Gemma-2's logit softcap, if this call has one."""
+    return kwargs.get("softcap")
+
+
+def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
+    """GPT-OSS's learned sink logits `[Hq]`, if this call has them."""
+    return kwargs.get("s_aux")
+
+
+def head_scale(module: nn.Module, query: Tensor, scaling: float | None) -> float:
+    """The factor on the logits: the call's, or the usual 1/√D."""
+    if scaling is not None:
+        return float(scaling)
+    return float(getattr(module, "scaling", None) or query.shape[-1] ** -0.5)
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, input_ids: Tensor, cache: Cache, mask: Tensor | None) -> None:
+    """One forward that only fills the cache; `mask [B, N]` covers everything read so far."""
+    position_ids = None
+    if mask is not None:
+        position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=position_ids,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )

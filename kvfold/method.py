@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method is: a frozen dataclass that names its stages; the registry; "a:x=1 + b" strings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from kvfold.errors import IllegalComposition, KvfoldError
+from kvfold.observation import Needs, Observation
+from kvfold.select.forced import Forced
+
+Score = Callable[[Observation], Tensor]
+# (total entries over all layers, tokens seen, layers) → entries per layer
+Allocate = Callable[[int, int, int], list[int]]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages a method sets; what it leaves at None or at its default it does not do.
+
+    `score` None keeps every entry. `decode` "hold" runs the same stages after every generated
+    token and keeps the size reached at the end of the prefill; "append" lets generated tokens come
+    on top. `positions` "reindex" lets the sinks move up to the recent tokens, as StreamingLLM does.
+    """
+
+    needs: Needs = Needs()
+    score: Score | None = None
+    allocate: Allocate | None = None
+    forced: Forced = Forced()
+    decode: str = "append"
+    positions: str = "original"
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods: a frozen dataclass of the paper's hyper-parameters, without state."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+    takes_budget: ClassVar[bool] = True
+
+    def stages(self) -> Stages:
+        """The stages of this method."""
+        raise KvfoldError(f"{type(self).__name__} names no stages")
+
+    def __str__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return self.name + (":" + ",".join(changed) if changed else "")
+
+
+@dataclass(frozen=True)
+class Composition(Method):
+    """Several methods, each bringing stages that the others leave free."""
+
+    parts: tuple[Method, ...] = ()
+    name: ClassVar[str] = "composition"
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str] = "several methods at once"
+
+    def stages(self) -> Stages:
+        """All parts' stages; raises IllegalComposition where two parts set the same one."""
+        merged = Stages()
+        owner: dict[str, Method] = {}
+        for part in self.parts:
+            for name, value in _set_stages(part.stages()).items():
+                if name in owner:
+                    raise IllegalComposition(
+                        f"{owner[name]} and {part} both bring the {name} stage: choose one of them"
+                    )
+                owner[name] = part
+                merged = dataclasses.replace(merged, **{name: value})
+        return merged
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.parts))
+
+
+def _set_stages(stages: Stages) -> dict[str, Any]:
+    blank = Stages()
+    return {
+        f.name: getattr(stages, f.name)
+        for f in dataclasses.fields(stages)
+        if getattr(stages, f.name) != getattr(blank, f.name)
+    }
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered name: a method class and, for a preset, the values that differ."""
+
+    cls: type[Method]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+_REGISTRY: dict[str, Entry] = {}
+M = TypeVar("M", bound=type[Method])
+
+
+def register(
+    name: str, *, paper: str, presets: dict[str, dict[str, Any]] | None = None
+) -> Callable[[M], M]:
+    """Class decorator: makes a method known by `name`, and each preset by `name_preset`."""
+
+    def add(cls: M) -> M:
+        cls.name, cls.paper = name, paper
+        cls.summary = (cls.__doc__ or "").strip().splitlines()[0]
+        _REGISTRY[name] = Entry(cls)
+        for preset, values in (presets or {}).items():
+            _REGISTRY[f"{name}_{preset}"] = Entry(cls, values)
+        return cls
+
+    return add
+
+
+def methods() -> dict[str, type[Method]]:
+    """Every registered name and its method class, presets included."""
+    return {name: entry.cls for name, entry in sorted(_REGISTRY.items())}
+
+
+def preset(name: str) -> Method:
+    """The method registered as `name`, with that name's values."""
+    if name not in _REGISTRY:
+        near = difflib.get_close_matches(name, _REGISTRY, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_REGISTRY))}"
+        raise KvfoldError(f"unknown method {name!r}: {hint}")
+    entry = _REGISTRY[name]
+    return entry.cls(**entry.values)
+
+
+def parse(spec: str | Method) -> Method:
+    """A method from a text such as "snapkv:window=16,kernel=5"; "+" composes.
+
+    Raises KvfoldError for an unknown name or option or a value of the wrong kind, and
+    IllegalComposition where two parts bring the same stage.
+    """
+    if isinstance(spec, Method):
+        return spec
+    parts = [_parse_one(part.strip()) for part in str(spec).split("+")]
+    if len(parts) == 1:
+        return parts[0]
+    composed = Composition(tuple(parts))
+    composed.stages()
+    return composed
+
+
+def _parse_one(text: str) -> Method:
+    name, _, options = text.partition(":")
+    if not name:
+        raise KvfoldError('an empty method name: write for example "snapkv:window=16"')
+    method = preset(name.strip())
+    values = {}
+    for option in filter(None, (o.strip() for o in options.split(","))):
+        key, equals, value = (s.strip() for s in option.partition("="))
+        if not equals or not value:
+            raise KvfoldError(f"cannot read {option!r} in {text!r}: write option=value")
+        values[key] = _convert(method, key, value)
+    return dataclasses.replace(method, **values)
+
+
+def _convert(method: Method, option: str, text: str) -> Any:
+    kinds = typing.get_type_hints(type(method))
+    known = [f.name for f in dataclasses.fields(method)]
+    if option not in known:
+        raise KvfoldError(
+            f"{method.name} has no option {option!r}; it has {', '.join(known) or 'none'}"
+        )
+    kind = kinds[option]
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
+    try:
+        if choices is not None:
+            return next(choice for choice in choices if str(choice) == text)
+        if kind is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
+                text.lower()
+            ]
+        if typing.get_origin(kind) is tuple:
+            return tuple(int(item) for item in text.split("/"))
+        return kind(text)
+    except (ValueError, KeyError, StopIteration):
+        wanted = " or ".join(map(str, choices)) if choices else getattr(kind, "__name__", str(kind))
+        raise KvfoldError(f"{method.name}:{option} takes {wanted}, not {text!r}") from None

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvfold.allocate.uniform import uniform
+from kvfold.method import Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.columns import accumulated_attention
+from kvfold.select.forced import Forced, Share
+
+
+@register("h2o", paper="arXiv 2306.14048")
+@dataclass(frozen=True)
+class H2O(Method):
+    """Keeps recent tokens and heavy hitters: those that received most attention so far.
+
+    Sums run on while decoding, and one token leaves for each that comes. `recent` is the part of
+    the budget held for the newest tokens (the paper's half). `decode="append"` compresses the
+    prompt only; `normalize="visible_queries"` divides by the queries that could see a token.
+    Source: Zhang et al., section 4.2; FMInference/H2O `h2o_hf/utils_real_drop`.
+    """
+
+    recent: float = 0.5
+    decode: Literal["hold", "append"] = "hold"
+    normalize: Literal["none", "visible_queries"] = "none"
+
+    def stages(self) -> Stages:
+        per_query = self.normalize == "visible_queries"
+        return Stages(
+            needs=Needs(column_sums=True),
+            score=partial(accumulated_attention, per_visible_query=per_query),
+            allocate=uniform,
+            forced=Forced(recent=Share(self.recent)),
+            decode=self.decode,
+        )

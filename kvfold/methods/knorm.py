@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+
+from kvfold.allocate.uniform import uniform, uniform_with_skipped
+from kvfold.method import Method, Stages, register
+from kvfold.score.keys import negative_norm
+from kvfold.select.forced import Forced
+
+
+@register("knorm", paper="arXiv 2406.11430")
+@dataclass(frozen=True)
+class KNorm(Method):
+    """Keeps the keys of lowest L2 norm: they are the ones that receive high attention.
+
+    `skip_layers=0/1` is the authors' setting: those layers stay whole, inside the same total.
+    Source: Devoto et al., section 3; alessiodevoto/l2compress.
+    """
+
+    protect_recent: int = 0
+    skip_layers: tuple[int, ...] = ()
+
+    def stages(self) -> Stages:
+        allocate = partial(uniform_with_skipped, skipped=self.skip_layers)
+        return Stages(
+            score=negative_norm,
+            allocate=allocate if self.skip_layers else uniform,
+            forced=Forced(recent=self.protect_recent),
+        )

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+
+from kvfold.allocate.uniform import uniform
+from kvfold.method import Method, Stages, register
+from kvfold.score.position import recency
+
+
+@register("local_window", paper="")
+@dataclass(frozen=True)
+class LocalWindow(Method):
+    """Keeps the most recent tokens, while reading and while decoding."""
+
+    def stages(self) -> Stages:
+        return Stages(score=recency, allocate=uniform, decode="hold")

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvfold.allocate.pyramid import pyramid, pyramid_official
+from kvfold.method import Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.window import Pooling, window_votes
+from kvfold.select.forced import Forced
+
+
+@register("pyramidkv", paper="arXiv 2406.02069", presets={"official": {"rounding": "official"}})
+@dataclass(frozen=True)
+class PyramidKV(Method):
+    """SnapKV's votes, with budgets that fall from the bottom layer to the top one.
+
+    The top layer keeps `1/beta` of the mean beside the window, the bottom one what is left of
+    twice the mean. `rounding="exact"` spends exactly the budget; `"official"` reproduces the
+    released integers, which spend more than they are given.
+    Source: Cai et al., section 4.2; Zefan-Cai/KVCache-Factory `pyramidkv_utils.py`.
+    """
+
+    window: int = 8
+    kernel: int = 7
+    pooling: Pooling = "max"
+    beta: int = 20
+    rounding: Literal["exact", "official"] = "exact"
+
+    def stages(self) -> Stages:
+        schedule = pyramid if self.rounding == "exact" else pyramid_official
+        return Stages(
+            needs=Needs(window=self.window),
+            score=partial(
+                window_votes, window=self.window, kernel=self.kernel, pooling=self.pooling
+            ),
+            allocate=partial(schedule, window=self.window, beta=self.beta),
+            forced=Forced(recent=self.window),
+        )

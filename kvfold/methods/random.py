@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+
+from kvfold.allocate.uniform import uniform
+from kvfold.method import Method, Stages, register
+from kvfold.score.position import uniform_noise
+
+
+@register("random", paper="")
+@dataclass(frozen=True)
+class Random(Method):
+    """Keeps a random set per KV head: the floor that a method must beat."""
+
+    def stages(self) -> Stages:
+        return Stages(score=uniform_noise, allocate=uniform)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+
+from kvfold.allocate.uniform import uniform
+from kvfold.method import Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.window import Pooling, window_votes
+from kvfold.select.forced import Forced
+
+
+@register(
+    "snapkv",
+    paper="arXiv 2404.14469",
+    presets={
+        "official": {"window": 64, "kernel": 5, "pooling": "avg"},
+        "kvpress": {"window": 64, "kernel": 5, "pooling": "avg", "pool_first": True},
+    },
+)
+@dataclass(frozen=True)
+class SnapKV(Method):
+    """The prompt's last queries vote for the tokens to keep; votes are pooled over neighbours.
+
+    1. The last `window` queries attend to all earlier tokens; their attention is summed.
+    2. The mean over the query heads of a KV head is pooled with `kernel`.
+    3. Each KV head keeps the tokens with most votes, and the window, inside the budget.
+
+    Generated tokens come on top. Defaults are the paper's LongBench setting; `snapkv_official`
+    holds the official class defaults, `snapkv_kvpress` the peer's.
+    Source: Li et al., section 4; FasterDecoding/SnapKV `snapkv_utils.py`.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pooling: Pooling = "max"
+    pool_first: bool = False
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(window=self.window),
+            score=partial(
+                window_votes,
+                window=self.window,
+                kernel=self.kernel,
+                pooling=self.pooling,
+                pool_first=self.pool_first,
+            ),
+            allocate=uniform,
+            forced=Forced(recent=self.window),
+        )

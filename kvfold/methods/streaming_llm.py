@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from typing import Literal
+
+from kvfold.allocate.uniform import uniform
+from kvfold.method import Method, Stages, register
+from kvfold.score.position import recency
+from kvfold.select.forced import Forced
+
+
+@register(
+    "streaming_llm",
+    paper="arXiv 2309.17453",
+    presets={"original": {"positions": "original"}},
+)
+@dataclass(frozen=True)
+class StreamingLLM(Method):
+    """Keeps the first tokens and the most recent ones, with consecutive positions.
+
+    `positions="reindex"` is the paper's: at every step the kept tokens are seen at consecutive
+    positions. `positions="original"` is the baseline of most compression papers, and with
+    `decode="append"` their prefill-only form. `sinks` first tokens count in the budget.
+    Source: Xiao et al., section 3.2; mit-han-lab/streaming-llm `kv_cache.py`.
+    """
+
+    sinks: int = 4
+    positions: Literal["reindex", "original"] = "reindex"
+    decode: Literal["hold", "append"] = "hold"
+
+    def stages(self) -> Stages:
+        return Stages(
+            score=recency,
+            allocate=uniform,
+            forced=Forced(sinks=self.sinks),
+            decode=self.decode,
+            positions=self.positions,
+        )

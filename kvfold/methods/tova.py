@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+
+from kvfold.allocate.uniform import uniform
+from kvfold.method import Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.row import newest_row
+from kvfold.select.forced import Forced
+
+
+@register("tova", paper="arXiv 2401.06104")
+@dataclass(frozen=True)
+class TOVA(Method):
+    """Drops the token that the newest query attends to least, one set for all heads of a layer.
+
+    Source: Oren et al., section 3.2; schwartz-lab-NLP/TOVA `tova_cache.py`.
+    """
+
+    per_head: bool = False
+    keep_last: bool = False
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(window=1),
+            score=partial(newest_row, per_head=self.per_head),
+            allocate=uniform,
+            forced=Forced(recent=int(self.keep_last)),
+            decode="hold",
+        )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method gets to see of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What must be remembered while the model runs; nothing is computed that nobody asked for."""
+
+    window: int = 0  # the turn's last queries
+    column_sums: bool = False  # attention that each entry received, summed over all queries
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One layer as its attention saw it.
+
+    keys `[B, H, T, D]` and values `[B, H, T, Dv]` after RoPE, positions `[B, H, T]` (columns of the
+    logical sequence, −1 for padding), queries `[B, Hq, W, D]` with their positions `[B, W]` (−1 for
+    padding), column sums `[B, H, T]` (mean over the query heads of a group), scale, softcap and
+    attention sinks `[Hq]` of the model, and the seed of this draw.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    queries: Tensor | None = None
+    query_positions: Tensor | None = None
+    column_sums: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    seed: int = 0
+
+    def window_attention(self, last: int) -> Tensor:
+        """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; padding rows are 0."""
+        assert self.queries is not None and self.query_positions is not None
+        queries, at = self.queries[:, :, -last:], self.query_positions[:, -last:]
+        batch, query_heads, window, size = queries.shape
+        heads, stored = self.keys.shape[1:3]
+        grouped = queries.reshape(batch, heads, -1, size)
+        logits = (grouped @ self.keys.transpose(-1, -2)).float() * self.scale
+        logits = logits.view(batch, heads, -1, window, stored)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        columns = self.positions[:, :, None, None, :]
+        hidden = (columns < 0) | (columns > at[:, None, None, :, None])
+        logits = logits.masked_fill(hidden, -torch.inf).view(batch, query_heads, window, stored)
+        if self.sinks is not None:
+            extra = self.sinks.float().view(1, -1, 1, 1).expand(batch, -1, window, 1)
+            rows = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+        else:
+            rows = logits.softmax(-1)
+        return rows.masked_fill((at < 0)[:, None, :, None], 0.0)
+
+    def group_mean(self, per_query_head: Tensor) -> Tensor:
+        """`[B, Hq, …]` → `[B, H, …]`: mean over the query heads that share a KV head."""
+        heads = self.keys.shape[1]
+        return per_query_head.unflatten(1, (heads, -1)).mean(2)

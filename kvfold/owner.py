@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose cache it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from kvfold.errors import UnsupportedModel
+
+
+class Owner:
+    """Which model a cache belongs to, and whether that model answers through kvfold's attention."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = frozenset(id(module) for module in model.modules())
+        self.name = type(model).__name__
+        self.waiting = False
+
+    def check(self, module: nn.Module) -> None:
+        """Raises UnsupportedModel when another model uses the cache."""
+        if self.modules and id(module) not in self.modules:
+            raise UnsupportedModel(f"this cache was made for another model (a {self.name})")
+
+    def asked(self) -> None:
+        """A layer hands out keys; raises UnsupportedModel if the last ones went elsewhere."""
+        if self.waiting:
+            raise UnsupportedModel(
+                "this cache's keys did not come back to kvfold's attention: the last forward "
+                "failed, kvfold.disable(model) was called, or another model used the cache; "
+                "make a new cache"
+            )
+        self.waiting = True
+
+    def answered(self) -> None:
+        """The keys arrived in kvfold's attention."""
+        self.waiting = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"modules": frozenset(), "name": self.name, "waiting": False}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
+        copy = object.__new__(Owner)
+        copy.modules, copy.name, copy.waiting = self.modules, self.name, self.waiting
+        return copy

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection: scores, counts and a forced set → ascending slots to keep."""

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The highest scores win; of equal ones the earlier position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def top(scores: Tensor, counts: Tensor) -> Tensor:
+    """Slots of the `counts[B]` highest `scores[B, H, T]`, ascending: `[B, H, max(counts)]`.
+
+    Rows that keep fewer are filled up with −1 on the left.
+    """
+    most = int(counts.max())
+    stored = scores.shape[-1]
+    if most == stored - 1 and bool((counts == most).all()):
+        return _all_but_lowest(scores)
+    order = scores.argsort(dim=-1, descending=True, stable=True)[..., :most]
+    surplus = torch.arange(most, device=scores.device) >= counts.view(-1, 1, 1)
+    return order.masked_fill(surplus, -1).sort(dim=-1).values
+
+
+def _all_but_lowest(scores: Tensor) -> Tensor:
+    """The step of every decode-time eviction, without a sort: of equal scores the latest goes."""
+    last = scores.shape[-1] - 1
+    lowest = last - scores.flip(-1).argmin(-1, keepdim=True)
+    slots = torch.arange(last, device=scores.device).expand(*scores.shape[:2], last)
+    return slots + (slots >= lowest)
