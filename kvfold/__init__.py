@@ -28,6 +28,7 @@ from kvfold.stats import Stats
 
 __version__ = "0.1.0"
 __all__ = [
+    "H2O",
     "TOVA",
     "Budget",
     "BudgetError",
@@ -35,7 +36,6 @@ __all__ = [
     "Context",
     "ContextFileError",
     "Full",
-    "H2O",
     "IllegalComposition",
     "KNorm",
     "KvfoldError",

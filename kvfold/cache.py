@@ -114,13 +114,15 @@ class CompressedCache(compat.Cache):
     def frozen(self) -> Iterator[None]:
         """Nothing is evicted inside the block, and its tokens can be cropped away afterwards."""
         before, self.turn.frozen = self.turn.frozen, True
-        for layer in self.layers:
-            if not isinstance(layer, CompressedLayer) and hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
+        super().activate_past_recording()
         try:
             yield
         finally:
             self.turn.frozen = before
+            if not before:
+                for layer in self.layers:
+                    if hasattr(layer, "record_past"):
+                        layer.record_past = False
 
     def activate_past_recording(self) -> None:
         """Asked for by assisted decoding, which takes tokens back: only a frozen cache can."""

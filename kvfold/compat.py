@@ -163,8 +163,8 @@ class Rotation:
         kind = {"layer_type": kinds[self.layer]} if kinds and takes_kind else {}
         cos, sin = embedding(keys.float(), at, **kind)
         # YaRN's attention factor is already inside the stored key.
-        name = f"{kinds[self.layer]}_attention_scaling" if kind else "attention_scaling"
-        factor = getattr(embedding, name, 1.0)
+        prefix = f"{kind['layer_type']}_" if kind else ""
+        factor = getattr(embedding, f"{prefix}attention_scaling", 1.0)
         moved = apply(keys.float(), keys.float(), cos / factor, sin / factor)[1]
         return moved.to(keys.dtype)
 
@@ -198,6 +198,11 @@ def head_scale(module: nn.Module, query: Tensor, scaling: float | None) -> float
     if scaling is not None:
         return float(scaling)
     return float(getattr(module, "scaling", None) or query.shape[-1] ** -0.5)
+
+
+def generate(model: Any, **options: Any) -> Any:
+    """The model's own `generate`."""
+    return model.generate(**options)
 
 
 @torch.no_grad()

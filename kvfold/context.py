@@ -32,7 +32,7 @@ class Frame:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
         )
-        before, after = text.split(mark)
+        before, after = str(text).split(mark)
         return cls(before, after)
 
 
@@ -45,7 +45,9 @@ class Context:
     cache: CompressedCache
     frame: Frame
 
-    def ask(self, question: str, *, answer_prefix: str = "", max_new_tokens: int = 64, **options: Any) -> str:
+    def ask(
+        self, question: str, *, answer_prefix: str = "", max_new_tokens: int = 64, **options: Any
+    ) -> str:
         """The model's answer, greedy unless `options` for `model.generate` say otherwise.
 
         `answer_prefix` are words the answer starts with; they are not part of what is returned.
@@ -57,11 +59,16 @@ class Context:
         ids = torch.cat([before, new], 1)
         options = {"do_sample": False, "max_new_tokens": max_new_tokens} | options
         with self.cache.frozen():
-            out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, **options
+            out = compat.generate(
+                self.model,
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self.cache,
+                **options,
             )
-        self.cache.crop(seen - self.cache.get_seq_length())
-        return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            self.cache.crop(seen - self.cache.get_seq_length())
+        answer = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return str(answer).strip()
 
     def stats(self) -> Stats:
         """What the compressed document takes."""

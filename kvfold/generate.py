@@ -63,8 +63,12 @@ def generate(
             _read(model, input_ids, cache, attention_mask, seen, stop, chunk)
         if rows > 1:
             cache.batch_repeat_interleave(rows)
-    return model.generate(
-        input_ids, attention_mask=attention_mask, past_key_values=cache, **options
+    return compat.generate(
+        model,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        **options,
     )
 
 
@@ -121,8 +125,12 @@ def _assisted(
         _read(model, input_ids, cache, mask, cache.get_seq_length(), last, chunk)
     full = torch.ones_like(input_ids) if mask is None else mask
     with cache.frozen():
-        out = model.generate(
-            input_ids[:, -1:], attention_mask=full, past_key_values=cache, **options
+        out = compat.generate(
+            model,
+            input_ids=input_ids[:, -1:],
+            attention_mask=full,
+            past_key_values=cache,
+            **options,
         )
     if isinstance(out, Tensor):
         return torch.cat([input_ids[:, :-1], out], 1)

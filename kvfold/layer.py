@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvfold.budget import Budget
 from kvfold.compat import CacheLayerMixin, Rotation
-from kvfold.owner import Owner
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.method import Stages
 from kvfold.observation import Observation
+from kvfold.owner import Owner
 from kvfold.select.forced import with_forced
 from kvfold.select.top import top
 from kvfold.store.dense import DenseStore
@@ -73,7 +74,7 @@ class Attended:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    sums: Tensor | None = field(default=None)
+    sums: Tensor | None = None
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -89,11 +90,11 @@ class CompressedLayer(CacheLayerMixin):
     # --- what transformers asks -------------------------------------------------------------
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         return None if self.store is None else self.store.keys
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         return None if self.store is None else self.store.values
 
     def reset(self) -> None:
@@ -155,9 +156,9 @@ class CompressedLayer(CacheLayerMixin):
         self.store.crop(count)
         self.seen -= count
         if self.sums is not None:
-            self.sums = self.sums[..., : self.store.length]
+            self.sums = self.sums[..., : self.store.length].clone()
         if self.valid is not None:
-            self.valid = self.valid[:, : self.seen]
+            self.valid = self.valid[:, : self.seen].clone()
         if self.sink_keys is not None:
             self._move_sinks()
 
@@ -174,10 +175,15 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.store.index(rows)
-        for name in ("valid", "sums", "capacity", "sink_keys"):
+        for name in ("valid", "sums", "capacity", "sink_keys", "window_positions"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, rows(tensor))
+        if self.window is not None:
+            w = self.window
+            self.window = dataclasses.replace(
+                w, query=rows(w.query), key=rows(w.key), value=rows(w.value)
+            )
 
     # --- what the attention function asks ---------------------------------------------------
 
@@ -192,9 +198,12 @@ class CompressedLayer(CacheLayerMixin):
             return
         last = mask[:, 0, -1]
         valid = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-        self.valid = None if bool(valid.all()) else valid
+        # A copy: a view would keep the whole mask alive.
+        self.valid = None if bool(valid.all()) else valid.clone()
 
-    def physical_mask(self, mask: Tensor | None, positions: Tensor | None, query: Tensor) -> Tensor | None:
+    def physical_mask(
+        self, mask: Tensor | None, positions: Tensor | None, query: Tensor
+    ) -> Tensor | None:
         """The logical mask `[B, 1 or Hq, S, N]` → the mask of what is stored `[B, Hq, S, T]`.
 
         `positions [B, H, T]` are those of the keys handed out; None while nothing was evicted.
@@ -252,14 +261,7 @@ class CompressedLayer(CacheLayerMixin):
                 "the turn's length, `with cache.reading(until=tokens):`, so that its last forward "
                 "can compress"
             )
-        stored = Attended(
-            self.window.query,
-            self.store.keys,
-            self.store.values,
-            self.window.scale,
-            self.window.softcap,
-            self.window.sinks,
-        )
+        stored = dataclasses.replace(self.window, key=self.store.keys, value=self.store.values)
         self._compress(self._observe(stored, self.window_positions))
         self.window = self.window_positions = None
 
@@ -286,40 +288,38 @@ class CompressedLayer(CacheLayerMixin):
 
     def _remember(self, attended: Attended) -> None:
         """Adds the last queries of a turn's piece to those of its earlier pieces."""
-        query, positions = self._joined(attended)
-        self.window_positions = positions
-        # Keys only as a shape: an empty tensor of their head count.
-        self.window = Attended(
-            query.clone(), attended.key[:, :, :0].clone(), attended.value[:, :, :0].clone(),
-            attended.scale, attended.softcap, attended.sinks,
-        )  # fmt: skip
+        query, self.window_positions = self._joined(attended)
+        # Of the keys only the number of heads is needed, not the entries.
+        self.window = dataclasses.replace(
+            attended,
+            query=query.clone(),
+            key=attended.key[:, :, :0].clone(),
+            value=attended.value[:, :, :0].clone(),
+            sums=None,
+        )
 
     def _joined(self, attended: Attended) -> tuple[Tensor, Tensor]:
         """The turn's last queries `[B, Hq, W, D]` and their positions `[B, W]`, −1 for padding."""
         width = self.plan.stages.needs.window
-        query = attended.query[:, :, max(0, attended.query.shape[2] - width) :] if width else attended.query[:, :, :0]
-        first = self.seen - query.shape[2]
-        positions = torch.arange(first, self.seen, device=query.device).expand(len(query), -1)
-        if self.valid is not None and width:
-            positions = positions.masked_fill(~self.valid[:, first:], -1)
+        first = max(0, attended.query.shape[2] - width)
+        query = attended.query[:, :, first:]
+        start = self.seen - query.shape[2]
+        positions = torch.arange(start, self.seen, device=query.device).repeat(len(query), 1)
+        if self.valid is not None:
+            positions = positions.masked_fill(~self.valid[:, start:], -1)
         if self.window is None or self.window_positions is None:
             return query, positions
         query = torch.cat([self.window.query, query], 2)
         positions = torch.cat([self.window_positions, positions], 1)
-        # Padding of a later piece would push tokens of an earlier one out: tokens go last.
-        order = (positions >= 0).long().argsort(dim=1, stable=True)[:, -width:] if width else None
-        if order is None:
-            return query, positions
+        # Padding of a later piece must not push out an earlier piece's tokens.
+        order = (positions >= 0).long().argsort(dim=1, stable=True)
+        order = order[:, max(0, order.shape[1] - width) :]
         wide = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
         return query.gather(2, wide), positions.gather(1, order)
 
     def _observation(self, attended: Attended) -> Observation:
         query, positions = self._joined(attended)
-        whole = Attended(
-            query, attended.key, attended.value,
-            attended.scale, attended.softcap, attended.sinks,
-        )  # fmt: skip
-        return self._observe(whole, positions)
+        return self._observe(dataclasses.replace(attended, query=query), positions)
 
     def _observe(self, attended: Attended, query_positions: Tensor | None) -> Observation:
         heads = attended.key.shape[1]

@@ -30,10 +30,10 @@ class Stages:
     on top. `positions` "reindex" lets the sinks move up to the recent tokens, as StreamingLLM does.
     """
 
-    needs: Needs = Needs()
+    needs: Needs = field(default_factory=Needs)
     score: Score | None = None
     allocate: Allocate | None = None
-    forced: Forced = Forced()
+    forced: Forced = field(default_factory=Forced)
     decode: str = "append"
     positions: str = "original"
 

@@ -39,7 +39,7 @@ class Observation:
     seed: int = 0
 
     def window_attention(self, last: int) -> Tensor:
-        """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; padding rows are 0."""
+        """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; 0 for padding."""
         assert self.queries is not None and self.query_positions is not None
         queries, at = self.queries[:, :, -last:], self.query_positions[:, -last:]
         batch, query_heads, window, size = queries.shape

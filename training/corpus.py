@@ -93,11 +93,11 @@ class Writer:
     def count(self, text: str) -> int:
         return len(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def facts(self, length: int) -> Row:
+    def facts(self, length: int, forms: int) -> Row:
         """Short facts, then the same facts asked for again: the step from lookups to wording."""
-        statement = random.choice(FACTS)
-        again = random.choice((statement, statement, *FACTS))
-        only_noun = random.random() < 0.3
+        statement = random.choice(FACTS[:forms])
+        again = random.choice((statement, statement, *FACTS[:forms]))
+        only_noun = forms == 1 or random.random() < 0.3
         nouns = random.sample(NOUNS, random.randint(3, 6))
         keys = [noun if only_noun else f"{random.choice(ADJECTIVES)}-{noun}" for noun in nouns]
         digits = random.choice((2, 4, 7))
@@ -106,16 +106,21 @@ class Writer:
         parts += [(f" {statement.format(key=key)} {values[key]}.", IGNORED) for key in keys]
         for _ in range(length // 8):
             key = random.choice(keys)
-            parts += [(f" {again.format(key=key)}", IGNORED), (" ", ANSWER)]
-            parts += [(values[key][:2], FIRST), (values[key][2:] + ".", ANSWER)]
+            parts.append((f" {again.format(key=key)}", IGNORED))
+            parts += [(" " + values[key][:2], FIRST), (values[key][2:] + ".", ANSWER)]
         return self._render(parts, length)
 
     def needles(self, length: int) -> Row:
         """A document with needles, and questions about it until the row is full."""
         tasks, weights = (TURN, (2, 5, 3, 3, 2)) if length >= 256 else (("multikey",), (1,))
         task = random.choices(list(tasks), weights)[0]
-        keys = {"multikey": random.randint(2, min(8, length // 48)), "multiquery": random.randint(4, 6)}
-        statements = task in ("single", "multikey") and random.random() < (0.5 if length < 256 else 0.1)
+        keys = {
+            "multikey": random.randint(2, min(8, length // 48)),
+            "multiquery": random.randint(4, 6),
+        }
+        statements = task in ("single", "multikey") and random.random() < (
+            0.5 if length < 256 else 0.1
+        )
         turn = 20 if statements else TURN[task]
         # Half of the rows spend half their length on questions: each is one more lookup.
         share = random.choice((0.5, 0.15))
@@ -136,7 +141,9 @@ class Writer:
         if not self.text:
             return list(ruler.NOISE)
         start = random.randrange(max(1, len(self.text) - 20_000))
-        return re.split(r"(?<=[.!?])\s+", self.text[start : start + 20_000])[1:-1] or list(ruler.NOISE)
+        return re.split(r"(?<=[.!?])\s+", self.text[start : start + 20_000])[1:-1] or list(
+            ruler.NOISE
+        )
 
     def _dialogue(self, sample: ruler.Sample, statements: bool) -> list[tuple[str, int]]:
         parts = [("<|bos|><|user|>" + sample.document, IGNORED)]
@@ -149,9 +156,9 @@ class Writer:
                 parts.append((f"{opening}{question.text}<|end|><|assistant|>", IGNORED))
                 parts.append((question.prefix, TEXT))
             for i, answer in enumerate(question.answers):
-                parts.append((" " if i == 0 else ", ", ANSWER))
                 head = 2 if answer.isdigit() else 1
-                parts += [(answer[:head], FIRST), (answer[head:], ANSWER)]
+                parts += [(",", ANSWER)] if i else []
+                parts += [(" " + answer[:head], FIRST), (answer[head:], ANSWER)]
             parts.append((".", ANSWER))
             if not statements:
                 parts.append(("<|end|>", ANSWER))
@@ -181,7 +188,9 @@ class Writer:
         if not self.text:
             return self.repetition(length)
         start = random.randrange(max(1, len(self.text) - 6 * length))
-        return self._render([("<|bos|>", IGNORED), (self.text[start : start + 6 * length], TEXT)], length)
+        return self._render(
+            [("<|bos|>", IGNORED), (self.text[start : start + 6 * length], TEXT)], length
+        )
 
     def _render(self, parts: list[tuple[str, int]], length: int) -> Row:
         kinds_of_characters = [kind for text, kind in parts for _ in text]

@@ -14,8 +14,8 @@ from training.corpus import REPEAT
 
 VOCABULARY = 2048
 SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-# Pairs of digits, single capitals outside words, words with their leading space, the rest.
-PIECES = r"[0-9]{1,2}| ?[A-Z]?[a-z]+| ?[A-Z]|\s+| ?[^\sA-Za-z0-9]+"
+# Pairs of digits and words with their leading space, single capitals outside words, the rest.
+PIECES = r" ?[0-9]{1,2}| ?[A-Z]?[a-z]+| ?[A-Z]| ?[^\sA-Za-z0-9]+|\s+"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -53,7 +53,7 @@ def train(text: str) -> PreTrainedTokenizerFast:
 def _wording(text: str) -> list[str]:
     rng = random.Random(0)
     lines = [REPEAT] * 2000
-    lines += [f"{rng.randrange(100):02d}" for _ in range(200_000)]
+    lines += [f" {rng.randrange(100):02d}{rng.randrange(100):02d}" for _ in range(200_000)]
     lines += [f" {word}" for word in ADJECTIVES] * 2000
     lines += [f"-{word} {word}" for word in NOUNS] * 2000
     for task in ruler.TASKS:

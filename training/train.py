@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -36,12 +36,15 @@ class Stage:
     batch: int
     goal: float
     steps: int = 100_000
+    forms: int = 0  # ways in which facts are worded
 
 
 STAGES = (
     Stage("copy", 64, 64, 0.9),
     Stage("lookup", 48, 96, 0.95),
-    Stage("facts", 128, 32, 0.92),
+    Stage("facts", 64, 64, 0.92, forms=1),
+    Stage("facts", 96, 48, 0.92, forms=3),
+    Stage("facts", 128, 32, 0.92, forms=5),
     Stage("needles", 256, 16, 0.92),
     Stage("needles", 512, 8, 0.92),
     Stage("needles", 1024, 4, 0.92),
@@ -80,11 +83,15 @@ def packed_attention(module, query, key, value, mask, scaling=None, **_):
 
 def rows(stage: Stage, writer: corpus.Writer) -> list[corpus.Row]:
     if stage.rows == "facts":
-        return [writer.facts(stage.length) for _ in range(stage.batch)]
+        return [writer.facts(stage.length, stage.forms) for _ in range(stage.batch)]
     if stage.rows != "needles":
         special = len(tokenizer.SPECIAL)
-        return corpus.random_rows(stage.rows, stage.batch, stage.length, tokenizer.VOCABULARY, special)
-    write = random.choices((writer.needles, writer.repetition, writer.prose), (70, 15, 15), k=stage.batch)
+        return corpus.random_rows(
+            stage.rows, stage.batch, stage.length, tokenizer.VOCABULARY, special
+        )
+    write = random.choices(
+        (writer.needles, writer.repetition, writer.prose), (70, 15, 15), k=stage.batch
+    )
     return [w(stage.length) for w in write]
 
 
@@ -115,8 +122,9 @@ def main() -> None:
     arguments.run.mkdir(parents=True, exist_ok=True)
 
     text = corpus.read_books(arguments.books)
-    tok = tokenizer.train(text)
-    tok.save_pretrained(arguments.run)
+    if not (arguments.run / "tokenizer.json").exists():
+        tokenizer.train(text).save_pretrained(arguments.run)
+    tok = AutoTokenizer.from_pretrained(arguments.run)
     writer = corpus.Writer(tok, text)
 
     AttentionInterface.register("packed", packed_attention)
@@ -147,7 +155,12 @@ def main() -> None:
         checkpoint.with_suffix(".new").replace(checkpoint)
 
     def note(event: str) -> None:
-        line = {"event": event, **state, "rows": STAGES[state["stage"]].rows, "length": STAGES[state["stage"]].length}
+        line = {
+            "event": event,
+            **state,
+            "rows": STAGES[state["stage"]].rows,
+            "length": STAGES[state["stage"]].length,
+        }
         print(json.dumps(line), flush=True)
         log.write(json.dumps(line) + "\n")
         log.flush()
@@ -158,7 +171,9 @@ def main() -> None:
         decay = 1 - 0.95 * state["in_stage"] / stage.steps if last else 1.0
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (state["step"] + 1) / WARMUP) * decay
-        earlier = [s for s in STAGES[: state["stage"]] if s.rows in ("facts", "needles")] or STAGES[: state["stage"]]
+        earlier = [s for s in STAGES[: state["stage"]] if s.rows in ("facts", "needles")] or STAGES[
+            : state["stage"]
+        ]
         current = not earlier or random.random() < 0.75
         ids, kinds = corpus.stack(rows(stage if current else random.choice(earlier), writer))
         loss, right = loss_and_right(model, trunk, ids, kinds)

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from kvfold.allocate.rounding import largest_remainder
+from kvfold.allocate.uniform import uniform
 
 
 def pyramid(total: int, seen: int, layers: int, window: int, beta: float) -> list[int]:
     """Arithmetic sequence from the bottom layer to the top one, `window` entries on top of each.
 
     With `base` entries per layer beside the window, the top layer gets `base / beta` and the bottom
-    one `2·base − base / beta`; the sum is exact. (PyramidKV, arXiv 2406.02069, section 4.2.)
+    one `2·base − base / beta`; the sum is exact. A total below the windows is shared evenly. (PyramidKV, arXiv 2406.02069, section 4.2.)
     """
-    inside = max(0, total - layers * window)
+    inside = total - layers * window
+    if inside < 0:
+        return uniform(total, seen, layers)
     base = inside / layers
     top, bottom = base / beta, 2 * base - base / beta
     steps = max(1, layers - 1)

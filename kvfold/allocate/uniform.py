@@ -10,9 +10,7 @@ def uniform(total: int, seen: int, layers: int) -> list[int]:
     return largest_remainder([total / layers] * layers, total)
 
 
-def uniform_with_skipped(
-    total: int, seen: int, layers: int, skipped: tuple[int, ...]
-) -> list[int]:
+def uniform_with_skipped(total: int, seen: int, layers: int, skipped: tuple[int, ...]) -> list[int]:
     """`skipped` layers stay whole, the others share what is left of `total`."""
     rest = [layer for layer in range(layers) if layer not in skipped]
     whole = layers - len(rest)

@@ -120,7 +120,9 @@ def _needles(
     rng.shuffle(needles)
     asked = []
     for _ in range(n_questions):
-        subset = rng.sample(names, KEYS_PER_TASK[task]) if task == "multiquery" else [rng.choice(names)]
+        subset = (
+            rng.sample(names, KEYS_PER_TASK[task]) if task == "multiquery" else [rng.choice(names)]
+        )
         keys = subset[0] if len(subset) == 1 else ", ".join(subset[:-1]) + f", and {subset[-1]}"
         # Document order within a key, the question's order over keys.
         answers = sorted(

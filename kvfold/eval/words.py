@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everyday words that needle keys are drawn from: an adjective and a noun, joined by a hyphen."""
+"""Everyday words for needle keys: an adjective and a noun, joined by a hyphen."""
+# ruff: noqa: SIM905
 
 ADJECTIVES: tuple[str, ...] = tuple(
     """

@@ -20,50 +20,65 @@ def attend_with_column_sums(
     sinks: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_with_column_sums`, with memory linear in T."""
+    """As `reference.attend_with_column_sums`, with memory linear in T.
+
+    One KV head at a time, so that a block of rows stays in the processor's cache between its
+    softmax and the two products that use it.
+    """
     batch, query_heads, queries, size = query.shape
     heads, stored = key.shape[1:3]
     groups = query_heads // heads
     out = query.new_empty(batch, heads, groups, queries, value.shape[-1])
-    sums = torch.zeros(batch, heads, stored, dtype=torch.float32, device=query.device)
-    packed = (query * scale).view(batch, heads, groups, queries, size)
-    keys = key.transpose(-1, -2)
-    offset = stored - queries
-    for start in range(0, queries, BLOCK):
-        end = min(start + BLOCK, queries)
-        block = end - start
-        # A causal block sees the keys up to its own last query.
-        visible = offset + end if mask is None else stored
-        rows = packed[:, :, :, start:end].reshape(batch, heads, groups * block, size)
-        logits = torch.matmul(rows, keys[..., :visible]).view(batch, heads, groups, block, visible)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        if mask is None:
-            above = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
-            logits[..., offset + start :].masked_fill_(above, -torch.inf)
-        else:
-            logits = _masked(logits, mask[:, :, start:end], heads)
-        attention = _softmax(logits, sinks, heads)
-        if mask is not None:
-            attention = attention.nan_to_num(0.0)
-        weights = attention.to(value.dtype).view(batch, heads, groups * block, visible)
-        attended = torch.matmul(weights, value[:, :, :visible])
-        out[:, :, :, start:end] = attended.view(batch, heads, groups, block, -1)
-        if counted is not None:
-            attention = attention * counted[:, None, None, start:end, None]
-        sums[..., :visible] += attention.flatten(2, 3).sum(2)
+    sums = torch.zeros(batch, heads, stored, dtype=_accumulator(query), device=query.device)
+    grouped = (query * scale).view(batch, heads, groups, queries, size)
+    room = sums.new_empty(groups * min(BLOCK, queries) * stored)
+    for row in range(batch):
+        for head in range(heads):
+            share = slice(head * groups, (head + 1) * groups)
+            for start in range(0, queries, BLOCK):
+                end = min(start + BLOCK, queries)
+                # A causal block sees the keys up to its own last query.
+                seen = stored - queries + end if mask is None else stored
+                rows = grouped[row, head, :, start:end].reshape(-1, size)
+                logits = room[: len(rows) * seen].view(len(rows), seen)
+                logits.copy_(rows @ key[row, head, :seen].T)
+                if softcap is not None:
+                    logits.div_(softcap).tanh_().mul_(softcap)
+                _hide(logits.view(groups, end - start, seen), mask, row, share, start)
+                weights = _softmax(logits, None if sinks is None else sinks[share])
+                if mask is not None:
+                    weights.nan_to_num_(0.0)
+                attended = weights.to(value.dtype) @ value[row, head, :seen]
+                out[row, head, :, start:end] = attended.view(groups, end - start, -1)
+                voters = weights.new_ones(end - start)
+                if counted is not None:
+                    voters = counted[row, start:end].to(weights.dtype)
+                sums[row, head, :seen].addmv_(weights.T, voters.repeat(groups))
     return out.view(batch, query_heads, queries, -1), sums / groups
 
 
-def _masked(logits: Tensor, mask: Tensor, heads: int) -> Tensor:
-    """Logits `[B, H, G, S, T]` under a bool or additive mask `[B, 1 or Hq, S, T]`."""
-    split = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (heads, -1))
-    return logits.masked_fill(~split, -torch.inf) if mask.dtype == torch.bool else logits + split
+def _accumulator(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _softmax(logits: Tensor, sinks: Tensor | None, heads: int) -> Tensor:
-    """Rows in float32; attention sinks take their share and leave no column."""
+def _hide(logits: Tensor, mask: Tensor | None, row: int, heads: slice, start: int) -> None:
+    """Masks logits `[G, S, T]` of the queries from `start` on, in place."""
+    queries = logits.shape[1]
+    if mask is None:
+        above = torch.ones(queries, queries, dtype=torch.bool, device=logits.device).triu(1)
+        logits[..., -queries:].masked_fill_(above, -torch.inf)
+        return
+    of_row = mask[row if mask.shape[0] > 1 else 0]
+    part = of_row[heads if len(of_row) > 1 else slice(0, 1), start : start + queries]
+    if part.dtype == torch.bool:
+        logits.masked_fill_(~part, -torch.inf)
+    else:
+        logits.add_(part)
+
+
+def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Rows `[G·S, T]`, in place; attention sinks `[G]` take their share and leave no column."""
     if sinks is None:
-        return logits.softmax(-1, dtype=torch.float32)
-    extra = sinks.float().view(1, heads, -1, 1, 1).expand(*logits.shape[:4], 1)
-    return torch.cat([logits.float(), extra], -1).softmax(-1)[..., :-1]
+        return torch.softmax(logits, -1, out=logits)
+    extra = sinks.to(logits.dtype).repeat_interleave(len(logits) // len(sinks))[:, None]
+    return torch.cat([logits, extra], -1).softmax(-1)[:, :-1]

@@ -33,9 +33,9 @@ def attend_with_column_sums(
         queries, stored = logits.shape[-2:]
         mask = torch.ones(queries, stored, dtype=torch.bool).tril(stored - queries).to(query.device)
     logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    logits = logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if sinks is not None:
-        extra = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        extra = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         attention = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
     else:
         attention = logits.softmax(-1)

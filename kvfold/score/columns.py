@@ -8,7 +8,7 @@ from kvfold.observation import Observation
 
 
 def accumulated_attention(seen: Observation, per_visible_query: bool) -> Tensor:
-    """Column sums `[B, H, T]`; `per_visible_query` divides by the queries that could see the entry."""
+    """Column sums `[B, H, T]`, or with `per_visible_query` means over the queries that saw it."""
     assert seen.column_sums is not None
     if not per_visible_query:
         return seen.column_sums

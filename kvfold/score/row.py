@@ -7,7 +7,7 @@ from kvfold.observation import Observation
 
 
 def newest_row(seen: Observation, per_head: bool) -> Tensor:
-    """Attention row of the last query `[B, H, T]`, mean over all query heads, or over each group."""
+    """The last query's attention `[B, H, T]`: mean over all query heads, or over each group."""
     row = seen.window_attention(1)[:, :, 0]
     if per_head:
         return seen.group_mean(row)

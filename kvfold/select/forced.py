@@ -41,9 +41,10 @@ class Forced:
 
         positions `[B, H, T]`; per row `[B]` the padding columns and the entries to keep.
         """
-        recent = self.recent
-        if isinstance(recent, Share):
-            recent = (counts * recent.of_kept).long().view(-1, 1, 1)
+        if isinstance(self.recent, Share):
+            recent = (counts * self.recent.of_kept).long().view(-1, 1, 1)
+        else:
+            recent = torch.full_like(counts, self.recent).view(-1, 1, 1)
         stored = positions >= 0
         token = positions - padding.view(-1, 1, 1)
         forced = token < self.sinks

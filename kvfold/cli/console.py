@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: where they print, and how numbers are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+WIDTH = 100
+
+
+def console() -> Console:
+    """Standard output, at most 100 columns wide."""
+    out = Console(highlight=False)
+    out.width = min(out.width, WIDTH)
+    return out
+
+
+def errors() -> Console:
+    """Standard error, where a message stays one line however narrow the terminal."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def progress(out: Console) -> Progress:
+    """A bar that says what is being done, and goes away when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=out, transient=True)
+
+
+def table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table; the columns named in `right` hold numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left")
+    return made
+
+
+def size(count: int) -> str:
+    """Bytes in a readable unit."""
+    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount /= 1024
+        units.pop(0)
+    return f"{amount:.0f} B" if units[0] == "B" else f"{amount:.2f} {units[0]}"
+
+
+def seconds(duration: float) -> str:
+    """A duration in seconds or milliseconds."""
+    return f"{duration:.2f} s" if duration >= 1 else f"{duration * 1000:.1f} ms"
+
+
+def kept_per_layer(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[str, str]]:
+    """`kept[L][B][H]` → ("layers 0-3", "461 per KV head"), equal neighbours together."""
+    spans = []
+    for layer in kept:
+        counts = [count for row in layer for count in row]
+        spans.append((min(counts), max(counts)))
+    lines = []
+    for (low, high), group in groupby(enumerate(spans), key=lambda item: item[1]):
+        indices = [index for index, _ in group]
+        first, last = indices[0], indices[-1]
+        name = f"layer {first}" if first == last else f"layers {first}-{last}"
+        lines.append(
+            (name, f"{low} per KV head" if low == high else f"{low} to {high} per KV head")
+        )
+    return lines

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold demo`: the main job on the bundled model, without network."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from kvfold.cli.console import console, progress, size, table
+from kvfold.cli.run import load
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.cli.measure import Result, Trial
+
+METHODS = ("streaming_llm_original", "h2o", "snapkv", "pyramidkv", "knorm", "tova", "random")
+SHOWN = ("full", "snapkv", "random")
+WHY = (
+    "SnapKV scores the document by what its last tokens attend to. Compressed before any question "
+    "is asked, it cannot know which key will matter; nor can PyramidKV or TOVA, whose scores come "
+    "from the last queries too. The next table compresses with the question in view."
+)
+
+# (method, budget) → what was measured; and method → answers with the question known.
+Unknown = dict[tuple[str, str | None], "Result"]
+Known = dict[str, list[str]]
+
+
+def command(
+    page: Annotated[
+        Path, typer.Option("--page", "-o", dir_okay=False, help="Where the picture goes.")
+    ] = Path("kvfold-demo.png"),
+    seed: Annotated[int, typer.Option(help="Another document.")] = 0,
+    budgets: Annotated[
+        str, typer.Option(help="Parts to keep; the middle one gets the picture.")
+    ] = "0.5 0.2 0.1",
+) -> None:
+    """Compress a document in many ways, ask questions, show what survived and what it cost."""
+    started = time.perf_counter()
+    out = console()
+    with out.status("importing torch and transformers"):
+        from kvfold.cli.measure import Trial
+    limits = _limits(budgets)
+    with out.status("loading the bundled model"):
+        trial = Trial.of(*load("bundled"), seed)
+    _check(trial, limits)
+    _prepare(page)
+    middle = limits[len(limits) // 2]
+    _introduce(out, trial)
+    unknown, known = _measure(out, trial, limits, middle)
+    out.print(_costs(trial, unknown))
+    out.print(WHY)
+    out.print(_comparison(trial, unknown, known, middle))
+    out.print(_example(trial, unknown, known, middle))
+    _draw(page, trial, unknown, middle)
+    out.print(Text(f"What each method kept: {page.resolve()}", overflow="fold"))
+    out.print(f"{time.perf_counter() - started:.0f} seconds in all.")
+
+
+def _limits(text: str) -> list[str]:
+    """The budgets in `text`, separated by spaces or commas; raises BudgetError for a bad one."""
+    from kvfold import Budget
+
+    limits = [part for part in re.split(r"[\s,]+", text) if part]
+    if not limits:
+        raise KvfoldError('no budgets: write for example --budgets "0.5 0.2 0.1"')
+    for limit in limits:
+        Budget.of(limit)
+    return list(dict.fromkeys(limits))
+
+
+def _check(trial: Trial, limits: list[str]) -> None:
+    """Refuses before the work starts what a cache would refuse in the middle of it."""
+    from kvfold import CompressedCache
+
+    for method in METHODS:
+        for limit in limits:
+            CompressedCache(trial.model, method, limit)
+
+
+def _prepare(page: Path) -> None:
+    """Makes the folder of the picture now, so that a long run cannot end without one."""
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise KvfoldError(f"cannot write {page}: {problem}") from problem
+
+
+def _introduce(out: Console, trial: Trial) -> None:
+    """What the document is, and what is asked."""
+    sample, spans = trial.sample, trial.needles()
+    body = sample.document
+    out.print(Rule("the document", align="left"))
+    out.print(
+        f"{trial.tokens():,} tokens of filler with {len(spans)} needles in it, each a number under a "
+        f"key of its own; {len(sample.questions)} questions ask for one number each. It opens:"
+    )
+    out.print(Text(textwrap.shorten(body, 240, placeholder=" ..."), style="dim"))
+    out.print("A needle:")
+    question = sample.questions[0]
+    at = body.index(question.answers[0])
+    out.print(Text(f"... {body[max(0, at - 110) : at + 40].strip()} ...", style="dim"))
+    out.print("A question:")
+    out.print(Text(question.text, style="dim"))
+
+
+def _measure(out: Console, trial: Trial, limits: list[str], middle: str) -> tuple[Unknown, Known]:
+    """Runs everything, with a bar."""
+    runs = [("full", None), *((method, limit) for limit in limits for method in METHODS)]
+    questions = len(trial.sample.questions)
+    unknown: Unknown = {}
+    known: Known = {}
+    with progress(out) as bar:
+        task = bar.add_task("reading the document", total=len(runs) + len(METHODS) + 1)
+        full = trial.compress("full", None)
+        for method, limit in runs:
+            bar.update(task, description=f"{method} {limit or ''}: {questions} questions")
+            unknown[method, limit] = trial.question_unknown(method, limit, full)
+            bar.advance(task)
+        for method in ("full", *METHODS):
+            bar.update(task, description=f"{method}: the question known")
+            known[method] = trial.question_known(method, None if method == "full" else middle)
+            bar.advance(task)
+    return unknown, known
+
+
+def _costs(trial: Trial, unknown: Unknown) -> Table:
+    numbers = ("kept", "bytes", "of full", "answers right", "time per token")
+    shown = table("question unknown while compressing", "method", *numbers, right=numbers)
+    shown.caption = "time per token: over the full cache's, steps in turn; full is against itself"
+    previous: str | None = None
+    for (method, limit), result in unknown.items():
+        if limit != previous:
+            shown.add_section()
+            previous = limit
+        shown.add_row(
+            method,
+            f"{result.stats.kept_fraction:.1%}",
+            size(result.stats.nbytes),
+            f"{result.stats.ratio:.1%}",
+            _share(trial, result.answers),
+            f"{result.pace:.2f}x",
+        )
+    return shown
+
+
+def _comparison(trial: Trial, unknown: Unknown, known: Known, middle: str) -> Table:
+    shown = table(
+        f"question known while compressing, budget {middle}",
+        "method",
+        "known",
+        "unknown",
+        right=("known", "unknown"),
+    )
+    for method, answers in known.items():
+        before = unknown[method, None if method == "full" else middle].answers
+        shown.add_row(method, _share(trial, answers), _share(trial, before))
+    return shown
+
+
+def _example(trial: Trial, unknown: Unknown, known: Known, middle: str) -> Group:
+    question = trial.sample.questions[0]
+    shown = table(f"one question, budget {middle}", "method", "question", "answer", "right")
+    for method in SHOWN:
+        result = unknown[method, None if method == "full" else middle]
+        for when, answers in (("unknown", result.answers), ("known", known[method])):
+            right = question.score(answers[0]) == 1.0
+            shown.add_row(method, when, Text(answers[0]), "yes" if right else "no")
+    asked = f"{question.text} ({question.answers[0]})"
+    note = "With the question known, the answer's opening words are part of the prompt."
+    return Group(Text(asked, style="dim"), shown, Text(note))
+
+
+def _share(trial: Trial, answers: list[str]) -> str:
+    return f"{trial.right(answers)}/{len(answers)}"
+
+
+def _draw(page: Path, trial: Trial, unknown: Unknown, middle: str) -> None:
+    from kvfold.inspect.kept import kept_figure
+
+    kept = {method: unknown[method, middle].positions for method in METHODS}
+    seen = unknown["full", None].stats.seen
+    try:
+        kept_figure(kept, seen, trial.needles()).savefig(page)
+    except (OSError, ValueError) as problem:
+        raise KvfoldError(f"cannot write {page}: {problem}") from problem

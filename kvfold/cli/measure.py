@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kvfold demo` measures: answers, bytes and time, with the question unknown or known."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+import kvfold
+from kvfold.compat import PreTrainedModel
+from kvfold.context import Context, Frame
+from kvfold.eval import ruler
+from kvfold.stats import Stats
+
+KEYS = 6
+WARM_UP = 2
+STEPS = 16
+NEEDLE = re.compile(r"One of the special magic numbers for \S+ is: \d+\.")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One method at one budget, compressed before any question was known.
+
+    `stats` and `positions` `[L][B][H]` are those of the compressed document alone; `pace` is the
+    time per token over the full cache's.
+    """
+
+    stats: Stats
+    positions: list[list[list[Tensor]]]
+    answers: list[str]
+    pace: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model, a document with needles in it, and one question about each needle.
+
+    `room` is how many tokens an answer may take.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    sample: ruler.Sample
+    room: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> Trial:
+        """A document of half the length that the model was trained on."""
+
+        def count(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+        length = model.config.max_position_embeddings // 2
+        # Questions are drawn with replacement: so many draws ask for every key.
+        drawn = ruler.generate(
+            "multikey", length, count, random.Random(seed), keys=KEYS, questions=30 * KEYS
+        )
+        questions = tuple(dict.fromkeys(drawn.questions))
+        room = 4 + max(count(f"{q.prefix} {q.answers[0]}.") for q in questions)
+        sample = ruler.Sample(drawn.task, drawn.document, questions)
+        return cls(model, tokenizer, sample, room)
+
+    def tokens(self) -> int:
+        """Tokens of the document."""
+        return len(self.tokenizer(self.sample.document, add_special_tokens=False).input_ids)
+
+    def compress(self, method: str, budget: str | None) -> Context:
+        """The document, compressed without a question."""
+        return kvfold.compress(self.model, self.tokenizer, self.sample.document, method, budget)
+
+    def question_unknown(self, method: str, budget: str | None, full: Context) -> Result:
+        """Compresses the document once and asks every question; its pace is set against `full`."""
+        context = self.compress(method, budget)
+        # Questions leave room for tokens behind, so what is held is read before them.
+        stats, cache = context.stats(), context.cache
+        positions = [cache.positions(layer) for layer in range(len(cache.compressed_layers))]
+        answers = [context.ask(q.text, max_new_tokens=self.room) for q in self.sample.questions]
+        return Result(stats, positions, answers, pace(full, context))
+
+    def question_known(self, method: str, budget: str | None) -> list[str]:
+        """Compresses document, question and the answer's first words together, per question."""
+        frame = Frame.of(self.tokenizer)
+        answers = []
+        for question in self.sample.questions:
+            text = f"{frame.before}{self.sample.document}\n{question.text}{frame.after}"
+            encoded = self.tokenizer(
+                text + question.prefix, add_special_tokens=False, return_tensors="pt"
+            )
+            ids = encoded.input_ids.to(self.model.device)
+            produced = kvfold.generate(
+                self.model,
+                ids,
+                cache=kvfold.CompressedCache(self.model, method, budget),
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=self.room,
+                do_sample=False,
+            )
+            new = produced[0, ids.shape[1] :]
+            answers.append(self.tokenizer.decode(new, skip_special_tokens=True).strip())
+        return answers
+
+    def right(self, answers: list[str]) -> int:
+        """How many of the questions' answers hold the number asked for."""
+        pairs = zip(self.sample.questions, answers, strict=True)
+        return sum(question.score(answer) == 1.0 for question, answer in pairs)
+
+    def needles(self) -> list[tuple[int, int]]:
+        """Spans of positions that the needles take in the cache."""
+        text = Frame.of(self.tokenizer).before + self.sample.document
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = []
+        for match in NEEDLE.finditer(text):
+            inside = [
+                index
+                for index, (start, stop) in enumerate(encoded.offset_mapping)
+                if start < match.end() and stop > match.start()
+            ]
+            spans.append((inside[0], inside[-1] + 1))
+        return spans
+
+
+@torch.no_grad()
+def pace(full: Context, other: Context) -> float:
+    """Time per token of `other` over that of `full`: steps in turn, median of their ratios."""
+    caches = (full.cache, other.cache)
+    seen = [cache.get_seq_length() for cache in caches]
+    ratios = []
+    with full.cache.frozen(), other.cache.frozen():
+        for _ in range(WARM_UP + STEPS):
+            base = _step(full)
+            ratios.append(_step(other) / base)
+    for cache, before in zip(caches, seen, strict=True):
+        cache.crop(before - cache.get_seq_length())
+    return statistics.median(ratios[WARM_UP:])
+
+
+def _step(context: Context) -> float:
+    """Seconds for one more token."""
+    device = context.model.device
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    started = time.perf_counter()
+    context.model(input_ids=token, past_key_values=context.cache, use_cache=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

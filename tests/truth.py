@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The truth: transformers' own cache keeps everything, evicted entries are hidden by a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+import kvfold
+
+NAME = "masked_dense"
+# Changes the keys `[B, H, N, D]` of an attention call, given which are gone `[B, H, N]`.
+Move = Callable[[Tensor, Tensor], Tensor]
+
+
+def stock_cache(model: PreTrainedModel) -> DynamicCache:
+    """What transformers itself would use."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+class Reader:
+    """Feeds one model and one cache, piece by piece; with `mask [B, N]` the first is padded."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, mask: Tensor | None = None) -> None:
+        self.model, self.cache, self.mask = model, cache, mask
+        self.started = False
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Logits `[B, S, V]` of the new tokens `ids [B, S]`."""
+        padding: dict[str, Tensor] = {}
+        if self.mask is not None:
+            if self.started:
+                self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
+            positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            padding = {"attention_mask": self.mask, "position_ids": positions}
+        self.started = True
+        return self.model(ids, past_key_values=self.cache, use_cache=True, **padding).logits
+
+
+class MaskedDense(Reader):
+    """A model with everything stored, and attention that cannot see what `hide` was told of."""
+
+    def __init__(
+        self, model: PreTrainedModel, mask: Tensor | None = None, move: Move | None = None
+    ) -> None:
+        super().__init__(model, stock_cache(model), mask)
+        model.set_attn_implementation(NAME)
+        self.own = [i for i, layer in enumerate(self.cache.layers) if type(layer) is DynamicLayer]
+        self.stored: dict[int, Tensor] = {}
+        self.move = move
+
+    def hide(self, cache: kvfold.CompressedCache) -> None:
+        """From now on every entry seen so far is hidden, except those that `cache` still stores."""
+        seen = cache.get_seq_length()
+        for place, index in enumerate(self.own):
+            positions = cache.positions(place)
+            stored = torch.zeros(len(positions), len(positions[0]), seen, dtype=torch.bool)
+            for row, heads in enumerate(positions):
+                for head, kept in enumerate(heads):
+                    stored[row, head, kept] = True
+            self.stored[index] = stored
+
+    def gone(self, module: Any, heads: int, columns: int) -> Tensor | None:
+        """Which of a layer's columns were evicted `[B, H, N]`, or None."""
+        index = module.layer_idx
+        if getattr(module, "is_kv_shared_layer", False) and not module.is_sliding:
+            index = self.own[-1]
+        if index not in self.stored:
+            return None
+        gone = nn.functional.pad(~self.stored[index], (0, columns - self.stored[index].shape[-1]))
+        return gone.expand(-1, heads, -1)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        global _running
+        _running = self
+        try:
+            return super().__call__(ids)
+        finally:
+            _running = None
+
+
+_running: MaskedDense | None = None
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Softmax attention in float64, from scratch."""
+    heads, columns = key.shape[1:3]
+    groups = query.shape[1] // heads
+    allowed = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+    gone = _running.gone(module, heads, columns) if _running else None
+    if gone is not None:
+        allowed = allowed & ~gone.repeat_interleave(groups, 1)[:, :, None]
+        if _running.move is not None:
+            key = _running.move(key, gone)
+    keys = key.double().repeat_interleave(groups, 1)
+    values = value.double().repeat_interleave(groups, 1)
+    logits = torch.einsum("bhsd,bhnd->bhsn", query.double(), keys) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    # A row that may see nothing (padding) has no finite peak and answers with zeros.
+    peak = logits.amax(-1, keepdim=True).clamp(min=-1e300)
+    sink = torch.zeros_like(peak)
+    if s_aux is not None:
+        learned = s_aux.double().view(1, -1, 1, 1)
+        peak = torch.maximum(peak, learned)
+        sink = (learned - peak).exp()
+    weights = (logits - peak).exp()
+    total = (weights.sum(-1, keepdim=True) + sink).clamp(min=1e-300)
+    out = torch.einsum("bhsn,bhnd->bhsd", weights / total, values)
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
