@@ -60,7 +60,7 @@ class Budget:
 
     @classmethod
     def of(cls, value: Budget | float | str) -> Budget:
-        """An int is tokens, a float in (0, 1] a ratio, a text any of "512", "0.2", "20%", "2GiB"."""
+        """From an int (tokens), a float in (0, 1] (ratio), or "512", "0.2", "20%", "2GiB"."""
         if isinstance(value, Budget):
             return value
         if isinstance(value, bool) or not isinstance(value, int | float | str):

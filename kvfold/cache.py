@@ -154,8 +154,8 @@ class CompressedCache(compat.Cache):
         limit = self.dropping_length
         if value and limit is not None and self.get_seq_length() <= limit:
             raise UnsupportedModel(
-                f"generate() of {self.owner.name} silently drops a cache once a text passes {limit} "
-                "tokens: use kvfold.generate(model, ..., cache=cache)"
+                f"generate() of {self.owner.name} silently drops a cache once a text passes "
+                f"{limit} tokens: use kvfold.generate(model, ..., cache=cache)"
             )
         self._generating = value
 

@@ -29,7 +29,7 @@ from kvfold.errors import UnsupportedModel
 
 __all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "PreTrainedModel"]
 
-# The registered name over each delegate. Names that hold "sdpa" or "flash" mean more to transformers.
+# The name over each delegate: "sdpa" or "flash" in a name would mean more to transformers.
 NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
 # Model types whose `generate` starts over with a cache of its own past this configured length.
 DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
@@ -147,14 +147,17 @@ class Rotation:
                 f"{type(model).__name__} changes its rotary frequencies with the length, so kept "
                 'keys cannot be moved: use positions="original"'
             )
-        if hasattr(config, "kv_lora_rank") or self._embedding() is None or self._apply() is None:
+        known = self._embedding() is not None and self._apply() is not None
+        if hasattr(config, "kv_lora_rank") or not known or self._is_conditional():
             raise UnsupportedModel(
-                f"{type(model).__name__} has no rotary keys that could be moved: use "
-                'positions="original"'
+                f"layer {self.layer} of {type(model).__name__} has no rotary keys that could be "
+                'moved for certain: use positions="original"'
             )
 
     def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
         """keys `[B, H, S, D]`, rotated forward by `shift [B]` positions."""
+        if not getattr(self._attention(), "use_rope", True):
+            return keys
         embedding, apply = self._embedding(), self._apply()
         assert embedding is not None and apply is not None
         at = shift.view(-1, 1).expand(-1, keys.shape[2])
@@ -165,8 +168,13 @@ class Rotation:
         # YaRN's attention factor is already inside the stored key.
         prefix = f"{kind['layer_type']}_" if kind else ""
         factor = getattr(embedding, f"{prefix}attention_scaling", 1.0)
-        moved = apply(keys.float(), keys.float(), cos / factor, sin / factor)[1]
-        return moved.to(keys.dtype)
+        cos, sin = cos / factor, sin / factor
+        turning, still = keys.float().split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], -1)
+        if "k" in inspect.signature(apply).parameters:
+            turned = apply(turning, turning, cos, sin)[1]
+        else:
+            turned = apply(turning, cos, sin, unsqueeze_dim=1)
+        return torch.cat([turned, still], -1).to(keys.dtype)
 
     def _model(self) -> PreTrainedModel:
         model = self.model() if self.model is not None else None
@@ -174,11 +182,34 @@ class Rotation:
             raise UnsupportedModel("the model of this cache is gone")
         return model
 
+    def _attention(self) -> nn.Module | None:
+        """The attention module of this layer."""
+        modules = self._model().get_decoder().modules()
+        return next(
+            (
+                module
+                for module in modules
+                if getattr(module, "layer_idx", None) == self.layer
+                and "Attention" in type(module).__name__
+            ),
+            None,
+        )
+
+    def _is_conditional(self) -> bool:
+        """Whether the model file rotates under a condition that kvfold cannot ask it about."""
+        module = self._attention()
+        if module is None or hasattr(module, "use_rope"):
+            return module is None
+        source = inspect.getsource(type(module).forward).splitlines()
+        calls = [line for line in source if "apply_rotary_pos_emb(" in line]
+        outermost = " " * 8
+        return not calls or any(line.startswith(outermost + " ") for line in calls)
+
     def _embedding(self) -> nn.Module | None:
         decoder = self._model().get_decoder()
         return getattr(decoder, "rotary_emb", None)
 
-    def _apply(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    def _apply(self) -> Callable[..., Any] | None:
         module = sys.modules[type(self._model().get_decoder()).__module__]
         return getattr(module, "apply_rotary_pos_emb", None)
 

@@ -10,8 +10,9 @@ from kvfold.allocate.uniform import uniform
 def pyramid(total: int, seen: int, layers: int, window: int, beta: float) -> list[int]:
     """Arithmetic sequence from the bottom layer to the top one, `window` entries on top of each.
 
-    With `base` entries per layer beside the window, the top layer gets `base / beta` and the bottom
-    one `2·base − base / beta`; the sum is exact. A total below the windows is shared evenly. (PyramidKV, arXiv 2406.02069, section 4.2.)
+    With `base` entries per layer beside the window, the top layer gets `base / beta` and the
+    bottom one `2·base − base / beta`; the sum is exact. A total below the windows is shared
+    evenly. (PyramidKV, arXiv 2406.02069, section 4.2.)
     """
     inside = total - layers * window
     if inside < 0:

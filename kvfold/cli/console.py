@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -33,10 +34,11 @@ def progress(out: Console) -> Progress:
 
 
 def table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; the columns named in `right` hold numbers."""
+    """An empty table whose first column never wraps; those in `right` hold numbers."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left")
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, no_wrap=column == columns[0])
     return made
 
 
@@ -65,7 +67,6 @@ def kept_per_layer(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[str, s
         indices = [index for index, _ in group]
         first, last = indices[0], indices[-1]
         name = f"layer {first}" if first == last else f"layers {first}-{last}"
-        lines.append(
-            (name, f"{low} per KV head" if low == high else f"{low} to {high} per KV head")
-        )
+        count = f"{low}" if low == high else f"{low} to {high}"
+        lines.append((name, f"{count} per KV head"))
     return lines

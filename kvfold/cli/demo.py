@@ -50,15 +50,14 @@ def command(
     with out.status("importing torch and transformers"):
         from kvfold.cli.measure import Trial
     limits = _limits(budgets)
-    with out.status("loading the bundled model"):
-        trial = Trial.of(*load("bundled"), seed)
+    trial = Trial.of(*load("bundled"), seed)
     _check(trial, limits)
     _prepare(page)
     middle = limits[len(limits) // 2]
     _introduce(out, trial)
     unknown, known = _measure(out, trial, limits, middle)
     out.print(_costs(trial, unknown))
-    out.print(WHY)
+    out.print(f"\n{WHY}\n")
     out.print(_comparison(trial, unknown, known, middle))
     out.print(_example(trial, unknown, known, middle))
     _draw(page, trial, unknown, middle)
@@ -101,8 +100,8 @@ def _introduce(out: Console, trial: Trial) -> None:
     body = sample.document
     out.print(Rule("the document", align="left"))
     out.print(
-        f"{trial.tokens():,} tokens of filler with {len(spans)} needles in it, each a number under a "
-        f"key of its own; {len(sample.questions)} questions ask for one number each. It opens:"
+        f"{trial.tokens():,} tokens of filler with {len(spans)} needles in it, each a number under "
+        f"a key of its own; {len(sample.questions)} questions ask for one number each. It opens:"
     )
     out.print(Text(textwrap.shorten(body, 240, placeholder=" ..."), style="dim"))
     out.print("A needle:")
@@ -136,7 +135,12 @@ def _measure(out: Console, trial: Trial, limits: list[str], middle: str) -> tupl
 def _costs(trial: Trial, unknown: Unknown) -> Table:
     numbers = ("kept", "bytes", "of full", "answers right", "time per token")
     shown = table("question unknown while compressing", "method", *numbers, right=numbers)
-    shown.caption = "time per token: over the full cache's, steps in turn; full is against itself"
+    shown.caption = (
+        "bytes: all that a cache holds, with room for coming tokens; of full: over transformers' "
+        "own cache; time per token: over the full cache's, steps in turn, full against itself"
+    )
+    if any(result.stats.forced_over_budget for result in unknown.values()):
+        shown.caption += "; *: the budget came out below the forced set, which was kept"
     previous: str | None = None
     for (method, limit), result in unknown.items():
         if limit != previous:
@@ -144,7 +148,7 @@ def _costs(trial: Trial, unknown: Unknown) -> Table:
             previous = limit
         shown.add_row(
             method,
-            f"{result.stats.kept_fraction:.1%}",
+            f"{result.stats.kept_fraction:.1%}{'*' * result.stats.forced_over_budget}",
             size(result.stats.nbytes),
             f"{result.stats.ratio:.1%}",
             _share(trial, result.answers),

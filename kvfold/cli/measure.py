@@ -104,7 +104,7 @@ class Trial:
                 do_sample=False,
             )
             new = produced[0, ids.shape[1] :]
-            answers.append(self.tokenizer.decode(new, skip_special_tokens=True).strip())
+            answers.append(str(self.tokenizer.decode(new, skip_special_tokens=True)).strip())
         return answers
 
     def right(self, answers: list[str]) -> int:

@@ -20,7 +20,6 @@ def command() -> None:
     from kvfold.method import preset
 
     shown = table(None, "name", "stages", "paper", "defaults")
-    shown.columns[0].no_wrap = True
     for name in kvfold.methods():
         method = preset(name)
         shown.add_row(name, in_words(method.stages()), method.paper or "-", defaults(method))
@@ -45,9 +44,8 @@ def in_words(stages: Stages) -> str:
 
 def defaults(method: Method) -> str:
     """The fields of a method and their values, as they are written in a method's text."""
-    return " ".join(
-        f"{f.name}={_value(getattr(method, f.name))}" for f in dataclasses.fields(method)
-    )
+    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
+    return " ".join(f"{name}={_value(value)}" for name, value in values.items())
 
 
 def _observed(stages: Stages) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from kvfold.cache import CompressedCache
     from kvfold.compat import PreTrainedModel
     from kvfold.stats import Stats
 
@@ -30,8 +31,13 @@ class Clock:
 
     bar: Progress
     task: TaskID
+    started: float = 0.0
     times: list[float] = field(default_factory=list)
     prompt_seen: bool = False
+
+    def start(self) -> None:
+        """Called when the prefill begins."""
+        self.started = time.perf_counter()
 
     def put(self, _: Tensor) -> None:
         """Called with the prompt first, then with each token."""
@@ -45,6 +51,11 @@ class Clock:
         """Called when generation ends."""
 
     @property
+    def first_token(self) -> float:
+        """Seconds until the first token."""
+        return self.times[0] - self.started
+
+    @property
     def per_token(self) -> float | None:
         """Mean seconds between tokens, or None where only one came."""
         steps = len(self.times) - 1
@@ -54,7 +65,7 @@ class Clock:
 def command(
     model: Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')],
     method: Annotated[
-        str, typer.Option(help='As in `kvfold methods`: "snapkv:window=16".')
+        str, typer.Option(help='A name of `kvfold methods`, or "snapkv:window=16".')
     ] = "snapkv",
     budget: Annotated[
         str | None,
@@ -80,42 +91,61 @@ def command(
     # Refused here, before a large model is loaded.
     chosen = kvfold.parse(method)
     limit = None if budget is None else kvfold.Budget.of(budget)
-    with out.status(f"loading {model}"):
-        network, tokenizer = load(model)
+    # transformers shows its own progress.
+    network, tokenizer = load(model)
     ids = encode(tokenizer, text, chat).to(network.device)
     cache = kvfold.CompressedCache(network, chosen, limit, seed=seed)
     with progress(out) as bar:
         clock = Clock(bar, bar.add_task(f"reading {ids.shape[1]:,} tokens", total=max_new_tokens))
-        started = time.perf_counter()
-        produced = kvfold.generate(
-            network,
-            ids,
-            cache=cache,
-            attention_mask=ids.new_ones(ids.shape),
-            prefill_chunk=prefill_chunk,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            streamer=clock,
-        )
-    out.print(Text(tokenizer.decode(produced[0, ids.shape[1] :], skip_special_tokens=True).strip()))
-    out.print(costs(cache.stats(), clock.times[0] - started, clock.per_token))
+        answer = _generate(network, tokenizer, ids, cache, clock, max_new_tokens, prefill_chunk)
+    out.print(Text(answer))
+    out.print(costs(cache.stats(), clock))
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    cache: CompressedCache,
+    clock: Clock,
+    max_new_tokens: int,
+    prefill_chunk: int | None,
+) -> str:
+    """The greedy answer, with `clock` running."""
+    import kvfold
+
+    clock.start()
+    produced = kvfold.generate(
+        model,
+        ids,
+        cache=cache,
+        attention_mask=ids.new_ones(ids.shape),
+        prefill_chunk=prefill_chunk,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=clock,
+    )
+    return str(tokenizer.decode(produced[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer; raises KvfoldError where there is none by that name."""
-    import kvfold
-
-    if name == "bundled":
-        return kvfold.bundled_model()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    import kvfold
+
     try:
+        if name == "bundled":
+            return kvfold.bundled_model()
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", attn_implementation="sdpa")
     except (OSError, ValueError) as problem:
-        raise KvfoldError(f"cannot load {name!r}: {str(problem).splitlines()[0]}") from problem
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+        first_line = str(problem).partition("\n")[0]
+        raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
+    # transformers' wrapper hides the signature of `to` from type checkers.
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return model.eval(), tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Tensor:
@@ -132,7 +162,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
     return tokenizer(text, add_special_tokens=not wrapped, return_tensors="pt").input_ids
 
 
-def costs(stats: Stats, prefill: float, per_token: float | None) -> Table:
+def costs(stats: Stats, clock: Clock) -> Table:
     """What was kept, what it takes, how long it took."""
     shown = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
     rows: list[tuple[str, Any]] = [("tokens seen", f"{stats.seen:,}")]
@@ -142,13 +172,14 @@ def costs(stats: Stats, prefill: float, per_token: float | None) -> Table:
         ("bytes", size(stats.nbytes)),
         ("bytes of a full cache", size(stats.nbytes_full)),
         ("ratio of bytes", f"{stats.ratio:.1%}"),
-        ("prefill and first token", seconds(prefill)),
-        ("per generated token", "-" if per_token is None else seconds(per_token)),
+        ("prefill and first token", seconds(clock.first_token)),
+        ("per generated token", "-" if clock.per_token is None else seconds(clock.per_token)),
     ]
     for name, value in rows:
         shown.add_row(name, value)
+    shown.caption = "counted after the last token"
     if stats.forced_over_budget:
-        shown.caption = "the budget came out below the forced set, which was kept"
+        shown.caption += "; the budget came out below the forced set, which was kept"
     return shown
 
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score a method on RULER's tasks: what the question may know while compressing is named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kvfold import compat
+from kvfold.budget import Budget
+from kvfold.cache import CompressedCache
+from kvfold.context import Frame
+from kvfold.eval import ruler
+from kvfold.generate import generate
+from kvfold.method import Method
+
+# RULER generates 128 tokens; the longest answer here takes fewer in the bundled vocabulary.
+NEW_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method on one task: `question_aware` lets the compression see the question."""
+
+    task: str
+    length: int
+    method: Method | str = "full"
+    budget: Budget | float | str | None = None
+    question_aware: bool = True
+    keys: int | None = None
+
+
+def evaluate(
+    model: compat.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    trial: Trial,
+    samples: int,
+    seed: int = 0,
+) -> Iterator[float]:
+    """The score in [0, 1] of each of `samples` fresh samples; the same seed, the same samples."""
+    rng = random.Random(f"{seed} {trial.task} {trial.length}")
+    frame = Frame.of(tokenizer)
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+    for _ in range(samples):
+        sample = ruler.generate(trial.task, trial.length, count, rng, keys=trial.keys)
+        yield _score(model, tokenizer, trial, sample, frame)
+
+
+def _score(
+    model: compat.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    trial: Trial,
+    sample: ruler.Sample,
+    frame: Frame,
+) -> float:
+    question = sample.questions[0]
+    cache = CompressedCache(model, trial.method, trial.budget)
+    document = _ids(tokenizer, frame.before + sample.document)
+    ending = _ids(tokenizer, f"\n{question.text}{frame.after}{question.prefix}")
+    ids = torch.cat([document, ending], 1)
+    if not trial.question_aware:
+        compat.read(model, document, cache, None)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    if trial.question_aware:
+        out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
+    else:
+        with cache.frozen():
+            out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
+    answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return question.score(str(answer))
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
