@@ -169,7 +169,8 @@ class Rotation:
         prefix = f"{kind['layer_type']}_" if kind else ""
         factor = getattr(embedding, f"{prefix}attention_scaling", 1.0)
         cos, sin = cos / factor, sin / factor
-        turning, still = keys.float().split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], -1)
+        size = 2 * getattr(embedding, f"{prefix}inv_freq").shape[-1]
+        turning, still = keys[..., :size].float(), keys[..., size:].float()
         if "k" in inspect.signature(apply).parameters:
             turned = apply(turning, turning, cos, sin)[1]
         else:

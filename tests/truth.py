@@ -26,7 +26,7 @@ def stock_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 class Reader:
-    """Feeds one model and one cache, piece by piece; with `mask [B, N]` the first is padded."""
+    """Feeds one model and one cache, piece by piece; with a `mask` token 0 is padding."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, mask: Tensor | None = None) -> None:
         self.model, self.cache, self.mask = model, cache, mask
@@ -38,7 +38,7 @@ class Reader:
         padding: dict[str, Tensor] = {}
         if self.mask is not None:
             if self.started:
-                self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
+                self.mask = torch.cat([self.mask, (ids > 0).long()], 1)
             positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             padding = {"attention_mask": self.mask, "position_ids": positions}
         self.started = True

@@ -45,10 +45,10 @@ STAGES = (
     Stage("facts", 64, 64, 0.92, forms=1),
     Stage("facts", 96, 48, 0.92, forms=3),
     Stage("facts", 128, 32, 0.92, forms=5),
-    Stage("needles", 256, 16, 0.92),
-    Stage("needles", 512, 8, 0.92),
-    Stage("needles", 1024, 4, 0.92),
-    Stage("needles", 2048, 2, 0.92),
+    Stage("needles", 256, 16, 0.85),
+    Stage("needles", 512, 8, 0.85),
+    Stage("needles", 1024, 4, 0.85),
+    Stage("needles", 2048, 2, 0.8),
     Stage("needles", TRAINED_LENGTH, 1, 2.0, steps=600),
 )
 

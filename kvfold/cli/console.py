@@ -48,7 +48,7 @@ def size(count: int) -> str:
     while amount >= 1024 and len(units) > 1:
         amount /= 1024
         units.pop(0)
-    return f"{amount:.0f} B" if units[0] == "B" else f"{amount:.2f} {units[0]}"
+    return f"{amount:.0f} B" if units[0] == "B" else f"{amount:.1f} {units[0]}"
 
 
 def seconds(duration: float) -> str:
