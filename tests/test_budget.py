@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets: what they are read from, what they come to in entries, and what is refused."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold import Budget, BudgetError, KvfoldError
+
+ONE = {"entry_bytes": 1, "layers": 1, "heads": 1, "rows": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "amount"),
+    [
+        (512, "tokens", 512),
+        ("512", "tokens", 512),
+        (" 512 ", "tokens", 512),
+        (1, "tokens", 1),
+        ("1", "tokens", 1),
+        (0.2, "ratio", 0.2),
+        ("0.2", "ratio", 0.2),
+        (".2", "ratio", 0.2),
+        ("20%", "ratio", 0.2),
+        ("12.5%", "ratio", 0.125),
+        (1.0, "ratio", 1.0),
+        ("1.0", "ratio", 1.0),
+        ("1.", "ratio", 1.0),
+        ("100%", "ratio", 1.0),
+        ("2GiB", "bytes", 2_147_483_648),
+        ("2GB", "bytes", 2_000_000_000),
+        ("512 mib", "bytes", 536_870_912),
+        ("1.5KiB", "bytes", 1536),
+        ("3MB", "bytes", 3_000_000),
+        ("7kb", "bytes", 7000),
+        ("100B", "bytes", 100),
+    ],
+)
+def test_a_plain_value_is_read(value, kind, amount):
+    budget = Budget.of(value)
+    assert budget.kind == kind
+    assert budget.amount == pytest.approx(amount, rel=1e-12)
+
+
+def test_of_agrees_with_the_named_constructors():
+    assert Budget.of(512) == Budget.tokens(512)
+    assert Budget.of(0.2) == Budget.ratio(0.2)
+    assert Budget.of("2GiB") == Budget.bytes("2GiB") == Budget.bytes(2 * 1024**3)
+    assert Budget.bytes("512") == Budget.bytes(512) != Budget.of("512")
+
+
+def test_a_budget_is_its_own_value():
+    budget = Budget.ratio(0.3)
+    assert Budget.of(budget) is budget
+
+
+NOTHING = [0, -1, "0", "-1", 0.0, -0.2, "0.0", "-0.2", "0%", "-5%", "0B", "0.5B", "-2GiB"]
+TOO_MUCH = [1.0001, 2.0, "1.5", "101%", float("nan"), float("inf")]
+NO_BUDGET = [True, False, None, [512], 1j]
+NO_SIZE = ["", "  ", "many", "2XiB", "GiB", "nan", "inf", "1e3", "%", "12 34", "0x10", "2 Gi B"]
+
+
+@pytest.mark.parametrize("value", [*NOTHING, *TOO_MUCH, *NO_BUDGET, *NO_SIZE])
+def test_nonsense_is_refused(value):
+    with pytest.raises(BudgetError):
+        Budget.of(value)
+
+
+@pytest.mark.parametrize("make", [Budget.tokens, Budget.ratio, Budget.bytes])
+@pytest.mark.parametrize("amount", [0, -3])
+def test_every_constructor_wants_more_than_nothing(make, amount):
+    with pytest.raises(BudgetError):
+        make(amount)
+
+
+def test_a_refusal_is_a_value_error_that_names_the_culprit():
+    assert issubclass(BudgetError, KvfoldError)
+    assert issubclass(KvfoldError, ValueError)
+    with pytest.raises(ValueError, match=r"1\.5.*for tokens give an int"):
+        Budget.of(1.5)
+    with pytest.raises(ValueError, match=r"'many'.*512MiB"):
+        Budget.of("many")
+
+
+@given(percent=st.integers(1, 100), seen=st.integers(0, 10**6))
+@settings(max_examples=50, deadline=None)
+def test_a_ratio_is_floored_as_in_exact_arithmetic(percent, seen):
+    expected = percent * seen // 100
+    assert Budget.of(percent / 100).per_layer(seen, **ONE) == expected
+    assert Budget.of(f"{percent}%").per_layer(seen, **ONE) == expected
+
+
+@pytest.mark.parametrize(
+    ("ratio", "seen"), [(0.29, 100), (0.57, 100), (0.1, 30), (0.7, 10), (0.3, 9), (0.999, 999)]
+)
+def test_a_ratio_survives_binary_rounding(ratio, seen):
+    expected = int(Fraction(str(ratio)) * seen)
+    assert Budget.ratio(ratio).per_layer(seen, **ONE) == expected
+
+
+@given(seen=st.integers(1, 10_000), layers=st.integers(1, 80))
+@settings(max_examples=50, deadline=None)
+def test_a_ratio_is_floored_per_layer_before_layers_are_added_up(seen, layers):
+    total = Budget.ratio(0.37).per_layer(seen, entry_bytes=260, layers=layers, heads=8, rows=3)
+    assert total == (37 * seen // 100) * layers
+
+
+def test_tokens_ignore_everything_but_the_layers():
+    for seen, heads, rows in [(10, 1, 1), (9999, 8, 4)]:
+        budget = Budget.tokens(512)
+        assert budget.per_layer(seen, entry_bytes=260, layers=32, heads=heads, rows=rows) == 16_384
+
+
+@given(
+    size=st.integers(1, 10**12),
+    entry=st.integers(1, 2000),
+    layers=st.integers(1, 80),
+    heads=st.integers(1, 64),
+    rows=st.integers(1, 16),
+)
+@settings(max_examples=50, deadline=None)
+def test_bytes_buy_as_many_entries_as_fit(size, entry, layers, heads, rows):
+    total = Budget.bytes(size).per_layer(1000, entry, layers, heads, rows)
+    step = entry * heads * rows
+    assert total * step <= size < (total + 1) * step

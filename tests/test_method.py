@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods: the registry, the texts that name them, and what does not fit together."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+import kvfold
+from kvfold import H2O, TOVA, IllegalComposition, KNorm, KvfoldError, PyramidKV, SnapKV, parse
+from kvfold.method import Composition, Method, preset
+
+NAMES = pytest.mark.parametrize("name", kvfold.methods())
+
+
+# --- the registry ------------------------------------------------------------------------------
+
+
+def test_methods_are_listed_by_name():
+    known = {
+        "full": kvfold.Full,
+        "h2o": kvfold.H2O,
+        "knorm": kvfold.KNorm,
+        "local_window": kvfold.LocalWindow,
+        "pyramidkv": kvfold.PyramidKV,
+        "pyramidkv_official": kvfold.PyramidKV,
+        "random": kvfold.Random,
+        "snapkv": kvfold.SnapKV,
+        "snapkv_kvpress": kvfold.SnapKV,
+        "snapkv_official": kvfold.SnapKV,
+        "streaming_llm": kvfold.StreamingLLM,
+        "streaming_llm_original": kvfold.StreamingLLM,
+        "tova": kvfold.TOVA,
+    }
+    listed = kvfold.methods()
+    assert known.items() <= listed.items()
+    assert list(listed) == sorted(listed)
+
+
+def test_the_list_is_a_copy():
+    kvfold.methods().clear()
+    assert "snapkv" in kvfold.methods()
+
+
+@NAMES
+def test_a_name_gives_a_frozen_dataclass_without_state(name):
+    method = parse(name)
+    assert type(method) is kvfold.methods()[name]
+    assert isinstance(method, Method)
+    assert name.startswith(method.name)
+    field = next(iter(dataclasses.fields(method)), None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(method, field.name if field else "anything", 1)
+    assert hash(method) == hash(parse(name))
+
+
+@NAMES
+def test_a_method_is_one_short_file(name):
+    path = Path(inspect.getfile(kvfold.methods()[name]))
+    assert path.parent == Path(kvfold.__file__).parent / "methods"
+    assert len(path.read_text().splitlines()) <= 80
+
+
+@NAMES
+def test_a_method_says_what_it_does(name):
+    cls = kvfold.methods()[name]
+    assert cls.summary and cls.summary == inspect.getdoc(cls).splitlines()[0]
+    assert cls.paper == "" or cls.paper.startswith("arXiv ")
+    assert not cls.takes_budget or parse(name).stages().score is not None
+
+
+# --- presets and options -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "method"),
+    [
+        ("snapkv", SnapKV()),
+        ("snapkv", SnapKV(window=32, kernel=7, pooling="max", pool_first=False)),
+        ("snapkv_official", SnapKV(window=64, kernel=5, pooling="avg")),
+        ("snapkv_kvpress", SnapKV(window=64, kernel=5, pooling="avg", pool_first=True)),
+        ("pyramidkv", PyramidKV(window=8, kernel=7, pooling="max", beta=20, rounding="exact")),
+        ("pyramidkv_official", PyramidKV(rounding="official")),
+        ("snapkv_official:window=16", SnapKV(window=16, kernel=5, pooling="avg")),
+        ("snapkv:window=16", SnapKV(window=16)),
+        ("snapkv:window=16,kernel=5", SnapKV(window=16, kernel=5)),
+        ("  snapkv : window = 16 , kernel=5, ", SnapKV(window=16, kernel=5)),
+        ("snapkv:pooling=avg", SnapKV(pooling="avg")),
+        ("h2o:recent=0.25", H2O(recent=0.25)),
+        ("h2o:recent=1", H2O(recent=1.0)),
+        ("h2o:decode=append,normalize=visible_queries", H2O(0.5, "append", "visible_queries")),
+        ("tova:per_head=true", TOVA(per_head=True)),
+        ("tova:per_head=1,keep_last=Yes", TOVA(per_head=True, keep_last=True)),
+        ("tova:per_head=false", TOVA()),
+        ("snapkv_kvpress:pool_first=no", SnapKV(window=64, kernel=5, pooling="avg")),
+        ("snapkv_kvpress:pool_first=0", SnapKV(window=64, kernel=5, pooling="avg")),
+        ("knorm:skip_layers=0/1", KNorm(skip_layers=(0, 1))),
+        ("knorm:skip_layers=12", KNorm(skip_layers=(12,))),
+        ("knorm:protect_recent=3,skip_layers=5/0", KNorm(3, (5, 0))),
+    ],
+)
+def test_a_text_names_a_method(spec, method):
+    assert parse(spec) == method
+    kinds = [type(getattr(method, field.name)) for field in dataclasses.fields(method)]
+    assert [type(getattr(parse(spec), f.name)) for f in dataclasses.fields(method)] == kinds
+
+
+def test_a_method_is_its_own_text():
+    method = SnapKV(window=3)
+    assert parse(method) is method
+
+
+@NAMES
+def test_every_name_survives_its_text(name):
+    assert parse(str(parse(name))) == parse(name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("snapkv", "snapkv"),
+        ("snapkv:window=32", "snapkv"),
+        ("snapkv:kernel=5,window=16", "snapkv:window=16,kernel=5"),
+        ("snapkv_official", "snapkv:window=64,kernel=5,pooling=avg"),
+        ("h2o:recent=0.25,decode=append", "h2o:recent=0.25,decode=append"),
+        ("tova:keep_last=yes", "tova:keep_last=True"),
+        ("full + tova:per_head=1", "full + tova:per_head=True"),
+    ],
+)
+def test_a_text_says_what_differs_from_the_defaults(spec, text):
+    assert str(parse(spec)) == text
+    assert parse(text) == parse(spec)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("snapkb", "unknown method 'snapkb': did you mean 'snapkv'"),
+        ("piramidkv:window=3", "did you mean 'pyramidkv'"),
+        ("zzz", "unknown method 'zzz': known: .*snapkv.*tova"),
+        ("", "an empty method name"),
+        ("   ", "an empty method name"),
+        (":window=3", "an empty method name"),
+        ("snapkv +", "an empty method name"),
+        ("+", "an empty method name"),
+        ("snapkv:windw=3", "snapkv has no option 'windw'; it has window, kernel"),
+        ("full:window=3", "full has no option 'window'; it has none"),
+        ("snapkv:=3", "no option ''"),
+        ("snapkv:name=x", "no option 'name'"),
+        ("snapkv:window", "cannot read 'window'.*option=value"),
+        ("snapkv:window=", "cannot read 'window='.*option=value"),
+        ("snapkv:window=8,kernel", "cannot read 'kernel'.*option=value"),
+        ("snapkv:window=many", "snapkv:window takes int, not 'many'"),
+        ("snapkv:window=8.5", "snapkv:window takes int, not '8.5'"),
+        ("h2o:recent=half", "h2o:recent takes float, not 'half'"),
+        ("snapkv:pooling=median", "snapkv:pooling takes max or avg, not 'median'"),
+        ("tova:per_head=maybe", "tova:per_head takes bool, not 'maybe'"),
+        ("knorm:skip_layers=a/b", "knorm:skip_layers takes .*, not 'a/b'"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(spec, message):
+    with pytest.raises(KvfoldError, match=message):
+        parse(spec)
+
+
+def test_a_preset_takes_names_only():
+    assert preset("snapkv_official").window == 64
+    with pytest.raises(KvfoldError, match="unknown method"):
+        preset("snapkv:window=3")
+
+
+# --- composition -------------------------------------------------------------------------------
+
+
+def test_a_composition_brings_all_stages_of_its_parts():
+    composed = parse("full + snapkv:window=16")
+    assert isinstance(composed, Composition)
+    assert composed.parts == (kvfold.Full(), SnapKV(window=16))
+    stages, alone = composed.stages(), SnapKV(window=16).stages()
+    assert stages.needs == alone.needs and stages.forced == alone.forced
+    assert stages.score.keywords == alone.score.keywords
+    assert stages.allocate is alone.allocate
+    assert parse(str(composed)) == composed
+
+
+@pytest.mark.parametrize(
+    ("spec", "stage"),
+    [
+        ("knorm + random", "score"),
+        ("snapkv + knorm", "score"),
+        ("snapkv + snapkv", "needs"),
+        ("snapkv + pyramidkv:window=4", "needs"),
+        ("full + h2o + tova", "needs"),
+    ],
+)
+def test_two_methods_cannot_bring_the_same_stage(spec, stage):
+    with pytest.raises(IllegalComposition, match=f"both bring the {stage} stage") as caught:
+        parse(spec)
+    for part in spec.split(" + ")[-2:]:
+        assert part in str(caught.value)
+
+
+def test_a_composition_made_by_hand_is_checked_too():
+    with pytest.raises(IllegalComposition):
+        Composition((KNorm(), TOVA())).stages()

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be answered right is refused, with a reason and a way out."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+import kvfold
+from kvfold import BudgetError, CompressedCache, IllegalComposition, KvfoldError, UnsupportedModel
+from tests.budgets import COMPRESSING
+from tests.models import WITHOUT_INTERFACE, build, continuation, prompts
+from tests.truth import Reader, stock_cache
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+# --- models ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WITHOUT_INTERFACE)
+def test_models_that_compute_attention_themselves_are_refused(name):
+    model = build(name)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel, match="attention itself"):
+        CompressedCache(model, "snapkv", 64)
+    assert model.config._attn_implementation == before
+
+
+def test_encoder_decoders_are_refused():
+    config = T5Config(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, pad_token_id=0
+    )
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        CompressedCache(T5ForConditionalGeneration(config), "snapkv", 64)
+
+
+def test_a_model_whose_layers_all_slide_is_refused():
+    with pytest.raises(UnsupportedModel, match="nothing to compress"):
+        CompressedCache(build("mistral", sliding_window=16), "snapkv", 64)
+
+
+def test_an_attention_without_delegate_is_refused(model):
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedModel, match="'sdpa' or 'eager'"):
+        CompressedCache(model, "snapkv", 64)
+
+
+@pytest.mark.parametrize("names", [("llama", "llama"), ("llama", "gpt2")])
+def test_a_cache_works_with_its_own_model_only(names):
+    mine, other = (build(name, seed=i) for i, name in enumerate(names))
+    kvfold.enable(other)
+    cache = CompressedCache(mine, "knorm", 20)
+    with pytest.raises(UnsupportedModel, match="another model"):
+        Reader(other, cache)(prompts((64,))[0])
+
+
+@pytest.mark.parametrize("read", [0, 64], ids=["fresh", "filled"])
+@pytest.mark.parametrize("name", ["llama", "llama4"])
+def test_a_cache_with_another_model_that_was_never_enabled_is_refused(name, read):
+    model, other = build(name), build(name, seed=1)
+    cache = CompressedCache(model, "knorm", 20)
+    ids = prompts((65,))[0]
+    if read:
+        Reader(model, cache)(ids[:, :read])
+    with pytest.raises(UnsupportedModel, match="kvfold's attention"):
+        Reader(other, cache)(ids[:, read:])
+
+
+def test_a_disabled_model_is_stock_again_and_refuses_the_cache(model):
+    ids = prompts((64,))[0]
+    stock = Reader(build("llama"), stock_cache(model))(ids)
+    cache = CompressedCache(model, "knorm", 20)
+    Reader(model, cache)(ids)
+    kvfold.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(Reader(model, stock_cache(model))(ids), stock)
+    with pytest.raises(UnsupportedModel, match="disable"):
+        Reader(model, cache)(continuation(1, 1))
+
+
+def test_an_enabled_model_without_our_cache_is_stock(model):
+    ids, mask = prompts()
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    kvfold.enable(model)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_failed_forward_leaves_no_mark_on_other_caches(name):
+    model = build(name)
+    ids, token = prompts((20,))[0], continuation(1, 1)
+    clean = Reader(model, stock_cache(model))
+    expected = [clean(ids), clean(token)]
+    broken = CompressedCache(model, "knorm", 20)
+    Reader(model, broken)(prompts((64,))[0])
+    latest = broken.layers[0].keys[:, :, -1:], broken.layers[0].values[:, :, -1:]
+    broken.update(*latest, 0)  # and then something went wrong: its attention never came
+    before = broken.stats()
+    again = Reader(model, stock_cache(model))
+    assert torch.equal(again(ids), expected[0]) and torch.equal(again(token), expected[1])
+    assert broken.stats() == before
+    with pytest.raises(UnsupportedModel, match="make a new cache"):
+        Reader(model, broken)(token)
+
+
+def test_a_cache_does_not_keep_its_model_alive():
+    model = build("llama")
+    cache = CompressedCache(model, "streaming_llm", 20)
+    Reader(model, cache)(prompts((64,))[0])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and len(cache.positions(0)[0][0]) == 20
+
+
+# --- methods ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("snapvk", "did you mean 'snapkv'"),
+        ("", "empty method name"),
+        ("snapkv:windows=3", "no option 'windows'"),
+        ("snapkv:window", "option=value"),
+        ("snapkv:window=", "option=value"),
+        ("snapkv:window=many", "takes int"),
+        ("snapkv:pooling=min", "max or avg"),
+        ("tova:per_head=perhaps", "takes bool"),
+    ],
+)
+def test_bad_methods_are_refused(model, spec, reason):
+    with pytest.raises(KvfoldError, match=reason):
+        CompressedCache(model, spec, 64)
+
+
+def test_two_methods_that_both_choose_are_refused(model):
+    with pytest.raises(IllegalComposition, match=r"snapkv.* and .*h2o.*both"):
+        CompressedCache(model, "snapkv + h2o", 64)
+
+
+# --- budgets ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, -5, 0.0, -0.1, 1.5, "0", "0%", "-3", "150%", "0MiB"])
+@pytest.mark.parametrize("spec", ["knorm", "snapkv"])
+def test_budgets_that_cannot_be_are_refused(model, spec, budget):
+    with pytest.raises(BudgetError, match=r"positive|at most 1"):
+        CompressedCache(model, spec, budget)
+
+
+@pytest.mark.parametrize("budget", [True, [64], "many", "3 apples", float("nan")])
+def test_budgets_that_are_none_are_refused(model, budget):
+    with pytest.raises(BudgetError):
+        CompressedCache(model, "knorm", budget)
+
+
+@pytest.mark.parametrize("spec", COMPRESSING)
+def test_a_missing_budget_is_refused(model, spec):
+    with pytest.raises(BudgetError, match="needs a budget"):
+        CompressedCache(model, spec)
+
+
+@pytest.mark.parametrize("budget", [64, 0.5, "1MiB"])
+def test_a_superfluous_budget_is_refused(model, budget):
+    with pytest.raises(BudgetError, match="no budget"):
+        CompressedCache(model, "full", budget)
+
+
+@pytest.mark.parametrize(
+    ("spec", "protect", "least"),
+    [
+        ("snapkv", [], 32),
+        ("snapkv_official", [], 64),
+        ("pyramidkv", [], 8),
+        ("streaming_llm", [], 4),
+        ("streaming_llm:sinks=7", [], 7),
+        ("knorm:protect_recent=9", [], 9),
+        ("snapkv:window=8", [(0, 5), (3, 10)], 18),
+        ("streaming_llm", [(2, 10)], 10),
+        ("h2o", [(20, 32)], 12),
+    ],
+)
+def test_a_budget_below_what_must_stay_is_refused_with_both_numbers(model, spec, protect, least):
+    with pytest.raises(BudgetError, match=rf"\b{least}\b.*\b{least - 1}\b"):
+        CompressedCache(model, spec, least - 1, protect=protect)
+    cache = CompressedCache(model, spec, least, protect=protect)
+    Reader(model, cache)(prompts((80,))[0])
+    assert sum(len(cache.positions(layer)[0][0]) for layer in range(4)) == 4 * least
+
+
+def test_a_ratio_that_comes_out_below_what_must_stay_keeps_it_and_says_so(model):
+    cache = CompressedCache(model, "snapkv:window=8", 0.1)
+    Reader(model, cache)(prompts((64,))[0])
+    assert cache.positions(0)[0][0].tolist() == list(range(56, 64))
+    assert cache.stats().forced_over_budget and "forced" in str(cache.stats())
+    enough = CompressedCache(model, "snapkv:window=8", 0.2)
+    Reader(model, enough)(prompts((64,))[0])
+    assert not enough.stats().forced_over_budget
+
+
+def test_whole_layers_that_do_not_fit_are_refused(model):
+    cache = CompressedCache(model, "knorm:skip_layers=0/1", 0.2)
+    with pytest.raises(BudgetError, match="skip fewer layers"):
+        Reader(model, cache)(prompts((64,))[0])
+
+
+# --- rotations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "deepseek_v3"])
+def test_sinks_do_not_move_without_rotary_keys(name):
+    model = build(name)
+    with pytest.raises(UnsupportedModel, match='positions="original"'):
+        CompressedCache(model, "streaming_llm", 20)
+    CompressedCache(model, "streaming_llm_original", 20)
+
+
+def test_sinks_do_not_move_where_frequencies_change_with_the_length():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = build("llama", rope_parameters=rope)
+    with pytest.raises(UnsupportedModel, match='positions="original"'):
+        CompressedCache(model, "streaming_llm", 20)
+    CompressedCache(model, "streaming_llm_original", 20)
+
+
+# --- Phi-3 with longrope ---------------------------------------------------------------------
+
+
+def longrope():
+    """A Phi-3 that changes its frequencies at 32 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5] * 4,
+        "original_max_position_embeddings": 32,
+    }
+    changes = {"partial_rotary_factor": ..., "original_max_position_embeddings": 32}
+    return build("phi3", rope_parameters=rope, **changes)
+
+
+def test_longrope_is_refused_by_generate_and_works_with_ours():
+    model = longrope()
+    ids = prompts((64,))[0]
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    with pytest.raises(UnsupportedModel, match=r"kvfold\.generate"):
+        model.generate(ids, past_key_values=cache, **GREEDY)
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    kvfold.generate(model, ids, cache=cache, **GREEDY)
+    assert cache.get_seq_length() == 64 + 7
+    assert cache.stats().kept == [[[27, 27]]] * 4
+
+
+def test_longrope_with_budget_to_spare_is_stock():
+    model = longrope()
+    ids, mask = prompts((64, 53, 40))
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    for chunk in (None, 10):
+        cache = CompressedCache(model, "snapkv:window=8", 1.0)
+        options = {"attention_mask": mask, "prefill_chunk": chunk, **GREEDY}
+        assert torch.equal(kvfold.generate(model, ids, cache=cache, **options), expected)
+
+
+def test_longrope_refuses_to_generate_across_its_limit():
+    model = longrope()
+    crossing, inside = prompts((28,))[0], prompts((20,))[0]
+    cache = CompressedCache(model, "snapkv:window=8", 10)
+    with pytest.raises(UnsupportedModel, match="32 tokens"):
+        kvfold.generate(model, crossing, cache=cache, **GREEDY)
+    assert cache.get_seq_length() == 0
+    kvfold.generate(model, inside, cache=cache, **GREEDY)
+    assert cache.get_seq_length() == 27 and cache.stats().kept[0][0] == [17, 17]
+
+
+def test_longrope_sinks_do_not_move():
+    with pytest.raises(UnsupportedModel, match='positions="original"'):
+        CompressedCache(longrope(), "streaming_llm", 20)
+
+
+# --- generate --------------------------------------------------------------------------------
+
+
+def test_a_prompt_shorter_than_what_was_seen_is_refused(model):
+    cache = CompressedCache(model, "knorm", 20)
+    text = kvfold.generate(model, prompts((64,))[0], cache=cache, **GREEDY)
+    for length in (20, 70, 71):
+        with pytest.raises(KvfoldError, match="whole"):
+            kvfold.generate(model, text[:, :length], cache=cache, **GREEDY)
+    kvfold.generate(model, text[:, :72], cache=cache, **GREEDY)
+
+
+@pytest.mark.parametrize("chunk", [0, -4])
+def test_a_chunk_of_no_tokens_is_refused(model, chunk):
+    cache = CompressedCache(model, "knorm", 20)
+    with pytest.raises(KvfoldError, match="prefill_chunk"):
+        kvfold.generate(model, prompts((64,))[0], cache=cache, prefill_chunk=chunk, **GREEDY)
+
+
+def test_a_cache_under_transformers_name_is_refused(model):
+    cache = CompressedCache(model, "knorm", 20)
+    with pytest.raises(KvfoldError, match="cache="):
+        kvfold.generate(model, prompts((64,))[0], cache=cache, past_key_values=cache, **GREEDY)
+
+
+def test_assisted_decoding_outside_kvfold_generate_is_refused(model):
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    with pytest.raises(KvfoldError, match=r"kvfold\.generate"):
+        model.generate(
+            prompts((64,))[0], past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY
+        )
+
+
+def test_evicted_tokens_are_not_taken_back(model):
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    Reader(model, cache)(prompts((64,))[0])
+    with pytest.raises(KvfoldError, match="frozen"):
+        cache.crop(-40)
+    with pytest.raises(KvfoldError, match="minus"):
+        cache.crop(40)
+
+
+def test_after_an_error_while_reading_nothing_is_compressed(model):
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    with pytest.raises(RuntimeError, match="interrupted"), cache.reading():
+        Reader(model, cache)(prompts((64,))[0])
+        raise RuntimeError("interrupted")
+    assert cache.stats().kept == [[[64, 64]]] * 4
+
+
+@pytest.mark.parametrize("spans", [[(5, 5)], [(9, 3)], [(-2, 4)]])
+def test_spans_that_protect_nothing_are_refused(model, spans):
+    with pytest.raises(KvfoldError):
+        CompressedCache(model, "knorm", 20, protect=spans)
+
+
+def test_every_error_is_a_value_error():
+    for kind in (BudgetError, UnsupportedModel, IllegalComposition, kvfold.ContextFileError):
+        assert issubclass(kind, KvfoldError) and issubclass(kind, ValueError)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection: the highest scores, the earlier of equals, and whatever is forced to stay."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.select.forced import Forced, Share, with_forced
+from kvfold.select.top import top
+
+
+def best(scores, count, width):
+    """Slots of the `count` highest of a list of scores, with −1 on the left up to `width`."""
+    kept: list[int] = []
+    for _ in range(count):
+        left = [slot for slot in range(len(scores)) if slot not in kept]
+        winner = left[0]
+        for slot in left:
+            if scores[slot] > scores[winner]:
+                winner = slot
+        kept.append(winner)
+    return [-1] * (width - count) + sorted(kept)
+
+
+def expected(scores, counts):
+    width = int(counts.max())
+    rows = zip(scores.tolist(), counts.tolist(), strict=True)
+    return [[best(head, count, width) for head in heads] for heads, count in rows]
+
+
+@st.composite
+def scores_and_counts(draw):
+    """Few different values, so that ties are the rule; infinities as forced and padding have."""
+    batch, heads, stored = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    value = st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 1.0, math.inf])
+    size = batch * heads * stored
+    scores = torch.tensor(draw(st.lists(value, min_size=size, max_size=size)))
+    counts = draw(st.lists(st.integers(0, stored), min_size=batch, max_size=batch))
+    return scores.view(batch, heads, stored), torch.tensor(counts)
+
+
+# --- top ---------------------------------------------------------------------------------------
+
+
+@given(scores_and_counts())
+@settings(max_examples=50, deadline=None)
+def test_top_is_the_naive_loop(drawn):
+    scores, counts = drawn
+    assert top(scores, counts).tolist() == expected(scores, counts)
+
+
+@given(scores_and_counts())
+@settings(max_examples=50, deadline=None)
+def test_evicting_one_is_the_naive_loop(drawn):
+    scores, _ = drawn
+    counts = torch.full((len(scores),), scores.shape[-1] - 1)
+    assert top(scores, counts).tolist() == expected(scores, counts)
+
+
+def test_evicting_one_agrees_with_a_batch_that_takes_the_general_path():
+    scores = torch.randint(0, 4, (2, 3, 50), generator=torch.Generator().manual_seed(0)).float()
+    fast = top(scores, torch.tensor([49, 49]))
+    general = top(torch.cat([scores, scores[:1]]), torch.tensor([49, 49, 48]))
+    assert torch.equal(fast, general[:2])
+
+
+def test_of_equal_scores_the_earlier_positions_stay():
+    assert top(torch.zeros(1, 1, 6), torch.tensor([3])).tolist() == [[[0, 1, 2]]]
+    assert top(torch.zeros(1, 1, 6), torch.tensor([5])).tolist() == [[[0, 1, 2, 3, 4]]]
+    tied = torch.tensor([[[1.0, 2.0, 1.0, 3.0, 1.0]]])
+    assert top(tied, torch.tensor([3])).tolist() == [[[0, 1, 3]]]
+
+
+def test_large_ties_are_broken_by_position_too():
+    scores = (torch.arange(5000) % 3).float().view(1, 1, -1)
+    slots = top(scores, torch.tensor([2000]))[0, 0]
+    twos, ones = torch.arange(2, 5000, 3), torch.arange(1, 5000, 3)
+    assert torch.equal(slots, torch.cat([twos, ones[: 2000 - len(twos)]]).sort().values)
+
+
+def test_rows_that_keep_fewer_have_holes_on_the_left():
+    scores = torch.tensor([[[5.0, 1.0, 4.0, 3.0]], [[1.0, 2.0, 3.0, 4.0]]])
+    assert top(scores, torch.tensor([3, 1])).tolist() == [[[0, 2, 3]], [[-1, -1, 3]]]
+
+
+def test_nothing_and_everything_can_be_kept():
+    scores = torch.tensor([[[5.0, 1.0, 4.0]]])
+    assert top(scores, torch.tensor([3])).tolist() == [[[0, 1, 2]]]
+    assert top(scores, torch.tensor([0])).shape == (1, 1, 0)
+    assert top(scores[..., :1], torch.tensor([0])).shape == (1, 1, 0)
+
+
+# --- forced ------------------------------------------------------------------------------------
+
+
+def naive_mask(forced, positions, padding, counts):
+    """Row by row, head by head, one entry after the other."""
+    mask = torch.zeros(positions.shape, dtype=torch.bool)
+    for row, head in torch.cartesian_prod(*map(torch.arange, positions.shape[:2])).tolist():
+        entries = positions[row, head].tolist()
+        stored = [slot for slot, position in enumerate(entries) if position >= 0]
+        recent = forced.recent
+        if isinstance(recent, Share):
+            recent = math.floor(int(counts[row]) * recent.of_kept)
+        newest = stored[len(stored) - min(recent, len(stored)) :]
+        for slot in stored:
+            token = entries[slot] - int(padding[row])
+            protected = any(start <= token < stop for start, stop in forced.spans)
+            mask[row, head, slot] = token < forced.sinks or slot in newest or protected
+    return mask
+
+
+@st.composite
+def stored_rows(draw):
+    """Positions of up to three rows after some eviction: holes, then ascending columns."""
+    seen, heads, batch = draw(st.integers(1, 12)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    width = draw(st.integers(1, seen))
+    padding = draw(st.lists(st.integers(0, seen - 1), min_size=batch, max_size=batch))
+    positions = []
+    for pad in padding:
+        columns = st.sets(st.integers(pad, seen - 1), min_size=1, max_size=width)
+        rows = [sorted(draw(columns)) for _ in range(heads)]
+        positions.append([[-1] * (width - len(row)) + row for row in rows])
+    counts = draw(st.lists(st.integers(1, width), min_size=batch, max_size=batch))
+    return torch.tensor(positions), torch.tensor(padding), torch.tensor(counts)
+
+
+@given(
+    stored_rows(),
+    st.integers(0, 4),
+    st.one_of(st.integers(0, 5), st.sampled_from([0.0, 0.25, 0.5, 1.0]).map(Share)),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=2).map(tuple),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_forced_mask_is_the_naive_loop(rows, sinks, recent, spans):
+    forced = Forced(sinks=sinks, recent=recent, spans=spans)
+    assert torch.equal(forced.mask(*rows), naive_mask(forced, *rows))
+
+
+def mask_of(forced, positions, padding=0, count=4):
+    mask = forced.mask(torch.tensor([[positions]]), torch.tensor([padding]), torch.tensor([count]))
+    return mask.int().tolist()[0][0]
+
+
+def test_sinks_recent_and_spans_by_hand():
+    assert mask_of(Forced(sinks=2), [0, 1, 2, 3, 4]) == [1, 1, 0, 0, 0]
+    assert mask_of(Forced(recent=2), [0, 1, 2, 3, 4]) == [0, 0, 0, 1, 1]
+    assert mask_of(Forced(spans=((1, 3),)), [0, 1, 2, 3, 4]) == [0, 1, 1, 0, 0]
+    assert mask_of(Forced(recent=Share(0.5)), [0, 1, 2, 3, 4], count=4) == [0, 0, 0, 1, 1]
+    assert mask_of(Forced(), [0, 1, 2]) == [0, 0, 0]
+
+
+def test_tokens_are_counted_without_padding():
+    assert mask_of(Forced(sinks=2), [-1, -1, 2, 3, 4], padding=2) == [0, 0, 1, 1, 0]
+    assert mask_of(Forced(spans=((1, 2),)), [-1, -1, 2, 3, 4], padding=2) == [0, 0, 0, 1, 0]
+    assert mask_of(Forced(recent=9), [-1, -1, 2, 3, 4], padding=2) == [0, 0, 1, 1, 1]
+
+
+def test_recent_tokens_are_the_last_stored_ones_whatever_was_evicted():
+    assert mask_of(Forced(recent=2), [0, 3, 7, 90, 100]) == [0, 0, 0, 1, 1]
+    assert mask_of(Forced(sinks=2), [1, 3, 7]) == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("forced", "least"),
+    [
+        (Forced(), 0),
+        (Forced(sinks=4, recent=8), 12),
+        (Forced(recent=Share(0.5)), 0),
+        (Forced(sinks=4, recent=Share(0.9)), 4),
+        (Forced(spans=((2, 5), (10, 12))), 5),
+        (Forced(sinks=4, spans=((2, 6),)), 6),
+        (Forced(spans=((0, 5), (3, 8))), 8),
+        (Forced(sinks=1, recent=2, spans=((5, 5),)), 3),
+    ],
+)
+def test_the_least_budget_counts_overlaps_once(forced, least):
+    assert forced.least == least
+
+
+def test_forced_entries_win_and_padding_loses():
+    scores = torch.tensor([[[9.0, 1.0, 8.0, 7.0]]])
+    forced = torch.tensor([[[False, True, False, False]]])
+    positions = torch.tensor([[[-1, 1, 2, 3]]])
+    ranked = with_forced(scores, forced, positions)
+    assert ranked.tolist() == [[[-math.inf, math.inf, 8.0, 7.0]]]
+    assert top(ranked, torch.tensor([2])).tolist() == [[[1, 2]]]
