@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvfold import compat
 from kvfold.kernels.chunked import attend_with_column_sums
 from kvfold.layer import Attended, CompressedLayer
+from kvfold.mask import physical_mask, valid_columns
 
 
 class _Pending(threading.local):
@@ -68,8 +69,9 @@ def _attention(
     if owns:
         layer.owner.check(module)
         layer.owner.answered()
-        layer.note_padding(attention_mask)
-    mask = layer.physical_mask(attention_mask, positions, query)
+        if attention_mask is not None:
+            layer.valid = valid_columns(attention_mask)
+    mask = physical_mask(attention_mask, positions, query, layer.seen)
     scale = compat.head_scale(module, query, kwargs.get("scaling"))
     softcap, sinks = compat.softcap_of(kwargs), compat.sinks_of(kwargs)
     sums = None

@@ -15,10 +15,11 @@ from kvfold import compat
 from kvfold.attention import forget_pending, hand_out
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError, UnsupportedModel
-from kvfold.layer import CompressedLayer, Plan, Turn
+from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse
 from kvfold.owner import Owner
 from kvfold.stats import Stats
+from kvfold.turn import Plan, Turn
 
 
 class CompressedCache(compat.Cache):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +84,15 @@ def compress(
     budget: Budget | float | str | None = None,
     *,
     prefill_chunk: int | None = None,
+    protect: Sequence[tuple[int, int]] = (),
+    seed: int = 0,
 ) -> Context:
     """Reads `document` as the opening of a user's message and compresses it.
 
-    Raises what `CompressedCache` raises.
+    `prefill_chunk` reads it in pieces of that many tokens; the rest is as for `CompressedCache`,
+    which also says what is raised.
     """
-    cache = CompressedCache(model, method, budget)
+    cache = CompressedCache(model, method, budget, protect=protect, seed=seed)
     frame = Frame.of(tokenizer)
     ids = _ids(tokenizer, frame.before + document).to(model.device)
     chunk = prefill_chunk or ids.shape[1]

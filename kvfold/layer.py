@@ -13,52 +13,13 @@ from torch import Tensor
 from kvfold.budget import Budget
 from kvfold.compat import CacheLayerMixin, Rotation
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.method import Stages
 from kvfold.observation import Observation
 from kvfold.owner import Owner
 from kvfold.select.forced import with_forced
 from kvfold.select.top import top
 from kvfold.store.dense import DenseStore
-
-
-@dataclass
-class Turn:
-    """Where the conversation stands; shared by all layers of a cache.
-
-    `until` is the number of tokens at which a turn that is read piece by piece ends.
-    """
-
-    reading: bool = False
-    frozen: bool = False
-    until: int = 0
-
-    def ends(self, seen: int, new: int) -> bool:
-        """Whether a forward of `new` tokens that reached `seen` completes a turn."""
-        if seen < self.until or self.reading:
-            return False
-        return new > 1 or seen - new < self.until
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a layer must know of its cache: method, budget, place, and the draw of random scores."""
-
-    stages: Stages
-    budget: Budget | None
-    layer: int
-    layers: int
-    seed: int
-
-    def counts(self, seen: Tensor, store: DenseStore) -> Tensor:
-        """Entries per KV head that each row may keep `[B]`, from its tokens seen `[B]`."""
-        assert self.budget is not None and self.stages.allocate is not None
-        keys, values = store.keys, store.values
-        entry = (keys.shape[-1] + values.shape[-1]) * keys.element_size() + 4
-        per_row = []
-        for tokens in seen.tolist():
-            total = self.budget.per_layer(tokens, entry, self.layers, keys.shape[1], len(seen))
-            per_row.append(self.stages.allocate(total, tokens, self.layers)[self.layer])
-        return torch.tensor(per_row, device=keys.device)
+from kvfold.store.sinks import MovingSinks
+from kvfold.turn import Plan, Turn
 
 
 @dataclass(frozen=True)
@@ -109,7 +70,7 @@ class CompressedLayer(CacheLayerMixin):
         self.window: Attended | None = None  # last queries of a turn that is still being read
         self.window_positions: Tensor | None = None  # [B, W]
         self.over_budget = False  # the forced set was larger than the budget
-        self.sink_keys: Tensor | None = None  # [B, H, sinks, D], as given, where sinks move
+        self.sinks: MovingSinks | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -125,9 +86,9 @@ class CompressedLayer(CacheLayerMixin):
         else:
             self.store.append(key_states, value_states, first=self.seen)
         self.seen += key_states.shape[2]
-        if self.sink_keys is not None:
-            self._move_sinks()
         assert self.store is not None
+        if self.sinks is not None:
+            self.sinks.follow(self.store, self._seen_per_row())
         return self.store.keys, self.store.values
 
     def get_seq_length(self) -> int:
@@ -159,8 +120,8 @@ class CompressedLayer(CacheLayerMixin):
             self.sums = self.sums[..., : self.store.length].clone()
         if self.valid is not None:
             self.valid = self.valid[:, : self.seen].clone()
-        if self.sink_keys is not None:
-            self._move_sinks()
+        if self.sinks is not None:
+            self.sinks.follow(self.store, self._seen_per_row())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._index(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -175,10 +136,12 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.store.index(rows)
-        for name in ("valid", "sums", "capacity", "sink_keys", "window_positions"):
+        for name in ("valid", "sums", "capacity", "window_positions"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, rows(tensor))
+        if self.sinks is not None:
+            self.sinks.index(rows)
         if self.window is not None:
             w = self.window
             self.window = dataclasses.replace(
@@ -191,46 +154,6 @@ class CompressedLayer(CacheLayerMixin):
     def sums_wanted(self) -> bool:
         """Whether this forward's column sums will be used."""
         return self.plan.stages.needs.column_sums and not self.turn.frozen
-
-    def note_padding(self, mask: Tensor | None) -> None:
-        """Learns from a logical mask `[B, ·, S, N]` which columns are padding."""
-        if mask is None:
-            return
-        last = mask[:, 0, -1]
-        valid = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-        # A copy: a view would keep the whole mask alive.
-        self.valid = None if bool(valid.all()) else valid.clone()
-
-    def physical_mask(
-        self, mask: Tensor | None, positions: Tensor | None, query: Tensor
-    ) -> Tensor | None:
-        """The logical mask `[B, 1 or Hq, S, N]` → the mask of what is stored `[B, Hq, S, T]`.
-
-        `positions [B, H, T]` are those of the keys handed out; None while nothing was evicted.
-        """
-        if positions is None:
-            return mask
-        batch, heads, stored = positions.shape
-        query_heads, new = query.shape[1:3]
-        where = positions.long().clamp(min=0)[:, :, None].expand(batch, heads, new, stored)
-        if mask is not None:
-            per_head = mask[:, :1].expand(batch, heads, new, -1)
-            if mask.shape[1] > 1:
-                per_head = mask.expand(batch, -1, -1, -1)
-                where = where.repeat_interleave(query_heads // heads, 1)
-            physical = per_head.gather(-1, where)
-        elif new > 1:
-            at = torch.arange(self.seen - new, self.seen, device=positions.device)
-            physical = where <= at[:, None]
-        elif bool((positions[..., 0] < 0).any()):
-            physical = torch.ones_like(where, dtype=torch.bool)
-        else:
-            return None
-        if physical.shape[1] != query_heads:
-            physical = physical.repeat_interleave(query_heads // heads, 1)
-        hole = (positions < 0).repeat_interleave(query_heads // heads, 1)[:, :, None]
-        nothing = False if physical.dtype == torch.bool else torch.finfo(physical.dtype).min
-        return physical.masked_fill(hole, nothing)
 
     def counted(self, new: int) -> Tensor | None:
         """Which of the last `new` queries are tokens `[B, S]`; None: all are."""
@@ -246,7 +169,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.turn.ends(self.seen, new):
             self._compress(self._observation(attended))
             self.window = self.window_positions = None
-        elif self.turn.reading or self.seen < self.turn.until:
+        elif self.turn.goes_on(self.seen):
             self._remember(attended)
         elif self.plan.stages.decode == "hold" and self.plan.stages.score is not None:
             self._hold(attended)
@@ -267,9 +190,11 @@ class CompressedLayer(CacheLayerMixin):
 
     def state_bytes(self) -> int:
         """Bytes of all tensors beside the store."""
-        tensors = [self.valid, self.sums, self.capacity, self.window_positions, self.sink_keys]
+        tensors = [self.valid, self.sums, self.capacity, self.window_positions]
         if self.window is not None:
             tensors.append(self.window.query)
+        if self.sinks is not None:
+            tensors.append(self.sinks.given)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     # --- observe, score, allocate, select, store --------------------------------------------
@@ -351,11 +276,14 @@ class CompressedLayer(CacheLayerMixin):
         return positions.masked_fill(~real.gather(2, positions.clamp(min=0)), -1)
 
     def _seen_per_row(self) -> Tensor:
-        """Tokens seen by each row `[B]`, padding left out."""
+        """Tokens seen by each row `[B]`, padding left out.
+
+        Columns whose mask has not been seen yet count as tokens.
+        """
         assert self.store is not None
         if self.valid is None:
             return torch.full((len(self.store.keys),), self.seen, device=self.store.keys.device)
-        return self.valid.sum(-1)
+        return self.valid.sum(-1) + self.seen - self.valid.shape[-1]
 
     def _compress(self, seen: Observation) -> None:
         """Ends a turn: brings the layer back to its budget."""
@@ -391,41 +319,10 @@ class CompressedLayer(CacheLayerMixin):
         self.over_budget = bool((needed > counts).any())
         counts = torch.minimum(torch.maximum(counts, needed), stored)
         slots = top(with_forced(scores, forced, positions), counts)
-        self._restore_sinks()
+        if self.sinks is not None:
+            self.sinks.restore(self.store)
         self.store.keep(slots)
         if self.sums is not None:
             self.sums = self.sums.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
         if self.plan.stages.positions == "reindex":
-            self.sink_keys = self.store.keys.gather(2, self._sink_slots()).clone()
-
-    # --- sinks that move (StreamingLLM) -----------------------------------------------------
-
-    def _sink_slots(self) -> Tensor:
-        """Slots of the sinks `[B, H, sinks, D]`: the first ones after a row's holes."""
-        assert self.store is not None
-        positions = self.store.positions
-        holes = (positions < 0).sum(-1, keepdim=True)
-        count = min(self.plan.stages.forced.sinks, positions.shape[-1])
-        slots = holes + torch.arange(count, device=holes.device)
-        slots = slots.clamp(max=positions.shape[-1] - 1)
-        return slots[..., None].expand(*slots.shape, self.store.keys.shape[-1])
-
-    def _restore_sinks(self) -> None:
-        if self.sink_keys is not None:
-            assert self.store is not None
-            self.store.keys.scatter_(2, self._sink_slots(), self.sink_keys)
-
-    def _move_sinks(self) -> None:
-        """Rotates the sinks, from their stored originals, up to the oldest recent token."""
-        assert self.store is not None and self.sink_keys is not None
-        stored = (self.store.positions >= 0).sum(-1)[:, 0]
-        shift = self._seen_per_row_after_update() - stored
-        moved = self.rotation(self.sink_keys, shift)
-        self.store.keys.scatter_(2, self._sink_slots(), moved)
-
-    def _seen_per_row_after_update(self) -> Tensor:
-        """As `_seen_per_row`, before the forward's mask has been seen: new columns are tokens."""
-        assert self.store is not None
-        if self.valid is None:
-            return self._seen_per_row()
-        return self.valid.sum(-1) + self.seen - self.valid.shape[-1]
+            self.sinks = MovingSinks(self.store, self.plan.stages.forced.sinks, self.rotation)

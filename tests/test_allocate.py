@@ -165,7 +165,7 @@ def test_the_largest_remainder_is_rounded_up_and_ties_go_to_the_earlier_place():
     assert largest_remainder([1.2, 1.7, 1.1], 4) == [1, 2, 1]
     assert largest_remainder([1.5, 1.5, 1.0], 4) == [2, 1, 1]
     assert largest_remainder([0.5, 0.5, 0.5, 0.5], 2) == [1, 1, 0, 0]
-    assert largest_remainder([0.1 * 30, 7.0], 10) == [3, 7]
+    assert largest_remainder([0.29 * 100, 71.0], 100) == [29, 71]
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.integers(0, 120))

@@ -102,8 +102,8 @@ def test_a_method_says_what_it_does(name):
 )
 def test_a_text_names_a_method(spec, method):
     assert parse(spec) == method
-    kinds = [type(getattr(method, field.name)) for field in dataclasses.fields(method)]
-    assert [type(getattr(parse(spec), f.name)) for f in dataclasses.fields(method)] == kinds
+    # 1 == 1.0 == True: the kinds must be right as well.
+    assert repr(parse(spec)) == repr(method)
 
 
 def test_a_method_is_its_own_text():

@@ -96,7 +96,7 @@ def test_chunks_equal_one_shot(model, spec, lengths):
         assert positions(cache) == positions(whole)
 
 
-@pytest.mark.parametrize("helper", [{"prefill_chunk": 10}, {"num_beams": 2, "prefill_chunk": 63}])
+@pytest.mark.parametrize("helper", [{"prefill_chunk": 10}, {"num_beams": 2, "prefill_chunk": 10}])
 def test_padding_is_found_without_a_mask_too(model, helper):
     """transformers takes the pad tokens of a prompt for padding when no mask is given."""
     ids, mask = prompts(PADDED)
@@ -157,6 +157,37 @@ def test_a_padded_row_is_its_prompt_alone(model, spec):
         assert torch.equal(out[0], batch[row, padding:])
         for layer, expected in zip(positions(cache), positions(alone), strict=True):
             assert [[at - padding for at in head] for head in layer[row]] == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "argument", "rows"),
+    [
+        ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]),
+        ("batch_select_indices", torch.tensor([1, 2]), [1, 2]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+    ],
+    ids=["reorder", "select", "repeat"],
+)
+@EVERY
+def test_rows_take_all_that_is_theirs_along(model, spec, change, argument, rows):
+    """What beams do: from then on each row goes on like the row it was taken from."""
+    ids, mask = prompts(PADDED)
+    steps = continuation(3, 8).split(1, 1)
+    reader, straight = (
+        start(model, spec, PADDED),
+        Reader(model, compressed(model, spec), mask[rows]),
+    )
+    straight(ids[rows])
+    for token in steps[:4]:
+        reader(token)
+        straight(token[rows])
+    getattr(reader.cache, change)(argument)
+    reader.mask = reader.mask[rows]
+    assert positions(reader.cache) == positions(straight.cache)
+    for token in steps[4:]:
+        got, expected = reader(token[rows]), straight(token[rows])
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+    assert positions(reader.cache) == positions(straight.cache)
 
 
 @EVERY
@@ -272,6 +303,24 @@ def test_chunks_of_a_later_turn_equal_one_shot(model, spec):
     pieces = go_on(model, text, caches[1], prefill_chunk=10)
     assert torch.equal(whole, pieces)
     assert positions(caches[0]) == positions(caches[1])
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@COMPRESSES
+def test_padding_between_turns_is_not_seen_either(model, spec, chunk):
+    """Questions of 20 and 12 tokens to prompts of 64 and 53: the short one is padded in between."""
+    ids, mask = prompts((64, 53))
+    question, padding = prompts((20, 12), seed=7)
+    batch, alone = compressed(model, spec), compressed(model, spec)
+    go_on(model, ids, batch, attention_mask=mask, max_new_tokens=1)
+    text, seen = torch.cat([ids, question], 1), torch.cat([mask, padding], 1)
+    together = go_on(model, text, batch, attention_mask=seen, prefill_chunk=chunk)
+    go_on(model, ids[1:, 11:], alone, max_new_tokens=1)
+    single = go_on(model, text[1:][:, seen[1].bool()], alone, prefill_chunk=chunk)
+    assert torch.equal(together[1, -8:], single[0, -8:])
+    columns = torch.cat([seen[1].nonzero()[:, 0], torch.arange(84, 92)])
+    for layer, expected in zip(positions(batch), positions(alone), strict=True):
+        assert layer[1] == [[columns[at].item() for at in head] for head in expected[0]]
 
 
 @pytest.mark.parametrize("spec", UNIFORM)

@@ -78,13 +78,12 @@ def filled(tokens, batch=2, heads=2):
 
 def random_slots(lists, kept, rng):
     """Ascending slots for each head; rows that keep fewer than `kept` have holes on the left."""
-    stored = len(lists.rows[0][0])
+    stored = range(len(lists.rows[0][0]))
     slots = []
     for row in lists.rows:
         count = rng.randint(0, kept)
-        slots.append(
-            [[-1] * (kept - count) + sorted(rng.sample(range(stored), count)) for _ in row]
-        )
+        holes = [-1] * (kept - count)
+        slots.append([holes + sorted(rng.sample(stored, count)) for _ in row])
     return slots
 
 
@@ -99,24 +98,24 @@ def random_slots(lists, kept, rng):
 def test_a_store_is_a_list_per_head(operations, rng):
     store, lists = filled(rng.randint(1, 90), rng.randint(1, 3), rng.randint(1, 3))
     assert_holds(store, lists)
-    uncropped = lists.seen
+    recent = lists.seen
     for operation in operations:
         stored = len(lists.rows[0][0])
         if operation == "append":
             first, new = lists.seen, rng.choice([1, 1, 2, 70])
             store.append(*lists.append(new), first=first)
-            uncropped += new
+            recent += new
         elif operation == "keep":
             slots = random_slots(lists, rng.randint(0, stored), rng)
             store.keep(torch.tensor(slots, dtype=torch.long).view(*store.keys.shape[:2], -1))
             lists.keep(slots)
-            uncropped = 0
+            recent = 0
         elif operation == "crop":
             # Only what came after the last eviction can be taken back.
-            count = rng.randint(0, min(uncropped, stored))
+            count = rng.randint(0, recent)
             store.crop(count)
             lists.crop(count)
-            uncropped -= count
+            recent -= count
         else:
             rows = [rng.randrange(len(lists.rows)) for _ in range(rng.randint(1, 3))]
             store.index(lambda x, rows=rows: x.index_select(0, torch.tensor(rows)))

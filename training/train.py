@@ -45,12 +45,14 @@ STAGES = (
     Stage("facts", 64, 64, 0.92, forms=1),
     Stage("facts", 96, 48, 0.92, forms=3),
     Stage("facts", 128, 32, 0.92, forms=5),
-    Stage("needles", 256, 16, 0.85),
-    Stage("needles", 512, 8, 0.85),
-    Stage("needles", 1024, 4, 0.85),
-    Stage("needles", 2048, 2, 0.8),
-    Stage("needles", TRAINED_LENGTH, 1, 2.0, steps=600),
+    Stage("needles", 256, 16, 0.75),
+    Stage("needles", 512, 8, 0.8, steps=300),
+    Stage("needles", 1024, 4, 0.85, steps=300),
+    Stage("mixed", TRAINED_LENGTH, 1, 2.0, steps=700),
 )
+# (length, batch) of the last stage, and how often each comes.
+MIXED = ((512, 8), (1024, 4), (2048, 2), (TRAINED_LENGTH, 1))
+OFTEN = (2, 3, 4, 1)
 
 
 def build() -> LlamaForCausalLM:
@@ -84,6 +86,9 @@ def packed_attention(module, query, key, value, mask, scaling=None, **_):
 def rows(stage: Stage, writer: corpus.Writer) -> list[corpus.Row]:
     if stage.rows == "facts":
         return [writer.facts(stage.length, stage.forms) for _ in range(stage.batch)]
+    if stage.rows == "mixed":
+        length, batch = random.choices(MIXED, OFTEN)[0]
+        stage = Stage("needles", length, batch, stage.goal)
     if stage.rows != "needles":
         special = len(tokenizer.SPECIAL)
         return corpus.random_rows(
@@ -174,7 +179,7 @@ def main() -> None:
         earlier = [s for s in STAGES[: state["stage"]] if s.rows in ("facts", "needles")] or STAGES[
             : state["stage"]
         ]
-        current = not earlier or random.random() < 0.75
+        current = last or not earlier or random.random() < 0.75
         ids, kinds = corpus.stack(rows(stage if current else random.choice(earlier), writer))
         loss, right = loss_and_right(model, trunk, ids, kinds)
         optimizer.zero_grad()

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Literal
 
 from kvfold.allocate.uniform import uniform
+from kvfold.errors import KvfoldError
 from kvfold.method import Method, Stages, register
 from kvfold.observation import Needs
 from kvfold.score.columns import accumulated_attention
@@ -24,6 +25,10 @@ class H2O(Method):
     recent: float = 0.5
     decode: Literal["hold", "append"] = "hold"
     normalize: Literal["none", "visible_queries"] = "none"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent <= 1:
+            raise KvfoldError(f"h2o:recent is a part of the budget, 0 to 1, not {self.recent}")
 
     def stages(self) -> Stages:
         per_query = self.normalize == "visible_queries"

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the logical mask, which speaks of tokens seen, to the mask of what is stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def valid_columns(mask: Tensor) -> Tensor | None:
+    """Which columns of a logical mask `[B, ·, S, N]` are tokens `[B, N]`; None: all are."""
+    last = mask[:, 0, -1]
+    valid = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+    # A copy: a view would keep the whole mask alive.
+    return None if bool(valid.all()) else valid.clone()
+
+
+def physical_mask(
+    mask: Tensor | None, positions: Tensor | None, query: Tensor, seen: int
+) -> Tensor | None:
+    """The logical mask `[B, 1 or Hq, S, N]` → the mask of what is stored `[B, Hq, S, T]`.
+
+    `positions [B, H, T]` are those of the keys handed out, None while nothing was evicted; the
+    last of the `query [B, Hq, S, D]` is at column `seen − 1`. None means that causality is all.
+    """
+    if positions is None:
+        return mask
+    batch, heads, stored = positions.shape
+    query_heads, new = query.shape[1:3]
+    groups = query_heads // heads
+    columns = positions.long()[:, :, None].expand(batch, heads, new, stored)
+    if mask is not None:
+        if mask.shape[1] > 1:
+            columns = columns.repeat_interleave(groups, 1)
+        per_head = mask.expand(batch, columns.shape[1], new, -1)
+        physical = per_head.gather(-1, columns.clamp(min=0))
+    elif new > 1:
+        physical = columns <= torch.arange(seen - new, seen, device=columns.device)[:, None]
+    elif bool((positions[..., 0] < 0).any()):
+        physical = torch.ones_like(columns, dtype=torch.bool)
+    else:
+        return None
+    if physical.shape[1] != query_heads:
+        physical = physical.repeat_interleave(groups, 1)
+    hole = (positions < 0).repeat_interleave(groups, 1)[:, :, None]
+    nothing = False if physical.dtype == torch.bool else torch.finfo(physical.dtype).min
+    return physical.masked_fill(hole, nothing)
