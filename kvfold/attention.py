@@ -57,7 +57,7 @@ def _attention(
     mark = getattr(key, "_kvfold", None)
     if mark is not None:
         layer, positions = mark[0](), mark[1]
-    elif pending is not None and index == getattr(module, "layer_idx", None):
+    elif pending is not None and _expanded(pending, key, index == module.layer_idx):
         assert pending.store is not None
         layer, positions = pending, pending.store.stored_positions
     else:
@@ -86,6 +86,16 @@ def _attention(
     if owns:
         layer.finish(Attended(query, key, value, scale, softcap, sinks, sums))
     return out
+
+
+def _expanded(layer: CompressedLayer, key: Tensor, same_layer: bool) -> bool:
+    """Whether `key [B, H, T, D]` was made from the latents that `layer` just handed out."""
+    if layer.store is None or not same_layer:
+        return False
+    latents = layer.store.keys
+    if latents.shape[1] == key.shape[1]:
+        return False
+    return (latents.shape[0], latents.shape[2]) == (key.shape[0], key.shape[2])
 
 
 def sdpa_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

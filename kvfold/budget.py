@@ -33,6 +33,11 @@ class Budget:
     amount: float
 
     def __post_init__(self) -> None:
+        number = isinstance(self.amount, int | float) and not isinstance(self.amount, bool)
+        if not number or not math.isfinite(self.amount):
+            raise BudgetError(f"a budget is a finite number, not {self.amount!r}")
+        if self.kind != "ratio" and self.amount != int(self.amount):
+            raise BudgetError(f"{self.kind} are counted in whole numbers, not {self.amount}")
         if not self.amount > 0:
             raise BudgetError(f"a budget must be positive, not {self.amount}")
         if self.kind == "ratio" and self.amount > 1:
@@ -43,17 +48,17 @@ class Budget:
     @classmethod
     def tokens(cls, count: int) -> Budget:
         """`count` entries per layer and KV head on average, sinks and windows included."""
-        return cls("tokens", int(count))
+        return cls("tokens", count)
 
     @classmethod
     def ratio(cls, kept: float) -> Budget:
         """`floor(kept × tokens seen)` entries per layer and KV head on average."""
-        return cls("ratio", float(kept))
+        return cls("ratio", kept)
 
     @classmethod
     def bytes(cls, size: int | str) -> Budget:
         """Whole-cache size, as a number of bytes or a text such as "2GiB"."""
-        match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(size))
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", str(size))
         if not match or match[2].upper() not in UNITS:
             raise BudgetError(f"cannot read {size!r} as a size: write for example 512MiB or 2GB")
         return cls("bytes", int(float(match[1]) * UNITS[match[2].upper()]))
@@ -74,7 +79,7 @@ class Budget:
             return cls.tokens(int(text))
         if re.fullmatch(r"-?\d*\.\d+|\d+\.", text):
             return cls.ratio(float(text))
-        if re.fullmatch(r"-?[\d.]+%", text):
+        if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)%", text):
             return cls.ratio(float(text[:-1]) / 100)
         return cls.bytes(text)
 

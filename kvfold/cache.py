@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,9 @@ class CompressedCache(compat.Cache):
         self.budget = _checked_budget(self.method, budget)
         stages = self.method.stages()
         spans = tuple((int(start), int(stop)) for start, stop in protect)
+        for start, stop in spans:
+            if not 0 <= start < stop:
+                raise KvfoldError(f"protect takes spans of token indices, not ({start}, {stop})")
         forced = dataclasses.replace(stages.forced, spans=stages.forced.spans + spans)
         stages = dataclasses.replace(stages, forced=forced)
         if self.budget and self.budget.kind == "tokens" and self.budget.amount < forced.least:
@@ -71,6 +75,8 @@ class CompressedCache(compat.Cache):
             layers[index] = CompressedLayer(plan, self.turn, self.owner, rotation)
         super().__init__(layers=layers)
         self._generating = False
+        self._before_freezing: tuple[int, dict[int, Any]] | None = None
+        self.cannot_be_dropped = False  # kvfold.generate has made sure
 
     @property
     def compressed_layers(self) -> list[CompressedLayer]:
@@ -116,14 +122,21 @@ class CompressedCache(compat.Cache):
         """Nothing is evicted inside the block, and its tokens can be cropped away afterwards."""
         before, self.turn.frozen = self.turn.frozen, True
         super().activate_past_recording()
+        outer = self._before_freezing
+        if outer is None:
+            recurrent = {i: copy.deepcopy(self.layers[i]) for i in self._recurrent_layers()}
+            self._before_freezing = (self.get_seq_length(), recurrent)
         try:
             yield
         finally:
-            self.turn.frozen = before
+            self.turn.frozen, self._before_freezing = before, outer
             if not before:
                 for layer in self.layers:
                     if hasattr(layer, "record_past"):
                         layer.record_past = False
+
+    def _recurrent_layers(self) -> list[int]:
+        return [i for i, layer in enumerate(self.layers) if compat.is_recurrent(layer)]
 
     def activate_past_recording(self) -> None:
         """Asked for by assisted decoding, which takes tokens back: only a frozen cache can."""
@@ -135,14 +148,33 @@ class CompressedCache(compat.Cache):
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last `-tokens_to_remove` tokens; KvfoldError where they were evicted."""
-        super().crop(tokens_to_remove)
+        """Takes back the last `-tokens_to_remove` tokens.
+
+        Raises KvfoldError, and changes nothing, where entries were evicted since, and for models
+        with recurrent layers anywhere but to where a `frozen()` block began.
+        """
+        for layer in self.compressed_layers:
+            layer.check_crop(tokens_to_remove)
+        recurrent = self._recurrent_layers()
+        if recurrent and tokens_to_remove:
+            at, saved = self._before_freezing or (-1, {})
+            if self.get_seq_length() + tokens_to_remove != at:
+                raise KvfoldError(
+                    f"{self.owner.name} has recurrent layers, whose state only goes back to where "
+                    "a `with cache.frozen():` block began"
+                )
+            for i in recurrent:
+                self.layers[i] = copy.deepcopy(saved[i])
+        stock: list[Any] = [layer for i, layer in enumerate(self.layers) if i not in recurrent]
+        for layer in stock:
+            layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forgets everything: the cache is as new."""
         super().reset()
         self.turn.reading = self.turn.frozen = False
         self.turn.until = 0
+        self._before_freezing = None
         self.owner.answered()
 
     @property
@@ -153,7 +185,8 @@ class CompressedCache(compat.Cache):
     def _is_user_defined(self, value: bool) -> None:
         # transformers' generate sets this when it is handed a cache, before it may drop it.
         limit = self.dropping_length
-        if value and limit is not None and self.get_seq_length() <= limit:
+        warned = value and not self.cannot_be_dropped
+        if warned and limit is not None and self.get_seq_length() <= limit:
             raise UnsupportedModel(
                 f"generate() of {self.owner.name} silently drops a cache once a text passes "
                 f"{limit} tokens: use kvfold.generate(model, ..., cache=cache)"
@@ -171,7 +204,7 @@ class CompressedCache(compat.Cache):
         own = self.compressed_layers[layer]
         if own.store is None:
             return []
-        return [[head[head >= 0] for head in row] for row in own._token_positions()]
+        return [[head[head >= 0] for head in row] for row in own.columns()]
 
     def stats(self) -> Stats:
         """What is stored now; prints as a table."""
@@ -181,7 +214,7 @@ class CompressedCache(compat.Cache):
         for layer in started:
             store = layer.store
             assert store is not None
-            kept.append((layer._token_positions() >= 0).sum(-1).tolist())
+            kept.append((layer.columns() >= 0).sum(-1).tolist())
             parts = [a + b for a, b in zip(parts, store.nbytes(), strict=True)]
             state += layer.state_bytes()
             entry = (store.keys.shape[-1] + store.values.shape[-1]) * store.keys.element_size()
@@ -191,7 +224,7 @@ class CompressedCache(compat.Cache):
             method=str(self.method),
             budget="none" if self.budget is None else str(self.budget),
             seen=self.get_seq_length(),
-            seen_per_row=started[0]._seen_per_row().tolist() if started else [],
+            seen_per_row=started[0].seen_per_row().tolist() if started else [],
             kept=kept,
             kv_bytes=parts[0],
             position_bytes=parts[1],

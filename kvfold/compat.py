@@ -114,6 +114,11 @@ def is_compressible(layer: Any) -> bool:
     return type(layer) is DynamicLayer
 
 
+def is_recurrent(layer: Any) -> bool:
+    """Whether a stock layer holds a recurrent state, which no crop takes back."""
+    return isinstance(layer, LinearAttentionLayer)
+
+
 def dropping_length(model: PreTrainedModel) -> int | None:
     """Tokens from which on the model's `generate` drops a user's cache, or None."""
     config = text_config(model)

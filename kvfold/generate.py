@@ -30,7 +30,7 @@ def generate(
     Args:
         input_ids: the whole conversation so far `[B, N]`, with what the cache has already seen.
         cache: a fresh one, or one that goes on from an earlier turn.
-        attention_mask: `[B, N]`, 0 at left padding.
+        attention_mask: `[B, N]`, 0 at left padding; without one, leading pad tokens are padding.
         prefill_chunk: read the prompt in pieces of this many tokens; the result is the same.
         options: everything `model.generate` takes.
 
@@ -47,36 +47,53 @@ def generate(
             f"the cache has seen {seen} tokens and the prompt has {total}: pass the whole "
             "conversation, with at least one new token"
         )
-    settings = _settings(model, options)
-    # A lone piece of one token could not end a turn on its own, and `read_first` leaves one.
-    assisted = any(options.get(name) for name in ASSISTED)
+    if attention_mask is None:
+        attention_mask = _leading_padding(model, input_ids)
     chunk = prefill_chunk or total
-    if assisted:
+    if any(options.get(name) for name in ASSISTED):
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
-    whole = _drops(model, cache, total, settings.max_new_tokens or 20)
+    settings = _settings(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-    if whole:
-        chunk = total - 1 - seen
-    if chunk < total - seen or whole or (rows > 1 and seen > 0):
-        stop = total - (chunk if chunk < total - seen and not whole else 1)
+    if _must_read_first(model, cache, total, _new_tokens(settings, total)):
+        stop, chunk = total - 1, total
+    elif chunk < total - seen:
+        stop = total - chunk
+    else:
+        # Rows that multiply share what is already cached, so only a last token is left to them.
+        stop = total - 1 if rows > 1 and seen > 0 else seen
+    if stop > seen:
         with cache.reading(until=total):
             _read(model, input_ids, cache, attention_mask, seen, stop, chunk)
-        if rows > 1:
-            cache.batch_repeat_interleave(rows)
-    return compat.generate(
-        model,
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        past_key_values=cache,
-        **options,
-    )
+    if rows > 1 and cache.get_seq_length() > 0:
+        cache.batch_repeat_interleave(rows)
+    cache.cannot_be_dropped = True
+    try:
+        return compat.generate(
+            model,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            **options,
+        )
+    finally:
+        cache.cannot_be_dropped = False
+
+
+def _leading_padding(model: compat.PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """The mask `[B, N]` of ids that come without one: pad tokens before the first other token."""
+    config = model.generation_config
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = config.pad_token_id
+    if pad is None or pad in (*eos, config.bos_token_id):
+        return torch.ones_like(input_ids)
+    return ((input_ids != pad).cumsum(-1) > 0).long()
 
 
 def _read(
     model: compat.PreTrainedModel,
     input_ids: Tensor,
     cache: CompressedCache,
-    mask: Tensor | None,
+    mask: Tensor,
     start: int,
     stop: int,
     chunk: int,
@@ -84,8 +101,9 @@ def _read(
     """Fills the cache with columns `start` to `stop`, `chunk` at a time."""
     for begin in range(start, stop, chunk):
         end = min(begin + chunk, stop)
-        covered = None if mask is None else mask[:, :end]
-        compat.read(model, input_ids[:, begin:end], cache, covered)
+        covered = mask[:, :end]
+        padded = covered if bool((covered == 0).any()) else None
+        compat.read(model, input_ids[:, begin:end], cache, padded)
 
 
 def _settings(model: compat.PreTrainedModel, options: dict[str, Any]) -> Any:
@@ -95,14 +113,21 @@ def _settings(model: compat.PreTrainedModel, options: dict[str, Any]) -> Any:
     return type(base).from_dict(merged)
 
 
-def _drops(model: compat.PreTrainedModel, cache: CompressedCache, total: int, new: int) -> bool:
-    """Whether the prompt must be read before `generate`, lest it drop the cache."""
+def _new_tokens(settings: Any, total: int) -> int:
+    """How many tokens `generate` may produce after a prompt of `total`."""
+    if settings.max_new_tokens is not None:
+        return int(settings.max_new_tokens)
+    return max(0, int(settings.max_length or 20) - total)
+
+
+def _must_read_first(
+    model: compat.PreTrainedModel, cache: CompressedCache, total: int, new: int
+) -> bool:
+    """Whether `generate` would drop the cache, unless most of the prompt is read before."""
     limit = cache.dropping_length
-    if limit is None:
+    if limit is None or total + new <= limit:
         return False
-    if total - 1 > limit:
-        return True
-    if total + new > limit:
+    if total - 1 <= limit:
         raise UnsupportedModel(
             f"{type(model).__name__} changes its rotary frequencies at {limit} tokens and then "
             f"drops every cache: this prompt of {total} tokens would pass that length while "
@@ -115,7 +140,7 @@ def _assisted(
     model: compat.PreTrainedModel,
     input_ids: Tensor,
     cache: CompressedCache,
-    mask: Tensor | None,
+    mask: Tensor,
     chunk: int,
     options: dict[str, Any],
 ) -> Any:
@@ -123,12 +148,11 @@ def _assisted(
     last = input_ids.shape[1] - 1
     with cache.reading():
         _read(model, input_ids, cache, mask, cache.get_seq_length(), last, chunk)
-    full = torch.ones_like(input_ids) if mask is None else mask
     with cache.frozen():
         out = compat.generate(
             model,
             input_ids=input_ids[:, -1:],
-            attention_mask=full,
+            attention_mask=mask,
             past_key_values=cache,
             **options,
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
@@ -64,11 +65,12 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = False
         self.seen = 0
         self.turns = 0
+        self.evicted_at = 0  # tokens seen when something was last evicted
         self.valid: Tensor | None = None  # [B, N], False where the logical sequence is padding
         self.sums: Tensor | None = None  # [B, H, T], attention received so far
         self.capacity: Tensor | None = None  # [B], entries to hold while decoding
         self.window: Attended | None = None  # last queries of a turn that is still being read
-        self.window_positions: Tensor | None = None  # [B, W]
+        self.window_columns: Tensor | None = None  # [B, W]
         self.over_budget = False  # the forced set was larger than the budget
         self.sinks: MovingSinks | None = None
 
@@ -88,7 +90,7 @@ class CompressedLayer(CacheLayerMixin):
         self.seen += key_states.shape[2]
         assert self.store is not None
         if self.sinks is not None:
-            self.sinks.follow(self.store, self._seen_per_row())
+            self.sinks.follow(self.store, self._evicted_per_row())
         return self.store.keys, self.store.values
 
     def get_seq_length(self) -> int:
@@ -101,19 +103,11 @@ class CompressedLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last `-tokens_to_remove` tokens; raises KvfoldError where they were evicted."""
+        """Drops the last `-tokens_to_remove` tokens; raises KvfoldError past an eviction."""
+        self.check_crop(tokens_to_remove)
         count = -tokens_to_remove
-        if count < 0:
-            raise KvfoldError(f"crop takes minus the number of tokens to drop, not {-count}")
         if count == 0 or self.store is None:
             return
-        tail = self.store.positions[..., -count:]
-        wanted = torch.arange(self.seen - count, self.seen, device=tail.device)
-        if tail.shape[-1] < count or not bool((tail == wanted).all()):
-            raise KvfoldError(
-                f"cannot take back {count} tokens: some of them were already evicted; "
-                "generate inside `with cache.frozen():` what is to be taken back"
-            )
         self.store.crop(count)
         self.seen -= count
         if self.sums is not None:
@@ -121,7 +115,19 @@ class CompressedLayer(CacheLayerMixin):
         if self.valid is not None:
             self.valid = self.valid[:, : self.seen].clone()
         if self.sinks is not None:
-            self.sinks.follow(self.store, self._seen_per_row())
+            self.sinks.follow(self.store, self._evicted_per_row())
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises KvfoldError where tokens cannot be taken back."""
+        if tokens_to_remove > 0:
+            raise KvfoldError(
+                f"crop takes minus the number of tokens to drop, not {tokens_to_remove}"
+            )
+        if tokens_to_remove and self.store and self.seen + tokens_to_remove < self.evicted_at:
+            raise KvfoldError(
+                f"cannot take back {-tokens_to_remove} tokens: entries were evicted since; "
+                "generate inside `with cache.frozen():` what is to be taken back"
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._index(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -136,7 +142,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.store.index(rows)
-        for name in ("valid", "sums", "capacity", "window_positions"):
+        for name in ("valid", "sums", "capacity", "window_columns"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, rows(tensor))
@@ -168,7 +174,7 @@ class CompressedLayer(CacheLayerMixin):
             self._add_sums(attended.sums)
         if self.turn.ends(self.seen, new):
             self._compress(self._observation(attended))
-            self.window = self.window_positions = None
+            self.window = self.window_columns = None
         elif self.turn.goes_on(self.seen):
             self._remember(attended)
         elif self.plan.stages.decode == "hold" and self.plan.stages.score is not None:
@@ -185,12 +191,12 @@ class CompressedLayer(CacheLayerMixin):
                 "can compress"
             )
         stored = dataclasses.replace(self.window, key=self.store.keys, value=self.store.values)
-        self._compress(self._observe(stored, self.window_positions))
-        self.window = self.window_positions = None
+        self._compress(self._observe(stored, self.window_columns))
+        self.window = self.window_columns = None
 
     def state_bytes(self) -> int:
         """Bytes of all tensors beside the store."""
-        tensors = [self.valid, self.sums, self.capacity, self.window_positions]
+        tensors = [self.valid, self.sums, self.capacity, self.window_columns]
         if self.window is not None:
             tensors.append(self.window.query)
         if self.sinks is not None:
@@ -213,7 +219,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def _remember(self, attended: Attended) -> None:
         """Adds the last queries of a turn's piece to those of its earlier pieces."""
-        query, self.window_positions = self._joined(attended)
+        query, self.window_columns = self._joined(attended)
         # Of the keys only the number of heads is needed, not the entries.
         self.window = dataclasses.replace(
             attended,
@@ -232,10 +238,10 @@ class CompressedLayer(CacheLayerMixin):
         positions = torch.arange(start, self.seen, device=query.device).repeat(len(query), 1)
         if self.valid is not None:
             positions = positions.masked_fill(~self.valid[:, start:], -1)
-        if self.window is None or self.window_positions is None:
+        if self.window is None or self.window_columns is None:
             return query, positions
         query = torch.cat([self.window.query, query], 2)
-        positions = torch.cat([self.window_positions, positions], 1)
+        positions = torch.cat([self.window_columns, positions], 1)
         # Padding of a later piece must not push out an earlier piece's tokens.
         order = (positions >= 0).long().argsort(dim=1, stable=True)
         order = order[:, max(0, order.shape[1] - width) :]
@@ -246,19 +252,18 @@ class CompressedLayer(CacheLayerMixin):
         query, positions = self._joined(attended)
         return self._observe(dataclasses.replace(attended, query=query), positions)
 
-    def _observe(self, attended: Attended, query_positions: Tensor | None) -> Observation:
-        heads = attended.key.shape[1]
-        positions = self._token_positions()
-        sums = self.sums
-        if positions.shape[1] != heads:
-            positions = positions.expand(-1, heads, -1)
-            sums = None if sums is None else sums.expand(-1, heads, -1)
+    def _observe(self, attended: Attended, query_columns: Tensor | None) -> Observation:
+        assert self.store is not None
+        latents = attended.key.shape[1] // self.store.keys.shape[1]
+        places = self._places(self.columns()).repeat_interleave(latents, 1)
+        sums = None if self.sums is None else self.sums.repeat_interleave(latents, 1)
+        asked = None if query_columns is None else self._places(query_columns)
         return Observation(
             attended.key,
             attended.value,
-            positions,
+            places,
             attended.query,
-            query_positions,
+            asked,
             sums,
             attended.scale,
             attended.softcap,
@@ -266,24 +271,42 @@ class CompressedLayer(CacheLayerMixin):
             seed=hash((self.plan.seed, self.plan.layer, self.turns)) % 2**31,
         )
 
-    def _token_positions(self) -> Tensor:
-        """Positions `[B, H, T]` with −1 at padding, whether or not it is still stored."""
-        assert self.store is not None
-        positions = self.store.positions
+    def _tokens(self) -> Tensor | None:
+        """Which columns are tokens `[B, N]`; columns whose mask is still to come count as such."""
         if self.valid is None:
-            return positions
-        real = self.valid[:, None].expand(-1, positions.shape[1], -1)
-        return positions.masked_fill(~real.gather(2, positions.clamp(min=0)), -1)
+            return None
+        return F.pad(self.valid, (0, self.seen - self.valid.shape[1]), value=True)
 
-    def _seen_per_row(self) -> Tensor:
-        """Tokens seen by each row `[B]`, padding left out.
-
-        Columns whose mask has not been seen yet count as tokens.
-        """
+    def columns(self) -> Tensor:
+        """Logical columns of the stored entries `[B, H, T]`, −1 for padding."""
         assert self.store is not None
-        if self.valid is None:
+        columns, tokens = self.store.positions, self._tokens()
+        if tokens is None:
+            return columns
+        real = tokens[:, None].expand(-1, columns.shape[1], -1).gather(2, columns.clamp(min=0))
+        return columns.masked_fill(~real, -1)
+
+    def seen_per_row(self) -> Tensor:
+        """Tokens seen by each row `[B]`, padding left out."""
+        assert self.store is not None
+        tokens = self._tokens()
+        if tokens is None:
             return torch.full((len(self.store.keys),), self.seen, device=self.store.keys.device)
-        return self.valid.sum(-1) + self.seen - self.valid.shape[-1]
+        return tokens.sum(-1)
+
+    def _evicted_per_row(self) -> Tensor:
+        """Tokens seen but not stored `[B]`, where all heads store the same."""
+        return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
+
+    def _places(self, columns: Tensor) -> Tensor:
+        """Columns → each one's number among its row's tokens; −1 stays."""
+        tokens = self._tokens()
+        if tokens is None:
+            return columns
+        count = tokens.cumsum(-1) - 1
+        if columns.dim() == 3:
+            count = count[:, None].expand(-1, columns.shape[1], -1)
+        return count.gather(-1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
 
     def _compress(self, seen: Observation) -> None:
         """Ends a turn: brings the layer back to its budget."""
@@ -291,7 +314,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.plan.stages.score is None:
             return
         assert self.store is not None
-        counts = self.plan.counts(self._seen_per_row(), self.store)
+        counts = self.plan.counts(self.seen_per_row(), self.store)
         everything = self.plan.budget == Budget.ratio(1.0)
         self.capacity = None if everything else counts
         self._evict(seen, counts)
@@ -300,7 +323,7 @@ class CompressedLayer(CacheLayerMixin):
         """After a generated token: back to the size of the last turn's end."""
         assert self.store is not None and self.plan.budget is not None
         if self.capacity is None and self.turns == 0 and self.plan.budget.kind != "ratio":
-            self.capacity = self.plan.counts(self._seen_per_row(), self.store)
+            self.capacity = self.plan.counts(self.seen_per_row(), self.store)
         if self.capacity is not None:
             self.turns += 1
             self._evict(self._observation(attended), self.capacity)
@@ -308,20 +331,24 @@ class CompressedLayer(CacheLayerMixin):
     def _evict(self, seen: Observation, counts: Tensor) -> None:
         """Keeps the `counts[B]` best entries of each row, and whatever is forced to stay."""
         assert self.store is not None and self.plan.stages.score is not None
-        positions = self._token_positions()
-        stored = (positions >= 0).sum(-1).amax(-1)
+        places = self._places(self.columns())
+        stored = (places >= 0).sum(-1).amax(-1)
         if bool((counts >= stored).all()):
             return
-        scores = self._per_stored_head(self.plan.stages.score(seen))
-        padding = self.seen - self._seen_per_row()
-        forced = self.plan.stages.forced.mask(positions, padding, counts)
+        seen, order = seen.padding_first()
+        scores = self.plan.stages.score(seen)
+        if order is not None:
+            scores = torch.zeros_like(scores).scatter(2, order, scores)
+        scores = self._per_stored_head(scores)
+        forced = self.plan.stages.forced.mask(places, counts)
         needed = forced.sum(-1).amax(-1)
         self.over_budget = bool((needed > counts).any())
         counts = torch.minimum(torch.maximum(counts, needed), stored)
-        slots = top(with_forced(scores, forced, positions), counts)
+        slots = top(with_forced(scores, forced, places), counts)
         if self.sinks is not None:
             self.sinks.restore(self.store)
         self.store.keep(slots)
+        self.evicted_at = self.seen
         if self.sums is not None:
             self.sums = self.sums.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
         if self.plan.stages.positions == "reindex":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,10 +53,11 @@ class Method:
         raise KvfoldError(f"{type(self).__name__} names no stages")
 
     def __str__(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         changed = [
-            f"{f.name}={getattr(self, f.name)}"
+            f"{f.name}={_as_text(values[f.name])}"
             for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
+            if values[f.name] != f.default
         ]
         return self.name + (":" + ",".join(changed) if changed else "")
 
@@ -85,6 +87,10 @@ class Composition(Method):
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.parts))
+
+
+def _as_text(value: Any) -> str:
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _set_stages(stages: Stages) -> dict[str, Any]:
@@ -160,7 +166,9 @@ def _parse_one(text: str) -> Method:
     if not name:
         raise KvfoldError('an empty method name: write for example "snapkv:window=16"')
     method = preset(name.strip())
-    values = {}
+    values: dict[str, Any] = {}
+    # A comma before a bare number goes on with a list: "skip_layers=0,1" is "skip_layers=0/1".
+    options = re.sub(r",(?=\s*\d+\s*(,|$))", "/", options)
     for option in filter(None, (o.strip() for o in options.split(","))):
         key, equals, value = (s.strip() for s in option.partition("="))
         if not equals or not value:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +22,10 @@ class Needs:
 class Observation:
     """One layer as its attention saw it.
 
-    keys `[B, H, T, D]` and values `[B, H, T, Dv]` after RoPE, positions `[B, H, T]` (columns of the
-    logical sequence, −1 for padding), queries `[B, Hq, W, D]` with their positions `[B, W]` (−1 for
-    padding), column sums `[B, H, T]` (mean over the query heads of a group), scale, softcap and
-    attention sinks `[Hq]` of the model, and the seed of this draw.
+    keys `[B, H, T, D]` and values `[B, H, T, Dv]` after RoPE; positions `[B, H, T]`, an entry's
+    number among its row's tokens, −1 for padding; queries `[B, Hq, W, D]` and their positions
+    `[B, W]`; column sums `[B, H, T]` (mean over the query heads of a group); scale, softcap and
+    attention sinks `[Hq]` of the model; and the seed of this draw.
     """
 
     keys: Tensor
@@ -37,6 +38,22 @@ class Observation:
     softcap: float | None = None
     sinks: Tensor | None = None
     seed: int = 0
+
+    def padding_first(self) -> tuple[Observation, Tensor | None]:
+        """The same with each row's padding to the left, and the order `[B, H, T]` that did it."""
+        padding = self.positions < 0
+        if not bool((padding[..., 1:] & ~padding[..., :-1]).any()):
+            return self, None
+        order = (~padding).long().argsort(stable=True, dim=-1)
+        sums = self.column_sums
+        moved = dataclasses.replace(
+            self,
+            keys=self.keys.gather(2, order[..., None].expand_as(self.keys)),
+            values=self.values.gather(2, order[..., None].expand_as(self.values)),
+            positions=self.positions.gather(2, order),
+            column_sums=None if sums is None else sums.gather(2, order),
+        )
+        return moved, order
 
     def window_attention(self, last: int) -> Tensor:
         """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; 0 for padding."""

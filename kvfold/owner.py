@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
 
+from kvfold import compat
 from kvfold.errors import UnsupportedModel
 
 
@@ -16,6 +18,7 @@ class Owner:
     def __init__(self, model: nn.Module) -> None:
         self.modules = frozenset(id(module) for module in model.modules())
         self.name = type(model).__name__
+        self.model: weakref.ref[Any] | None = weakref.ref(model)
         self.waiting = False
 
     def check(self, module: nn.Module) -> None:
@@ -25,7 +28,8 @@ class Owner:
 
     def asked(self) -> None:
         """A layer hands out keys; raises UnsupportedModel if the last ones went elsewhere."""
-        if self.waiting:
+        model = self.model() if self.model is not None else None
+        if self.waiting or (model is not None and not compat.is_enabled(model)):
             raise UnsupportedModel(
                 "this cache's keys did not come back to kvfold's attention: the last forward "
                 "failed, kvfold.disable(model) was called, or another model used the cache; "
@@ -38,9 +42,9 @@ class Owner:
         self.waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"modules": frozenset(), "name": self.name, "waiting": False}
+        return {"modules": frozenset(), "name": self.name, "model": None, "waiting": False}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        copy = object.__new__(Owner)
-        copy.modules, copy.name, copy.waiting = self.modules, self.name, self.waiting
-        return copy
+        other = object.__new__(Owner)
+        other.__dict__.update(self.__dict__)
+        return other

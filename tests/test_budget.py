@@ -59,7 +59,25 @@ def test_a_budget_is_its_own_value():
 NOTHING = [0, -1, "0", "-1", 0.0, -0.2, "0.0", "-0.2", "0%", "-5%", "0B", "0.5B", "-2GiB"]
 TOO_MUCH = [1.0001, 2.0, "1.5", "101%", float("nan"), float("inf")]
 NO_BUDGET = [True, False, None, [512], 1j]
-NO_SIZE = ["", "  ", "many", "2XiB", "GiB", "nan", "inf", "1e3", "%", "12 34", "0x10", "2 Gi B"]
+NO_SIZE = [
+    "1.2.3",
+    ".",
+    "..",
+    "1.2.3%",
+    "1..5GiB",
+    "",
+    "  ",
+    "many",
+    "2XiB",
+    "GiB",
+    "nan",
+    "inf",
+    "1e3",
+    "%",
+    "12 34",
+    "0x10",
+    "2 Gi B",
+]
 
 
 @pytest.mark.parametrize("value", [*NOTHING, *TOO_MUCH, *NO_BUDGET, *NO_SIZE])
@@ -69,10 +87,15 @@ def test_nonsense_is_refused(value):
 
 
 @pytest.mark.parametrize("make", [Budget.tokens, Budget.ratio, Budget.bytes])
-@pytest.mark.parametrize("amount", [0, -3])
+@pytest.mark.parametrize("amount", [0, -3, "x", True, float("inf"), float("nan")])
 def test_every_constructor_wants_more_than_nothing(make, amount):
     with pytest.raises(BudgetError):
         make(amount)
+
+
+def test_tokens_are_whole():
+    with pytest.raises(BudgetError, match="whole"):
+        Budget.tokens(2.7)
 
 
 def test_a_refusal_is_a_value_error_that_names_the_culprit():

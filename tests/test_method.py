@@ -98,12 +98,30 @@ def test_a_method_says_what_it_does(name):
         ("knorm:skip_layers=0/1", KNorm(skip_layers=(0, 1))),
         ("knorm:skip_layers=12", KNorm(skip_layers=(12,))),
         ("knorm:protect_recent=3,skip_layers=5/0", KNorm(3, (5, 0))),
+        ("knorm:skip_layers=0,1", KNorm(skip_layers=(0, 1))),
+        ("knorm:skip_layers=0,1,protect_recent=3", KNorm(3, (0, 1))),
     ],
 )
 def test_a_text_names_a_method(spec, method):
     assert parse(spec) == method
     # 1 == 1.0 == True: the kinds must be right as well.
     assert repr(parse(spec)) == repr(method)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "snapkv:window=0",
+        "snapkv:window=-1",
+        "snapkv:kernel=4",
+        "pyramidkv:beta=0",
+        "h2o:recent=2",
+        "streaming_llm:sinks=-1",
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_at_once(spec):
+    with pytest.raises(KvfoldError):
+        parse(spec)
 
 
 def test_a_method_is_its_own_text():
@@ -125,6 +143,7 @@ def test_every_name_survives_its_text(name):
         ("snapkv_official", "snapkv:window=64,kernel=5,pooling=avg"),
         ("h2o:recent=0.25,decode=append", "h2o:recent=0.25,decode=append"),
         ("tova:keep_last=yes", "tova:keep_last=True"),
+        ("knorm:skip_layers=0,1", "knorm:skip_layers=0/1"),
         ("full + tova:per_head=1", "full + tova:per_head=True"),
     ],
 )

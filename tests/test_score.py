@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores against naive attention in float64, one query at a time; padding changes nothing."""
 
+import dataclasses
 import math
 
 import pytest
@@ -27,17 +28,17 @@ def observe(lengths, heads=2, groups=2, window=8, **options):
     seen, batch = max(lengths), len(lengths)
     queries = torch.randn(batch, heads * groups, seen, SIZE, generator=generator)
     keys = torch.randn(batch, heads, seen, SIZE, generator=generator)
-    columns = torch.arange(seen).repeat(batch, 1)
-    padding = columns < seen - torch.tensor(lengths)[:, None]
+    places = torch.arange(seen) - (seen - torch.tensor(lengths))[:, None]
+    padding = places < 0
     keys = keys.masked_fill(padding[:, None, :, None], 50.0)
     queries = queries.masked_fill(padding[:, None, :, None], 50.0)
-    columns = columns.masked_fill(padding, -1)
+    places = places.masked_fill(padding, -1)
     return Observation(
         keys,
         torch.zeros_like(keys),
-        columns[:, None].expand(batch, heads, seen),
+        places[:, None].expand(batch, heads, seen),
         queries[:, :, -window:],
-        columns[:, -window:],
+        places[:, -window:],
         scale=SCALE,
         **options,
     )
@@ -248,6 +249,25 @@ def test_noise_is_fixed_by_its_seed():
     assert not torch.equal(first, other)
     assert not torch.equal(first[0, 0], first[0, 1])
     assert first.shape == (1, 2, 60)
+
+
+def test_the_noise_of_a_padded_row_is_its_own():
+    seen = observe([5, 9, 1], seed=3)
+    noise = uniform_noise(seen)
+    for row, length in enumerate([5, 9, 1]):
+        by_itself = uniform_noise(alone(seen, row, length))
+        assert torch.equal(noise[row, :, -length:], by_itself[0])
+
+
+def test_padding_goes_first_and_takes_everything_along():
+    seen = observe([6, 6], column_sums=torch.rand(2, 2, 6))
+    gap = torch.tensor([0, 1, -1, -1, 2, 3]).expand(2, 2, 6)
+    moved, order = dataclasses.replace(seen, positions=gap).padding_first()
+    assert order[0, 0].tolist() == [2, 3, 0, 1, 4, 5]
+    assert moved.positions[1, 1].tolist() == [-1, -1, 0, 1, 2, 3]
+    for name in ("keys", "values", "column_sums"):
+        assert torch.equal(getattr(moved, name), getattr(seen, name)[:, :, order[0, 0]])
+    assert seen.padding_first() == (seen, None)
 
 
 def test_noise_is_uniform():

@@ -96,7 +96,7 @@ def test_nothing_and_everything_can_be_kept():
 # --- forced ------------------------------------------------------------------------------------
 
 
-def naive_mask(forced, positions, padding, counts):
+def naive_mask(forced, positions, counts):
     """Row by row, head by head, one entry after the other."""
     mask = torch.zeros(positions.shape, dtype=torch.bool)
     for row, head in torch.cartesian_prod(*map(torch.arange, positions.shape[:2])).tolist():
@@ -104,28 +104,35 @@ def naive_mask(forced, positions, padding, counts):
         stored = [slot for slot, position in enumerate(entries) if position >= 0]
         recent = forced.recent
         if isinstance(recent, Share):
-            recent = math.floor(int(counts[row]) * recent.of_kept)
+            fixed = max(protected_count(forced, entries) for entries in positions[row].tolist())
+            share = math.floor(int(counts[row]) * recent.of_kept + 1e-9)
+            recent = max(0, min(share, int(counts[row]) - fixed))
         newest = stored[len(stored) - min(recent, len(stored)) :]
         for slot in stored:
-            token = entries[slot] - int(padding[row])
-            protected = any(start <= token < stop for start, stop in forced.spans)
-            mask[row, head, slot] = token < forced.sinks or slot in newest or protected
+            mask[row, head, slot] = is_fixed(forced, entries[slot]) or slot in newest
     return mask
+
+
+def is_fixed(forced, token):
+    return token < forced.sinks or any(start <= token < stop for start, stop in forced.spans)
+
+
+def protected_count(forced, entries):
+    return sum(token >= 0 and is_fixed(forced, token) for token in entries)
 
 
 @st.composite
 def stored_rows(draw):
-    """Positions of up to three rows after some eviction: holes, then ascending columns."""
+    """Token numbers of up to three rows after some eviction: holes, then ascending."""
     seen, heads, batch = draw(st.integers(1, 12)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     width = draw(st.integers(1, seen))
-    padding = draw(st.lists(st.integers(0, seen - 1), min_size=batch, max_size=batch))
     positions = []
-    for pad in padding:
-        columns = st.sets(st.integers(pad, seen - 1), min_size=1, max_size=width)
+    for _ in range(batch):
+        columns = st.sets(st.integers(0, seen - 1), min_size=1, max_size=width)
         rows = [sorted(draw(columns)) for _ in range(heads)]
         positions.append([[-1] * (width - len(row)) + row for row in rows])
     counts = draw(st.lists(st.integers(1, width), min_size=batch, max_size=batch))
-    return torch.tensor(positions), torch.tensor(padding), torch.tensor(counts)
+    return torch.tensor(positions), torch.tensor(counts)
 
 
 @given(
@@ -140,8 +147,8 @@ def test_the_forced_mask_is_the_naive_loop(rows, sinks, recent, spans):
     assert torch.equal(forced.mask(*rows), naive_mask(forced, *rows))
 
 
-def mask_of(forced, positions, padding=0, count=4):
-    mask = forced.mask(torch.tensor([[positions]]), torch.tensor([padding]), torch.tensor([count]))
+def mask_of(forced, places, count=4):
+    mask = forced.mask(torch.tensor([[places]]), torch.tensor([count]))
     return mask.int().tolist()[0][0]
 
 
@@ -154,9 +161,14 @@ def test_sinks_recent_and_spans_by_hand():
 
 
 def test_tokens_are_counted_without_padding():
-    assert mask_of(Forced(sinks=2), [-1, -1, 2, 3, 4], padding=2) == [0, 0, 1, 1, 0]
-    assert mask_of(Forced(spans=((1, 2),)), [-1, -1, 2, 3, 4], padding=2) == [0, 0, 0, 1, 0]
-    assert mask_of(Forced(recent=9), [-1, -1, 2, 3, 4], padding=2) == [0, 0, 1, 1, 1]
+    assert mask_of(Forced(sinks=2), [-1, -1, 0, 1, 2]) == [0, 0, 1, 1, 0]
+    assert mask_of(Forced(spans=((1, 2),)), [-1, -1, 0, 1, 2]) == [0, 0, 0, 1, 0]
+    assert mask_of(Forced(recent=9), [-1, -1, 0, 1, 2]) == [0, 0, 1, 1, 1]
+
+
+def test_a_share_leaves_room_for_what_else_is_forced():
+    forced = Forced(spans=((0, 3),), recent=Share(0.5))
+    assert mask_of(forced, list(range(8)), count=4) == [1, 1, 1, 0, 0, 0, 0, 1]
 
 
 def test_recent_tokens_are_the_last_stored_ones_whatever_was_evicted():

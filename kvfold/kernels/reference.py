@@ -20,8 +20,8 @@ def attend_with_column_sums(
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, S, Dv]` and the attention each entry received `[B, H, T]`.
 
-    query `[B, Hq, S, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; mask bool or additive,
-    broadcastable to `[B, Hq, S, T]`, or None for a causal one aligned to the last key. Sums run
+    query `[B, Hq, S, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; mask bool or additive
+    `[B or 1, Hq or 1, S, T]`, or None for a causal one aligned to the last key. Sums run
     over the queries where `counted [B, S]` is true, mean over the query heads of a group; rows
     with nothing to attend to are 0.
     """

@@ -4,9 +4,10 @@ from functools import partial
 from typing import Literal
 
 from kvfold.allocate.pyramid import pyramid, pyramid_official
+from kvfold.errors import KvfoldError
 from kvfold.method import Method, Stages, register
 from kvfold.observation import Needs
-from kvfold.score.window import Pooling, window_votes
+from kvfold.score.window import Pooling, check_window, window_votes
 from kvfold.select.forced import Forced
 
 
@@ -26,6 +27,11 @@ class PyramidKV(Method):
     pooling: Pooling = "max"
     beta: int = 20
     rounding: Literal["exact", "official"] = "exact"
+
+    def __post_init__(self) -> None:
+        check_window(self.window, self.kernel)
+        if self.beta < 1:
+            raise KvfoldError(f"pyramidkv:beta is at least 1, not {self.beta}")
 
     def stages(self) -> Stages:
         schedule = pyramid if self.rounding == "exact" else pyramid_official

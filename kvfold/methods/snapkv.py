@@ -5,7 +5,7 @@ from functools import partial
 from kvfold.allocate.uniform import uniform
 from kvfold.method import Method, Stages, register
 from kvfold.observation import Needs
-from kvfold.score.window import Pooling, window_votes
+from kvfold.score.window import Pooling, check_window, window_votes
 from kvfold.select.forced import Forced
 
 
@@ -34,6 +34,9 @@ class SnapKV(Method):
     kernel: int = 7
     pooling: Pooling = "max"
     pool_first: bool = False
+
+    def __post_init__(self) -> None:
+        check_window(self.window, self.kernel)
 
     def stages(self) -> Stages:
         return Stages(

@@ -3,6 +3,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvfold.allocate.uniform import uniform
+from kvfold.errors import KvfoldError
 from kvfold.method import Method, Stages, register
 from kvfold.score.position import recency
 from kvfold.select.forced import Forced
@@ -26,6 +27,10 @@ class StreamingLLM(Method):
     sinks: int = 4
     positions: Literal["reindex", "original"] = "reindex"
     decode: Literal["hold", "append"] = "hold"
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise KvfoldError(f"streaming_llm:sinks is 0 or more, not {self.sinks}")
 
     def stages(self) -> Stages:
         return Stages(

@@ -13,10 +13,10 @@ def recency(seen: Observation) -> Tensor:
 
 
 def uniform_noise(seen: Observation) -> Tensor:
-    """Uniform random scores, fixed by the seed and each token's place after the padding."""
-    batch, heads, _ = seen.positions.shape
-    padding = torch.where(seen.positions < 0, torch.inf, seen.positions).amin(-1, keepdim=True)
-    place = (seen.positions - padding.long()).clamp(min=0)
+    """Uniform random scores, fixed by the seed, the head, and each token's number in its row."""
+    heads = seen.positions.shape[1]
+    place = seen.positions.clamp(min=0)
     generator = torch.Generator().manual_seed(seen.seed)
-    noise = torch.rand(heads, int(place.max()) + 1, generator=generator).to(place.device)
-    return noise.expand(batch, -1, -1).gather(2, place)
+    # Token after token, so that a longer row in the batch changes nothing for a shorter one.
+    noise = torch.rand(int(place.max()) + 1, heads, generator=generator).T.to(place.device)
+    return noise.expand(len(place), -1, -1).gather(2, place)

@@ -39,8 +39,7 @@ def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None =
 
     `avg` pads with zeros and always divides by `kernel`; `max` pads with −∞.
     """
-    if kernel % 2 == 0 or kernel < 1:
-        raise KvfoldError(f"a pooling kernel is odd and positive, not {kernel}")
+    check_window(1, kernel)
     if kernel == 1 or scores.shape[-1] == 0:
         return scores
     outside = -torch.inf if pooling == "max" else 0.0
@@ -49,3 +48,11 @@ def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None =
     if pooling == "max":
         return F.max_pool1d(scores, kernel, 1, kernel // 2)
     return F.avg_pool1d(scores, kernel, 1, kernel // 2)
+
+
+def check_window(window: int, kernel: int) -> None:
+    """Raises KvfoldError for a window or kernel that no method can work with."""
+    if window < 1:
+        raise KvfoldError(f"an observation window is at least 1 query, not {window}")
+    if kernel < 1 or kernel % 2 == 0:
+        raise KvfoldError(f"a pooling kernel is odd and positive, not {kernel}")

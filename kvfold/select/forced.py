@@ -21,7 +21,7 @@ class Forced:
     """The first `sinks` tokens, the last `recent` stored ones, and `spans` of token indices.
 
     Indices count a row's tokens without its padding. `recent` may be a `Share` of what is kept:
-    such a window never asks for more than the budget.
+    such a window never asks for more than the budget leaves it.
     """
 
     sinks: int = 0
@@ -36,26 +36,26 @@ class Forced:
             inside |= set(range(start, stop))
         return len(inside) + (0 if isinstance(self.recent, Share) else self.recent)
 
-    def mask(self, positions: Tensor, padding: Tensor, counts: Tensor) -> Tensor:
+    def mask(self, places: Tensor, counts: Tensor) -> Tensor:
         """Which stored entries are forced, bool `[B, H, T]`.
 
-        positions `[B, H, T]`; per row `[B]` the padding columns and the entries to keep.
+        `places [B, H, T]` number each row's tokens, −1 for padding; `counts [B]` are to be kept.
         """
-        if isinstance(self.recent, Share):
-            recent = (counts * self.recent.of_kept).long().view(-1, 1, 1)
-        else:
-            recent = torch.full_like(counts, self.recent).view(-1, 1, 1)
-        stored = positions >= 0
-        token = positions - padding.view(-1, 1, 1)
-        forced = token < self.sinks
-        # Counted from the right end, so that a row's padding never uses up its recent tokens.
-        age = stored.flip(-1).cumsum(-1).flip(-1)
-        forced |= age <= recent
+        stored = places >= 0
+        forced = places < self.sinks
         for start, stop in self.spans:
-            forced |= (token >= start) & (token < stop)
-        return forced & stored
+            forced |= (places >= start) & (places < stop)
+        forced &= stored
+        recent = torch.full_like(counts, 0 if isinstance(self.recent, Share) else self.recent)
+        if isinstance(self.recent, Share):
+            room = (counts - forced.sum(-1).amax(-1)).clamp(min=0)
+            share = (counts.double() * self.recent.of_kept + 1e-9).long()
+            recent = torch.minimum(share, room)
+        # Counted from the right end, so that padding never uses up recent tokens.
+        age = stored.flip(-1).cumsum(-1).flip(-1)
+        return forced | (stored & (age <= recent.view(-1, 1, 1)))
 
 
-def with_forced(scores: Tensor, forced: Tensor, positions: Tensor) -> Tensor:
+def with_forced(scores: Tensor, forced: Tensor, places: Tensor) -> Tensor:
     """Scores with forced entries above all others and padding below all others."""
-    return torch.where(forced, torch.inf, scores).masked_fill(positions < 0, -torch.inf)
+    return torch.where(forced, torch.inf, scores).masked_fill(places < 0, -torch.inf)

@@ -101,7 +101,7 @@ class DenseStore:
         self.length -= count
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Applies `rows`, a selection along the batch axis, to everything stored."""
+        """Applies `rows`, a copying selection along the batch axis, to everything stored."""
         self._keys, self._values = rows(self._keys), rows(self._values)
         if self._positions is not None:
             self._positions = rows(self._positions)

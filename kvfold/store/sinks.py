@@ -29,10 +29,9 @@ class MovingSinks:
         """Puts the keys back as they were given."""
         store.keys.scatter_(2, self._slots(store), self.given)
 
-    def follow(self, store: DenseStore, seen: Tensor) -> None:
-        """Moves the sinks up to the oldest recent token, `seen [B]` tokens into the sequence."""
-        stored = (store.positions >= 0).sum(-1)[:, 0]
-        store.keys.scatter_(2, self._slots(store), self.rotate(self.given, seen - stored))
+    def follow(self, store: DenseStore, evicted: Tensor) -> None:
+        """Moves the sinks up to the oldest recent token, past `evicted [B]` tokens."""
+        store.keys.scatter_(2, self._slots(store), self.rotate(self.given, evicted))
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a selection along the batch axis."""
