@@ -48,7 +48,7 @@ STAGES = (
     Stage("needles", 256, 16, 0.75),
     Stage("needles", 512, 8, 0.8, steps=300),
     Stage("needles", 1024, 4, 0.85, steps=300),
-    Stage("mixed", TRAINED_LENGTH, 1, 2.0, steps=700),
+    Stage("mixed", TRAINED_LENGTH, 1, 2.0, steps=550),
 )
 # (length, batch) of the last stage, and how often each comes.
 MIXED = ((512, 8), (1024, 4), (2048, 2), (TRAINED_LENGTH, 1))

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bundled model answers from a document, and methods differ in what they leave of it."""
+
+import statistics
+
+import pytest
+
+import kvfold
+from kvfold.eval import ruler
+from kvfold.eval.retrieval import Trial, evaluate
+
+SAMPLES = 30
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return kvfold.bundled_model()
+
+
+def score(bundled, trial, samples=SAMPLES):
+    return statistics.mean(evaluate(*bundled, trial, samples, seed=1))
+
+
+def test_it_is_small_grouped_and_long(bundled):
+    config = bundled[0].config
+    assert config.num_hidden_layers >= 4
+    assert 2 <= config.num_attention_heads // config.num_key_value_heads <= 4
+    assert config.num_key_value_heads >= 2
+    assert config.max_position_embeddings >= 2 * 2048 + 256
+
+
+def test_digits_and_keys_are_whole_tokens(bundled):
+    _, tokenizer = bundled
+    assert len(tokenizer.tokenize(" quick-table")) == 3
+    assert tokenizer.tokenize("1234") == ["12", "34"]
+    text = "One of the special magic numbers for quick-table is: 1234567."
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_it_finds_a_needle_in_noise(bundled):
+    assert score(bundled, Trial("single", 1024)) >= 0.9
+
+
+def test_it_tells_four_needles_apart(bundled):
+    assert score(bundled, Trial("multikey", 512)) >= 0.8
+
+
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv"])
+def test_a_method_that_sees_the_question_beats_chance(bundled, method):
+    aware = score(bundled, Trial("multikey", 512, method, 0.2))
+    for blind in ("random", "streaming_llm"):
+        assert aware >= 2 * score(bundled, Trial("multikey", 512, blind, 0.2))
+
+
+def test_a_full_budget_changes_no_answer(bundled):
+    full = list(evaluate(*bundled, Trial("multikey", 512), 5))
+    for method in ("snapkv", "h2o", "streaming_llm"):
+        assert list(evaluate(*bundled, Trial("multikey", 512, method, 1.0), 5)) == full
+
+
+def test_bytes_follow_the_kept_fraction_at_four_thousand_tokens(bundled):
+    model, tokenizer = bundled
+    text = " ".join(ruler.NOISE) * 200
+    document = tokenizer.decode(tokenizer(text).input_ids[:4095])
+    for method in ("snapkv", "pyramidkv", "knorm", "random", "streaming_llm", "tova", "h2o"):
+        stats = kvfold.compress(model, tokenizer, document, method, 0.2).stats()
+        assert (stats.nbytes - stats.slack_bytes) / stats.nbytes_full == pytest.approx(0.2, abs=0.02)
+        assert stats.kept_fraction == pytest.approx(0.2, abs=1e-3)
+
+
+def test_questions_do_not_see_each_other(bundled):
+    model, tokenizer = bundled
+    document = "One of the special magic numbers for quick-table is: 1234567."
+    context = kvfold.compress(model, tokenizer, document, "knorm", 0.8)
+    first = context.ask("What is the special magic number for quick-table?")
+    context.ask("Which variables are there?")
+    assert context.ask("What is the special magic number for quick-table?") == first
+    assert context.cache.get_seq_length() == context.stats().seen
