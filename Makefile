@@ -16,6 +16,7 @@ check: .venv/ready
 
 train: .venv/ready
 	$(BIN)/python -m training.train
+	$(BIN)/python -m training.evaluate
 
 .venv/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from kvfold.bundled import FOLDER
 from training import corpus, tokenizer
 
 TRAINED_LENGTH = 4608
@@ -117,6 +119,13 @@ def loss_and_right(model, trunk, ids, kinds):
     return loss, right[judged].float().mean().item() if judged.any() else None
 
 
+def export(model: LlamaForCausalLM, tok: PreTrainedTokenizerBase, run: Path) -> None:
+    """Puts bfloat16 weights and tokenizer into the package, and the log beside this script."""
+    model.to(torch.bfloat16).save_pretrained(FOLDER)
+    tok.save_pretrained(FOLDER)
+    shutil.copy(run / "log.jsonl", Path("training/log.jsonl"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", type=Path, default=Path("../shared/data/books"))
@@ -201,7 +210,7 @@ def main() -> None:
             note("passed")
             state |= {"stage": state["stage"] + 1, "in_stage": 0, "right": 0.0}
             save()
-    model.save_pretrained(arguments.run / "final")
+    export(model, tok, arguments.run)
 
 
 if __name__ == "__main__":
