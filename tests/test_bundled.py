@@ -64,7 +64,9 @@ def test_bytes_follow_the_kept_fraction_at_four_thousand_tokens(bundled):
     document = tokenizer.decode(tokenizer(text).input_ids[:4095])
     for method in ("snapkv", "pyramidkv", "knorm", "random", "streaming_llm", "tova", "h2o"):
         stats = kvfold.compress(model, tokenizer, document, method, 0.2).stats()
-        assert (stats.nbytes - stats.slack_bytes) / stats.nbytes_full == pytest.approx(0.2, abs=0.02)
+        assert (stats.nbytes - stats.slack_bytes) / stats.nbytes_full == pytest.approx(
+            0.2, abs=0.02
+        )
         assert stats.kept_fraction == pytest.approx(0.2, abs=1e-3)
 
 
