@@ -8,6 +8,7 @@ import pytest
 import kvfold
 from kvfold.eval import ruler
 from kvfold.eval.retrieval import Trial, evaluate
+from kvfold.eval.words import ADJECTIVES, NOUNS
 
 SAMPLES = 30
 
@@ -31,7 +32,8 @@ def test_it_is_small_grouped_and_long(bundled):
 
 def test_digits_and_keys_are_whole_tokens(bundled):
     _, tokenizer = bundled
-    assert len(tokenizer.tokenize(" quick-table")) == 3
+    assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in ADJECTIVES)
+    assert all(len(tokenizer.tokenize(f"-{word}")) == 2 for word in NOUNS)
     assert tokenizer.tokenize("1234") == ["12", "34"]
     text = "One of the special magic numbers for quick-table is: 1234567."
     assert tokenizer.decode(tokenizer(text).input_ids) == text
