@@ -9,7 +9,7 @@ import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
@@ -35,8 +35,8 @@ class Stages:
     score: Score | None = None
     allocate: Allocate | None = None
     forced: Forced = field(default_factory=Forced)
-    decode: str = "append"
-    positions: str = "original"
+    decode: Literal["append", "hold"] = "append"
+    positions: Literal["original", "reindex"] = "original"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 64
+BLOCK = 128
 
 
 def attend_with_column_sums(
@@ -25,6 +25,8 @@ def attend_with_column_sums(
     One KV head at a time, so that a block of rows stays in the processor's cache between its
     softmax and the two products that use it.
     """
+    # Buffers are reused, so nothing here can be differentiated.
+    query, key, value = query.detach(), key.detach(), value.detach()
     batch, query_heads, queries, size = query.shape
     heads, stored = key.shape[1:3]
     groups = query_heads // heads
@@ -41,7 +43,10 @@ def attend_with_column_sums(
                 seen = stored - queries + end if mask is None else stored
                 rows = grouped[row, head, :, start:end].reshape(-1, size)
                 logits = room[: len(rows) * seen].view(len(rows), seen)
-                logits.copy_(rows @ key[row, head, :seen].T)
+                if rows.dtype == logits.dtype:
+                    torch.mm(rows, key[row, head, :seen].T, out=logits)
+                else:
+                    logits.copy_(rows @ key[row, head, :seen].T)
                 if softcap is not None:
                     logits.div_(softcap).tanh_().mul_(softcap)
                 _hide(logits.view(groups, end - start, seen), mask, row, share, start)
