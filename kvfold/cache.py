@@ -121,22 +121,25 @@ class CompressedCache(compat.Cache):
     def frozen(self) -> Iterator[None]:
         """Nothing is evicted inside the block, and its tokens can be cropped away afterwards."""
         before, self.turn.frozen = self.turn.frozen, True
-        super().activate_past_recording()
         outer = self._before_freezing
         if outer is None:
-            recurrent = {i: copy.deepcopy(self.layers[i]) for i in self._recurrent_layers()}
-            self._before_freezing = (self.get_seq_length(), recurrent)
+            saved = {i: copy.deepcopy(layer) for i, layer in self._other_layers().items()}
+            self._before_freezing = (self.get_seq_length(), saved)
         try:
             yield
         finally:
             self.turn.frozen, self._before_freezing = before, outer
             if not before:
-                for layer in self.layers:
-                    if hasattr(layer, "record_past"):
-                        layer.record_past = False
+                for layer in self._other_layers().values():
+                    layer.record_past = False
 
-    def _recurrent_layers(self) -> list[int]:
-        return [i for i, layer in enumerate(self.layers) if compat.is_recurrent(layer)]
+    def _other_layers(self) -> dict[int, Any]:
+        """The layers that stay transformers' own: sliding windows and recurrent states."""
+        return {
+            i: layer
+            for i, layer in enumerate(self.layers)
+            if not isinstance(layer, CompressedLayer)
+        }
 
     def activate_past_recording(self) -> None:
         """Asked for by assisted decoding, which takes tokens back: only a frozen cache can."""
@@ -155,19 +158,22 @@ class CompressedCache(compat.Cache):
         """
         for layer in self.compressed_layers:
             layer.check_crop(tokens_to_remove)
-        recurrent = self._recurrent_layers()
-        if recurrent and tokens_to_remove:
-            at, saved = self._before_freezing or (-1, {})
-            if self.get_seq_length() + tokens_to_remove != at:
-                raise KvfoldError(
-                    f"{self.owner.name} has recurrent layers, whose state only goes back to where "
-                    "a `with cache.frozen():` block began"
-                )
-            for i in recurrent:
-                self.layers[i] = copy.deepcopy(saved[i])
-        stock: list[Any] = [layer for i, layer in enumerate(self.layers) if i not in recurrent]
-        for layer in stock:
+        at, saved = self._before_freezing or (-1, {})
+        back_to_start = self.get_seq_length() + tokens_to_remove == at
+        others = self._other_layers()
+        recurrent = any(compat.is_recurrent(layer) for layer in others.values())
+        if recurrent and tokens_to_remove and not back_to_start:
+            raise KvfoldError(
+                f"{self.owner.name} has recurrent layers, whose state only goes back to where a "
+                "`with cache.frozen():` block began"
+            )
+        for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
+        for i, other in others.items():
+            if back_to_start:
+                self.layers[i] = copy.deepcopy(saved[i])
+            elif not recurrent:
+                other.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forgets everything: the cache is as new."""

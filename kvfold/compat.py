@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -33,6 +31,13 @@ __all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "PreTrainedModel"]
 NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
 # Model types whose `generate` starts over with a cache of its own past this configured length.
 DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
+
+# Layers that stay transformers' own; the last of these classes came after 5.15.
+LEFT_ALONE = tuple(
+    getattr(cache_utils, name)
+    for name in ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+    if hasattr(cache_utils, name)
+)
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -94,10 +99,9 @@ def is_enabled(model: PreTrainedModel) -> bool:
 def stock_layers(model: PreTrainedModel) -> list[Any]:
     """The layers of transformers' own cache; raises UnsupportedModel where kvfold has no answer."""
     layers = DynamicCache(config=text_config(model)).layers
-    left_alone = (DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer)
     for index, layer in enumerate(layers):
         mixed = isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer)
-        if mixed or not (type(layer) is DynamicLayer or isinstance(layer, left_alone)):
+        if mixed or not (type(layer) is DynamicLayer or isinstance(layer, LEFT_ALONE)):
             raise UnsupportedModel(
                 f"layer {index} of {type(model).__name__} caches in a {type(layer).__name__}, "
                 "which kvfold does not know"
