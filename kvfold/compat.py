@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
@@ -23,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from kvfold.errors import UnsupportedModel
+from kvfold.errors import KvfoldError, UnsupportedModel
 
 __all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "PreTrainedModel"]
 
@@ -31,6 +33,9 @@ __all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "PreTrainedModel"]
 NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
 # Model types whose `generate` starts over with a cache of its own past this configured length.
 DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
+
+# The first version measured to give assisted decoding the greedy tokens from a filled cache.
+ASSISTED_FROM = Version("5.23.0")
 
 # Layers that stay transformers' own; the last of these classes came after 5.15.
 LEFT_ALONE = tuple(
@@ -130,6 +135,15 @@ def dropping_length(model: PreTrainedModel) -> int | None:
     if config.model_type not in DROPS_CACHE or limit is None:
         return None
     return limit if limit < config.max_position_embeddings else None
+
+
+def check_assisted() -> None:
+    """Raises KvfoldError where transformers answers wrongly from a cache that holds a prompt."""
+    if Version(transformers.__version__) < ASSISTED_FROM:
+        raise KvfoldError(
+            f"assisted decoding from a filled cache needs transformers {ASSISTED_FROM} or newer, "
+            f"this is {transformers.__version__}: update it, or generate without an assistant"
+        )
 
 
 class Rotation:

@@ -55,7 +55,7 @@ class Context:
         """
         text = f"\n\n{question}{self.frame.after}{answer_prefix}"
         seen = self.cache.get_seq_length()
-        new = _ids(self.tokenizer, text).to(self.model.device)
+        new = token_ids(self.tokenizer, text).to(self.model.device)
         before = torch.zeros(1, seen, dtype=new.dtype, device=new.device)
         ids = torch.cat([before, new], 1)
         options = {"do_sample": False, "max_new_tokens": max_new_tokens} | options
@@ -94,7 +94,7 @@ def compress(
     """
     cache = CompressedCache(model, method, budget, protect=protect, seed=seed)
     frame = Frame.of(tokenizer)
-    ids = _ids(tokenizer, frame.before + document).to(model.device)
+    ids = token_ids(tokenizer, frame.before + document).to(model.device)
     chunk = prefill_chunk or ids.shape[1]
     with cache.reading(until=ids.shape[1]):
         for start in range(0, ids.shape[1], chunk):
@@ -102,5 +102,7 @@ def compress(
     return Context(model, tokenizer, cache, frame)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """Ids `[1, N]` of `text` as it stands, without special tokens of the tokenizer's own."""
+    ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    return ids

@@ -145,6 +145,7 @@ def _assisted(
     options: dict[str, Any],
 ) -> Any:
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
+    compat.check_assisted()
     last = input_ids.shape[1] - 1
     with cache.reading():
         _read(model, input_ids, cache, mask, cache.get_seq_length(), last, chunk)

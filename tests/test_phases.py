@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 import kvfold
+from kvfold import compat
 from tests.budgets import (
     APPENDING,
     COMPRESSING,
@@ -514,6 +517,12 @@ def test_beams_go_on_from_an_earlier_turn(model):
     assert torch.equal(*outs)
 
 
+assisted = pytest.mark.skipif(
+    Version(transformers.__version__) < compat.ASSISTED_FROM, reason="refused by this transformers"
+)
+
+
+@assisted
 @pytest.mark.parametrize("spec", COMPRESSING)
 @pytest.mark.parametrize("helper", ["prompt lookup", "assistant"])
 def test_assisted_is_greedy_on_the_same_frozen_cache(model, spec, helper):
@@ -531,6 +540,7 @@ def test_assisted_is_greedy_on_the_same_frozen_cache(model, spec, helper):
     assert torch.equal(got, expected)
 
 
+@assisted
 def test_assistance_works_with_sliding_layers():
     model = build("gemma3", torch.float64)
     ids = prompts((30,))[0].repeat(1, 2)

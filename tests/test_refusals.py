@@ -8,10 +8,18 @@ import weakref
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import T5Config, T5ForConditionalGeneration
 
 import kvfold
-from kvfold import BudgetError, CompressedCache, IllegalComposition, KvfoldError, UnsupportedModel
+from kvfold import (
+    BudgetError,
+    CompressedCache,
+    IllegalComposition,
+    KvfoldError,
+    UnsupportedModel,
+    compat,
+)
 from tests.budgets import COMPRESSING
 from tests.models import WITHOUT_INTERFACE, build, continuation, prompts
 from tests.truth import Reader, stock_cache
@@ -318,6 +326,14 @@ def test_assisted_decoding_outside_kvfold_generate_is_refused(model):
         model.generate(
             prompts((64,))[0], past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY
         )
+
+
+def test_assisted_decoding_is_refused_where_transformers_answers_wrongly(model, monkeypatch):
+    monkeypatch.setattr(compat, "ASSISTED_FROM", Version("99"))
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    with pytest.raises(KvfoldError, match="transformers 99"):
+        kvfold.generate(model, prompts((64,))[0], cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    assert cache.get_seq_length() == 0
 
 
 def test_evicted_tokens_are_not_taken_back(model):

@@ -23,6 +23,7 @@ HELD_OUT = ("frankenstein", "sherlock_holmes", "time_machine")
 
 # Tokens that one question and its answer take, about.
 TURN = {"single": 40, "multikey": 40, "multivalue": 60, "multiquery": 85, "vt": 75}
+TASK_WEIGHTS = (2, 5, 3, 3, 2)
 
 # Ways to state a fact, from a bare pair to the sentences of the tasks.
 FACTS = (
@@ -110,9 +111,9 @@ class Writer:
             parts += [(" " + values[key][:2], FIRST), (values[key][2:] + ".", ANSWER)]
         return self._render(parts, length)
 
-    def needles(self, length: int) -> Row:
+    def needles(self, length: int, weights: tuple[int, ...] = TASK_WEIGHTS) -> Row:
         """A document with needles, and questions about it until the row is full."""
-        tasks, weights = (TURN, (2, 5, 3, 3, 2)) if length >= 256 else (("multikey",), (1,))
+        tasks, weights = (TURN, weights) if length >= 256 else (("multikey",), (1,))
         task = random.choices(list(tasks), weights)[0]
         keys = {
             "multikey": random.randint(2, min(8, length // 48)),

@@ -8,11 +8,13 @@ started on needles, a model of this size stays on a plateau for hours.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import shutil
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,6 +41,7 @@ class Stage:
     goal: float
     steps: int = 100_000
     forms: int = 0  # ways in which facts are worded
+    tasks: tuple[int, ...] = corpus.TASK_WEIGHTS  # how often each task of corpus.TURN comes
 
 
 STAGES = (
@@ -51,6 +54,8 @@ STAGES = (
     Stage("needles", 512, 8, 0.8, steps=300),
     Stage("needles", 1024, 4, 0.85, steps=300),
     Stage("mixed", TRAINED_LENGTH, 1, 2.0, steps=550),
+    Stage("needles", 256, 16, 2.0, steps=600, tasks=(1, 2, 5, 1, 9)),
+    Stage("mixed", TRAINED_LENGTH, 1, 2.0, steps=800, tasks=(1, 4, 6, 2, 5)),
 )
 # (length, batch) of the last stage, and how often each comes.
 MIXED = ((512, 8), (1024, 4), (2048, 2), (TRAINED_LENGTH, 1))
@@ -90,15 +95,14 @@ def rows(stage: Stage, writer: corpus.Writer) -> list[corpus.Row]:
         return [writer.facts(stage.length, stage.forms) for _ in range(stage.batch)]
     if stage.rows == "mixed":
         length, batch = random.choices(MIXED, OFTEN)[0]
-        stage = Stage("needles", length, batch, stage.goal)
-    if stage.rows != "needles":
+        stage = dataclasses.replace(stage, length=length, batch=batch)
+    if stage.rows not in ("needles", "mixed"):
         special = len(tokenizer.SPECIAL)
         return corpus.random_rows(
             stage.rows, stage.batch, stage.length, tokenizer.VOCABULARY, special
         )
-    write = random.choices(
-        (writer.needles, writer.repetition, writer.prose), (70, 15, 15), k=stage.batch
-    )
+    needles = partial(writer.needles, weights=stage.tasks)
+    write = random.choices((needles, writer.repetition, writer.prose), (70, 15, 15), k=stage.batch)
     return [w(stage.length) for w in write]
 
 

@@ -137,8 +137,8 @@ def pace(full: Context, other: Context) -> float:
         for _ in range(WARM_UP + STEPS):
             base = _step(full)
             ratios.append(_step(other) / base)
-    for cache, before in zip(caches, seen, strict=True):
-        cache.crop(before - cache.get_seq_length())
+        for cache, before in zip(caches, seen, strict=True):
+            cache.crop(before - cache.get_seq_length())
     return statistics.median(ratios[WARM_UP:])
 
 

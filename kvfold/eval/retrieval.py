@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from kvfold import compat
 from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
-from kvfold.context import Frame
+from kvfold.context import Frame, token_ids
 from kvfold.eval import ruler
 from kvfold.generate import generate
 from kvfold.method import Method
@@ -62,8 +62,8 @@ def _score(
 ) -> float:
     question = sample.questions[0]
     cache = CompressedCache(model, trial.method, trial.budget)
-    document = _ids(tokenizer, frame.before + sample.document)
-    ending = _ids(tokenizer, f"\n{question.text}{frame.after}{question.prefix}")
+    document = token_ids(tokenizer, frame.before + sample.document)
+    ending = token_ids(tokenizer, f"\n{question.text}{frame.after}{question.prefix}")
     ids = torch.cat([document, ending], 1)
     if not trial.question_aware:
         compat.read(model, document, cache, None)
@@ -75,7 +75,3 @@ def _score(
             out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
     answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     return question.score(str(answer))
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
