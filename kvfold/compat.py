@@ -36,6 +36,8 @@ DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
 
 # The first version measured to give assisted decoding the greedy tokens from a filled cache.
 ASSISTED_FROM = Version("5.23.0")
+# The first version measured to tell a cache that `generate` was handed it, before dropping it.
+TELLS_CACHE_FROM = Version("5.23.0")
 
 # Layers that stay transformers' own; the last of these classes came after 5.15.
 LEFT_ALONE = tuple(
@@ -129,12 +131,22 @@ def is_recurrent(layer: Any) -> bool:
 
 
 def dropping_length(model: PreTrainedModel) -> int | None:
-    """Tokens from which on the model's `generate` drops a user's cache, or None."""
+    """Tokens from which on the model's `generate` drops a user's cache, or None.
+
+    Raises UnsupportedModel where that would go unnoticed.
+    """
     config = text_config(model)
     limit = getattr(config, "original_max_position_embeddings", None)
     if config.model_type not in DROPS_CACHE or limit is None:
         return None
-    return limit if limit < config.max_position_embeddings else None
+    if limit >= config.max_position_embeddings:
+        return None
+    if Version(transformers.__version__) < TELLS_CACHE_FROM:
+        raise UnsupportedModel(
+            f"generate() of {type(model).__name__} silently drops a cache past {limit} tokens, "
+            f"which kvfold can only notice from transformers {TELLS_CACHE_FROM} on: update it"
+        )
+    return limit
 
 
 def check_assisted() -> None:

@@ -265,9 +265,9 @@ class CompressedLayer(CacheLayerMixin):
             attended.query,
             asked,
             sums,
-            attended.scale,
-            attended.softcap,
-            attended.sinks,
+            scale=attended.scale,
+            softcap=attended.softcap,
+            sinks=attended.sinks,
             seed=hash((self.plan.seed, self.plan.layer, self.turns)) % 2**31,
         )
 

@@ -13,30 +13,81 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
+from kvfold.compensate.eviction import Compensate
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.observation import Needs, Observation
 from kvfold.select.forced import Forced
+from kvfold.store.encoded import Encode
 
+# Observation → scores [B, H, T], higher = keep
 Score = Callable[[Observation], Tensor]
 # (total entries over all layers, tokens seen, layers) → entries per layer
-Allocate = Callable[[int, int, int], list[int]]
+Schedule = Callable[[int, int, int], list[int]]
+# (scores [B, H, T] with −inf for what is no candidate, entries per head [B]) → [B, H]
+Heads = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Each layer's size comes from what it observed, without a budget: Observation → [B] or [B, H].
+
+    Forced entries count.
+    """
+
+    size: Callable[[Observation], Tensor]
+
+
+@dataclass(frozen=True)
+class Across:
+    """Sizes that need every layer first.
+
+    `statistic` turns an Observation into whatever `share` needs of a layer; `share` takes all
+    layers' statistics, the budget per head and layer `[B]` and the tokens seen `[B]`, and returns
+    each layer's entries per head, `[B]` or `[B, H]`.
+    """
+
+    statistic: Callable[[Observation], Tensor]
+    share: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Stages:
     """The stages a method sets; what it leaves at None or at its default it does not do.
 
-    `score` None keeps every entry. `decode` "hold" runs the same stages after every generated
-    token and keeps the size reached at the end of the prefill; "append" lets generated tokens come
-    on top. `positions` "reindex" lets the sinks move up to the recent tokens, as StreamingLLM does.
+    `score` None keeps every entry. `allocate` sizes the layers, `heads` shares a layer's size among
+    its heads. `compensate` saves something of what is evicted. `encode` is how entries are stored.
+    `decode` "hold" runs the same stages after every generated token and keeps the size reached at
+    the end of the prefill; "once" compresses at the first generated token instead of the prefill's
+    end; "append" lets generated tokens come on top. `positions` "reindex" lets the sinks move up to
+    the recent tokens, as StreamingLLM does.
     """
 
     needs: Needs = field(default_factory=Needs)
     score: Score | None = None
-    allocate: Allocate | None = None
+    allocate: Schedule | Measured | Across | None = None
+    heads: Heads | None = None
     forced: Forced = field(default_factory=Forced)
-    decode: Literal["append", "hold"] = "append"
+    compensate: Compensate | None = None
+    encode: Encode | None = None
+    decode: Literal["append", "hold", "once"] = "append"
     positions: Literal["original", "reindex"] = "original"
+
+    def __post_init__(self) -> None:
+        if self.decode != "append" and self.encode is not None:
+            raise IllegalComposition(
+                "what is stored encoded cannot be evicted entry by entry, so a method that evicts "
+                "while decoding cannot be followed by it: choose decode=append where it is offered"
+            )
+        if self.decode == "hold" and self.heads is not None:
+            raise IllegalComposition(
+                "budgets per head are set when a prefill ends, so they do not go with a method "
+                "that evicts while decoding: choose decode=append where it is offered"
+            )
+        if self.positions == "reindex" and (self.encode or self.heads):
+            raise IllegalComposition(
+                "re-indexed positions rotate stored keys, which must then be whole and dense: "
+                'choose positions="original"'
+            )
 
 
 @dataclass(frozen=True)
@@ -51,6 +102,10 @@ class Method:
     def stages(self) -> Stages:
         """The stages of this method."""
         raise KvfoldError(f"{type(self).__name__} names no stages")
+
+    def brings(self) -> Stages:
+        """The stages it adds to other methods in a composition."""
+        return self.stages()
 
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -76,7 +131,7 @@ class Composition(Method):
         merged = Stages()
         owner: dict[str, Method] = {}
         for part in self.parts:
-            for name, value in _set_stages(part.stages()).items():
+            for name, value in _set_stages(part.brings()).items():
                 if name in owner:
                     raise IllegalComposition(
                         f"{owner[name]} and {part} both bring the {name} stage: choose one of them"

@@ -16,6 +16,8 @@ class Needs:
 
     window: int = 0  # the turn's last queries
     column_sums: bool = False  # attention that each entry received, summed over all queries
+    column_squares: bool = False  # the same, squared before it is summed
+    rebuilding: bool = False  # the most attention each entry receives while the text is repeated
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ class Observation:
 
     keys `[B, H, T, D]` and values `[B, H, T, Dv]` after RoPE; positions `[B, H, T]`, an entry's
     number among its row's tokens, −1 for padding; queries `[B, Hq, W, D]` and their positions
-    `[B, W]`; column sums `[B, H, T]` (mean over the query heads of a group); scale, softcap and
+    `[B, W]`; column sums and squares and rebuilding `[B, H, T]` (sums and squares of the mean over
+    a group's query heads, rebuilding of their maximum); tokens seen by each row and entries that
+    each of its heads may keep `[B]`; the place of this layer among `layers`; scale, softcap and
     attention sinks `[Hq]` of the model; and the seed of this draw.
     """
 
@@ -34,6 +38,12 @@ class Observation:
     queries: Tensor | None = None
     query_positions: Tensor | None = None
     column_sums: Tensor | None = None
+    column_squares: Tensor | None = None
+    rebuilding: Tensor | None = None
+    seen: Tensor | None = None
+    budget: Tensor | None = None
+    layer: int = 0
+    layers: int = 1
     scale: float = 1.0
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -45,15 +55,20 @@ class Observation:
         if not bool((padding[..., 1:] & ~padding[..., :-1]).any()):
             return self, None
         order = (~padding).long().argsort(stable=True, dim=-1)
-        sums = self.column_sums
-        moved = dataclasses.replace(
+
+        def moved(per_entry: Tensor | None) -> Tensor | None:
+            return None if per_entry is None else per_entry.gather(2, order)
+
+        again = dataclasses.replace(
             self,
             keys=self.keys.gather(2, order[..., None].expand_as(self.keys)),
             values=self.values.gather(2, order[..., None].expand_as(self.values)),
             positions=self.positions.gather(2, order),
-            column_sums=None if sums is None else sums.gather(2, order),
+            column_sums=moved(self.column_sums),
+            column_squares=moved(self.column_squares),
+            rebuilding=moved(self.rebuilding),
         )
-        return moved, order
+        return again, order
 
     def window_attention(self, last: int) -> Tensor:
         """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; 0 for padding."""

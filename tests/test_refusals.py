@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -257,6 +258,19 @@ def longrope():
     return build("phi3", rope_parameters=rope, **changes)
 
 
+notices_drops = pytest.mark.skipif(
+    Version(transformers.__version__) < compat.TELLS_CACHE_FROM,
+    reason="refused by this transformers",
+)
+
+
+def test_longrope_is_refused_where_a_dropped_cache_goes_unnoticed(monkeypatch):
+    monkeypatch.setattr(compat, "TELLS_CACHE_FROM", Version("99"))
+    with pytest.raises(UnsupportedModel, match="transformers 99"):
+        CompressedCache(longrope(), "snapkv:window=8", 20)
+
+
+@notices_drops
 def test_longrope_is_refused_by_generate_and_works_with_ours():
     model = longrope()
     ids = prompts((64,))[0]
@@ -269,6 +283,7 @@ def test_longrope_is_refused_by_generate_and_works_with_ours():
     assert cache.stats().kept == [[[27, 27]]] * 4
 
 
+@notices_drops
 def test_longrope_with_budget_to_spare_is_stock():
     model = longrope()
     ids, mask = prompts((64, 53, 40))
@@ -279,6 +294,7 @@ def test_longrope_with_budget_to_spare_is_stock():
         assert torch.equal(kvfold.generate(model, ids, cache=cache, **options), expected)
 
 
+@notices_drops
 def test_longrope_refuses_to_generate_across_its_limit():
     model = longrope()
     crossing, inside = prompts((28,))[0], prompts((20,))[0]
@@ -290,6 +306,7 @@ def test_longrope_refuses_to_generate_across_its_limit():
     assert cache.get_seq_length() == 27 and cache.stats().kept[0][0] == [17, 17]
 
 
+@notices_drops
 def test_longrope_sinks_do_not_move():
     with pytest.raises(UnsupportedModel, match='positions="original"'):
         CompressedCache(longrope(), "streaming_llm", 20)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compensation: what is saved of the entries that are evicted."""

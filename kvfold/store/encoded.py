@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How entries are stored once a turn has ended: as they came, packed, pruned, or in pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from kvfold.observation import Observation
+
+
+class Encoded(Protocol):
+    """Keys or values of several segments, one after the other; a segment is a row's KV head."""
+
+    lengths: list[int]
+
+    def segment(self, i: int) -> Tensor:
+        """Entries `[lengths[i], D]`, decoded to the dtype they came in."""
+
+    def extended(self, new: Self) -> Self:
+        """Each segment followed by `new`'s; nothing is encoded a second time."""
+
+    def select(self, segments: list[int]) -> Self:
+        """A copy of these segments, in this order; one may come several times."""
+
+    def tensors(self) -> list[Tensor]:
+        """Everything it owns."""
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Entries as they came: `rows [sum of lengths, D]`."""
+
+    rows: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, segments: list[Tensor]) -> Flat:
+        """From each segment's entries `[n, D]`."""
+        return cls(torch.cat(segments), [len(segment) for segment in segments])
+
+    def segment(self, i: int) -> Tensor:
+        start = sum(self.lengths[:i])
+        return self.rows[start : start + self.lengths[i]]
+
+    def extended(self, new: Flat) -> Flat:
+        both = range(len(self.lengths))
+        return Flat.of([torch.cat([self.segment(i), new.segment(i)]) for i in both])
+
+    def select(self, segments: list[int]) -> Flat:
+        return Flat.of([self.segment(i) for i in segments])
+
+    def tensors(self) -> list[Tensor]:
+        return [self.rows]
+
+
+@dataclass(frozen=True)
+class Encode:
+    """How a layer's entries are stored; this one leaves them as they came.
+
+    Counts are of a segment's oldest entries; the newer ones wait outside, as they came.
+    """
+
+    def key_count(self, entries: int, encoded: int, decoding: bool) -> int:
+        """How many of `entries` keys are to be encoded, of which `encoded` are already."""
+        return encoded if decoding else entries
+
+    def value_count(self, entries: int, encoded: int, decoding: bool) -> int:
+        """How many of `entries` values are to be encoded, of which `encoded` are already."""
+        return encoded if decoding else entries
+
+    def keys(
+        self, segments: list[Tensor], seen: Observation | None, earlier: Encoded | None
+    ) -> Encoded:
+        """Each segment's keys `[n, D]`, to follow `earlier`; at a turn's end with what was seen."""
+        return Flat.of(segments)
+
+    def values(self, segments: list[Tensor]) -> Encoded:
+        """Each segment's values `[n, Dv]`."""
+        return Flat.of(segments)
