@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvfold import compat
-from kvfold.kernels.chunked import attend_with_column_sums
-from kvfold.layer import Attended, CompressedLayer
+from kvfold.kernels.chunked import attend_with_column_sums, attend_with_moments
+from kvfold.kernels.maxima import attend_with_column_maxima
+from kvfold.kernels.segments import attend_to_segments
+from kvfold.layer import CompressedLayer
 from kvfold.mask import physical_mask, valid_columns
+from kvfold.recall import Attended
+from kvfold.store.segments import Segments, SegmentStore
 
 
 class _Pending(threading.local):
@@ -31,8 +36,7 @@ def hand_out(keys: Tensor, index: int, layer: CompressedLayer) -> Tensor:
     The mark is on an alias, so that the stored tensor can be copied and saved.
     """
     alias = keys.view(keys.shape)
-    assert layer.store is not None
-    alias._kvfold = (weakref.ref(layer), layer.store.stored_positions)  # type: ignore[attr-defined]
+    alias._kvfold = (weakref.ref(layer), layer.stored().view())  # type: ignore[attr-defined]
     _pending.index, _pending.layer = index, layer
     return alias
 
@@ -55,13 +59,12 @@ def _attention(
     index, pending = _pending.index, _pending.layer
     forget_pending()
     mark = getattr(key, "_kvfold", None)
+    layer: CompressedLayer | None = None
+    view: Tensor | Segments | None = None
     if mark is not None:
-        layer, positions = mark[0](), mark[1]
+        layer, view = mark[0](), mark[1]
     elif pending is not None and _expanded(pending, key, index == module.layer_idx):
-        assert pending.store is not None
-        layer, positions = pending, pending.store.stored_positions
-    else:
-        layer = None
+        layer, view = pending, pending.stored().view()
     if layer is None:
         return attend(module, query, key, value, attention_mask, **kwargs)
     # A layer that shares another's keys attends to them, but does not decide about them.
@@ -70,22 +73,58 @@ def _attention(
         layer.owner.check(module)
         layer.owner.answered()
         if attention_mask is not None:
-            layer.valid = valid_columns(attention_mask)
-    mask = physical_mask(attention_mask, positions, query, layer.seen)
+            layer.logical.valid = valid_columns(attention_mask)
     scale = compat.head_scale(module, query, kwargs.get("scaling"))
     softcap, sinks = compat.softcap_of(kwargs), compat.sinks_of(kwargs)
-    sums = None
-    if owns and layer.sums_wanted:
-        attended, sums = attend_with_column_sums(
-            query, key, value, mask,
-            scale=scale, softcap=softcap, sinks=sinks, counted=layer.counted(query.shape[2]),
-        )  # fmt: skip
-        out: tuple[Tensor, Tensor | None] = (attended.transpose(1, 2).contiguous(), None)
+    attended = Attended(query, key, value, scale, softcap, sinks)
+    weights = None
+    if owns and (layer.sums_wanted or layer.turn.repeating is not None):
+        out, attended = _observed(layer, attended, attention_mask)
+    elif isinstance(view, Segments):
+        newest = None if attention_mask is None else _newest(attention_mask, layer.seen, view.new)
+        out = attend_to_segments(query, view, newest, scale=scale, softcap=softcap, sinks=sinks)
+        out = out.transpose(1, 2).contiguous()
     else:
-        out = attend(module, query, key, value, mask, **kwargs)
+        mask = physical_mask(attention_mask, view, query, layer.seen)
+        out, weights = attend(module, query, key, value, mask, **kwargs)
     if owns:
-        layer.finish(Attended(query, key, value, scale, softcap, sinks, sums))
-    return out
+        layer.finish(attended)
+    return out, weights
+
+
+def _newest(mask: Tensor, seen: int, new: int) -> Tensor:
+    """The part of a logical mask `[B, ·, S, N]` that is about the last `new` columns."""
+    return mask[..., seen - new : seen]
+
+
+def _observed(
+    layer: CompressedLayer, attended: Attended, mask: Tensor | None
+) -> tuple[Tensor, Attended]:
+    """Attention by kvfold's own kernels, which see what each entry receives."""
+    key, value, store = attended.key, attended.value, layer.stored()
+    positions = store.view()
+    if isinstance(store, SegmentStore):
+        (key, value), positions = store.dense(), store.positions
+    assert not isinstance(positions, Segments)
+    mask = physical_mask(mask, positions, attended.query, layer.seen)
+    options: dict[str, Any] = {
+        "scale": attended.scale,
+        "softcap": attended.softcap,
+        "sinks": attended.sinks,
+        "counted": layer.counted(attended.query.shape[2]),
+    }
+    maxima = sums = squares = None
+    if layer.turn.repeating is not None:
+        scored = layer.turn.repeating.scored
+        out, maxima = attend_with_column_maxima(
+            attended.query, key, value, mask, scored=scored, **options
+        )
+    elif layer.plan.stages.needs.column_squares:
+        out, sums, squares = attend_with_moments(attended.query, key, value, mask, **options)
+    else:
+        out, sums = attend_with_column_sums(attended.query, key, value, mask, **options)
+    seen = dataclasses.replace(attended, sums=sums, squares=squares, maxima=maxima)
+    return out.transpose(1, 2).contiguous(), seen
 
 
 def _expanded(layer: CompressedLayer, key: Tensor, same_layer: bool) -> bool:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -54,8 +54,8 @@ class CompressedCache(compat.Cache):
         for start, stop in spans:
             if not 0 <= start < stop:
                 raise KvfoldError(f"protect takes spans of token indices, not ({start}, {stop})")
-        forced = dataclasses.replace(stages.forced, spans=stages.forced.spans + spans)
-        stages = dataclasses.replace(stages, forced=forced)
+        forced = replace(stages.forced, spans=stages.forced.spans + spans)
+        stages = replace(stages, forced=forced)
         if self.budget and self.budget.kind == "tokens" and self.budget.amount < forced.least:
             raise BudgetError(
                 f"{self.method} always keeps {forced.least} entries per KV head (sinks, window, "
@@ -68,7 +68,8 @@ class CompressedCache(compat.Cache):
         self.dropping_length = compat.dropping_length(model)
         own = [i for i, layer in enumerate(layers) if compat.is_compressible(layer)]
         for place, index in enumerate(own):
-            plan = Plan(stages, self.budget, place, len(own), seed)
+            encode = stages.encode and stages.encode.of_layer(place, len(own))
+            plan = Plan(replace(stages, encode=encode), self.budget, place, len(own), seed)
             rotation = compat.Rotation(model, index)
             if stages.positions == "reindex":
                 rotation.check()
@@ -178,8 +179,7 @@ class CompressedCache(compat.Cache):
     def reset(self) -> None:
         """Forgets everything: the cache is as new."""
         super().reset()
-        self.turn.reading = self.turn.frozen = False
-        self.turn.until = 0
+        self.turn.forget()
         self._before_freezing = None
         self.owner.answered()
 

@@ -5,38 +5,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
 from kvfold.compat import CacheLayerMixin, Rotation
+from kvfold.compensate.eviction import Eviction
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.logical import Logical
+from kvfold.method import Across
 from kvfold.observation import Observation
 from kvfold.owner import Owner
+from kvfold.recall import Attended, LastQueries
+from kvfold.select.choose import choose
 from kvfold.select.forced import with_forced
-from kvfold.select.top import top
 from kvfold.store.dense import DenseStore
+from kvfold.store.encoded import Encode
+from kvfold.store.segments import SegmentStore
 from kvfold.store.sinks import MovingSinks
 from kvfold.turn import Plan, Turn
 
-
-@dataclass(frozen=True)
-class Attended:
-    """One attention call: what went in, as the attention function saw it, and column sums if asked.
-
-    query `[B, Hq, S, D]`, key and value `[B, H, T, D]`, sums `[B, H, T]`.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    sums: Tensor | None = None
+# What a layer keeps about its entries [B, H, T], in their order.
+PER_ENTRY = ("sums", "squares", "rebuilding")
+POSITION_BYTES = 4
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -61,17 +53,19 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.store: DenseStore | None = None
+        self.store: DenseStore | SegmentStore | None = None
         self.is_initialized = False
-        self.seen = 0
+        self.logical = Logical()
         self.turns = 0
-        self.evicted_at = 0  # tokens seen when something was last evicted
-        self.valid: Tensor | None = None  # [B, N], False where the logical sequence is padding
+        self.evicted_at = 0  # tokens seen when something was last evicted or encoded
         self.sums: Tensor | None = None  # [B, H, T], attention received so far
+        self.squares: Tensor | None = None  # [B, H, T], the same, squared
+        self.rebuilding: Tensor | None = None  # [B, H, T], most attention while repeating the text
         self.capacity: Tensor | None = None  # [B], entries to hold while decoding
-        self.window: Attended | None = None  # last queries of a turn that is still being read
-        self.window_columns: Tensor | None = None  # [B, W]
+        self.merging: Tensor | None = None  # [B, H], what the compensation remembers
+        self.late = False  # compresses at the first generated token
         self.over_budget = False  # the forced set was larger than the budget
+        self.last_queries = LastQueries(self.plan.stages.needs.window)
         self.sinks: MovingSinks | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -82,16 +76,26 @@ class CompressedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Stores new entries `[B, H, S, D]`; returns all that is stored."""
+        """Stores new entries `[B, H, S, D]`; returns what is stored as it came."""
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         else:
             self.store.append(key_states, value_states, first=self.seen)
-        self.seen += key_states.shape[2]
+        self.logical.seen += key_states.shape[2]
+        store = self.stored()
+        if self.sinks is not None and isinstance(store, DenseStore):
+            self.sinks.follow(store, self._evicted_per_row())
+        return store.keys, store.values
+
+    @property
+    def seen(self) -> int:
+        """Columns of the logical sequence."""
+        return self.logical.seen
+
+    def stored(self) -> DenseStore | SegmentStore:
+        """The store of a layer that has been written to."""
         assert self.store is not None
-        if self.sinks is not None:
-            self.sinks.follow(self.store, self._evicted_per_row())
-        return self.store.keys, self.store.values
+        return self.store
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -109,12 +113,9 @@ class CompressedLayer(CacheLayerMixin):
         if count == 0 or self.store is None:
             return
         self.store.crop(count)
-        self.seen -= count
-        if self.sums is not None:
-            self.sums = self.sums[..., : self.store.length].clone()
-        if self.valid is not None:
-            self.valid = self.valid[:, : self.seen].clone()
-        if self.sinks is not None:
+        self.logical.crop(count)
+        self._per_entry(lambda x: x[..., : self.stored().length].clone())
+        if self.sinks is not None and isinstance(self.store, DenseStore):
             self.sinks.follow(self.store, self._evicted_per_row())
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -142,17 +143,19 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.store.index(rows)
-        for name in ("valid", "sums", "capacity", "window_columns"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, rows(tensor))
+        self.logical.index(rows)
+        self.last_queries.index(rows)
+        self._per_entry(rows)
+        for name in ("capacity", "merging"):
+            if getattr(self, name) is not None:
+                setattr(self, name, rows(getattr(self, name)))
         if self.sinks is not None:
             self.sinks.index(rows)
-        if self.window is not None:
-            w = self.window
-            self.window = dataclasses.replace(
-                w, query=rows(w.query), key=rows(w.key), value=rows(w.value)
-            )
+
+    def _per_entry(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name in PER_ENTRY:
+            if getattr(self, name) is not None:
+                setattr(self, name, change(getattr(self, name)))
 
     # --- what the attention function asks ---------------------------------------------------
 
@@ -163,193 +166,265 @@ class CompressedLayer(CacheLayerMixin):
 
     def counted(self, new: int) -> Tensor | None:
         """Which of the last `new` queries are tokens `[B, S]`; None: all are."""
-        return None if self.valid is None else self.valid[:, -new:]
+        return None if self.logical.valid is None else self.logical.valid[:, -new:]
 
     def finish(self, attended: Attended) -> None:
         """Called when the layer's attention is done: observes, and compresses when it is time."""
+        if attended.maxima is not None:
+            self._add_maxima(attended.maxima)
         if self.turn.frozen:
             return
-        new = attended.query.shape[2]
         if attended.sums is not None:
-            self._add_sums(attended.sums)
-        if self.turn.ends(self.seen, new):
-            self._compress(self._observation(attended))
-            self.window = self.window_columns = None
+            self._add_moments(attended)
+        stages = self.plan.stages
+        if self.turn.ends(self.seen, attended.query.shape[2]):
+            self._end_turn(self._observation(attended))
         elif self.turn.goes_on(self.seen):
-            self._remember(attended)
-        elif self.plan.stages.decode == "hold" and self.plan.stages.score is not None:
+            self.last_queries.add(attended, self.logical)
+        elif stages.decode == "hold" and stages.score is not None:
             self._hold(attended)
+        elif self.late:
+            self.late = False
+            self._size_and_compress(self._observation(attended))
+        elif isinstance(self.store, SegmentStore):
+            self.turn.encode(self, decoding=True)
 
     def end_turn(self) -> None:
         """Compresses after a `reading()` block, from what was remembered of it."""
-        if self.window is None or self.store is None:
+        attended = self.last_queries.attended
+        if attended is None or self.store is None:
             return
-        if self.window.key.shape[1] != self.store.keys.shape[1]:
+        if attended.key.shape[1] != self.store.keys.shape[1]:
             raise UnsupportedModel(
                 "this model's cache holds latents, whose keys exist only inside a forward: name "
                 "the turn's length, `with cache.reading(until=tokens):`, so that its last forward "
                 "can compress"
             )
-        stored = dataclasses.replace(self.window, key=self.store.keys, value=self.store.values)
-        self._compress(self._observe(stored, self.window_columns))
-        self.window = self.window_columns = None
+        self._end_turn(self._observe(attended, self.last_queries.columns))
 
     def state_bytes(self) -> int:
         """Bytes of all tensors beside the store."""
-        tensors = [self.valid, self.sums, self.capacity, self.window_columns]
-        if self.window is not None:
-            tensors.append(self.window.query)
+        tensors = [getattr(self, name) for name in (*PER_ENTRY, "capacity", "merging")]
+        tensors.append(self.logical.valid)
         if self.sinks is not None:
             tensors.append(self.sinks.given)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        held = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return held + self.last_queries.nbytes()
 
-    # --- observe, score, allocate, select, store --------------------------------------------
+    # --- observe ----------------------------------------------------------------------------
 
-    def _add_sums(self, sums: Tensor) -> None:
-        assert self.store is not None
-        sums = self._per_stored_head(sums)
-        if self.sums is not None:
-            sums[..., : self.sums.shape[-1]] += self.sums
-        self.sums = sums
+    def _add_moments(self, attended: Attended) -> None:
+        for name in ("sums", "squares"):
+            new, old = getattr(attended, name), getattr(self, name)
+            if new is not None:
+                new = self._per_stored_head(new)
+                if old is not None:
+                    new[..., : old.shape[-1]] += old
+                setattr(self, name, new)
+
+    def _add_maxima(self, maxima: Tensor) -> None:
+        """Of the text's entries only: what repeats it is taken back."""
+        assert self.turn.repeating is not None
+        maxima = self._per_stored_head(maxima)[..., : self.turn.repeating.text]
+        old = self.rebuilding
+        self.rebuilding = maxima.clone() if old is None else torch.maximum(old, maxima)
 
     def _per_stored_head(self, scores: Tensor) -> Tensor:
         """Mean over the attention heads that one stored head serves (several for latents)."""
-        assert self.store is not None
-        return scores.unflatten(1, (self.store.keys.shape[1], -1)).mean(2)
-
-    def _remember(self, attended: Attended) -> None:
-        """Adds the last queries of a turn's piece to those of its earlier pieces."""
-        query, self.window_columns = self._joined(attended)
-        # Of the keys only the number of heads is needed, not the entries.
-        self.window = dataclasses.replace(
-            attended,
-            query=query.clone(),
-            key=attended.key[:, :, :0].clone(),
-            value=attended.value[:, :, :0].clone(),
-            sums=None,
-        )
-
-    def _joined(self, attended: Attended) -> tuple[Tensor, Tensor]:
-        """The turn's last queries `[B, Hq, W, D]` and their positions `[B, W]`, −1 for padding."""
-        width = self.plan.stages.needs.window
-        first = max(0, attended.query.shape[2] - width)
-        query = attended.query[:, :, first:]
-        start = self.seen - query.shape[2]
-        positions = torch.arange(start, self.seen, device=query.device).repeat(len(query), 1)
-        if self.valid is not None:
-            positions = positions.masked_fill(~self.valid[:, start:], -1)
-        if self.window is None or self.window_columns is None:
-            return query, positions
-        query = torch.cat([self.window.query, query], 2)
-        positions = torch.cat([self.window_columns, positions], 1)
-        # Padding of a later piece must not push out an earlier piece's tokens.
-        order = (positions >= 0).long().argsort(dim=1, stable=True)
-        order = order[:, max(0, order.shape[1] - width) :]
-        wide = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-        return query.gather(2, wide), positions.gather(1, order)
+        return scores.unflatten(1, (self.stored().keys.shape[1], -1)).mean(2)
 
     def _observation(self, attended: Attended) -> Observation:
-        query, positions = self._joined(attended)
-        return self._observe(dataclasses.replace(attended, query=query), positions)
+        query, columns = self.last_queries.joined(attended, self.logical)
+        return self._observe(dataclasses.replace(attended, query=query), columns)
 
     def _observe(self, attended: Attended, query_columns: Tensor | None) -> Observation:
-        assert self.store is not None
-        latents = attended.key.shape[1] // self.store.keys.shape[1]
-        places = self._places(self.columns()).repeat_interleave(latents, 1)
-        sums = None if self.sums is None else self.sums.repeat_interleave(latents, 1)
-        asked = None if query_columns is None else self._places(query_columns)
+        store = self.stored()
+        latents = attended.key.shape[1] // store.keys.shape[1]
+        keys, values = (attended.key, attended.value) if latents > 1 else store.dense()
+        per_entry = {
+            name: None if value is None else value.repeat_interleave(latents, 1)
+            for name, value in ((name, getattr(self, name)) for name in PER_ENTRY)
+        }
         return Observation(
-            attended.key,
-            attended.value,
-            places,
+            keys,
+            values,
+            self.places().repeat_interleave(latents, 1),
             attended.query,
-            asked,
-            sums,
+            None if query_columns is None else self.logical.places(query_columns),
+            column_sums=per_entry["sums"],
+            column_squares=per_entry["squares"],
+            rebuilding=per_entry["rebuilding"],
+            seen=self.seen_per_row(),
+            layer=self.plan.layer,
+            layers=self.plan.layers,
             scale=attended.scale,
             softcap=attended.softcap,
             sinks=attended.sinks,
             seed=hash((self.plan.seed, self.plan.layer, self.turns)) % 2**31,
         )
 
-    def _tokens(self) -> Tensor | None:
-        """Which columns are tokens `[B, N]`; columns whose mask is still to come count as such."""
-        if self.valid is None:
-            return None
-        return F.pad(self.valid, (0, self.seen - self.valid.shape[1]), value=True)
-
     def columns(self) -> Tensor:
         """Logical columns of the stored entries `[B, H, T]`, −1 for padding."""
-        assert self.store is not None
-        columns, tokens = self.store.positions, self._tokens()
-        if tokens is None:
-            return columns
-        real = tokens[:, None].expand(-1, columns.shape[1], -1).gather(2, columns.clamp(min=0))
-        return columns.masked_fill(~real, -1)
+        return self.logical.real(self.stored().positions)
+
+    def places(self) -> Tensor:
+        """Each stored entry's number among its row's tokens `[B, H, T]`, −1 for padding."""
+        return self.logical.places(self.columns())
 
     def seen_per_row(self) -> Tensor:
         """Tokens seen by each row `[B]`, padding left out."""
-        assert self.store is not None
-        tokens = self._tokens()
-        if tokens is None:
-            return torch.full((len(self.store.keys),), self.seen, device=self.store.keys.device)
-        return tokens.sum(-1)
+        keys = self.stored().keys
+        return self.logical.per_row(len(keys), keys.device)
 
     def _evicted_per_row(self) -> Tensor:
         """Tokens seen but not stored `[B]`, where all heads store the same."""
         return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
 
-    def _places(self, columns: Tensor) -> Tensor:
-        """Columns → each one's number among its row's tokens; −1 stays."""
-        tokens = self._tokens()
-        if tokens is None:
-            return columns
-        count = tokens.cumsum(-1) - 1
-        if columns.dim() == 3:
-            count = count[:, None].expand(-1, columns.shape[1], -1)
-        return count.gather(-1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+    # --- allocate, select, compensate, store ------------------------------------------------
 
-    def _compress(self, seen: Observation) -> None:
+    def _end_turn(self, seen: Observation) -> None:
         """Ends a turn: brings the layer back to its budget."""
+        stages = self.plan.stages
         self.turns += 1
+        self.last_queries.forget()
+        if stages.needs.rebuilding and self.rebuilding is None:
+            self._check_rebuilt()
+        elif stages.decode == "once":
+            self.late = True
+        elif isinstance(stages.allocate, Across):
+            self.turn.gather(self, self._with_candidates(seen))
+        elif stages.score is not None or stages.encode is not None:
+            self._size_and_compress(seen)
+
+    def _with_candidates(self, seen: Observation) -> Observation:
+        """Rebuilding scores in which what is kept anyway wins, and the prefix takes no part."""
+        if seen.rebuilding is None:
+            return seen
+        places = self.places()
+        forced = self.plan.stages.forced.mask(places, torch.zeros_like(self.seen_per_row()))
+        scores = with_forced(seen.rebuilding, forced, places)
+        prefix = places < self.protected().view(-1, 1, 1)
+        return dataclasses.replace(seen, rebuilding=scores.masked_fill(prefix, -torch.inf))
+
+    def _check_rebuilt(self) -> None:
+        """Raises KvfoldError where the text was not repeated; later turns stay as they came."""
+        if self.turns == 1:
+            raise KvfoldError(
+                "this method repeats the text in forwards of its own before it compresses: use "
+                "kvfold.compress, or kvfold.generate with a cache that was given tokenizer="
+            )
+
+    def _size_and_compress(self, seen: Observation) -> None:
         if self.plan.stages.score is None:
-            return
-        assert self.store is not None
-        counts = self.plan.counts(self.seen_per_row(), self.store)
+            self._encode_all(seen)
+        else:
+            free = self.seen_per_row() - self.protected()
+            heads = self.stored().keys.shape[1]
+            self.compress(seen, self.plan.counts(seen, free, self._entry_bytes(), heads))
+
+    def per_head(self) -> Tensor:
+        """The budget in entries per KV head and layer `[B]`, beside protected ones."""
+        free = self.seen_per_row() - self.protected()
+        size, heads = self._entry_bytes(), self.stored().keys.shape[1]
+        totals = [self.plan.total(n, size, heads, len(free)) for n in free.tolist()]
+        return torch.tensor(totals, device=free.device) // self.plan.layers
+
+    def _entry_bytes(self) -> int:
+        store = self.stored()
+        numbers = store.keys.shape[-1] + store.values.shape[-1]
+        return numbers * store.keys.element_size() + POSITION_BYTES
+
+    def protected(self) -> Tensor:
+        """First tokens of each row that are kept beside the budget `[B]`."""
+        if self.turn.prefix is None:
+            return torch.zeros_like(self.seen_per_row())
+        return self.turn.prefix
+
+    def compress(self, seen: Observation, counts: Tensor) -> None:
+        """Brings the layer to `counts`, `[B]` or `[B, H]`, entries per KV head."""
         everything = self.plan.budget == Budget.ratio(1.0)
-        self.capacity = None if everything else counts
+        counts = counts + self.protected().view(-1, *[1] * (counts.dim() - 1))
+        self.capacity = None if everything or counts.dim() > 1 else counts
         self._evict(seen, counts)
+        self.rebuilding = None
 
     def _hold(self, attended: Attended) -> None:
         """After a generated token: back to the size of the last turn's end."""
-        assert self.store is not None and self.plan.budget is not None
+        assert self.plan.budget is not None
         if self.capacity is None and self.turns == 0 and self.plan.budget.kind != "ratio":
-            self.capacity = self.plan.counts(self.seen_per_row(), self.store)
+            free, heads = self.seen_per_row(), self.stored().keys.shape[1]
+            seen = self._observation(attended)
+            self.capacity = self.plan.counts(seen, free, self._entry_bytes(), heads)
         if self.capacity is not None:
             self.turns += 1
             self._evict(self._observation(attended), self.capacity)
 
     def _evict(self, seen: Observation, counts: Tensor) -> None:
-        """Keeps the `counts[B]` best entries of each row, and whatever is forced to stay."""
-        assert self.store is not None and self.plan.stages.score is not None
-        places = self._places(self.columns())
-        stored = (places >= 0).sum(-1).amax(-1)
-        if bool((counts >= stored).all()):
+        """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""
+        stages, places = self.plan.stages, self.places()
+        stored = (places >= 0).sum(-1)
+        if bool((counts.view(len(counts), -1) >= stored).all()):
+            if stages.encode is not None:
+                self._encode_all(seen)
             return
-        seen, order = seen.padding_first()
-        scores = self.plan.stages.score(seen)
-        if order is not None:
-            scores = torch.zeros_like(scores).scatter(2, order, scores)
-        scores = self._per_stored_head(scores)
-        forced = self.plan.stages.forced.mask(places, counts)
-        needed = forced.sum(-1).amax(-1)
-        self.over_budget = bool((needed > counts).any())
-        counts = torch.minimum(torch.maximum(counts, needed), stored)
-        slots = top(with_forced(scores, forced, places), counts)
-        if self.sinks is not None:
-            self.sinks.restore(self.store)
-        self.store.keep(slots)
+        forced = places < self.protected().view(-1, 1, 1)
+        if isinstance(self.store, SegmentStore) and not self.store.encode.evictable:
+            forced = forced | self.store.encoded
+        chosen = choose(stages, seen, places, forced & (places >= 0), counts)
+        self.over_budget = chosen.over_budget
+        self._keep(seen, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
+
+    def _encode_all(self, seen: Observation) -> None:
+        """Evicts nothing but padding, and encodes."""
+        places = self.places()
+        slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
+        slots = slots.masked_fill(places < 0, -1).sort(-1).values
+        self._keep(seen, slots[..., int((slots < 0).sum(-1).min()) :], ragged=True)
+
+    def _keep(self, seen: Observation, slots: Tensor, ragged: bool) -> None:
+        """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
+        stages, store = self.plan.stages, self.stored()
+        saved = None
+        if stages.compensate is not None:
+            keys, values = store.dense()
+            eviction = Eviction(
+                keys, values, self.places(), slots, self.sums, self.merging, seen.seed
+            )
+            *saved, self.merging = stages.compensate(eviction)
+        if self.sinks is not None and isinstance(store, DenseStore):
+            self.sinks.restore(store)
+        if ragged or stages.encode is not None:
+            self._keep_in_segments(seen, slots, saved)
+        else:
+            assert isinstance(store, DenseStore)
+            store.keep(slots)
+            if saved is not None:
+                store.replace(*saved)
         self.evicted_at = self.seen
-        if self.sums is not None:
-            self.sums = self.sums.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
-        if self.plan.stages.positions == "reindex":
-            self.sinks = MovingSinks(self.store, self.plan.stages.forced.sinks, self.rotation)
+        self._per_entry(lambda x: x.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0))
+        if stages.positions == "reindex" and isinstance(store, DenseStore):
+            self.sinks = MovingSinks(store, stages.forced.sinks, self.rotation)
+
+    def _keep_in_segments(
+        self, seen: Observation, slots: Tensor, saved: list[Tensor] | None
+    ) -> None:
+        encode, store = self.plan.stages.encode or Encode(), self.stored()
+        if seen.keys.shape[1] != store.keys.shape[1]:
+            raise UnsupportedModel(
+                "this model's cache holds latents, one for all heads: budgets per head, packed, "
+                "pruned and paired entries need keys of each head"
+            )
+        if isinstance(store, SegmentStore) and not encode.evictable:
+            store.keep(slots)
+        else:
+            positions = None if self._is_everything(slots) else store.positions
+            self.store = SegmentStore(*store.dense(), positions, slots, encode)
+            if saved is not None:
+                self.store.replace(*saved)
+        self.turn.encode(self, decoding=False, seen=seen.at(slots))
+
+    def _is_everything(self, slots: Tensor) -> bool:
+        """Whether entry i is column i, before and after."""
+        store = self.stored()
+        untouched = isinstance(store, DenseStore) and store.stored_positions is None
+        return untouched and slots.shape[-1] == store.length and bool((slots >= 0).all())

@@ -70,6 +70,23 @@ class Observation:
         )
         return again, order
 
+    def at(self, slots: Tensor) -> Observation:
+        """The same with the entries at `slots [B, H, K]` only; −1 is a hole."""
+        index = slots.clamp(min=0)
+
+        def rows(entries: Tensor) -> Tensor:
+            return entries.gather(2, index[..., None].expand(*index.shape, entries.shape[-1]))
+
+        return dataclasses.replace(
+            self,
+            keys=rows(self.keys),
+            values=rows(self.values),
+            positions=self.positions.gather(2, index).masked_fill(slots < 0, -1),
+            column_sums=None,
+            column_squares=None,
+            rebuilding=None,
+        )
+
     def window_attention(self, last: int) -> Tensor:
         """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; 0 for padding."""
         assert self.queries is not None and self.query_positions is not None

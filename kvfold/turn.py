@@ -1,28 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a layer compresses, and to what."""
+"""When layers compress, and to what."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvfold.budget import Budget
-from kvfold.method import Stages
-from kvfold.store.dense import DenseStore
+from kvfold.method import Across, Measured, Stages
+from kvfold.observation import Observation
+from kvfold.store.segments import SegmentStore
+
+if TYPE_CHECKING:
+    from kvfold.layer import CompressedLayer
+
+
+@dataclass(frozen=True)
+class Repeating:
+    """A forward that repeats part of a text of `text` columns.
+
+    `scored [B, N]` are the columns, new ones included, among which its attention is shared out.
+    """
+
+    text: int
+    scored: Tensor
 
 
 @dataclass
 class Turn:
     """Where the conversation stands; shared by all layers of a cache.
 
-    `until` is the number of tokens at which a turn that is read piece by piece ends.
+    `until` is the number of tokens at which a turn that is read piece by piece ends. `repeating`
+    is set while the text is repeated to a rebuilding method; `prefix [B]` are each row's first
+    tokens, kept beside the budget. `gathered` are layers that wait for the others' statistics,
+    `partner` one that waits for the other of its pair.
     """
 
     reading: bool = False
     frozen: bool = False
     until: int = 0
+    repeating: Repeating | None = None
+    prefix: Tensor | None = None
+    gathered: list[tuple[CompressedLayer, Observation]] = field(default_factory=list)
+    partner: CompressedLayer | None = None
 
     def ends(self, seen: int, new: int) -> bool:
         """Whether a forward of `new` tokens that reached `seen` completes a turn."""
@@ -33,6 +56,42 @@ class Turn:
     def goes_on(self, seen: int) -> bool:
         """Whether more pieces of this turn are to come after `seen` tokens."""
         return self.reading or seen < self.until
+
+    def gather(self, layer: CompressedLayer, seen: Observation) -> None:
+        """A layer is done; the last one lets all of them compress to sizes shared across them."""
+        self.gathered.append((layer, seen))
+        if len(self.gathered) < layer.plan.layers:
+            return
+        gathered, self.gathered = self.gathered, []
+        across = layer.plan.stages.allocate
+        assert isinstance(across, Across) and seen.seen is not None
+        statistics = [across.statistic(of_layer) for _, of_layer in gathered]
+        budget, free = layer.per_head(), seen.seen - layer.protected()
+        counts = across.share(statistics, budget, free)
+        for (waiting, of_layer), count in zip(gathered, counts, strict=True):
+            waiting.compress(of_layer, count)
+
+    def encode(
+        self, layer: CompressedLayer, decoding: bool, seen: Observation | None = None
+    ) -> None:
+        """Encodes what a layer has due, or what both layers of its pair have."""
+        store = layer.store
+        assert isinstance(store, SegmentStore)
+        if not store.encode.pairs:
+            store.encode_due(decoding, seen)
+        elif self.partner is None:
+            self.partner = layer
+        else:
+            first, self.partner = self.partner.store, None
+            assert isinstance(first, SegmentStore)
+            first.encode_with(store, decoding)
+
+    def forget(self) -> None:
+        """As before the first turn."""
+        self.reading = self.frozen = False
+        self.until = 0
+        self.repeating = self.prefix = self.partner = None
+        self.gathered = []
 
 
 @dataclass(frozen=True)
@@ -45,14 +104,19 @@ class Plan:
     layers: int
     seed: int
 
-    def counts(self, seen: Tensor, store: DenseStore) -> Tensor:
-        """Entries per KV head that each row may keep `[B]`, from its tokens seen `[B]`."""
-        assert self.budget is not None and self.stages.allocate is not None
-        keys, values = store.keys, store.values
-        position = 4
-        entry = (keys.shape[-1] + values.shape[-1]) * keys.element_size() + position
+    def total(self, tokens: int, entry_bytes: int, heads: int, rows: int) -> int:
+        """Entries per KV head that one row of so many `tokens` may keep, over all layers."""
+        assert self.budget is not None
+        return self.budget.per_layer(tokens, entry_bytes, self.layers, heads, rows)
+
+    def counts(self, seen: Observation, free: Tensor, entry_bytes: int, heads: int) -> Tensor:
+        """Entries per KV head of this layer, `[B]` or `[B, H]`, of `free [B]` tokens."""
+        allocate = self.stages.allocate
+        if isinstance(allocate, Measured):
+            return allocate.size(seen)
+        assert allocate is not None and not isinstance(allocate, Across)
         per_row = []
-        for tokens in seen.tolist():
-            total = self.budget.per_layer(tokens, entry, self.layers, keys.shape[1], len(seen))
-            per_row.append(self.stages.allocate(total, tokens, self.layers)[self.layer])
-        return torch.tensor(per_row, device=keys.device)
+        for tokens in free.tolist():
+            total = self.total(tokens, entry_bytes, heads, len(free))
+            per_row.append(allocate(total, tokens, self.layers)[self.layer])
+        return torch.tensor(per_row, device=free.device)

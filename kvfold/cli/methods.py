@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from kvfold.method import Method, Stages
 
 
+DECODE = {
+    "append": "generated tokens on top",
+    "hold": "holds its size",
+    "once": "compresses at the first generated token",
+}
+
+
 def command() -> None:
     """List every method: what it does at each stage, its paper, its defaults."""
     import kvfold
@@ -30,14 +37,15 @@ def command() -> None:
 
 def in_words(stages: Stages) -> str:
     """The stages of a method, as a short sentence."""
-    if stages.score is None:
-        return "keeps every entry"
-    parts = [f"observes {_observed(stages)}"]
-    if stages.allocate is not None:
-        parts.append(f"{_name(stages.allocate)} budgets")
-    forced = _forced(stages)
-    parts += [f"always keeps {forced}"] if forced else []
-    parts.append("holds its size" if stages.decode == "hold" else "generated tokens on top")
+    parts = ["keeps every entry"]
+    if stages.score is not None:
+        parts = [f"observes {_observed(stages)}", _sizes(stages)]
+        forced = _forced(stages)
+        parts += [f"always keeps {forced}"] if forced else []
+    parts += [f"{_name(stages.compensate)}"] if stages.compensate else []
+    parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
+    if stages.score is not None:
+        parts.append(DECODE[stages.decode])
     parts += ["kept tokens re-indexed"] if stages.positions == "reindex" else []
     return ", ".join(parts)
 
@@ -48,9 +56,25 @@ def defaults(method: Method) -> str:
     return " ".join(f"{name}={_value(value)}" for name, value in values.items())
 
 
+def _sizes(stages: Stages) -> str:
+    """How large layers and heads are."""
+    from kvfold.method import Across, Measured
+
+    allocate = stages.allocate
+    if isinstance(allocate, Measured):
+        return f"sizes by {_name(allocate.size)}"
+    if isinstance(allocate, Across):
+        return f"{_name(allocate.share)} budgets"
+    assert allocate is not None
+    heads = f", {_name(stages.heads)} over heads" if stages.heads else ""
+    return f"{_name(allocate)} budgets{heads}"
+
+
 def _observed(stages: Stages) -> str:
     needs = stages.needs
     parts = ["attention sums"] if needs.column_sums else []
+    parts += ["their squares"] if needs.column_squares else []
+    parts += ["the text being repeated"] if needs.rebuilding else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
     return " and ".join(parts) or "nothing"

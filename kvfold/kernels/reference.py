@@ -25,22 +25,93 @@ def attend_with_column_sums(
     over the queries where `counted [B, S]` is true, mean over the query heads of a group; rows
     with nothing to attend to are 0.
     """
-    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    logits = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    if mask is None:
-        queries, stored = logits.shape[-2:]
-        mask = torch.ones(queries, stored, dtype=torch.bool).tril(stored - queries).to(query.device)
-    logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if sinks is not None:
-        extra = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        attention = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
-    else:
-        attention = logits.softmax(-1)
-    attention = attention.nan_to_num(0.0)
-    out = attention.to(value.dtype) @ value.repeat_interleave(groups, 1)
+    out, sums, _ = attend_with_moments(
+        query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks, counted=counted
+    )
+    return out, sums
+
+
+def attend_with_moments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    counted: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attend_with_column_sums`, and the sums `[B, H, T]` of the squared group means."""
+    logits = _logits(query, key, scale, softcap)
+    attention = _softmax(_masked(logits, mask), sinks)
+    out = attention.to(value.dtype) @ value.repeat_interleave(_groups(query, key), 1)
     if counted is not None:
         attention = attention * counted[:, None, :, None]
-    return out, attention.sum(-2).unflatten(1, (heads, groups)).mean(2)
+    of_group = attention.unflatten(1, (key.shape[1], -1)).mean(2)
+    return out, of_group.sum(-2), of_group.square().sum(-2)
+
+
+def attend_with_column_maxima(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scored: Tensor,
+    counted: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention output `[B, Hq, S, Dv]` and the most attention each entry received `[B, H, T]`.
+
+    Arguments as for `attend_with_column_sums`. The output attends to all that the mask allows;
+    the maxima are those of a softmax over the allowed entries in `scored [B, T]` alone, without
+    sinks, over the queries where `counted [B, S]` is true and the query heads of a group. They
+    are 0 for all other entries, and a query that may attend to none in `scored` adds nothing.
+    An additive mask forbids what it pushes below half of its dtype's minimum.
+    """
+    logits = _logits(query, key, scale, softcap)
+    attention = _softmax(_masked(logits, mask), sinks)
+    out = attention.to(value.dtype) @ value.repeat_interleave(_groups(query, key), 1)
+    candidates = _allowed(logits, mask) & scored[:, None, None, :]
+    rows = _softmax(_masked(logits, mask).masked_fill(~candidates, -torch.inf), None)
+    if counted is not None:
+        rows = rows * counted[:, None, :, None]
+    return out, rows.unflatten(1, (key.shape[1], -1)).amax((2, 3))
+
+
+def _groups(query: Tensor, key: Tensor) -> int:
+    return query.shape[1] // key.shape[1]
+
+
+def _logits(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """`[B, Hq, S, T]`, before any mask."""
+    logits = query @ key.repeat_interleave(_groups(query, key), 1).transpose(-1, -2) * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _allowed(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Where the mask lets a query attend, bool, broadcasts to the logits' shape."""
+    if mask is None:
+        queries, stored = logits.shape[-2:]
+        square = torch.ones(queries, stored, dtype=torch.bool, device=logits.device)
+        return square.tril(stored - queries)
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None or mask.dtype == torch.bool:
+        logits = logits.masked_fill(~_allowed(logits, mask), -torch.inf)
+    else:
+        logits = logits + mask
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Attention sinks `[Hq]` take their share and leave no column; rows of only −∞ become 0."""
+    if sinks is None:
+        return logits.softmax(-1).nan_to_num(0.0)
+    extra = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    return torch.cat([logits, extra], -1).softmax(-1)[..., :-1].nan_to_num(0.0)

@@ -8,16 +8,17 @@ from torch import Tensor
 
 
 def top(scores: Tensor, counts: Tensor) -> Tensor:
-    """Slots of the `counts[B]` highest `scores[B, H, T]`, ascending: `[B, H, max(counts)]`.
+    """Slots of the `counts`, `[B]` or `[B, H]`, highest `scores [B, H, T]`, ascending.
 
-    Rows that keep fewer are filled up with −1 on the left.
+    `[B, H, max(counts)]`: heads that keep fewer are filled up with −1 on the left.
     """
     most = int(counts.max())
     stored = scores.shape[-1]
     if most == stored - 1 and bool((counts == most).all()):
         return _all_but_lowest(scores)
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., :most]
-    surplus = torch.arange(most, device=scores.device) >= counts.view(-1, 1, 1)
+    each = counts.view(len(counts), -1, 1)
+    surplus = torch.arange(most, device=scores.device) >= each
     return order.masked_fill(surplus, -1).sort(dim=-1).values
 
 

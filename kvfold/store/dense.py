@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvfold.store.growing import Growing
+
 
 class DenseStore:
     """Keys `[B, H, T, D]`, values `[B, H, T, Dv]`, and where each entry came from.
@@ -18,107 +20,83 @@ class DenseStore:
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.length = 0
-        self._positions: Tensor | None = None
-        self._keys = keys.new_empty(0)
-        self._values = values.new_empty(0)
-        self.append(keys, values, first=0)
+        self._keys, self._values = Growing(keys), Growing(values)
+        self._positions: Growing | None = None
+
+    @property
+    def length(self) -> int:
+        """Entries of the longest row."""
+        return self._keys.length
 
     @property
     def keys(self) -> Tensor:
-        return self._keys[:, :, : self.length]
+        return self._keys.rows
 
     @property
     def values(self) -> Tensor:
-        return self._values[:, :, : self.length]
+        return self._values.rows
 
     @property
     def stored_positions(self) -> Tensor | None:
         """Positions `[B, H, T]`, or None while entry i is column i."""
-        return None if self._positions is None else self._positions[:, :, : self.length]
+        return None if self._positions is None else self._positions.rows
 
     @property
     def positions(self) -> Tensor:
         """Positions as int64 `[B, H, T]`."""
         if self._positions is not None:
-            return self._positions[:, :, : self.length].long()
-        batch, heads = self._keys.shape[:2]
-        columns = torch.arange(self.length, device=self._keys.device)
-        return columns.expand(batch, heads, self.length)
+            return self._positions.rows.long()
+        batch, heads = self.keys.shape[:2]
+        return torch.arange(self.length, device=self.keys.device).expand(batch, heads, -1)
+
+    def view(self) -> Tensor | None:
+        """What attention must know beside keys and values: the stored positions."""
+        return self.stored_positions
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H, T, D]`."""
+        return self.keys, self.values
 
     def append(self, keys: Tensor, values: Tensor, first: int) -> None:
         """Adds new entries `[B, H, S, D]` whose columns start at `first`."""
-        new, end = keys.shape[2], self.length + keys.shape[2]
-        if self._keys.dim() != 4 or end > self._keys.shape[2]:
-            capacity = end + slack(end)
-            self._keys = self._grown(self._keys, keys, capacity)
-            self._values = self._grown(self._values, values, capacity)
-            if self._positions is not None:
-                self._positions = self._grown(self._positions, self._positions, capacity)
-        self._keys[:, :, self.length : end] = keys
-        self._values[:, :, self.length : end] = values
+        self._keys.append(keys)
+        self._values.append(values)
         if self._positions is not None:
-            columns = torch.arange(first, first + new, device=keys.device)
-            self._positions[:, :, self.length : end] = columns
-        self.length = end
-
-    def _grown(self, buffer: Tensor, like: Tensor, capacity: int) -> Tensor:
-        shape = (*like.shape[:2], capacity, *like.shape[3:])
-        grown = torch.empty(shape, dtype=like.dtype, device=like.device)
-        if buffer.dim() == like.dim():
-            grown[:, :, : self.length] = buffer[:, :, : self.length]
-        return grown
+            batch, heads, new = keys.shape[:3]
+            columns = torch.arange(first, first + new, dtype=torch.int32, device=keys.device)
+            self._positions.append(columns.expand(batch, heads, new))
 
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries in `slots [B, H, K]`, ascending; −1 stands for a hole.
 
         Earlier views of the store stay intact: layers that share it may still read them.
         """
-        kept = slots.shape[-1]
-        capacity = kept + slack(kept)
         index = slots.clamp(min=0)
         positions = self.positions.gather(2, index).masked_fill(slots < 0, -1)
-        self._keys = self._gathered(self._keys, index, capacity)
-        self._values = self._gathered(self._values, index, capacity)
-        self._positions = torch.empty(
-            (*slots.shape[:2], capacity), dtype=torch.int32, device=slots.device
-        )
-        self._positions[:, :, :kept] = positions
-        self.length = kept
+        self._positions = Growing(positions.int())
+        self._keys = Growing.gathered(self.keys, index)
+        self._values = Growing.gathered(self.values, index)
 
-    @staticmethod
-    def _gathered(buffer: Tensor, index: Tensor, capacity: int) -> Tensor:
-        size = buffer.shape[-1]
-        out = torch.empty(
-            (*index.shape[:2], capacity, size), dtype=buffer.dtype, device=buffer.device
-        )
-        wide = index[..., None].expand(*index.shape, size)
-        out[:, :, : index.shape[-1]] = buffer.gather(2, wide)
-        return out
+    def replace(self, keys: Tensor, values: Tensor) -> None:
+        """Puts `keys` and `values` `[B, H, T, D]` in the place of those stored."""
+        self.keys.copy_(keys)
+        self.values.copy_(values)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries."""
-        self.length -= count
+        for part in self._parts():
+            part.crop(count)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a copying selection along the batch axis, to everything stored."""
-        self._keys, self._values = rows(self._keys), rows(self._values)
-        if self._positions is not None:
-            self._positions = rows(self._positions)
+        for part in self._parts():
+            part.index(rows)
 
     def nbytes(self) -> tuple[int, int, int]:
         """Bytes of keys and values, of positions, and of slack."""
-        buffers = (self._keys, self._values)
-        capacity = self._keys.shape[2]
-        whole = sum(b.numel() * b.element_size() for b in buffers)
-        positions = 0
-        if self._positions is not None:
-            positions = self._positions.numel() * self._positions.element_size()
-        used = self.length / capacity if capacity else 0.0
-        kv, where = round(whole * used), round(positions * used)
-        return kv, where, whole + positions - kv - where
+        keys, values = self._keys.nbytes(), self._values.nbytes()
+        where = (0, 0) if self._positions is None else self._positions.nbytes()
+        return keys[0] + values[0], where[0], keys[1] + values[1] + where[1]
 
-
-def slack(entries: int) -> int:
-    """Room for entries to come: 64, or a sixteenth of what is stored."""
-    return max(64, entries // 16)
+    def _parts(self) -> list[Growing]:
+        return [p for p in (self._keys, self._values, self._positions) if p is not None]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from kvfold.observation import Observation
 class Encoded(Protocol):
     """Keys or values of several segments, one after the other; a segment is a row's KV head."""
 
-    lengths: list[int]
+    @property
+    def lengths(self) -> list[int]:
+        """Entries of each segment."""
 
     def segment(self, i: int) -> Tensor:
         """Entries `[lengths[i], D]`, decoded to the dtype they came in."""
@@ -61,8 +63,17 @@ class Flat:
 class Encode:
     """How a layer's entries are stored; this one leaves them as they came.
 
-    Counts are of a segment's oldest entries; the newer ones wait outside, as they came.
+    Counts are of a segment's oldest entries; the newer ones wait outside, as they came. `evictable`
+    says whether later turns may evict what is encoded, `pairs` whether two layers are encoded
+    together, by `pair`.
     """
+
+    evictable: ClassVar[bool] = True
+    pairs: ClassVar[bool] = False
+
+    def of_layer(self, layer: int, layers: int) -> Encode | None:
+        """How the layer at this place is stored; None: as it came, without encoding."""
+        return self
 
     def key_count(self, entries: int, encoded: int, decoding: bool) -> int:
         """How many of `entries` keys are to be encoded, of which `encoded` are already."""
@@ -81,3 +92,7 @@ class Encode:
     def values(self, segments: list[Tensor]) -> Encoded:
         """Each segment's values `[n, Dv]`."""
         return Flat.of(segments)
+
+    def pair(self, first: list[Tensor], second: list[Tensor]) -> tuple[Encoded, Encoded]:
+        """The same segments of two layers `[n, D]`, encoded together."""
+        raise NotImplementedError

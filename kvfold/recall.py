@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention call as a layer saw it, and the last queries of a turn that is read in pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.logical import Logical
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One attention call: what went in, and what was observed of it if asked.
+
+    query `[B, Hq, S, D]`, key and value `[B, H, T, D]`, sums, squares and maxima `[B, H, T]`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    sums: Tensor | None = None
+    squares: Tensor | None = None
+    maxima: Tensor | None = None
+
+
+class LastQueries:
+    """The last `width` queries `[B, Hq, W, D]` of a turn, and their columns `[B, W]`."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.forget()
+
+    def forget(self) -> None:
+        """The turn is over."""
+        self.attended: Attended | None = None
+        self.columns: Tensor | None = None
+
+    def add(self, attended: Attended, logical: Logical) -> None:
+        """Remembers the end of a piece."""
+        query, self.columns = self.joined(attended, logical)
+        # Of the keys only the number of heads is needed, not the entries.
+        self.attended = dataclasses.replace(
+            attended,
+            query=query.clone(),
+            key=attended.key[:, :, :0].clone(),
+            value=attended.value[:, :, :0].clone(),
+            sums=None,
+            squares=None,
+            maxima=None,
+        )
+
+    def joined(self, attended: Attended, logical: Logical) -> tuple[Tensor, Tensor]:
+        """The turn's last queries and their columns, −1 for padding, with this piece's."""
+        query = attended.query[:, :, max(0, attended.query.shape[2] - self.width) :]
+        start = logical.seen - query.shape[2]
+        columns = torch.arange(start, logical.seen, device=query.device).repeat(len(query), 1)
+        if logical.valid is not None:
+            columns = columns.masked_fill(~logical.valid[:, start:], -1)
+        if self.attended is None or self.columns is None:
+            return query, columns
+        query = torch.cat([self.attended.query, query], 2)
+        columns = torch.cat([self.columns, columns], 1)
+        # Padding of a later piece must not push out an earlier piece's tokens.
+        order = (columns >= 0).long().argsort(dim=1, stable=True)
+        order = order[:, max(0, order.shape[1] - self.width) :]
+        wide = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        return query.gather(2, wide), columns.gather(1, order)
+
+    def index(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Applies `rows`, a selection along the batch axis."""
+        if self.attended is None or self.columns is None:
+            return
+        a = self.attended
+        self.attended = dataclasses.replace(
+            a, query=rows(a.query), key=rows(a.key), value=rows(a.value)
+        )
+        self.columns = rows(self.columns)
+
+    def nbytes(self) -> int:
+        """Bytes of what is remembered."""
+        if self.attended is None or self.columns is None:
+            return 0
+        return sum(t.numel() * t.element_size() for t in (self.attended.query, self.columns))

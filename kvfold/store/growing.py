@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor that grows along its third axis without being copied at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Growing:
+    """`rows [B, H, T, …]`, and room for more."""
+
+    def __init__(self, rows: Tensor, room: int | None = None) -> None:
+        self.length = rows.shape[2]
+        self.room = room
+        self._buffer = self._copied(rows)
+
+    @classmethod
+    def gathered(cls, rows: Tensor, slots: Tensor) -> Growing:
+        """The entries of `rows [B, H, T, D]` at `slots [B, H, K]`."""
+        grown = cls.__new__(cls)
+        grown.length, grown.room = slots.shape[-1], None
+        capacity = grown.length + slack(grown.length)
+        shape = (*slots.shape[:2], capacity, *rows.shape[3:])
+        grown._buffer = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+        wide = slots[(...,) + (None,) * (rows.dim() - 3)].expand(*slots.shape, *rows.shape[3:])
+        torch.gather(rows, 2, wide, out=grown._buffer[:, :, : grown.length])
+        return grown
+
+    @property
+    def rows(self) -> Tensor:
+        """What is stored `[B, H, T, …]`."""
+        return self._buffer[:, :, : self.length]
+
+    def append(self, rows: Tensor) -> None:
+        """Adds `rows [B, H, S, …]`."""
+        end = self.length + rows.shape[2]
+        if end > self._buffer.shape[2]:
+            self._buffer = self._copied(self.rows, end)
+        self._buffer[:, :, self.length : end] = rows
+        self.length = end
+
+    def crop(self, count: int) -> None:
+        """Drops the last `count`."""
+        self.length -= count
+
+    def index(self, select: Callable[[Tensor], Tensor]) -> None:
+        """Applies `select`, a copying selection along the batch axis."""
+        self._buffer = select(self._buffer)
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of what is stored, and of the room left."""
+        whole = self._buffer.numel() * self._buffer.element_size()
+        used = whole // self._buffer.shape[2] * self.length if whole else 0
+        return used, whole - used
+
+    def _copied(self, rows: Tensor, end: int | None = None) -> Tensor:
+        end = rows.shape[2] if end is None else end
+        capacity = end + (slack(end) if self.room is None else self.room)
+        shape = (*rows.shape[:2], capacity, *rows.shape[3:])
+        buffer = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+        buffer[:, :, : rows.shape[2]] = rows
+        return buffer
+
+
+def slack(entries: int) -> int:
+    """Room for entries to come: 64, or a sixteenth of what is stored."""
+    return max(64, entries // 16)

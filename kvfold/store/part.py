@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys, or the values, of all segments: old entries encoded, new ones as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.store.encoded import Encoded
+from kvfold.store.growing import Growing
+
+# The tail is small beside what is encoded, and so must its slack be.
+ROOM = 16
+
+
+@dataclass(frozen=True)
+class PartView:
+    """What one attention call reads of a part; it stays as it is when the part goes on."""
+
+    encoded: Encoded | None
+    tail: Tensor
+    alive: list[int]
+
+    def length(self, i: int) -> int:
+        """Entries of segment i."""
+        return self.alive[i] + (0 if self.encoded is None else self.encoded.lengths[i])
+
+    def pieces(self, i: int) -> list[Tensor]:
+        """Segment i's entries `[n, D]` in order, in one or two pieces."""
+        heads, width = self.tail.shape[1:3]
+        newest = self.tail[i // heads, i % heads, width - self.alive[i] :]
+        return [newest] if self.encoded is None else [self.encoded.segment(i), newest]
+
+
+class Part:
+    """Segment `b·H + h` is row b's KV head h: encoded entries, then the newest `alive` of a tail.
+
+    The tail `[B, H, T, D]` ends with the newest entry of every segment.
+    """
+
+    def __init__(self, rows: Tensor, slots: Tensor) -> None:
+        """Takes the entries of `rows [B, H, T, D]` at `slots [B, H, K]`, holes (−1) on the left."""
+        self.encoded: Encoded | None = None
+        self._take(rows, slots)
+
+    def _take(self, rows: Tensor, slots: Tensor) -> None:
+        self.alive = (slots >= 0).sum(-1).flatten().tolist()
+        slots = slots[..., slots.shape[-1] - max(self.alive) :].clamp(min=0)
+        self.tail = Growing(
+            rows.gather(2, slots[..., None].expand(*slots.shape, rows.shape[-1])), ROOM
+        )
+
+    def view(self) -> PartView:
+        """What attention reads."""
+        return PartView(self.encoded, self.tail.rows, list(self.alive))
+
+    def rectangle(self, length: int) -> Tensor:
+        """All entries decoded `[B, H, length, D]`, shorter segments filled up on the left."""
+        seen, rows = self.view(), self.tail.rows
+        out = rows.new_zeros(len(self.alive), length, rows.shape[-1])
+        for i in range(len(self.alive)):
+            torch.cat(seen.pieces(i), out=out[i, length - seen.length(i) :])
+        return out.unflatten(0, rows.shape[:2])
+
+    def append(self, rows: Tensor) -> None:
+        """Adds `rows [B, H, S, D]`, one for every segment."""
+        self.tail.append(rows)
+        self.alive = [count + rows.shape[2] for count in self.alive]
+
+    def crop(self, count: int) -> None:
+        """Drops the last `count` entries of every segment."""
+        self.tail.crop(count)
+        self.alive = [alive - count for alive in self.alive]
+
+    def keep(self, slots: Tensor, length: int) -> None:
+        """Keeps the encoded entries, and of the tail those at `slots [B, H, K]` of a rectangle."""
+        width = self.tail.length
+        first = width - torch.tensor(self.alive, device=slots.device).view(*slots.shape[:2], 1)
+        in_tail = slots - length + width
+        self._take(self.tail.rows, torch.where((slots >= 0) & (in_tail >= first), in_tail, -1))
+
+    def due(self, count: Callable[[int, int], int]) -> list[Tensor]:
+        """Each segment's oldest rows `[n, D]` of the tail, up to `count(entries, encoded)`."""
+        seen, rows = self.view(), []
+        for i, alive in enumerate(self.alive):
+            entries = seen.length(i)
+            rows.append(seen.pieces(i)[-1][: count(entries, entries - alive) - (entries - alive)])
+        return rows
+
+    def accept(self, encoded: Encoded) -> None:
+        """Takes over what was due, encoded."""
+        pairs = zip(self.alive, encoded.lengths, strict=True)
+        self.alive = [count - gone for count, gone in pairs]
+        rows = self.tail.rows
+        self.tail = Growing(rows[:, :, rows.shape[2] - max(self.alive) :], ROOM)
+        self.encoded = encoded if self.encoded is None else self.encoded.extended(encoded)
+
+    def index(self, rows: Callable[[Tensor], Tensor], segments: list[int]) -> None:
+        """Applies `rows`, a copying selection along the batch axis, that picks `segments`."""
+        self.tail.index(rows)
+        self.alive = [self.alive[i] for i in segments]
+        if self.encoded is not None:
+            self.encoded = self.encoded.select(segments)

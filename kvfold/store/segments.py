@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each row's KV head keeps its own number of entries, encoded or as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.observation import Observation
+from kvfold.store.encoded import Encode
+from kvfold.store.part import Part, PartView
+
+# While decoding, values are encoded in lots: each lot copies what is encoded once.
+LOT = 32
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What one attention call reads: segment `b·H + h` is row b's KV head h.
+
+    The last `new` entries of every segment are columns that came after the last compression,
+    padding included; all before them are tokens, and visible.
+    """
+
+    keys: PartView
+    values: PartView
+    new: int
+
+
+class SegmentStore:
+    """Keys, values, and the columns where they stood, one segment after the other.
+
+    Columns are those of the last compression, int32; None while entry i is column i.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, positions: Tensor | None, slots: Tensor, encode: Encode
+    ) -> None:
+        """Takes entries `[B, H, T, D]` with positions `[B, H, T]`, those at `slots [B, H, K]`.
+
+        `positions` None: entry i is column i, and all are taken.
+        """
+        self.rows, self.heads = keys.shape[:2]
+        self.encode = encode
+        self._keys, self._values = Part(keys, slots), Part(values, slots)
+        self._settle(positions, slots)
+
+    def _settle(self, positions: Tensor | None, slots: Tensor) -> None:
+        self._counts = (slots >= 0).sum(-1).flatten().tolist()
+        self._columns: Tensor | None = None
+        if positions is not None:
+            kept = positions.gather(2, slots.clamp(min=0))
+            self._columns = kept[slots >= 0].int()
+        self._new = self._first_new = 0
+
+    @property
+    def keys(self) -> Tensor:
+        """The tail's keys `[B, H, T, D]`."""
+        return self._keys.tail.rows
+
+    @property
+    def values(self) -> Tensor:
+        """The tail's values `[B, H, T, Dv]`."""
+        return self._values.tail.rows
+
+    @property
+    def length(self) -> int:
+        """Entries of the longest segment."""
+        return max(self._counts) + self._new
+
+    def view(self) -> Segments:
+        """What attention reads; it stays as it is when the store goes on."""
+        return Segments(self._keys.view(), self._values.view(), self._new)
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H, T, D]`, decoded, shorter segments filled up on the left."""
+        return self._keys.rectangle(self.length), self._values.rectangle(self.length)
+
+    @property
+    def positions(self) -> Tensor:
+        """Columns of the entries `[B, H, T]` int64, −1 where a shorter segment is filled up."""
+        device, length = self.keys.device, self.length
+        out = torch.full((len(self._counts), length), -1, device=device)
+        out[:, length - self._new :] = torch.arange(
+            self._first_new, self._first_new + self._new, device=device
+        )
+        old = length - self._new
+        if self._columns is None:
+            out[:, :old] = torch.arange(old, device=device)
+        else:
+            for row, part in zip(out, self._columns.split(self._counts), strict=True):
+                row[old - len(part) : old] = part
+        return out.unflatten(0, (self.rows, self.heads))
+
+    @property
+    def encoded(self) -> Tensor:
+        """Which of the entries `[B, H, T]` hold a key or a value that is encoded."""
+        views = (self._keys.view(), self._values.view())
+        lengths = [views[0].length(i) for i in range(len(self._counts))]
+        oldest = [max(length - view.alive[i] for view in views) for i, length in enumerate(lengths)]
+        first = self.length - torch.tensor(lengths, device=self.keys.device)[:, None]
+        slot = torch.arange(self.length, device=self.keys.device)
+        last = first + torch.tensor(oldest, device=self.keys.device)[:, None]
+        return ((slot >= first) & (slot < last)).unflatten(0, (self.rows, self.heads))
+
+    def append(self, keys: Tensor, values: Tensor, first: int) -> None:
+        """Adds new entries `[B, H, S, D]` whose columns start at `first`."""
+        if self._new == 0:
+            self._first_new = first
+        self._new += keys.shape[2]
+        self._keys.append(keys)
+        self._values.append(values)
+
+    def keep(self, slots: Tensor) -> None:
+        """Keeps the entries at `slots [B, H, K]`, −1 for holes, all that is encoded among them."""
+        length, positions = self.length, self.positions
+        self._keys.keep(slots, length)
+        self._values.keep(slots, length)
+        self._settle(positions, slots)
+
+    def due(self, decoding: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values `[n, D]` of each segment that are to be encoded now."""
+
+        def value_count(entries: int, encoded: int) -> int:
+            count = self.encode.value_count(entries, encoded, decoding)
+            return count - (count - encoded) % LOT if decoding else count
+
+        def key_count(entries: int, encoded: int) -> int:
+            return self.encode.key_count(entries, encoded, decoding)
+
+        return self._keys.due(key_count), self._values.due(value_count)
+
+    def encode_due(self, decoding: bool, seen: Observation | None = None) -> None:
+        """Encodes what is due; at a turn's end with what its attention saw."""
+        keys, values = self.due(decoding)
+        first = self._keys.encoded is None
+        if first or any(map(len, keys)):
+            self._keys.accept(self.encode.keys(keys, seen, self._keys.encoded))
+        if first or any(map(len, values)):
+            self._values.accept(self.encode.values(values))
+
+    def encode_with(self, second: SegmentStore, decoding: bool) -> None:
+        """Encodes what is due here and in the other layer of the pair, together."""
+        mine, theirs = self.due(decoding), second.due(decoding)
+        parts = ((self._keys, second._keys), (self._values, second._values))
+        for (own, other), rows, others in zip(parts, mine, theirs, strict=True):
+            if own.encoded is None or any(map(len, rows)):
+                first_encoded, second_encoded = self.encode.pair(rows, others)
+                own.accept(first_encoded)
+                other.accept(second_encoded)
+
+    def replace(self, keys: Tensor, values: Tensor) -> None:
+        """Puts `keys` and `values` `[B, H, T, D]`, filled up on the left, in the tail's place."""
+        self.keys.copy_(keys)
+        self.values.copy_(values)
+
+    def crop(self, count: int) -> None:
+        """Drops the last `count` entries, all of them new."""
+        self._new -= count
+        self._keys.crop(count)
+        self._values.crop(count)
+
+    def index(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Applies `rows`, a copying selection along the batch axis, to everything stored."""
+        order = rows(torch.arange(self.rows, device=self.keys.device)).tolist()
+        segments = [row * self.heads + head for row in order for head in range(self.heads)]
+        self._keys.index(rows, segments)
+        self._values.index(rows, segments)
+        if self._columns is not None:
+            parts = self._columns.split(self._counts)
+            self._columns = torch.cat([parts[i] for i in segments])
+        self._counts = [self._counts[i] for i in segments]
+        self.rows = len(order)
+
+    def nbytes(self) -> tuple[int, int, int]:
+        """Bytes of keys and values, of positions, and of slack."""
+        stored = slack = 0
+        for part in (self._keys, self._values):
+            used, room = part.tail.nbytes()
+            entry = part.tail.rows.shape[-1] * part.tail.rows.element_size()
+            alive = sum(part.alive) * entry
+            stored, slack = stored + alive, slack + room + used - alive
+        stored += sum(t.numel() * t.element_size() for t in self.encoded_tensors())
+        positions = 0 if self._columns is None else 4 * self._columns.numel()
+        return stored, positions, slack
+
+    def encoded_tensors(self) -> list[Tensor]:
+        """The tensors that hold what is encoded."""
+        parts = (self._keys.encoded, self._values.encoded)
+        return [tensor for part in parts if part is not None for tensor in part.tensors()]
