@@ -18,6 +18,7 @@ from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError, UnsupportedModel
 from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse
+from kvfold.observation import Rebuilding
 from kvfold.owner import Owner
 from kvfold.stats import Stats
 from kvfold.turn import Plan, Turn
@@ -31,6 +32,7 @@ class CompressedCache(compat.Cache):
         method: a `Method`, or a text such as "snapkv:window=16".
         budget: entries per layer and KV head (int), the part of the tokens seen to keep (float),
             or a size ("2GiB"); see `Budget`.
+        tokenizer: the model's, for methods that let it repeat the text (KVzip).
         protect: spans `(start, stop)` of token indices that are never evicted, padding not counted.
         seed: fixes the choice of random methods.
 
@@ -44,12 +46,18 @@ class CompressedCache(compat.Cache):
         method: Method | str,
         budget: Budget | float | str | None = None,
         *,
+        tokenizer: Any = None,
         protect: Sequence[tuple[int, int]] = (),
         seed: int = 0,
     ) -> None:
         self.method = parse(method)
         self.budget = _checked_budget(self.method, budget)
         stages = self.method.stages()
+        if stages.needs.rebuilding is not None and tokenizer is None:
+            raise KvfoldError(
+                f"{self.method} lets the model repeat the text, in words of its chat template: "
+                "give the cache tokenizer=, and use kvfold.compress or kvfold.generate"
+            )
         spans = tuple((int(start), int(stop)) for start, stop in protect)
         for start, stop in spans:
             if not 0 <= start < stop:
@@ -75,6 +83,7 @@ class CompressedCache(compat.Cache):
                 rotation.check()
             layers[index] = CompressedLayer(plan, self.turn, self.owner, rotation)
         super().__init__(layers=layers)
+        self.tokenizer = tokenizer
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # kvfold.generate has made sure
@@ -83,6 +92,13 @@ class CompressedCache(compat.Cache):
     def compressed_layers(self) -> list[CompressedLayer]:
         """The layers that kvfold compresses, in order."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    @property
+    def rebuilding(self) -> Rebuilding | None:
+        """How the first turn's text is still to be repeated; None when it was, or need not be."""
+        if any(layer.turns for layer in self.compressed_layers):
+            return None
+        return self.method.stages().needs.rebuilding
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -13,28 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from kvfold import compat
 from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
+from kvfold.errors import KvfoldError
+from kvfold.frame import Frame, token_ids
+from kvfold.generate import read_turn
 from kvfold.method import Method
 from kvfold.stats import Stats
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The text around a document and a question: what a chat template puts there."""
-
-    before: str
-    after: str
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Frame:
-        """The tokenizer's chat template, or its first token and a line break where it has none."""
-        if not tokenizer.chat_template:
-            return cls(tokenizer.bos_token or "", "\n")
-        mark = "\u2063"
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-        )
-        before, after = str(text).split(mark)
-        return cls(before, after)
 
 
 @dataclass(frozen=True)
@@ -92,17 +75,13 @@ def compress(
     `prefill_chunk` reads it in pieces of that many tokens; the rest is as for `CompressedCache`,
     which also says what is raised.
     """
-    cache = CompressedCache(model, method, budget, protect=protect, seed=seed)
+    cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
+    if cache.method.stages().decode == "once":
+        raise KvfoldError(
+            f"{cache.method} compresses at the first generated token, but what is generated for a "
+            "question is taken back: choose a variant that compresses when the prompt ends"
+        )
     frame = Frame.of(tokenizer)
     ids = token_ids(tokenizer, frame.before + document).to(model.device)
-    chunk = prefill_chunk or ids.shape[1]
-    with cache.reading(until=ids.shape[1]):
-        for start in range(0, ids.shape[1], chunk):
-            compat.read(model, ids[:, start : start + chunk], cache, None)
+    read_turn(model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
     return Context(model, tokenizer, cache, frame)
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
-    """Ids `[1, N]` of `text` as it stands, without special tokens of the tokenizer's own."""
-    ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    return ids

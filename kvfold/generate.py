@@ -11,6 +11,7 @@ from torch import Tensor
 from kvfold import compat
 from kvfold.cache import CompressedCache
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.rebuild import rebuild
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
@@ -54,7 +55,9 @@ def generate(
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
     settings = _settings(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-    if _must_read_first(model, cache, total, _new_tokens(settings, total)):
+    if cache.rebuilding is not None or _must_read_first(
+        model, cache, total, _new_tokens(settings, total)
+    ):
         stop, chunk = total - 1, total
     elif chunk < total - seen:
         stop = total - chunk
@@ -62,8 +65,7 @@ def generate(
         # Rows that multiply share what is already cached, so only a last token is left to them.
         stop = total - 1 if rows > 1 and seen > 0 else seen
     if stop > seen:
-        with cache.reading(until=total):
-            _read(model, input_ids, cache, attention_mask, seen, stop, chunk)
+        read_turn(model, cache, input_ids[:, :stop], attention_mask, total, chunk)
     if rows > 1 and cache.get_seq_length() > 0:
         cache.batch_repeat_interleave(rows)
     cache.cannot_be_dropped = True
@@ -89,11 +91,33 @@ def _leading_padding(model: compat.PreTrainedModel, input_ids: Tensor) -> Tensor
     return ((input_ids != pad).cumsum(-1) > 0).long()
 
 
+def read_turn(
+    model: compat.PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    until: int,
+    chunk: int,
+) -> None:
+    """Reads what the cache has not seen of `input_ids [B, N]`, a turn that ends at `until` tokens.
+
+    A method that repeats the text does so at the end of `input_ids`, and ends the turn there.
+    """
+    seen, stop = cache.get_seq_length(), input_ids.shape[1]
+    if cache.rebuilding is None:
+        with cache.reading(until=until):
+            _read(model, input_ids, cache, mask, seen, stop, chunk)
+        return
+    with cache.reading():
+        _read(model, input_ids, cache, mask, seen, stop, chunk)
+        rebuild(model, cache, input_ids, None if mask is None else mask[:, :stop])
+
+
 def _read(
     model: compat.PreTrainedModel,
     input_ids: Tensor,
     cache: CompressedCache,
-    mask: Tensor,
+    mask: Tensor | None,
     start: int,
     stop: int,
     chunk: int,
@@ -101,8 +125,8 @@ def _read(
     """Fills the cache with columns `start` to `stop`, `chunk` at a time."""
     for begin in range(start, stop, chunk):
         end = min(begin + chunk, stop)
-        covered = mask[:, :end]
-        padded = covered if bool((covered == 0).any()) else None
+        covered = None if mask is None else mask[:, :end]
+        padded = covered if covered is not None and bool((covered == 0).any()) else None
         compat.read(model, input_ids[:, begin:end], cache, padded)
 
 

@@ -11,13 +11,28 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Rebuilding:
+    """How a text is repeated to the model: in parts of `chunk` tokens, asked for in words.
+
+    `later` parts are asked for with the `previous` tokens before them.
+    """
+
+    chunk: int
+    first: str
+    later: str
+    previous: int
+
+
+@dataclass(frozen=True)
 class Needs:
     """What must be remembered while the model runs; nothing is computed that nobody asked for."""
 
     window: int = 0  # the turn's last queries
     column_sums: bool = False  # attention that each entry received, summed over all queries
     column_squares: bool = False  # the same, squared before it is summed
-    rebuilding: bool = False  # the most attention each entry receives while the text is repeated
+    rebuilding: Rebuilding | None = (
+        None  # the most attention each entry receives while the text is repeated
+    )
 
 
 @dataclass(frozen=True)

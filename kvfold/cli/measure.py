@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.compat import PreTrainedModel
-from kvfold.context import Context, Frame
+from kvfold.context import Context
 from kvfold.eval import ruler
+from kvfold.frame import Frame
 from kvfold.stats import Stats
 
 KEYS = 6

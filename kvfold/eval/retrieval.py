@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from kvfold import compat
 from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
-from kvfold.context import Frame, token_ids
 from kvfold.eval import ruler
+from kvfold.frame import Frame, token_ids
 from kvfold.generate import generate
 from kvfold.method import Method
 
