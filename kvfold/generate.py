@@ -55,9 +55,9 @@ def generate(
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
     settings = _settings(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-    if cache.rebuilding is not None or _must_read_first(
-        model, cache, total, _new_tokens(settings, total)
-    ):
+    if cache.rebuilding is not None:
+        stop = total - 1
+    elif _must_read_first(model, cache, total, _new_tokens(settings, total)):
         stop, chunk = total - 1, total
     elif chunk < total - seen:
         stop = total - chunk

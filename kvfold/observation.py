@@ -30,9 +30,7 @@ class Needs:
     window: int = 0  # the turn's last queries
     column_sums: bool = False  # attention that each entry received, summed over all queries
     column_squares: bool = False  # the same, squared before it is summed
-    rebuilding: Rebuilding | None = (
-        None  # the most attention each entry receives while the text is repeated
-    )
+    rebuilding: Rebuilding | None = None  # most attention received while the text is repeated
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,8 @@ def rebuild(
     opening = token_ids(tokenizer, frame.before)[0].to(input_ids.device)
     mask = torch.ones_like(input_ids) if mask is None else mask
     starts = (mask.cumsum(-1) == 0).sum(-1)
-    prefix = torch.stack(
-        [
-            _opening(row, start, opening)
-            for row, start in zip(input_ids, starts.tolist(), strict=True)
-        ]
-    )
+    rows = zip(input_ids, starts.tolist(), strict=True)
+    prefix = torch.stack([_opening(row, start, opening) for row, start in rows])
     cache.turn.prefix = prefix
     texts = [
         row[kept.bool()][skip:]
