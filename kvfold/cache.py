@@ -259,6 +259,10 @@ class CompressedCache(compat.Cache):
                 if not isinstance(layer, CompressedLayer)
             },
             forced_over_budget=over,
+            protected=[] if not started else started[0].protected().tolist(),
+            errors=[
+                [] if layer.error is None else layer.error.mean(0).tolist() for layer in started
+            ],
         )
 
 

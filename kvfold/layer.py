@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
@@ -14,7 +15,7 @@ from kvfold.compat import CacheLayerMixin, Rotation
 from kvfold.compensate.eviction import Eviction
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.logical import Logical
-from kvfold.method import Across
+from kvfold.method import Across, Measured
 from kvfold.observation import Observation
 from kvfold.owner import Owner
 from kvfold.recall import Attended, LastQueries
@@ -63,6 +64,7 @@ class CompressedLayer(CacheLayerMixin):
         self.rebuilding: Tensor | None = None  # [B, H, T], most attention while repeating the text
         self.capacity: Tensor | None = None  # [B], entries to hold while decoding
         self.merging: Tensor | None = None  # [B, H], what the compensation remembers
+        self.error: Tensor | None = None  # [B, 1 or 2], of its output: predicted, measured
         self.late = False  # compresses at the first generated token
         self.over_budget = False  # the forced set was larger than the budget
         self.last_queries = LastQueries(self.plan.stages.needs.window)
@@ -146,7 +148,7 @@ class CompressedLayer(CacheLayerMixin):
         self.logical.index(rows)
         self.last_queries.index(rows)
         self._per_entry(rows)
-        for name in ("capacity", "merging"):
+        for name in ("capacity", "merging", "error"):
             if getattr(self, name) is not None:
                 setattr(self, name, rows(getattr(self, name)))
         if self.sinks is not None:
@@ -204,7 +206,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def state_bytes(self) -> int:
         """Bytes of all tensors beside the store."""
-        tensors = [getattr(self, name) for name in (*PER_ENTRY, "capacity", "merging")]
+        tensors = [getattr(self, name) for name in (*PER_ENTRY, "capacity", "merging", "error")]
         tensors.append(self.logical.valid)
         if self.sinks is not None:
             tensors.append(self.sinks.given)
@@ -318,9 +320,14 @@ class CompressedLayer(CacheLayerMixin):
         if self.plan.stages.score is None:
             self._encode_all(seen)
         else:
-            free = self.seen_per_row() - self.protected()
-            heads = self.stored().keys.shape[1]
-            self.compress(seen, self.plan.counts(seen, free, self._entry_bytes(), heads))
+            self.compress(seen, self._share(seen))
+
+    def _share(self, seen: Observation) -> Tensor:
+        """Entries per KV head, `[B]` or `[B, H]`; evenly where other layers are not known yet."""
+        if isinstance(self.plan.stages.allocate, Across):
+            return self.per_head()
+        free, heads = self.seen_per_row() - self.protected(), self.stored().keys.shape[1]
+        return self.plan.counts(seen, free, self._entry_bytes(), heads)
 
     def per_head(self) -> Tensor:
         """The budget in entries per KV head and layer `[B]`, beside protected ones."""
@@ -352,9 +359,7 @@ class CompressedLayer(CacheLayerMixin):
         """After a generated token: back to the size of the last turn's end."""
         assert self.plan.budget is not None
         if self.capacity is None and self.turns == 0 and self.plan.budget.kind != "ratio":
-            free, heads = self.seen_per_row(), self.stored().keys.shape[1]
-            seen = self._observation(attended)
-            self.capacity = self.plan.counts(seen, free, self._entry_bytes(), heads)
+            self.capacity = self._share(self._observation(attended))
         if self.capacity is not None:
             self.turns += 1
             self._evict(self._observation(attended), self.capacity)
@@ -364,6 +369,7 @@ class CompressedLayer(CacheLayerMixin):
         stages, places = self.plan.stages, self.places()
         stored = (places >= 0).sum(-1)
         if bool((counts.view(len(counts), -1) >= stored).all()):
+            self._note_error(seen, torch.arange(places.shape[-1]).expand_as(places))
             if stages.encode is not None:
                 self._encode_all(seen)
             return
@@ -372,7 +378,18 @@ class CompressedLayer(CacheLayerMixin):
             forced = forced | self.store.encoded
         chosen = choose(stages, seen, places, forced & (places >= 0), counts)
         self.over_budget = chosen.over_budget
+        self._note_error(seen, chosen.slots)
         self._keep(seen, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
+
+    def _note_error(self, seen: Observation, slots: Tensor) -> None:
+        """What a method without a budget says of its choice."""
+        allocate = self.plan.stages.allocate
+        if isinstance(allocate, Measured) and allocate.error is not None:
+            length = seen.positions.shape[-1]
+            # Holes write into one more column, which is cut off.
+            kept = F.pad(torch.zeros_like(seen.positions, dtype=torch.bool), (0, 1))
+            kept = kept.scatter(2, slots.masked_fill(slots < 0, length), True)[..., :length]
+            self.error = allocate.error(seen, kept)
 
     def _encode_all(self, seen: Observation) -> None:
         """Evicts nothing but padding, and encodes."""

@@ -31,10 +31,12 @@ Heads = Callable[[Tensor, Tensor], Tensor]
 class Measured:
     """Each layer's size comes from what it observed, without a budget: Observation → [B] or [B, H].
 
-    Forced entries count.
+    Forced entries count. `error` turns what was observed and what stays `[B, H, T]` into the
+    relative error `[B, 1 or 2]` of the layer's output, predicted and measured.
     """
 
     size: Callable[[Observation], Tensor]
+    error: Callable[[Observation, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Composition(Method):
 
 
 def _as_text(value: Any) -> str:
-    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "/".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
 def _set_stages(stages: Stages) -> dict[str, Any]:
@@ -249,7 +251,7 @@ def _convert(method: Method, option: str, text: str) -> Any:
                 text.lower()
             ]
         if typing.get_origin(kind) is tuple:
-            return tuple(int(item) for item in text.split("/"))
+            return () if text == "none" else tuple(int(item) for item in text.split("/"))
         return kind(text)
     except (ValueError, KeyError, StopIteration):
         wanted = " or ".join(map(str, choices)) if choices else getattr(kind, "__name__", str(kind))

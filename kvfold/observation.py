@@ -83,6 +83,11 @@ class Observation:
         )
         return again, order
 
+    @property
+    def window(self) -> int:
+        """How many queries were remembered."""
+        return 0 if self.queries is None else self.queries.shape[2]
+
     def at(self, slots: Tensor) -> Observation:
         """The same with the entries at `slots [B, H, K]` only; −1 is a hole."""
         index = slots.clamp(min=0)

@@ -14,12 +14,15 @@ class Stats:
     sums every tensor of the compressible layers: keys and values, positions, state (score sums,
     remembered queries, padding), and slack for tokens to come. `nbytes_full` is what transformers'
     own cache would hold for them. `other_layers` are left as they are, outside all these numbers.
+    `protected` tokens of each row are kept beside the budget. `errors[l]` are a budget-free
+    method's relative errors of the layer's output: predicted and, if it was asked to, measured.
     """
 
     method: str
     budget: str
     seen: int
     seen_per_row: list[int]
+    protected: list[int]
     kept: list[list[list[int]]]
     kv_bytes: int
     position_bytes: int
@@ -28,6 +31,7 @@ class Stats:
     nbytes_full: int
     other_layers: dict[int, str]
     forced_over_budget: bool
+    errors: list[list[float]]
 
     @property
     def nbytes(self) -> int:
@@ -57,9 +61,13 @@ class Stats:
         ]
         if self.forced_over_budget:
             lines.append("the budget came out below the forced set, which was kept")
+        if any(self.protected):
+            lines.append(f"protected beside the budget: {max(self.protected)} tokens")
         for index, layer in enumerate(self.kept):
             flat = [count for row in layer for count in row]
             low, high = (min(flat), max(flat)) if flat else (0, 0)
-            lines.append(f"layer {index:3d}  kept {low}" + (f" to {high}" if high > low else ""))
+            line = f"layer {index:3d}  kept {low}" + (f" to {high}" if high > low else "")
+            names = zip(("predicted", "measured"), self.errors[index], strict=False)
+            lines.append(line + "".join(f"  {name} error {error:.3f}" for name, error in names))
         lines += [f"layer {index}: {kind}, as it is" for index, kind in self.other_layers.items()]
         return "\n".join(lines)

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import fields
 
 from transformers import PreTrainedModel
 
 import kvfold
+from kvfold.allocate.uniform import uniform
+from kvfold.errors import IllegalComposition
 from kvfold.method import preset
 
 SMALL = 20  # entries per KV head, of the 24 to 64 tokens that prompts have
 
 
 def _spec(name: str) -> str:
-    options = {field.name for field in dataclasses.fields(preset(name))}
-    return f"{name}:window=8" if "window" in options else name
+    options = {field.name: getattr(preset(name), field.name) for field in fields(preset(name))}
+    small = ["window=8"] if "window" in options else []
+    small += ["skip_layers=none"] if options.get("skip_layers") else []
+    return ":".join(filter(None, (name, ",".join(small))))
 
 
 def holds(spec: str) -> bool:
@@ -33,11 +37,36 @@ def moves(spec: str) -> bool:
     return kvfold.parse(spec).stages().positions == "reindex"
 
 
-METHODS = [_spec(name) for name in kvfold.methods()]
+def _stands_alone(name: str) -> bool:
+    try:
+        preset(name).stages()
+    except IllegalComposition:
+        return False
+    return True
+
+
+def merges(spec: str) -> bool:
+    """Whether kept entries are changed by those that are evicted."""
+    return kvfold.parse(spec).stages().compensate is not None
+
+
+def encodes(spec: str) -> bool:
+    """Whether entries are stored otherwise than they came."""
+    return kvfold.parse(spec).stages().encode is not None
+
+
+def is_uniform(spec: str) -> bool:
+    """Whether all layers and heads keep the same number of entries."""
+    stages = kvfold.parse(spec).stages()
+    return stages.allocate is uniform and stages.heads is None
+
+
+METHODS = [_spec(name) for name in kvfold.methods() if _stands_alone(name)]
 COMPRESSING = [spec for spec in METHODS if kvfold.parse(spec).takes_budget]
+EVICTING = [spec for spec in COMPRESSING if not merges(spec)]
 HOLDING = [spec for spec in COMPRESSING if holds(spec)]
 APPENDING = [spec for spec in COMPRESSING if not holds(spec)]
-UNIFORM = [spec for spec in COMPRESSING if "pyramid" not in spec]
+UNIFORM = [spec for spec in COMPRESSING if is_uniform(spec)]
 
 
 def compressed(

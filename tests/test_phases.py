@@ -341,9 +341,10 @@ def test_what_was_evicted_stays_evicted(model, spec):
 @pytest.mark.parametrize("spec", HOLDING)
 def test_decoding_holds_the_size(model, spec, lengths):
     reader = start(model, spec, lengths)
+    before = reader.cache.stats().kept
     for token in continuation(len(lengths), 10).split(1, 1):
         reader(token)
-        assert kept(reader.cache) == [SMALL]
+        assert reader.cache.stats().kept == before
 
 
 @pytest.mark.parametrize("spec", HOLDING)

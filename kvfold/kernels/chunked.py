@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 BLOCK = 128
+# Another slice costs about as much as this many columns of a block.
+GAP = 256
 
 
 def attend_with_column_sums(
@@ -53,7 +55,7 @@ def _column_sums(
     """`[B, H, T]`; runs through the blocks, and adds to `squares [B, H, T]` on the way."""
     sums = blocks.per_entry()
     for at, weights in blocks:
-        voters = at.counted(counted).to(weights)
+        voters = blocks.voters(at, counted).to(weights.dtype)
         sums[at.row, at.head, : at.seen].addmv_(weights.T, voters.repeat(blocks.groups))
         if squares is not None:
             of_group = weights.view(blocks.groups, -1, at.seen).mean(0)
@@ -63,19 +65,17 @@ def _column_sums(
 
 @dataclass(frozen=True)
 class Block:
-    """Queries `start` to `end − 1` of a row and a KV head, which see its first `seen` entries."""
+    """Queries `start` to `end − 1` of a row and a KV head, which see its first `seen` entries.
+
+    What is hidden from any of them lies in the columns `hidden`.
+    """
 
     row: int
     head: int
     start: int
     end: int
     seen: int
-
-    def counted(self, counted: Tensor | None) -> Tensor:
-        """Which of the queries count, `[end − start]` of `[B, S]`; None: all of them."""
-        if counted is None:
-            return torch.ones(self.end - self.start, dtype=torch.bool)
-        return counted[self.row, self.start : self.end]
+    hidden: list[slice]
 
 
 class AttentionBlocks:
@@ -112,7 +112,8 @@ class AttentionBlocks:
         for at in self._blocks():
             sinks = None if self._sinks is None else self._sinks[self._query_heads(at)]
             weights = _softmax(self.logits(at), sinks)
-            if self._mask is not None:
+            # A row that sees nothing is NaN throughout: one column tells.
+            if bool(weights[:, 0].isnan().any()):
                 weights.nan_to_num_(0.0)
             attended = weights.to(self._value.dtype) @ self._value[at.row, at.head, : at.seen]
             out[at.row, at.head, :, at.start : at.end] = attended.view(
@@ -121,15 +122,31 @@ class AttentionBlocks:
             yield at, weights
 
     def _blocks(self) -> Iterator[Block]:
-        batch, heads, stored = self._key.shape[:3]
-        queries = self._query.shape[3]
+        batch, heads = self._key.shape[:2]
+        starts = range(0, self._query.shape[3], BLOCK)
+        alike = self._mask is None or self._mask.shape[1] == 1
         for row in range(batch):
+            first = [self._block(row, 0, start) for start in starts]
             for head in range(heads):
-                for start in range(0, queries, BLOCK):
-                    end = min(start + BLOCK, queries)
-                    # A causal block sees the keys up to its own last query.
-                    seen = stored - queries + end if self._mask is None else stored
-                    yield Block(row, head, start, end, seen)
+                for at in first:
+                    same = head == 0 or alike
+                    yield replace(at, head=head) if same else self._block(row, head, at.start)
+
+    def _block(self, row: int, head: int, start: int) -> Block:
+        queries, stored = self._query.shape[3], self._key.shape[2]
+        end = min(start + BLOCK, queries)
+        whole = Block(row, head, start, end, stored, [slice(0, stored)])
+        mask = self.mask(whole)
+        if mask is None:
+            # A causal block sees the keys up to its own last query.
+            seen = stored - queries + end
+            return replace(whole, seen=seen, hidden=[slice(seen - (end - start), seen)])
+        if mask.dtype != torch.bool:
+            return whole
+        # Most masks hide little and at the ends, and applying them costs more than this look.
+        of_columns = mask.view(torch.uint8)
+        seen = max([part.stop for part in spans(of_columns.amax((0, 1)))], default=1)
+        return replace(whole, seen=seen, hidden=spans(of_columns.amin((0, 1))[:seen] == 0))
 
     def _query_heads(self, at: Block) -> slice:
         return slice(at.head * self.groups, (at.head + 1) * self.groups)
@@ -137,6 +154,12 @@ class AttentionBlocks:
     def per_entry(self) -> Tensor:
         """Zeros `[B, H, T]` to gather statistics in."""
         return torch.zeros(self._key.shape[:3], dtype=self._dtype, device=self._key.device)
+
+    def voters(self, at: Block, counted: Tensor | None) -> Tensor:
+        """Which queries of a block count, bool `[S]` of `counted [B, S]`; None: all of them."""
+        if counted is None:
+            return torch.ones(at.end - at.start, dtype=torch.bool, device=self._key.device)
+        return counted[at.row, at.start : at.end]
 
     def logits(self, at: Block) -> Tensor:
         """Masked logits `[G·S, seen]` of a block, in the place of the last weights yielded."""
@@ -149,28 +172,38 @@ class AttentionBlocks:
             logits.copy_(rows @ keys.T)
         if self._softcap is not None:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
-        _hide(logits.view(self.groups, -1, at.seen), self.mask(at))
+        _hide(logits.view(self.groups, -1, at.seen), self.mask(at), at.hidden)
         return logits
 
     def mask(self, at: Block) -> Tensor | None:
-        """The part `[G or 1, S, T]` of the mask that is about a block; None: causal."""
+        """The part `[G or 1, S, seen]` of the mask that is about a block; None: causal."""
         if self._mask is None:
             return None
         of_row = self._mask[at.row if len(self._mask) > 1 else 0]
         heads = self._query_heads(at) if len(of_row) > 1 else slice(0, 1)
-        return of_row[heads, at.start : at.end]
+        return of_row[heads, at.start : at.end, : at.seen]
 
 
-def _hide(logits: Tensor, mask: Tensor | None) -> None:
-    """Masks logits `[G, S, T]` in place; None hides from each query the keys after its own."""
-    if mask is None:
-        queries = logits.shape[1]
-        above = torch.ones(queries, queries, dtype=torch.bool, device=logits.device).triu(1)
-        logits[..., -queries:].masked_fill_(above, -torch.inf)
-    elif mask.dtype == torch.bool:
-        logits.masked_fill_(~mask, -torch.inf)
-    else:
-        logits.add_(mask)
+def spans(chosen: Tensor) -> list[slice]:
+    """Ranges that hold all that is true in `chosen [T]`, and as little else as is worth a cut."""
+    places = chosen.nonzero().flatten()
+    cuts = (places.diff() > GAP).nonzero().flatten()
+    starts = torch.cat([places[:1], places[cuts + 1]])
+    ends = torch.cat([places[cuts], places[-1:]]) + 1
+    return [slice(a, b) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def _hide(logits: Tensor, mask: Tensor | None, columns: list[slice]) -> None:
+    """Masks columns of logits `[G, S, seen]` in place; None: causal, in one square."""
+    queries = logits.shape[1]
+    for part in columns:
+        if mask is None:
+            above = torch.ones(queries, queries, dtype=torch.bool, device=logits.device).triu(1)
+            logits[..., part].masked_fill_(above, -torch.inf)
+        elif mask.dtype == torch.bool:
+            logits[..., part].masked_fill_(~mask[..., part], -torch.inf)
+        else:
+            logits[..., part].add_(mask[..., part])
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:

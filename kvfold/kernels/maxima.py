@@ -6,10 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.kernels.chunked import AttentionBlocks, Block
-
-# Another slice costs about as much as this many columns of a block.
-GAP = 256
+from kvfold.kernels.chunked import AttentionBlocks, Block, spans
 
 
 def attend_with_column_maxima(
@@ -26,33 +23,23 @@ def attend_with_column_maxima(
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T."""
     blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
-    spans = [_spans(of_row) for of_row in scored]
+    ranges = [spans(of_row) for of_row in scored]
     maxima = blocks.per_entry()
     for at, weights in blocks:
-        parts = [slice(a, min(b, at.seen)) for a, b in spans[at.row] if a < at.seen]
-        voters = _voters(blocks, at, counted)
-        among = scored[at.row, : at.seen]
+        voters, among = _voters(blocks, at, counted), scored[at.row, : at.seen]
         share = weights.new_zeros(len(weights))
-        for part in parts:
+        for part in ranges[at.row]:
             share.addmv_(weights[:, part], among[part].to(weights.dtype))
         # Below this, what rounding and underflow took from the weights would show.
         lost = share < torch.finfo(share.dtype).tiny ** 0.5
         if bool((lost & voters).any()):
             weights, share = _weights_among(blocks, at, among), torch.ones_like(share)
         factor = share.reciprocal_().masked_fill_(~voters, 0.0)[:, None]
-        for part in parts:
-            most = maxima[at.row, at.head, part]
-            torch.maximum(most, weights[:, part].mul_(factor).amax(0), out=most)
+        most = maxima[at.row, at.head, : at.seen]
+        for part in ranges[at.row]:
+            highest = weights[:, part].mul_(factor).amax(0)
+            torch.maximum(most[part], highest, out=most[part])
     return blocks.out, maxima.masked_fill_(~scored[:, None], 0.0)
-
-
-def _spans(scored: Tensor) -> list[tuple[int, int]]:
-    """Ranges of columns that hold all of `scored [T]`, and as little else as is worth a cut."""
-    places = scored.nonzero().flatten()
-    cuts = (places.diff() > GAP).nonzero().flatten()
-    starts = torch.cat([places[:1], places[cuts + 1]])
-    ends = torch.cat([places[cuts], places[-1:]]) + 1
-    return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def _voters(blocks: AttentionBlocks, at: Block, counted: Tensor | None) -> Tensor:
@@ -60,7 +47,7 @@ def _voters(blocks: AttentionBlocks, at: Block, counted: Tensor | None) -> Tenso
 
     Softmax makes an even row of one that an additive mask forbids everything.
     """
-    voters = at.counted(counted).expand(blocks.groups, -1)
+    voters = blocks.voters(at, counted).expand(blocks.groups, -1)
     mask = blocks.mask(at)
     if mask is not None and mask.dtype != torch.bool:
         voters = voters & (mask.amax(-1) > torch.finfo(mask.dtype).min / 2)

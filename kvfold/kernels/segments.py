@@ -28,7 +28,7 @@ def attend_to_segments(
     batch, query_heads, queries, size = query.shape
     segments = len(stored.keys.alive)
     groups = query_heads * batch // segments
-    grouped = (query * scale).view(segments, groups, queries, size)
+    grouped = (query * scale).reshape(segments, groups, queries, size)
     out = query.new_empty(segments, groups, queries, stored.values.tail.shape[-1])
     for i in range(segments):
         keys, values = stored.keys.pieces(i), stored.values.pieces(i)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D2O's merging: an evicted entry joins the kept entry that it resembles most."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.compensate.eviction import Eviction
+
+On = Literal["keys", "values"]
+Weights = Literal["softmax", "average", "official"]
+Decide = Literal["head", "head_mean"]
+
+TILE_BYTES = 64 * 2**20  # the most that similarities, or evicted entries, take at a time
+
+
+def merge_similar(
+    eviction: Eviction,
+    *,
+    beta: float = 0.7,
+    on: On = "keys",
+    weights: Weights = "softmax",
+    decide: Decide = "head",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Kept keys `[B, H, K, D]` and values `[B, H, K, Dv]` after merging, thresholds `[B, H]`.
+
+    1. u is the cosine (of keys, or of values as `on` says) of each evicted entry and the kept entry
+       nearest to it.
+    2. A head's threshold is the mean u of its first eviction, and later moves by `beta` towards
+       the mean u of each eviction. NaN stands for a head that has not evicted yet.
+    3. Evicted entries whose u reaches the moved threshold are merged into the nearest kept entry,
+       keys and values with the same weights; all others are lost.
+
+    `weights`: "softmax" is equation 12, e for the kept entry and exp(u) for each evicted one,
+    divided by their sum; "average" weighs all the same; "official" weighs 1 and u but divides by
+    their number, so that merged entries shrink. `decide="head_mean"` compares the mean u of all
+    heads' i-th evicted entries with one threshold, as the released code does.
+    Source: D2O (arXiv 2406.13035), section 4.2.2, equations 9 to 12; AIoT-MLSys-Lab/d2o.
+    """
+    keys, values = taken(eviction.keys, eviction.slots), taken(eviction.values, eviction.slots)
+    evicted = evicted_slots(eviction)
+    if not evicted.shape[-1] or not eviction.slots.shape[-1]:
+        return keys, values, eviction.state
+    stored, kept = (eviction.keys, keys) if on == "keys" else (eviction.values, values)
+    real = eviction.slots >= 0
+    similarity, nearest = _nearest(stored, evicted, kept, real)
+    candidates = (evicted >= 0) & real.any(-1, keepdim=True)
+    judged, counted = similarity, candidates
+    if decide == "head_mean":
+        judged = _head_mean(similarity, candidates)
+        counted = candidates.any(1, keepdim=True).expand_as(candidates)
+    threshold = _threshold(judged, counted, eviction.state, beta)
+    merge = _Merge(
+        evicted, nearest, candidates & (judged >= threshold[..., None]), similarity, weights
+    )
+    return merge.into(keys, eviction.keys), merge.into(values, eviction.values), threshold
+
+
+def taken(entries: Tensor, slots: Tensor) -> Tensor:
+    """`entries [B, H, T, D]` in `slots [B, H, K]`, a copy; a hole holds whatever lies first."""
+    return entries.gather(2, _wide(slots.clamp(min=0), entries))
+
+
+def evicted_slots(eviction: Eviction) -> Tensor:
+    """Slots `[B, H, E]` of the real entries that go, ascending; −1 on the left where fewer go."""
+    slots, positions = eviction.slots, eviction.positions
+    stored = positions.shape[-1]
+    # Holes write into one more column, which is cut off.
+    gone = F.pad(positions >= 0, (0, 1)).scatter(2, slots.where(slots >= 0, stored), False)
+    gone = gone[..., :stored].byte()
+    counts = gone.sum(-1, keepdim=True)
+    most = int(counts.max()) if stored else 0
+    if most == 1:
+        return gone.argmax(-1, keepdim=True).masked_fill(counts == 0, -1)
+    order = gone.argsort(dim=-1, stable=True)[..., stored - most :]
+    surplus = torch.arange(most, device=slots.device) < most - counts
+    return order.masked_fill(surplus, -1)
+
+
+def _wide(slots: Tensor, entries: Tensor) -> Tensor:
+    return slots[..., None].expand(-1, -1, -1, entries.shape[-1])
+
+
+def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Highest cosine of each evicted entry and the first kept one that has it, `[B, H, E]` both."""
+    others = F.normalize(kept.float(), dim=-1).transpose(-1, -2)
+    best = []
+    for part in evicted.split(_per_tile(real.numel()), -1):
+        cosines = F.normalize(taken(stored, part).float(), dim=-1) @ others
+        best.append(cosines.masked_fill_(~real[:, :, None], -torch.inf).max(-1))
+    similarity, nearest = zip(*best, strict=True)
+    # Rounding must not lift an evicted entry above the kept one's similarity to itself.
+    return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
+
+
+def _per_tile(numbers: int) -> int:
+    """Evicted entries per tile, when each of them takes that many float32 numbers."""
+    return max(1, TILE_BYTES // (4 * max(1, numbers)))
+
+
+def _head_mean(similarity: Tensor, candidates: Tensor) -> Tensor:
+    total = similarity.double().masked_fill(~candidates, 0.0).sum(1, keepdim=True)
+    mean = total / candidates.sum(1, keepdim=True)
+    return mean.float().expand_as(similarity)
+
+
+def _threshold(judged: Tensor, counted: Tensor, before: Tensor | None, beta: float) -> Tensor:
+    """Equation 10, `[B, H]` float32; as it was, or NaN, where nothing is evicted."""
+    counts = counted.sum(-1)
+    # In float64, so that the mean of equal similarities is that similarity, which reaches it.
+    mean = judged.double().masked_fill(~counted, 0.0).sum(-1) / counts
+    old = mean if before is None else torch.where(before.isnan(), mean, before.double())
+    return torch.where(counts > 0, beta * mean + (1 - beta) * old, old).float()
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Evicted slots, the kept entry nearest to each, whether it is merged; all `[B, H, E]`."""
+
+    evicted: Tensor
+    nearest: Tensor
+    merged: Tensor
+    similarity: Tensor
+    weights: Weights
+
+    def into(self, kept: Tensor, stored: Tensor) -> Tensor:
+        """`kept [B, H, K, D]` with the merged entries of `stored [B, H, T, D]` added."""
+        if self.evicted.shape[-1] > 1:
+            places = self.nearest.where(self.merged, kept.shape[2])
+            return self._added(kept, stored, places)
+        # The one entry that leaves while decoding changes one kept entry at most.
+        chosen = taken(kept, self.nearest)
+        changed = self._added(chosen, stored, torch.where(self.merged, 0, 1))
+        return kept.scatter(2, _wide(self.nearest, kept), changed)
+
+    def _added(self, kept: Tensor, stored: Tensor, places: Tensor) -> Tensor:
+        """Weighted sums; `places [B, H, E]` past the last kept entry are thrown away."""
+        batch, heads, size, width = kept.shape
+        exact = torch.promote_types(kept.dtype, torch.float32)
+        own, each, counted = self._weights()
+        sums = F.pad(own * kept.to(exact), (0, 0, 0, 1))
+        step = _per_tile(batch * heads * width)
+        tiles = (t.split(step, -1) for t in (self.evicted, places, each))
+        for part, place, weight in zip(*tiles, strict=True):
+            entries = taken(stored, part).to(exact) * weight[..., None]
+            sums.scatter_add_(2, _wide(place, kept), entries)
+        total = kept.new_full((batch, heads, size + 1), own, dtype=torch.float64)
+        total = total.scatter_add(2, places, counted.double()).to(exact)
+        touched = torch.zeros_like(total, dtype=torch.bool).scatter(2, places, True)
+        blended = (sums / total[..., None])[:, :, :size].to(kept.dtype)
+        return torch.where(touched[..., :size, None], blended, kept)
+
+    def _weights(self) -> tuple[float, Tensor, Tensor]:
+        """Of the kept entry and of each evicted one, and what the latter add to the divisor."""
+        equal = torch.ones_like(self.similarity)
+        if self.weights == "softmax":
+            return math.e, self.similarity.exp(), self.similarity.exp()
+        return 1.0, equal if self.weights == "average" else self.similarity, equal

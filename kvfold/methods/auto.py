@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvfold.allocate.tolerance import fewest_within
+from kvfold.errors import KvfoldError
+from kvfold.method import Measured, Method, Stages, register
+from kvfold.observation import Needs, Observation
+from kvfold.score.output import change_alone, relative_change
+from kvfold.select.forced import Forced
+
+
+@register("auto", paper="")
+@dataclass(frozen=True)
+class Auto(Method):
+    """No budget: the fewest entries that keep each layer's attention output within a tolerance.
+
+    1. The last `window` queries stand for those to come. Leaving out an entry of weight a and value
+       v moves their output o by about a·‖v − o‖; entries of all heads are ranked by that.
+    2. By bisection, the lowest go as long as the layer's output for these queries, computed without
+       them, differs by at most `tolerance` of its norm. This is the predicted error.
+    3. Heads keep what of the ranking is theirs; first tokens and the window always stay.
+
+    `measure` holds out as many older queries, of which the choice knows nothing, and reports the
+    error that they meet. kvfold's own method; docs/auto.md says how well both agree.
+    """
+
+    takes_budget: ClassVar[bool] = False
+    tolerance: float = 0.05
+    window: int = 32
+    sinks: int = 4
+    measure: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tolerance > 0:
+            raise KvfoldError(f"auto:tolerance is a positive part, not {self.tolerance}")
+        if self.window < 1 or self.sinks < 0:
+            raise KvfoldError("auto:window is 1 or more, auto:sinks 0 or more")
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(window=self.window * (2 if self.measure else 1)),
+            score=partial(change_alone, window=self.window),
+            allocate=Measured(
+                partial(
+                    fewest_within, tolerance=self.tolerance, window=self.window, sinks=self.sinks
+                ),
+                error=self._errors,
+            ),
+            forced=Forced(sinks=self.sinks, recent=self.window),
+        )
+
+    def _errors(self, seen: Observation, kept: Tensor) -> Tensor:
+        """Predicted and, if asked for, measured error `[B, 1 or 2]`."""
+        newest = relative_change(seen, kept, slice(-self.window, None))
+        if not self.measure:
+            return newest[:, None]
+        older = relative_change(seen, kept, slice(None, -self.window))
+        return torch.stack([newest, older], -1)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+
+from kvfold.allocate.uniform import uniform
+from kvfold.compensate.spread import spread_values
+from kvfold.errors import KvfoldError
+from kvfold.method import Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.position import recency
+from kvfold.select.forced import Forced
+
+
+@register("cam", paper="")
+@dataclass(frozen=True)
+class CaM(Method):
+    """Keeps first and recent tokens; the value of one that leaves is spread over those after it.
+
+    Its `targets` next kept tokens receive it, or by chance do not: the more attention it received
+    beside them, the likelier. `deterministic` uses the expectation instead. The `newest` one of
+    the tokens that leave at once is spread, as released; at the end of a prompt, where many leave
+    with the same targets, spreading all of them (0) drowns these. In a composition it brings the
+    spreading alone.
+    Source: Zhang et al., CaM, ICML 2024; zyxxmu/cam `kv_cache_cam.py`.
+    """
+
+    targets: int = 32
+    deterministic: bool = False
+    newest: int = 1
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        for name, least in (("targets", 1), ("newest", 0), ("sinks", 0)):
+            if getattr(self, name) < least:
+                raise KvfoldError(f"cam:{name} is {least} or more, not {getattr(self, name)}")
+
+    def stages(self) -> Stages:
+        spread = self.brings()
+        return Stages(
+            needs=spread.needs,
+            score=recency,
+            allocate=uniform,
+            forced=Forced(sinks=self.sinks),
+            compensate=spread.compensate,
+            decode="hold",
+        )
+
+    def brings(self) -> Stages:
+        return Stages(
+            needs=Needs(column_sums=True),
+            compensate=partial(
+                spread_values,
+                targets=self.targets,
+                deterministic=self.deterministic,
+                newest=self.newest,
+            ),
+        )

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvfold.allocate.density import Norm, Shape, by_density, column_variance
+from kvfold.compensate.similar import Decide, On, merge_similar
+from kvfold.errors import KvfoldError
+from kvfold.method import Across, Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.columns import accumulated_attention
+from kvfold.select.forced import Forced, Share
+
+
+@register(
+    "d2o",
+    paper="arXiv 2406.13035",
+    presets={
+        "official": {
+            "beta": 0.5,
+            "recent": 0.5,
+            "skip_layers": (0, 1, -1),
+            "norm": "official",
+            "merge": "official",
+            "decide": "head_mean",
+        }
+    },
+)
+@dataclass(frozen=True)
+class D2O(Method):
+    """More entries for layers of dense attention; what is evicted joins what it resembles most.
+
+    1. A layer's budget falls with the variance of its column sums (`allocation`, `norm`).
+    2. It keeps the first `sinks` tokens, the newest ones (`recent`, a part of its budget), and
+       those that received most attention.
+    3. An evicted token is merged into the nearest kept one by cosine (`similarity`) where that
+       reaches a threshold per head, a moving average by `beta`; otherwise it is lost.
+
+    `skip_layers`, from the end where negative, stay whole inside the budget. `decode="append"`
+    compresses the prompt only. `d2o_official` holds what the released code does.
+    Source: Wan et al., sections 4 and 5.4 to 5.6; AIoT-MLSys-Lab/d2o.
+    """
+
+    beta: float = 0.7
+    recent: float = 0.25
+    sinks: int = 4
+    allocation: Shape = "softmax"
+    norm: Norm = "across_layers"
+    merge: Literal["softmax", "average", "official", "none"] = "softmax"
+    similarity: On = "keys"
+    decide: Decide = "head"
+    skip_layers: tuple[int, ...] = ()
+    decode: Literal["hold", "append"] = "hold"
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "recent"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise KvfoldError(f"d2o:{name} is a part, 0 to 1, not {getattr(self, name)}")
+        if self.sinks < 0:
+            raise KvfoldError(f"d2o:sinks is 0 or more, not {self.sinks}")
+
+    def stages(self) -> Stages:
+        skip, on, decide = self.skip_layers, self.similarity, self.decide
+        share = partial(by_density, norm=self.norm, shape=self.allocation, skip_layers=skip)
+        merge = None
+        if self.merge != "none":
+            merge = partial(merge_similar, beta=self.beta, on=on, weights=self.merge, decide=decide)
+        return Stages(
+            needs=Needs(column_sums=True),
+            score=partial(accumulated_attention, per_visible_query=False),
+            allocate=Across(column_variance, share),
+            forced=Forced(sinks=self.sinks, recent=Share(self.recent)),
+            compensate=merge,
+            decode=self.decode,
+        )

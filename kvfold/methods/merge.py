@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvfold.compensate.similar import merge_similar
+from kvfold.compensate.spread import spread_values
+from kvfold.errors import IllegalComposition
+from kvfold.method import Method, Stages, register
+from kvfold.observation import Needs
+
+
+@register("merge", paper="")
+@dataclass(frozen=True)
+class Merge(Method):
+    """Saves something of the tokens that another method evicts: "h2o + merge:rule=d2o".
+
+    "d2o" merges each into the kept token it resembles most, "cam" spreads the values of all of
+    them over the kept tokens that follow. Both with their papers' values.
+    """
+
+    takes_budget: ClassVar[bool] = False
+    rule: Literal["d2o", "cam"] = "d2o"
+
+    def stages(self) -> Stages:
+        raise IllegalComposition(
+            f"{self} evicts nothing itself: compose it with a method that does, for example "
+            f'"h2o + {self}"'
+        )
+
+    def brings(self) -> Stages:
+        if self.rule == "d2o":
+            return Stages(compensate=merge_similar)
+        return Stages(needs=Needs(column_sums=True), compensate=spread_values)
