@@ -15,23 +15,34 @@ from kvfold.errors import (
 )
 from kvfold.generate import generate
 from kvfold.method import Method, methods, parse
+from kvfold.methods.auto import Auto
+from kvfold.methods.cam import CaM
+from kvfold.methods.d2o import D2O
 from kvfold.methods.full import Full
 from kvfold.methods.h2o import H2O
+from kvfold.methods.kivi import KIVI
 from kvfold.methods.knorm import KNorm
 from kvfold.methods.local_window import LocalWindow
+from kvfold.methods.merge import Merge
+from kvfold.methods.minicache import MiniCache
 from kvfold.methods.pyramidkv import PyramidKV
 from kvfold.methods.random import Random
 from kvfold.methods.snapkv import SnapKV
 from kvfold.methods.streaming_llm import StreamingLLM
+from kvfold.methods.think import ThinK
 from kvfold.methods.tova import TOVA
 from kvfold.stats import Stats
 
 __version__ = "0.1.0"
 __all__ = [
+    "D2O",
     "H2O",
+    "KIVI",
     "TOVA",
+    "Auto",
     "Budget",
     "BudgetError",
+    "CaM",
     "CompressedCache",
     "Context",
     "ContextFileError",
@@ -40,12 +51,15 @@ __all__ = [
     "KNorm",
     "KvfoldError",
     "LocalWindow",
+    "Merge",
     "Method",
+    "MiniCache",
     "PyramidKV",
     "Random",
     "SnapKV",
     "Stats",
     "StreamingLLM",
+    "ThinK",
     "UnsupportedModel",
     "bundled_model",
     "compress",

@@ -21,6 +21,7 @@ from kvfold.method import Method, parse
 from kvfold.observation import Rebuilding
 from kvfold.owner import Owner
 from kvfold.stats import Stats
+from kvfold.store.segments import SegmentStore
 from kvfold.turn import Plan, Turn
 
 
@@ -215,6 +216,30 @@ class CompressedCache(compat.Cache):
             )
         self._generating = value
 
+    # --- rows -------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a copy of row `beam_idx[i]`."""
+        super().reorder_cache(beam_idx.long())  # type: ignore[arg-type]
+        self._join_pairs()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        super().batch_repeat_interleave(repeats)
+        self._join_pairs()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows in `indices`."""
+        super().batch_select_indices(indices)
+        self._join_pairs()
+
+    def _join_pairs(self) -> None:
+        """Paired layers copy what they share one after the other: here they share it again."""
+        stores = [layer.store for layer in self.compressed_layers]
+        paired = [s for s in stores if isinstance(s, SegmentStore) and s.encode.pairs]
+        for first, second in zip(paired[::2], paired[1::2], strict=True):
+            second.share_with(first)
+
     # --- what is stored ---------------------------------------------------------------------
 
     def positions(self, layer: int) -> list[list[Tensor]]:
@@ -233,11 +258,12 @@ class CompressedCache(compat.Cache):
         own = self.compressed_layers
         started = [layer for layer in own if layer.store is not None]
         kept, parts, state, full, over = [], [0, 0, 0], 0, 0, False
+        counted: set[int] = set()
         for layer in started:
             store = layer.store
             assert store is not None
             kept.append((layer.columns() >= 0).sum(-1).tolist())
-            parts = [a + b for a, b in zip(parts, store.nbytes(), strict=True)]
+            parts = [a + b for a, b in zip(parts, store.nbytes(counted), strict=True)]
             state += layer.state_bytes()
             entry = (store.keys.shape[-1] + store.values.shape[-1]) * store.keys.element_size()
             full += store.keys.shape[0] * store.keys.shape[1] * layer.seen * entry

@@ -134,6 +134,9 @@ class Composition(Method):
         owner: dict[str, Method] = {}
         for part in self.parts:
             for name, value in _set_stages(part.brings()).items():
+                if name == "needs":
+                    merged = dataclasses.replace(merged, needs=merged.needs.joined(value))
+                    continue
                 if name in owner:
                     raise IllegalComposition(
                         f"{owner[name]} and {part} both bring the {name} stage: choose one of them"

@@ -32,6 +32,15 @@ class Needs:
     column_squares: bool = False  # the same, squared before it is summed
     rebuilding: Rebuilding | None = None  # most attention received while the text is repeated
 
+    def joined(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(
+            max(self.window, other.window),
+            self.column_sums or other.column_sums,
+            self.column_squares or other.column_squares,
+            self.rebuilding or other.rebuilding,
+        )
+
 
 @dataclass(frozen=True)
 class Observation:

@@ -19,6 +19,9 @@ def _spec(name: str) -> str:
     options = {field.name: getattr(preset(name), field.name) for field in fields(preset(name))}
     small = ["window=8"] if "window" in options else []
     small += ["skip_layers=none"] if options.get("skip_layers") else []
+    small += ["group=8", "residual=8"] if name.startswith("kivi") else []
+    small += ["queries=8", "recent=8"] if name.startswith("think") else []
+    small += ["block=8"] if name.startswith("minicache") else []
     return ":".join(filter(None, (name, ",".join(small))))
 
 
@@ -64,6 +67,8 @@ def is_uniform(spec: str) -> bool:
 METHODS = [_spec(name) for name in kvfold.methods() if _stands_alone(name)]
 COMPRESSING = [spec for spec in METHODS if kvfold.parse(spec).takes_budget]
 EVICTING = [spec for spec in COMPRESSING if not merges(spec)]
+# With a budget that everything fits into, these are the full cache.
+SPARING = ["full", *COMPRESSING]
 HOLDING = [spec for spec in COMPRESSING if holds(spec)]
 APPENDING = [spec for spec in COMPRESSING if not holds(spec)]
 UNIFORM = [spec for spec in COMPRESSING if is_uniform(spec)]

@@ -211,9 +211,9 @@ def test_a_composition_brings_all_stages_of_its_parts():
     [
         ("knorm + random", "score"),
         ("snapkv + knorm", "score"),
-        ("snapkv + snapkv", "needs"),
-        ("snapkv + pyramidkv:window=4", "needs"),
-        ("full + h2o + tova", "needs"),
+        ("snapkv + snapkv", "score"),
+        ("snapkv + pyramidkv:window=4", "score"),
+        ("full + h2o + tova", "score"),
     ],
 )
 def test_two_methods_cannot_bring_the_same_stage(spec, stage):

@@ -64,7 +64,7 @@ def assert_holds(store, lists):
     keys, values = entries(numbers.long().view(store.positions.shape))
     assert torch.equal(store.keys[real], keys[real])
     assert torch.equal(store.values[real], values[real])
-    assert sum(store.nbytes()) == real_bytes(store)
+    assert sum(store.nbytes(set())) == real_bytes(store)
 
 
 def real_bytes(store):
@@ -178,20 +178,20 @@ def test_positions_are_held_only_once_something_was_evicted():
     store, _ = filled(10)
     assert store.stored_positions is None
     assert store.positions.tolist() == [[list(range(10))] * 2] * 2
-    assert store.nbytes()[1] == 0
+    assert store.nbytes(set())[1] == 0
     store.keep(torch.tensor([2, 5, 9]).expand(2, 2, 3))
     assert store.stored_positions.tolist() == [[[2, 5, 9]] * 2] * 2
-    assert store.nbytes()[1] == 2 * 2 * 3 * 4
+    assert store.nbytes(set())[1] == 2 * 2 * 3 * 4
 
 
 def test_bytes_are_those_of_the_entries_and_the_slack():
     store, _ = filled(100)
     entry = 2 * 4 + 3 * 8  # two float32 of a key, three float64 of a value
-    assert store.nbytes() == (2 * 2 * 100 * entry, 0, 2 * 2 * 64 * entry)
+    assert store.nbytes(set()) == (2 * 2 * 100 * entry, 0, 2 * 2 * 64 * entry)
     store.keep(torch.arange(7).expand(2, 2, 7))
-    assert store.nbytes() == (2 * 2 * 7 * entry, 2 * 2 * 7 * 4, 2 * 2 * 64 * (entry + 4))
+    assert store.nbytes(set()) == (2 * 2 * 7 * entry, 2 * 2 * 7 * 4, 2 * 2 * 64 * (entry + 4))
     store.crop(3)
-    assert store.nbytes() == (2 * 2 * 4 * entry, 2 * 2 * 4 * 4, 2 * 2 * 67 * (entry + 4))
+    assert store.nbytes(set()) == (2 * 2 * 4 * entry, 2 * 2 * 4 * 4, 2 * 2 * 67 * (entry + 4))
 
 
 def test_eviction_gives_memory_back():

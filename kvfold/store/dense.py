@@ -92,8 +92,8 @@ class DenseStore:
         for part in self._parts():
             part.index(rows)
 
-    def nbytes(self) -> tuple[int, int, int]:
-        """Bytes of keys and values, of positions, and of slack."""
+    def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
+        """Bytes of keys and values, of positions, and of slack; `counted` is left as it is."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
         where = (0, 0) if self._positions is None else self._positions.nbytes()
         return keys[0] + values[0], where[0], keys[1] + values[1] + where[1]

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -34,23 +36,28 @@ class Encoded(Protocol):
 
 @dataclass(frozen=True)
 class Flat:
-    """Entries as they came: `rows [sum of lengths, D]`."""
+    """Entries as they came: `rows [sum of lengths, …]`."""
 
     rows: Tensor
     lengths: list[int]
 
     @classmethod
     def of(cls, segments: list[Tensor]) -> Flat:
-        """From each segment's entries `[n, D]`."""
+        """From each segment's entries `[n, …]`, which are copied."""
         return cls(torch.cat(segments), [len(segment) for segment in segments])
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.lengths))
+
     def segment(self, i: int) -> Tensor:
-        start = sum(self.lengths[:i])
-        return self.rows[start : start + self.lengths[i]]
+        end = self._ends[i]
+        return self.rows[end - self.lengths[i] : end]
 
     def extended(self, new: Flat) -> Flat:
-        both = range(len(self.lengths))
-        return Flat.of([torch.cat([self.segment(i), new.segment(i)]) for i in both])
+        mine, theirs = self.rows.split(self.lengths), new.rows.split(new.lengths)
+        rows = torch.cat([part for both in zip(mine, theirs, strict=True) for part in both])
+        return Flat(rows, [a + b for a, b in zip(self.lengths, new.lengths, strict=True)])
 
     def select(self, segments: list[int]) -> Flat:
         return Flat.of([self.segment(i) for i in segments])
@@ -93,6 +100,6 @@ class Encode:
         """Each segment's values `[n, Dv]`."""
         return Flat.of(segments)
 
-    def pair(self, first: list[Tensor], second: list[Tensor]) -> tuple[Encoded, Encoded]:
+    def pair(self, first: list[Tensor], second: list[Tensor]) -> tuple[Any, Any]:
         """The same segments of two layers `[n, D]`, encoded together."""
         raise NotImplementedError

@@ -90,13 +90,18 @@ class Part:
             rows.append(seen.pieces(i)[-1][: count(entries, entries - alive) - (entries - alive)])
         return rows
 
-    def accept(self, encoded: Encoded) -> None:
+    def accept(self, new: Encoded) -> None:
         """Takes over what was due, encoded."""
-        pairs = zip(self.alive, encoded.lengths, strict=True)
-        self.alive = [count - gone for count, gone in pairs]
+        self.become(new if self.encoded is None else self.encoded.extended(new))
+
+    def become(self, encoded: Encoded) -> None:
+        """Takes over all that is encoded now: what was before, and what was due."""
+        seen = self.view()
+        lengths = zip(range(len(self.alive)), encoded.lengths, strict=True)
+        self.alive = [seen.length(i) - length for i, length in lengths]
         rows = self.tail.rows
         self.tail = Growing(rows[:, :, rows.shape[2] - max(self.alive) :], ROOM)
-        self.encoded = encoded if self.encoded is None else self.encoded.extended(encoded)
+        self.encoded = encoded
 
     def index(self, rows: Callable[[Tensor], Tensor], segments: list[int]) -> None:
         """Applies `rows`, a copying selection along the batch axis, that picks `segments`."""

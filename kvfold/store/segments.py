@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvfold.observation import Observation
 from kvfold.store.encoded import Encode
+from kvfold.store.paired import Paired, extend_pair
 from kvfold.store.part import Part, PartView
 
 # While decoding, values are encoded in lots: each lot copies what is encoded once.
@@ -147,10 +148,19 @@ class SegmentStore:
         mine, theirs = self.due(decoding), second.due(decoding)
         parts = ((self._keys, second._keys), (self._values, second._values))
         for (own, other), rows, others in zip(parts, mine, theirs, strict=True):
-            if own.encoded is None or any(map(len, rows)):
-                first_encoded, second_encoded = self.encode.pair(rows, others)
-                own.accept(first_encoded)
-                other.accept(second_encoded)
+            if own.encoded is not None and not any(map(len, rows)):
+                continue
+            both = self.encode.pair(rows, others)
+            if isinstance(own.encoded, Paired) and isinstance(other.encoded, Paired):
+                both = extend_pair(own.encoded, other.encoded, *both)
+            own.become(both[0])
+            other.become(both[1])
+
+    def share_with(self, first: SegmentStore) -> None:
+        """Makes this second layer of a pair share memory with the first again, after a copy."""
+        for own, other in ((self._keys, first._keys), (self._values, first._values)):
+            assert isinstance(own.encoded, Paired) and isinstance(other.encoded, Paired)
+            own.encoded = replace(own.encoded, shared=other.encoded.shared)
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
         """Puts `keys` and `values` `[B, H, T, D]`, filled up on the left, in the tail's place."""
@@ -175,19 +185,21 @@ class SegmentStore:
         self._counts = [self._counts[i] for i in segments]
         self.rows = len(order)
 
-    def nbytes(self) -> tuple[int, int, int]:
-        """Bytes of keys and values, of positions, and of slack."""
+    def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
+        """Bytes of keys and values, of positions, of slack; tensors in `counted` were counted."""
         stored = slack = 0
         for part in (self._keys, self._values):
             used, room = part.tail.nbytes()
             entry = part.tail.rows.shape[-1] * part.tail.rows.element_size()
             alive = sum(part.alive) * entry
             stored, slack = stored + alive, slack + room + used - alive
-        stored += sum(t.numel() * t.element_size() for t in self.encoded_tensors())
+        for tensor in self._encoded_tensors():
+            if tensor.data_ptr() not in counted:
+                stored += tensor.numel() * tensor.element_size()
+                counted.add(tensor.data_ptr())
         positions = 0 if self._columns is None else 4 * self._columns.numel()
         return stored, positions, slack
 
-    def encoded_tensors(self) -> list[Tensor]:
-        """The tensors that hold what is encoded."""
+    def _encoded_tensors(self) -> list[Tensor]:
         parts = (self._keys.encoded, self._values.encoded)
         return [tensor for part in parts if part is not None for tensor in part.tensors()]

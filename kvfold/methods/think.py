@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvfold.method import Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.store.pruned import Pruning
+
+
+@register("think", paper="arXiv 2407.21018")
+@dataclass(frozen=True)
+class ThinK(Method):
+    """Drops the key channels that the prompt's last queries use least; values stay whole.
+
+    1. A channel's score is the mean q² of the last `queries` queries times the mean k² of all keys.
+    2. Each KV head loses `ratio` of its channels, for good.
+    3. The `recent` newest keys and generated ones stay whole.
+
+    Only the keys shrink, so a whole entry loses `ratio` / 2. The authors' code repeats keys to all
+    query heads and prunes each; here the queries of a group are averaged for its one KV head.
+    Source: Xu et al., section 3; SalesforceAIResearch/ThinK `kv_pruning_utils.py`.
+    """
+
+    ratio: float = 0.4
+    recent: int = 32
+    queries: int = 32
+    takes_budget: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._pruning()
+
+    def stages(self) -> Stages:
+        return Stages(needs=Needs(window=self.queries), encode=self._pruning())
+
+    def _pruning(self) -> Pruning:
+        return Pruning(ratio=self.ratio, recent=self.recent, queries=self.queries)
