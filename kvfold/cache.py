@@ -101,6 +101,12 @@ class CompressedCache(compat.Cache):
             return None
         return self.method.stages().needs.rebuilding
 
+    @property
+    def runs_own_forwards(self) -> bool:
+        """Whether the first prompt, still to be read, takes more than the model's own forward."""
+        pruned = self.method.stages().funnel is not None and self.get_seq_length() == 0
+        return pruned or self.rebuilding is not None
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfold import compat
 from kvfold.cache import CompressedCache
+from kvfold.drive import drive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.rebuild import rebuild
 
@@ -55,7 +56,7 @@ def generate(
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
     settings = _settings(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-    if cache.rebuilding is not None:
+    if cache.runs_own_forwards:
         stop = total - 1
     elif _must_read_first(model, cache, total, _new_tokens(settings, total)):
         stop, chunk = total - 1, total
@@ -104,6 +105,11 @@ def read_turn(
     A method that repeats the text does so at the end of `input_ids`, and ends the turn there.
     """
     seen, stop = cache.get_seq_length(), input_ids.shape[1]
+    if cache.method.stages().funnel is not None and seen == 0:
+        if chunk < stop:
+            raise KvfoldError(f"{cache.method} reads a prompt in one piece: leave out the chunk")
+        drive(model, cache, input_ids, None if mask is None else mask[:, :stop])
+        return
     if cache.rebuilding is None:
         with cache.reading(until=until):
             _read(model, input_ids, cache, mask, seen, stop, chunk)

@@ -174,6 +174,10 @@ class CompressedLayer(CacheLayerMixin):
         """Called when the layer's attention is done: observes, and compresses when it is time."""
         if attended.maxima is not None:
             self._add_maxima(attended.maxima)
+        if self.turn.driving:
+            columns = torch.arange(self.seen, device=attended.query.device)
+            self.turn.watched = self._observe(attended, columns.repeat(len(attended.query), 1))
+            return
         if self.turn.frozen:
             return
         if attended.sums is not None:
@@ -190,6 +194,16 @@ class CompressedLayer(CacheLayerMixin):
             self._size_and_compress(self._observation(attended))
         elif isinstance(self.store, SegmentStore):
             self.turn.encode(self, decoding=True)
+
+    def adopt(self, columns: Tensor, valid: Tensor) -> None:
+        """Takes what was just stored for `columns [B, T]` of a prompt in which `valid [B, N]`."""
+        store = self.stored()
+        assert isinstance(store, DenseStore)
+        self.logical = Logical(valid.shape[1], None if bool(valid.all()) else valid)
+        self.turns += 1
+        if columns.shape[1] < valid.shape[1]:
+            store.place(columns)
+            self.evicted_at = self.seen
 
     def end_turn(self) -> None:
         """Compresses after a `reading()` block, from what was remembered of it."""
@@ -289,8 +303,9 @@ class CompressedLayer(CacheLayerMixin):
         stages = self.plan.stages
         self.turns += 1
         self.last_queries.forget()
-        if stages.needs.rebuilding and self.rebuilding is None:
-            self._check_rebuilt()
+        own_forwards = stages.funnel or (stages.needs.rebuilding and self.rebuilding is None)
+        if own_forwards:
+            self._check_started()
         elif stages.decode == "once":
             self.late = True
         elif isinstance(stages.allocate, Across):
@@ -308,12 +323,12 @@ class CompressedLayer(CacheLayerMixin):
         prefix = places < self.protected().view(-1, 1, 1)
         return dataclasses.replace(seen, rebuilding=scores.masked_fill(prefix, -torch.inf))
 
-    def _check_rebuilt(self) -> None:
-        """Raises KvfoldError where the text was not repeated; later turns stay as they came."""
+    def _check_started(self) -> None:
+        """Raises KvfoldError for a first turn without the method's own; later ones come on top."""
         if self.turns == 1:
             raise KvfoldError(
-                "this method repeats the text in forwards of its own before it compresses: use "
-                "kvfold.compress, or kvfold.generate with a cache that was given tokenizer="
+                "this method runs forwards of its own over a first prompt: use kvfold.compress or "
+                "kvfold.generate, with a cache that was given tokenizer= where it needs one"
             )
 
     def _size_and_compress(self, seen: Observation) -> None:

@@ -21,6 +21,8 @@ from kvfold.store.encoded import Encode
 
 # Observation → scores [B, H, T], higher = keep
 Score = Callable[[Observation], Tensor]
+# Observation of a layer's attention to every token → slots [B, K] of those the next layer computes
+Funnel = Callable[[Observation], Tensor]
 # (total entries over all layers, tokens seen, layers) → entries per layer
 Schedule = Callable[[int, int, int], list[int]]
 # (scores [B, H, T] with −inf for what is no candidate, entries per head [B]) → [B, H]
@@ -61,7 +63,7 @@ class Stages:
     `decode` "hold" runs the same stages after every generated token and keeps the size reached at
     the end of the prefill; "once" compresses at the first generated token instead of the prefill's
     end; "append" lets generated tokens come on top. `positions` "reindex" lets the sinks move up to
-    the recent tokens, as StreamingLLM does.
+    the recent tokens, as StreamingLLM does. `funnel` prunes tokens between the layers of a forward.
     """
 
     needs: Needs = field(default_factory=Needs)
@@ -73,6 +75,7 @@ class Stages:
     encode: Encode | None = None
     decode: Literal["append", "hold", "once"] = "append"
     positions: Literal["original", "reindex"] = "original"
+    funnel: Funnel | None = None
 
     def __post_init__(self) -> None:
         if self.decode != "append" and self.encode is not None:

@@ -36,7 +36,8 @@ class Turn:
     `until` is the number of tokens at which a turn that is read piece by piece ends. `repeating`
     is set while the text is repeated to a rebuilding method; `prefix [B]` are each row's first
     tokens, kept beside the budget. `gathered` are layers that wait for the others' statistics,
-    `partner` one that waits for the other of its pair.
+    `partner` one that waits for the other of its pair. While `driving`, layers run one by one on
+    fewer and fewer tokens, and `watched` is what the last of them saw.
     """
 
     reading: bool = False
@@ -46,6 +47,8 @@ class Turn:
     prefix: Tensor | None = None
     gathered: list[tuple[CompressedLayer, Observation]] = field(default_factory=list)
     partner: CompressedLayer | None = None
+    driving: bool = False
+    watched: Observation | None = None
 
     def ends(self, seen: int, new: int) -> bool:
         """Whether a forward of `new` tokens that reached `seen` completes a turn."""
@@ -90,7 +93,8 @@ class Turn:
         """As before the first turn."""
         self.reading = self.frozen = False
         self.until = 0
-        self.repeating = self.prefix = self.partner = None
+        self.repeating = self.prefix = self.partner = self.watched = None
+        self.driving = False
         self.gathered = []
 
 

@@ -22,6 +22,7 @@ def _spec(name: str) -> str:
     small += ["group=8", "residual=8"] if name.startswith("kivi") else []
     small += ["queries=8", "recent=8"] if name.startswith("think") else []
     small += ["block=8"] if name.startswith("minicache") else []
+    small += ["least=0.5", "least_context=8"] if name.startswith("pyramidinfer") else []
     return ":".join(filter(None, (name, ",".join(small))))
 
 
@@ -64,7 +65,14 @@ def is_uniform(spec: str) -> bool:
     return stages.allocate is uniform and stages.heads is None
 
 
-METHODS = [_spec(name) for name in kvfold.methods() if _stands_alone(name)]
+def needs_driver(spec: str) -> bool:
+    """Whether a bare forward is refused, because the method runs forwards of its own."""
+    stages = kvfold.parse(spec).stages()
+    return stages.needs.rebuilding is not None or stages.funnel is not None
+
+
+NAMED = [_spec(name) for name in kvfold.methods() if _stands_alone(name)]
+METHODS = [spec for spec in NAMED if not needs_driver(spec)]
 COMPRESSING = [spec for spec in METHODS if kvfold.parse(spec).takes_budget]
 EVICTING = [spec for spec in COMPRESSING if not merges(spec)]
 # With a budget that everything fits into, these are the full cache.

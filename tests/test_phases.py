@@ -291,7 +291,8 @@ def test_later_turns_are_compressed_again(model, spec):
         per_head = [sum(layer[0][head] for layer in cache.stats().kept) for head in range(2)]
         generated = 0 if spec in HOLDING else 4 * 7
         if spec not in OVERSPENDING:
-            assert per_head == [expected + generated] * 2
+            assert sum(per_head) == 2 * (expected + generated)
+            assert spec.startswith("adakv") or per_head[0] == per_head[1]
         else:
             assert all(total >= expected + generated for total in per_head)
 
@@ -629,8 +630,9 @@ def test_the_budget_is_spent_exactly(model, spec, budget, share):
     cache = start(model, spec, PADDED, budget=budget).cache
     for row, length in enumerate(PADDED):
         expected = 4 * (math.floor(share * length) if share else min(budget, length))
-        for head in range(2):
-            assert sum(layer[row][head] for layer in cache.stats().kept) == expected
+        spent = [sum(layer[row][head] for layer in cache.stats().kept) for head in range(2)]
+        assert sum(spent) == 2 * expected
+        assert spec.startswith("adakv") or spent[0] == spent[1]
             assert all(
                 len(positions(cache)[layer][row][head]) == cache.stats().kept[layer][row][head]
                 for layer in range(4)

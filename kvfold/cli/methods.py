@@ -29,15 +29,25 @@ def command() -> None:
     shown = table(None, "name", "stages", "paper", "defaults")
     for name in kvfold.methods():
         method = preset(name)
-        shown.add_row(name, in_words(method.stages()), method.paper or "-", defaults(method))
+        shown.add_row(name, _stages(method), method.paper or "-", defaults(method))
     out = console()
     out.print(shown)
     out.print('Options go after a colon: --method "snapkv:window=16,kernel=5".')
 
 
+def _stages(method: Method) -> str:
+    """What a method does, or what it adds to others where it cannot stand alone."""
+    from kvfold import IllegalComposition
+
+    try:
+        return in_words(method.stages())
+    except IllegalComposition:
+        return f"adds to another method: {in_words(method.brings())}"
+
+
 def in_words(stages: Stages) -> str:
     """The stages of a method, as a short sentence."""
-    parts = ["keeps every entry"]
+    parts = []
     if stages.score is not None:
         parts = [f"observes {_observed(stages)}", _sizes(stages)]
         forced = _forced(stages)
@@ -47,7 +57,8 @@ def in_words(stages: Stages) -> str:
     if stages.score is not None:
         parts.append(DECODE[stages.decode])
     parts += ["kept tokens re-indexed"] if stages.positions == "reindex" else []
-    return ", ".join(parts)
+    parts += ["prunes tokens between layers"] if stages.funnel else []
+    return ", ".join(parts) or "keeps every entry"
 
 
 def defaults(method: Method) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 BLOCK = 128
 # Another slice costs about as much as this many columns of a block.
 GAP = 256
+# With fewer queries than this, a mask is applied sooner than it is looked at.
+FEW = 16
 
 
 def attend_with_column_sums(
@@ -46,25 +48,26 @@ def attend_with_moments(
     blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
     squares = blocks.per_entry()
     sums = _column_sums(blocks, counted, squares)
-    return blocks.out, sums, squares
+    return blocks.out, sums, squares / blocks.groups**2
 
 
 def _column_sums(
     blocks: AttentionBlocks, counted: Tensor | None, squares: Tensor | None = None
 ) -> Tensor:
-    """`[B, H, T]`; runs through the blocks, and adds to `squares [B, H, T]` on the way."""
+    """`[B, H, T]`; runs through the blocks, and adds squared group sums to `squares [B, H, T]`."""
     sums = blocks.per_entry()
     for at, weights in blocks:
         voters = blocks.voters(at, counted).to(weights.dtype)
         sums[at.row, at.head, : at.seen].addmv_(weights.T, voters.repeat(blocks.groups))
         if squares is not None:
-            of_group = weights.view(blocks.groups, -1, at.seen).mean(0)
+            of_group, *others = weights.view(blocks.groups, -1, at.seen)
+            for of_head in others:
+                of_group.add_(of_head)
             squares[at.row, at.head, : at.seen].addmv_(of_group.square_().T, voters)
     return sums / blocks.groups
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Queries `start` to `end − 1` of a row and a KV head, which see its first `seen` entries.
 
     What is hidden from any of them lies in the columns `hidden`.
@@ -113,7 +116,7 @@ class AttentionBlocks:
             sinks = None if self._sinks is None else self._sinks[self._query_heads(at)]
             weights = _softmax(self.logits(at), sinks)
             # A row that sees nothing is NaN throughout: one column tells.
-            if bool(weights[:, 0].isnan().any()):
+            if self._mask is not None and bool(weights[:, 0].isnan().any()):
                 weights.nan_to_num_(0.0)
             attended = weights.to(self._value.dtype) @ self._value[at.row, at.head, : at.seen]
             out[at.row, at.head, :, at.start : at.end] = attended.view(
@@ -130,7 +133,7 @@ class AttentionBlocks:
             for head in range(heads):
                 for at in first:
                     same = head == 0 or alike
-                    yield replace(at, head=head) if same else self._block(row, head, at.start)
+                    yield at._replace(head=head) if same else self._block(row, head, at.start)
 
     def _block(self, row: int, head: int, start: int) -> Block:
         queries, stored = self._query.shape[3], self._key.shape[2]
@@ -140,13 +143,17 @@ class AttentionBlocks:
         if mask is None:
             # A causal block sees the keys up to its own last query.
             seen = stored - queries + end
-            return replace(whole, seen=seen, hidden=[slice(seen - (end - start), seen)])
-        if mask.dtype != torch.bool:
+            return whole._replace(seen=seen, hidden=[slice(seen - (end - start), seen)])
+        if end - start < FEW:
             return whole
         # Most masks hide little and at the ends, and applying them costs more than this look.
-        of_columns = mask.view(torch.uint8)
-        seen = max([part.stop for part in spans(of_columns.amax((0, 1)))], default=1)
-        return replace(whole, seen=seen, hidden=spans(of_columns.amin((0, 1))[:seen] == 0))
+        is_bool = mask.dtype == torch.bool
+        nothing, all_of_it = (0, 1) if is_bool else (-torch.inf, 0)
+        of_rows = mask.view(torch.uint8) if is_bool else mask
+        low, high = of_rows.amin((0, 1)), of_rows.amax((0, 1))
+        seen = max([part.stop for part in spans(high > nothing)], default=1)
+        changed = (low != all_of_it) | (high != all_of_it)
+        return whole._replace(seen=seen, hidden=spans(changed[:seen]))
 
     def _query_heads(self, at: Block) -> slice:
         return slice(at.head * self.groups, (at.head + 1) * self.groups)

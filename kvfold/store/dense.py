@@ -77,6 +77,11 @@ class DenseStore:
         self._keys = Growing.gathered(self.keys, index)
         self._values = Growing.gathered(self.values, index)
 
+    def place(self, columns: Tensor) -> None:
+        """Says where each entry stands: `columns [B, T]`, ascending, −1 for holes on the left."""
+        batch, heads = self.keys.shape[:2]
+        self._positions = Growing(columns.int()[:, None].expand(batch, heads, -1))
+
     def replace(self, keys: Tensor, values: Tensor) -> None:
         """Puts `keys` and `values` `[B, H, T, D]` in the place of those stored."""
         self.keys.copy_(keys)

@@ -106,8 +106,9 @@ class Paired:
         return self._extended(new, self.shared.extended(new.shared))
 
     def select(self, segments: list[int]) -> Paired:
-        """A copy of these segments, in memory of its own: see `select_pair`."""
-        return self._selected(segments, self.shared.select(segments))
+        """A copy of these segments, in memory of its own: the cache lets partners share again."""
+        shared = self.shared.select(segments)
+        return Paired(shared, self.magnitudes.select(segments), self.exact.select(segments))
 
     def tensors(self) -> list[Tensor]:
         shared = (self.shared.rows, self.shared.retained)
@@ -118,9 +119,6 @@ class Paired:
             shared, self.magnitudes.extended(new.magnitudes), self.exact.extended(new.exact)
         )
 
-    def _selected(self, segments: list[int], shared: Directions) -> Paired:
-        return Paired(shared, self.magnitudes.select(segments), self.exact.select(segments))
-
 
 def extend_pair(
     first: Paired, second: Paired, new_first: Paired, new_second: Paired
@@ -128,12 +126,6 @@ def extend_pair(
     """Both layers of a pair, each followed by its new entries; they go on sharing."""
     shared = first.shared.extended(new_first.shared)
     return first._extended(new_first, shared), second._extended(new_second, shared)
-
-
-def select_pair(first: Paired, second: Paired, segments: list[int]) -> tuple[Paired, Paired]:
-    """Copies of these segments of both layers of a pair; they go on sharing."""
-    shared = first.shared.select(segments)
-    return first._selected(segments, shared), second._selected(segments, shared)
 
 
 @dataclass(frozen=True)

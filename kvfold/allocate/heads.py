@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's entries shared among its heads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Rule = Literal["floor", "blend"]
+
+
+def adaptive(
+    scores: Tensor,
+    per_head: Tensor,
+    *,
+    floor: float = 0.2,
+    rule: Rule = "floor",
+    normalize: bool = False,
+) -> Tensor:
+    """Each head's number of entries among its layer's best: int64 `[B, H]`.
+
+    scores `[B, H, T]`, −inf for what is no candidate; `per_head [B]` is the mean over the heads,
+    beside what is forced to stay. `rule="floor"` gives each head `int(per_head·floor)` entries and
+    the rest to the best of all heads; rows add up to `H·per_head` as long as there are so many
+    candidates. `rule="blend"` shares everything out by score and mixes the result with the
+    uniform one, rounding each half to even, so that a row may miss its sum by H/2. `normalize`
+    weighs each head by the part of its scores, taken as not negative, that its own best `per_head`
+    entries hold. Of equal scores the earlier head and then the earlier entry wins.
+
+    Feng et al., algorithm 1 (arXiv 2407.11550); FFY0/AdaKV `monkeypatch/snapkv_utils.py`.
+    """
+    ordered = scores.sort(dim=-1, descending=True, stable=True).values
+    if normalize:
+        ordered = _normalized(ordered, per_head)
+    total = per_head * scores.shape[1]
+    least = (per_head.double() * floor).long()[:, None]
+    if rule == "floor":
+        return _shared_out(ordered, least, total)
+    by_score = _shared_out(ordered, torch.zeros_like(least), total)
+    blended = (by_score.double() * (1 - floor) + least).round().long()
+    return torch.minimum(blended, (ordered > -torch.inf).sum(-1))
+
+
+def _shared_out(ordered: Tensor, least: Tensor, total: Tensor) -> Tensor:
+    """The first `least [B, 1]` of each head and then the best of all heads, `total [B]` in sum."""
+    safe = torch.minimum(least, (ordered > -torch.inf).sum(-1))
+    places = torch.arange(ordered.shape[-1], device=ordered.device)
+    open_ = ordered.masked_fill(places < safe[..., None], -torch.inf).flatten(1)
+    candidates = (open_ > -torch.inf).sum(-1)
+    rest = torch.minimum(total - safe.sum(-1), candidates)
+    order = open_.argsort(dim=-1, descending=True, stable=True)
+    first = torch.arange(open_.shape[-1], device=open_.device) < rest[:, None]
+    won = torch.zeros_like(first).scatter(1, order, first)
+    return safe + won.view_as(ordered).sum(-1)
+
+
+def _normalized(ordered: Tensor, per_head: Tensor) -> Tensor:
+    values = ordered.masked_fill(ordered == -torch.inf, 0.0)
+    best = torch.arange(ordered.shape[-1], device=ordered.device) < per_head.view(-1, 1, 1)
+    whole = values.sum(-1, keepdim=True)
+    weight = (values * best).sum(-1, keepdim=True) / whole.masked_fill(whole == 0, 1.0)
+    return (values * weight).masked_fill(ordered == -torch.inf, -torch.inf)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+
+from kvfold.allocate.heads import Rule, adaptive
+from kvfold.allocate.uniform import uniform
+from kvfold.errors import KvfoldError
+from kvfold.method import Heads, Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.window import Pooling, check_window, window_votes
+from kvfold.select.forced import Forced
+
+
+@register("adakv", paper="arXiv 2407.11550")
+@dataclass(frozen=True)
+class AdaKV(Method):
+    """SnapKV's votes, with a layer's budget shared among its heads by what each has at the top.
+
+    1. The last `window` queries vote, as in SnapKV.
+    2. A layer's best votes over all its heads give each head as many entries as it has among them,
+       beside the window, and at least the part `floor` of the mean.
+
+    `rule="floor"` guarantees that part and then spends exactly the budget; `"blend"` is the
+    released code, which mixes with the uniform shares and rounds. `normalize`, in that code but
+    off, weighs each head by how much of its votes its best entries hold. After another method,
+    as in "pyramidkv + adakv", it shares that method's budgets among heads by its scores.
+    Source: Feng et al., algorithms 1 and 2; FFY0/AdaKV `monkeypatch/snapkv_utils.py`.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pooling: Pooling = "max"
+    floor: float = 0.2
+    rule: Rule = "floor"
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        check_window(self.window, self.kernel)
+        if not 0 <= self.floor <= 1:
+            raise KvfoldError(f"adakv:floor is a part of the mean, 0 to 1, not {self.floor}")
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(window=self.window),
+            score=partial(
+                window_votes, window=self.window, kernel=self.kernel, pooling=self.pooling
+            ),
+            allocate=uniform,
+            heads=self._heads(),
+            forced=Forced(recent=self.window),
+        )
+
+    def brings(self) -> Stages:
+        return Stages(heads=self._heads())
+
+    def _heads(self) -> Heads:
+        return partial(adaptive, floor=self.floor, rule=self.rule, normalize=self.normalize)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from kvfold.allocate.norm_cut import VOTERS, Ranking, norm_cut
+from kvfold.errors import KvfoldError
+from kvfold.method import Measured, Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.position import recency
+from kvfold.score.window import window_votes
+from kvfold.select.forced import Forced
+
+
+@register("dbudgetkv", paper="arXiv 2502.16886", presets={"literal": {"include_sinks": True}})
+@dataclass(frozen=True)
+class DBudgetKV(Method):
+    """No budget: the oldest tokens go until the newest query's attention changes too much.
+
+    1. Tokens are ranked by position: the first `sinks` always stay, older ones rank lower.
+    2. The least important go as long as the norm of the last query's attention, averaged over
+       heads, loses at most `threshold`; all heads of a layer keep the same number.
+    3. `keep_layers` keep everything.
+
+    The released code takes sinks out of both norms, without which one strong sink lets nearly
+    everything go; `include_sinks` (preset `dbudgetkv_literal`) is what the paper writes. `rows` is
+    its k, the last queries to average. `ranking="attention"` is its ablation and the released
+    default: tokens with fewest votes of the last 8 queries go first, those 8 stay, sinks may go.
+    The code's threshold is 0.05 and no layer stays whole, the paper's are the defaults here.
+    Source: Ni et al., section 3.2; Patrick-Ni/ReFreeKV `modified_models/dynamic_metrics.py`.
+    """
+
+    takes_budget: ClassVar[bool] = False
+    threshold: float = 0.01
+    sinks: int = 4
+    keep_layers: tuple[int, ...] = (0, 1)
+    rows: int = 1
+    include_sinks: bool = False
+    ranking: Ranking = "position"
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0:
+            raise KvfoldError(f"dbudgetkv:threshold is 0 or more, not {self.threshold}")
+        if self.sinks < 0 or self.rows < 1:
+            raise KvfoldError("dbudgetkv:sinks is 0 or more, dbudgetkv:rows 1 or more")
+
+    def stages(self) -> Stages:
+        by_attention = self.ranking == "attention"
+        votes = partial(window_votes, window=VOTERS, kernel=1, pooling="max")
+        return Stages(
+            needs=Needs(window=max(self.rows, VOTERS) if by_attention else self.rows),
+            score=votes if by_attention else recency,
+            allocate=Measured(
+                partial(
+                    norm_cut,
+                    threshold=self.threshold,
+                    sinks=self.sinks,
+                    rows=self.rows,
+                    include_sinks=self.include_sinks,
+                    keep_layers=self.keep_layers,
+                    ranking=self.ranking,
+                )
+            ),
+            forced=Forced(recent=VOTERS) if by_attention else Forced(sinks=self.sinks),
+        )

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from kvfold.allocate.pool import pooled, whole_heads
+from kvfold.allocate.uniform import uniform
+from kvfold.errors import KvfoldError
+from kvfold.method import Across, Method, Schedule, Stages, register
+from kvfold.observation import Needs, Observation, Rebuilding
+
+REPEAT = "\n\nRepeat the previous context exactly."
+REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with "
+PREVIOUS = 8  # tokens of the part before, after REPEAT_FROM
+
+
+@register("kvzip", paper="arXiv 2505.23416")
+@dataclass(frozen=True)
+class KVzip(Method):
+    """Keeps what the model looks at when it repeats the text, whatever is asked afterwards.
+
+    1. The text is read, and then repeated by teacher forcing in parts of `chunk` tokens, each as
+       the answer to a prompt that asks for it.
+    2. An entry scores the most attention that any query of its group gives it meanwhile.
+    3. The best entries of all layers and heads stay; what opens the chat stays beside the budget.
+
+    `level="pair"` is this one pool, `"uniform"` keeps equally many in every head, `"head"` keeps
+    whole heads by their highest score. The paper takes head scores once from another sample; here
+    they come from the text itself. Exactly the budget is spent, where the released code keeps what
+    lies strictly above its threshold (`strict`).
+    Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`.
+    """
+
+    level: Literal["pair", "uniform", "head"] = "pair"
+    chunk: int = 2000
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise KvfoldError(f"kvzip:chunk is at least 1 token, not {self.chunk}")
+        if self.strict and self.level != "pair":
+            raise KvfoldError("kvzip:strict is a threshold over all pairs: choose level=pair")
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(rebuilding=Rebuilding(self.chunk, REPEAT, REPEAT_FROM, PREVIOUS)),
+            score=most_attention,
+            allocate=self._allocate(),
+        )
+
+    def _allocate(self) -> Schedule | Across:
+        if self.level == "uniform":
+            return uniform
+        if self.level == "head":
+            return Across(most_attention, whole_heads)
+        return Across(most_attention, partial(pooled, strict=self.strict))
+
+
+def most_attention(seen: Observation) -> Tensor:
+    """The most attention each entry received while the text was repeated, `[B, H, T]`."""
+    assert seen.rebuilding is not None
+    return seen.rebuilding

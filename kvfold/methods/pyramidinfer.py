@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from kvfold.errors import KvfoldError
+from kvfold.method import Method, Stages, register
+from kvfold.select.funnel import survivors
+
+
+@register("pyramidinfer", paper="arXiv 2405.12532")
+@dataclass(frozen=True)
+class PyramidInfer(Method):
+    """Deeper layers compute fewer tokens of the prompt, so that work and cache shrink together.
+
+    1. The newest tokens (`recent`, a part of the prompt) always go on to the next layer.
+    2. Of the tokens before them a part goes on that falls with depth, from 1 to `least`, along a
+       cosine: those that the newest attend to most, one set for all heads.
+    3. A layer stores the keys and values of the tokens that reached it.
+
+    It changes what the prompt's forward computes, so it drives the model's layers itself, through
+    kvfold.generate or kvfold.compress; later turns and generated tokens come on top, whereas the
+    authors' code also thins out generated ones in blocks.
+    Source: Yang et al., section 3; mutonix/pyramidinfer `modeling_llama.py`, `configs`.
+    """
+
+    takes_budget: ClassVar[bool] = False
+    least: float = 0.9
+    recent: float = 0.2
+    sinks: int = 4
+    newest_weight: float = 1.2
+    least_context: int = 64
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least <= 1 or not 0 <= self.recent < 1:
+            raise KvfoldError("pyramidinfer:least is in (0, 1] and pyramidinfer:recent in [0, 1)")
+        if self.interval < 1:
+            raise KvfoldError(f"pyramidinfer:interval is at least 1, not {self.interval}")
+
+    def stages(self) -> Stages:
+        return Stages(
+            funnel=partial(
+                survivors,
+                least=self.least,
+                recent=self.recent,
+                sinks=self.sinks,
+                newest_weight=self.newest_weight,
+                least_context=self.least_context,
+                interval=self.interval,
+            )
+        )

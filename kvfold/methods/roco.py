@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvfold.allocate.uniform import uniform
+from kvfold.errors import KvfoldError
+from kvfold.method import Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.stable import low_mean_unless_unstable
+
+
+@register("roco", paper="arXiv 2402.06262")
+@dataclass(frozen=True)
+class RoCo(Method):
+    """Drops the token of lowest mean attention among those whose attention is stable.
+
+    1. Each entry's attention is averaged over the queries that could see it; its standard deviation
+       tells how stable it is.
+    2. Of a budget of k, `int(protect_std_ratio·k) + 1` entries of highest deviation are protected,
+       the last `protect_recent` tokens before all others.
+    3. Of the rest the lowest mean leaves, one for each generated token; at the prompt's end all
+       that are too many leave at once (`decode="append"`: only then).
+
+    The released code never evicts from the prompt while decoding, or prunes it piece by piece as it
+    is read; here it is read whole, counted, and compressed once. Variances are clamped at 0.
+    Source: Ren and Zhu, section 3; DRSY/EasyKV `easykv/easykv.py`.
+    """
+
+    protect_recent: int = 10
+    protect_std_ratio: float = 0.3
+    decode: Literal["hold", "append"] = "hold"
+
+    def __post_init__(self) -> None:
+        if self.protect_recent < 0:
+            raise KvfoldError(f"roco:protect_recent is 0 or more, not {self.protect_recent}")
+        if not 0 <= self.protect_std_ratio <= 1:
+            raise KvfoldError(
+                "roco:protect_std_ratio is a part of the budget, 0 to 1, "
+                f"not {self.protect_std_ratio}"
+            )
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(column_sums=True, column_squares=True),
+            score=partial(
+                low_mean_unless_unstable,
+                protect_recent=self.protect_recent,
+                protect_std_ratio=self.protect_std_ratio,
+            ),
+            allocate=uniform,
+            decode=self.decode,
+        )

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+from kvfold.allocate import lazy
+from kvfold.errors import KvfoldError
+from kvfold.method import Across, Measured, Method, Stages, register
+from kvfold.observation import Needs
+from kvfold.score.position import recency
+from kvfold.select.forced import Forced
+
+
+@register(
+    "simlayerkv",
+    paper="arXiv 2410.13846",
+    presets={
+        "llama2": {"threshold": 0.65},
+        "llama3": {"threshold": 0.9},
+        "mistral": {"threshold": 0.8},
+        "qwen": {"threshold": 0.85, "keep_last_layer": True},
+    },
+)
+@dataclass(frozen=True)
+class SimLayerKV(Method):
+    """Lazy layers, which attend to little but the first and last tokens, keep only those.
+
+    1. A layer is lazy where more than `threshold` of its attention, averaged over heads, goes to
+       the first `sinks` tokens and the last `window`; presets hold the thresholds of models.
+    2. Lazy layers are trimmed to these tokens, all others keep everything.
+
+    `when="first_decode"`, the paper's main setting, asks the first generated token's query, and
+    trims after it; `"last_query"` the prompt's last one, so that decoding starts trimmed;
+    `"prefill"` the last `n_last`, each for the `recent` tokens before it, as in the released code.
+    What is not longer than sinks and window is left alone; that code keeps tokens twice then.
+    Other strategies are the paper's to compare with: as many layers, or entries in a pyramid.
+    Source: Zhang et al., sections 5 and 6.4; sail-sg/SimLayerKV `LongBench/SimLayerKV_llama.py`.
+    """
+
+    takes_budget: ClassVar[bool] = False
+    threshold: float = 0.9
+    window: int = 1024
+    sinks: int = 4
+    when: Literal["last_query", "first_decode", "prefill"] = "last_query"
+    n_last: int = 32
+    recent: int = 512
+    keep_last_layer: bool = False
+    strategy: Literal["lazy", "random", "random_bottom", "random_top", "pyramid"] = "lazy"
+
+    def __post_init__(self) -> None:
+        if min(self.window, self.n_last, self.recent) < 1 or self.sinks < 0:
+            raise KvfoldError("simlayerkv: sinks is 0 or more, window, n_last, recent 1 or more")
+        if self.strategy != "lazy" and (self.when == "first_decode" or self.keep_last_layer):
+            raise KvfoldError(
+                f"simlayerkv:strategy={self.strategy} sizes any layer at the prompt's end: choose "
+                "when=last_query or when=prefill, and keep_last_layer=false"
+            )
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(window=self.n_last if self.when == "prefill" else 1),
+            score=recency,
+            allocate=self._allocate(),
+            forced=Forced(sinks=self.sinks),
+            decode="once" if self.when == "first_decode" else "append",
+        )
+
+    def _allocate(self) -> Measured | Across:
+        kept = self.sinks + self.window
+        mass = partial(lazy.mass_of_last_query, sinks=self.sinks, window=self.window)
+        if self.when == "prefill":
+            mass = partial(lazy.mass_of_last_queries, sinks=self.sinks)
+            mass = partial(mass, last=self.n_last, recent=self.recent)
+        rule = partial(lazy.is_lazy, mass=mass, threshold=self.threshold, kept=kept)
+        if self.strategy == "lazy":
+            rule = partial(rule, keep_last_layer=self.keep_last_layer)
+            return Measured(partial(lazy.lazy_size, lazy=rule, kept=kept))
+        share = partial(lazy.STRATEGIES[self.strategy], kept=kept)
+        return Across(partial(lazy.laziness, lazy=rule), share)
