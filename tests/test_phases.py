@@ -633,6 +633,7 @@ def test_the_budget_is_spent_exactly(model, spec, budget, share):
         spent = [sum(layer[row][head] for layer in cache.stats().kept) for head in range(2)]
         assert sum(spent) == 2 * expected
         assert spec.startswith("adakv") or spent[0] == spent[1]
+        for head in range(2):
             assert all(
                 len(positions(cache)[layer][row][head]) == cache.stats().kept[layer][row][head]
                 for layer in range(4)

@@ -10,7 +10,9 @@ from kvfold.observation import Observation
 from kvfold.score.output import change_alone, relative_change
 
 
-def fewest_within(seen: Observation, tolerance: float, window: int, sinks: int) -> Tensor:
+def fewest_within(
+    seen: Observation, tolerance: float, window: int, kernel: int, sinks: int
+) -> Tensor:
     """Entries per head `[B, H]`, forced ones included, that a layer needs.
 
     Entries of all heads are ranked together by `change_alone`; by bisection, as many of the lowest
@@ -18,7 +20,7 @@ def fewest_within(seen: Observation, tolerance: float, window: int, sinks: int) 
     """
     batch, heads, stored = seen.positions.shape
     forced = _forced(seen, window, sinks)
-    scores = change_alone(seen, window).masked_fill(forced, torch.inf)
+    scores = change_alone(seen, window, kernel).masked_fill(forced, torch.inf)
     scores = scores.masked_fill(seen.positions < 0, -torch.inf)
     order = scores.flatten(1).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter(
@@ -37,7 +39,7 @@ def fewest_within(seen: Observation, tolerance: float, window: int, sinks: int) 
     return (rank < enough.view(-1, 1, 1)).sum(-1)
 
 
-def _forced(seen: Observation, window: int, sinks: int) -> Tensor:
+def _forced(seen: Observation, window: int, kernel: int, sinks: int) -> Tensor:
     """The entries that stay whatever they weigh `[B, H, T]`."""
     real = seen.positions >= 0
     age = real.flip(-1).cumsum(-1).flip(-1)

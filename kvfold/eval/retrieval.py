@@ -15,7 +15,7 @@ from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
 from kvfold.eval import ruler
 from kvfold.frame import Frame, token_ids
-from kvfold.generate import generate
+from kvfold.generate import generate, read_turn
 from kvfold.method import Method
 
 # RULER generates 128 tokens; the longest answer here takes fewer in the bundled vocabulary.
@@ -61,12 +61,13 @@ def _score(
     frame: Frame,
 ) -> float:
     question = sample.questions[0]
-    cache = CompressedCache(model, trial.method, trial.budget)
+    cache = CompressedCache(model, trial.method, trial.budget, tokenizer=tokenizer)
     document = token_ids(tokenizer, frame.before + sample.document)
     ending = token_ids(tokenizer, f"\n{question.text}{frame.after}{question.prefix}")
     ids = torch.cat([document, ending], 1)
     if not trial.question_aware:
-        compat.read(model, document, cache, None)
+        length = document.shape[1]
+        read_turn(model, cache, document, None, until=length, chunk=length)
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     if trial.question_aware:
         out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)

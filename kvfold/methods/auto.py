@@ -11,6 +11,7 @@ from kvfold.errors import KvfoldError
 from kvfold.method import Measured, Method, Stages, register
 from kvfold.observation import Needs, Observation
 from kvfold.score.output import change_alone, relative_change
+from kvfold.score.window import check_window
 from kvfold.select.forced import Forced
 
 
@@ -20,7 +21,8 @@ class Auto(Method):
     """No budget: the fewest entries that keep each layer's attention output within a tolerance.
 
     1. The last `window` queries stand for those to come. Leaving out an entry of weight a and value
-       v moves their output o by about a·‖v − o‖; entries of all heads are ranked by that.
+       v moves their output o by about a·‖v − o‖; pooled over neighbours by `kernel`, this ranks the
+       entries of all heads.
     2. By bisection, the lowest go as long as the layer's output for these queries, computed without
        them, differs by at most `tolerance` of its norm. This is the predicted error.
     3. Heads keep what of the ranking is theirs; first tokens and the window always stay.
@@ -32,22 +34,28 @@ class Auto(Method):
     takes_budget: ClassVar[bool] = False
     tolerance: float = 0.05
     window: int = 32
+    kernel: int = 7
     sinks: int = 4
     measure: bool = False
 
     def __post_init__(self) -> None:
         if not self.tolerance > 0:
             raise KvfoldError(f"auto:tolerance is a positive part, not {self.tolerance}")
-        if self.window < 1 or self.sinks < 0:
-            raise KvfoldError("auto:window is 1 or more, auto:sinks 0 or more")
+        check_window(self.window, self.kernel)
+        if self.sinks < 0:
+            raise KvfoldError(f"auto:sinks is 0 or more, not {self.sinks}")
 
     def stages(self) -> Stages:
         return Stages(
             needs=Needs(window=self.window * (2 if self.measure else 1)),
-            score=partial(change_alone, window=self.window),
+            score=partial(change_alone, window=self.window, kernel=self.kernel),
             allocate=Measured(
                 partial(
-                    fewest_within, tolerance=self.tolerance, window=self.window, sinks=self.sinks
+                    fewest_within,
+                    tolerance=self.tolerance,
+                    window=self.window,
+                    kernel=self.kernel,
+                    sinks=self.sinks,
                 ),
                 error=self._errors,
             ),

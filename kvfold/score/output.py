@@ -6,10 +6,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvfold.observation import Observation
+from kvfold.score.window import pool
 
 
-def change_alone(seen: Observation, window: int) -> Tensor:
+def change_alone(seen: Observation, window: int, kernel: int) -> Tensor:
     """What leaving out each entry alone does to the outputs of the last `window` queries.
+
+    Neighbours share the highest of it, `kernel` at a time: an answer is read on from where it was
+    found.
 
     Without entry j, whose weight is a, an output o becomes (o − a·v) / (1 − a): it moves by about
     a·‖v − o‖. `[B, H, T]` float32, root of the squares summed over queries and a group's heads.
@@ -19,7 +23,8 @@ def change_alone(seen: Observation, window: int) -> Tensor:
     outputs = rows @ values
     squared = values.square().sum(-1)[:, :, None] + outputs.square().sum(-1, keepdim=True)
     distance = (squared - 2 * outputs @ values.transpose(-1, -2)).clamp(min=0)
-    return (rows.square() * distance).sum(2).sqrt()
+    change = (rows.square() * distance).sum(2).sqrt()
+    return pool(change, kernel, "max", seen.positions < 0)
 
 
 def relative_change(seen: Observation, kept: Tensor, queries: slice) -> Tensor:

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdaKV, KVzip, SimLayerKV, DBudgetKV and RoCo as methods: options, and what a cache keeps."""
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import KvfoldError, parse
+from kvfold.frame import Frame, token_ids
+from kvfold.method import Across, Measured
+from kvfold.methods.kvzip import PREVIOUS, REPEAT, REPEAT_FROM
+from tests.models import build, prompts
+from tests.test_score import observe
+
+LENGTHS = (64, 53, 24)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", torch.float64)
+
+
+def kept(model, spec, budget=None):
+    """Entries after a padded prefill: `[L][B][H]`."""
+    ids, mask = prompts(LENGTHS)
+    cache = kvfold.CompressedCache(model, spec, budget)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    return torch.tensor(cache.stats().kept), cache
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("adakv:floor=1.5", "0 to 1"),
+        ("adakv:floor=nan", "0 to 1"),
+        ("adakv:kernel=2", "odd and positive"),
+        ("kvzip:chunk=0", "at least 1 token"),
+        ("kvzip:strict=true,level=head", "choose level=pair"),
+        ("simlayerkv:window=0", "1 or more"),
+        ("simlayerkv:n_last=0", "1 or more"),
+        ("simlayerkv:sinks=-1", "0 or more"),
+        ("simlayerkv:strategy=random,when=first_decode", "choose when=last_query"),
+        ("simlayerkv_qwen:strategy=pyramid", "keep_last_layer=false"),
+        ("dbudgetkv:threshold=-0.1", "0 or more"),
+        ("dbudgetkv:threshold=nan", "0 or more"),
+        ("dbudgetkv:rows=0", "rows 1 or more"),
+        ("dbudgetkv:sinks=-1", "sinks is 0 or more"),
+        ("roco:protect_recent=-1", "0 or more"),
+        ("roco:protect_std_ratio=1.1", "0 to 1"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(spec, message):
+    with pytest.raises(KvfoldError, match=message):
+        parse(spec)
+
+
+def test_presets_hold_the_published_values():
+    thresholds = {
+        name: parse(f"simlayerkv_{name}").threshold
+        for name in ("llama2", "llama3", "mistral", "qwen")
+    }
+    assert thresholds == {"llama2": 0.65, "llama3": 0.9, "mistral": 0.8, "qwen": 0.85}
+    assert parse("simlayerkv_qwen").keep_last_layer and not parse("simlayerkv").keep_last_layer
+    assert parse("dbudgetkv_literal").include_sinks and not parse("dbudgetkv").include_sinks
+    assert parse("dbudgetkv").keep_layers == (0, 1)
+
+
+# --- AdaKV -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["adakv:window=8", "adakv:window=8,normalize=true"])
+def test_adakv_spends_exactly_a_layer_s_budget(model, spec):
+    counts, cache = kept(model, spec, 20)
+    assert counts.sum(-1).eq(40).all()
+    assert counts.min() >= 8 + int(12 * 0.2)
+    assert counts.unique().numel() > 4
+    newest = set(range(56, 64))
+    assert all(newest <= set(head.tolist()) for head in cache.positions(1)[0])
+
+
+def test_adakv_with_a_floor_of_one_is_snapkv(model):
+    ours, theirs = (
+        kept(model, spec, 20)[1] for spec in ("adakv:window=8,floor=1", "snapkv:window=8")
+    )
+    for layer in range(4):
+        for row in range(3):
+            for a, b in zip(ours.positions(layer)[row], theirs.positions(layer)[row], strict=True):
+                assert a.tolist() == b.tolist()
+
+
+def test_adakv_options_reach_the_allocation(model):
+    specs = ["", ",floor=0.9", ",rule=blend", ",normalize=true"]
+    counts = [kept(model, f"adakv:window=8{more}", 20)[0].flatten().tolist() for more in specs]
+    assert len(set(map(tuple, counts))) == len(specs)
+
+
+def test_adakv_shares_another_method_s_budgets_among_heads(model):
+    pyramid = kept(model, "pyramidkv:window=8", 20)[0]
+    shared = kept(model, "pyramidkv:window=8 + adakv", 20)[0]
+    assert torch.equal(shared.sum(-1), pyramid.sum(-1))
+    assert not torch.equal(shared, pyramid)
+
+
+# --- KVzip -------------------------------------------------------------------------------------
+
+
+def test_kvzip_asks_as_the_released_code_does():
+    how = parse("kvzip:chunk=100").stages().needs.rebuilding
+    assert (how.chunk, how.first, how.later, how.previous) == (100, REPEAT, REPEAT_FROM, PREVIOUS)
+    assert REPEAT == "\n\nRepeat the previous context exactly."
+    assert REPEAT_FROM.endswith("starting with ") and PREVIOUS == 8
+    assert parse("kvzip").stages().needs.rebuilding.chunk == 2000
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"), [("", 0), ("strict=true", 1), ("level=uniform", 0), ("level=head", 0)]
+)
+def test_kvzip_spends_its_budget_over_all_layers_and_heads(options, missing):
+    small, tokenizer = kvfold.bundled_model()
+    text = "the garden of the old house was quiet and nobody came " * 5
+    context = kvfold.compress(small, tokenizer, text, f"kvzip:{options}", 20)
+    # What opens the chat is kept beside the budget.
+    opening = len(token_ids(tokenizer, Frame.of(tokenizer).before)[0])
+    counts = torch.tensor(context.stats().kept)[:, 0] - opening
+    heads, whole = counts.numel(), context.stats().seen - opening
+    if options == "level=uniform":
+        assert counts.eq(20).all()
+    elif options == "level=head":
+        assert set(counts.flatten().tolist()) == {0, whole}
+        assert (counts == whole).sum() == heads * 20 // whole
+    else:
+        assert counts.sum() == heads * 20 - missing
+        assert counts.unique().numel() > 4
+
+
+# --- SimLayerKV --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("threshold=-1", [12, 12, 12]),
+        ("threshold=1", [64, 53, 24]),
+        ("threshold=-1,sinks=8,window=16", [24, 24, 24]),
+    ],
+)
+@pytest.mark.parametrize("when", ["last_query", "prefill", "first_decode"])
+def test_simlayerkv_trims_all_layers_or_none_at_the_ends(model, options, expected, when):
+    defaults = "" if "window" in options else ",window=8"
+    spec = f"simlayerkv:{options}{defaults},when={when}"
+    counts, cache = kept(model, spec)
+    if when == "first_decode":
+        assert counts[..., 0].tolist() == [[64, 53, 24]] * 4
+        mask = torch.cat([prompts(LENGTHS)[1], torch.ones(3, 1, dtype=torch.long)], 1)
+        with torch.no_grad():
+            model(torch.full((3, 1), 5), attention_mask=mask, past_key_values=cache)
+        counts = torch.tensor(cache.stats().kept)
+        expected = [n + 1 if "threshold=1" in options else n for n in expected]
+    assert counts.tolist() == [[[n] * 2 for n in expected]] * 4
+    if options == "threshold=-1" and when == "last_query":
+        places = [0, 1, 2, 3, *range(56, 64)]
+        assert cache.positions(0)[0][0].tolist() == places
+
+
+def test_simlayerkv_may_keep_the_last_layer(model):
+    counts, _ = kept(model, "simlayerkv:window=8,threshold=-1,keep_last_layer=true")
+    assert counts[:, 0, 0].tolist() == [12, 12, 12, 64]
+
+
+def test_simlayerkv_asks_the_queries_it_names():
+    for when, window in (("last_query", 1), ("first_decode", 1), ("prefill", 5)):
+        stages = parse(f"simlayerkv:when={when},n_last=5").stages()
+        assert stages.needs.window == window
+        assert stages.decode == ("once" if when == "first_decode" else "append")
+    seen = observe([40], layer=1)
+    sizes = set()
+    for when in ("last_query", "prefill,n_last=5", "prefill,n_last=5,recent=30"):
+        threshold = _threshold_between(seen, when)
+        sizes.add(round(threshold, 3))
+    assert len(sizes) == 3
+
+
+def _threshold_between(seen, when):
+    """The attention mass that the method sees, by bisection over its threshold."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        stages = parse(f"simlayerkv:window=8,sinks=2,threshold={middle},when={when}").stages()
+        assert isinstance(stages.allocate, Measured)
+        low, high = (middle, high) if int(stages.allocate.size(seen)) == 10 else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("strategy", ["random", "random_bottom", "random_top", "pyramid"])
+def test_simlayerkv_strategies_keep_as_much_as_it_does(strategy):
+    # With other numbers of heads, so that what is drawn differs.
+    layers = [observe([40, 31], heads=1 + layer, layers=6, seed=3) for layer in range(6)]
+    spec = "simlayerkv:window=8,sinks=2,threshold=0.3"
+    lazy = parse(spec).stages().allocate
+    compared = parse(f"{spec},strategy={strategy}").stages().allocate
+    assert isinstance(lazy, Measured) and isinstance(compared, Across)
+    alone = torch.stack([lazy.size(seen) for seen in layers])
+    nobody = torch.zeros(2, dtype=torch.long)
+    shared = torch.stack(
+        compared.share([compared.statistic(seen) for seen in layers], nobody, nobody)
+    )
+    trimmed = (alone == 10).sum(0)
+    assert 0 < trimmed.max() < 6
+    if strategy in ("random", "pyramid"):
+        assert torch.equal(shared.sum(0), alone.sum(0))
+    else:
+        assert (shared == 10).sum(0).tolist() == trimmed.clamp(max=3).tolist()
+        other = shared[3:] if strategy == "random_bottom" else shared[:3]
+        assert other.tolist() == [[40, 31]] * 3
+
+
+# --- DBudgetKV ---------------------------------------------------------------------------------
+
+
+def test_dbudgetkv_keeps_sinks_and_a_tail_of_each_row(model):
+    counts, cache = kept(model, "dbudgetkv:threshold=0.2")
+    assert counts[:2].tolist() == [[[64] * 2, [53] * 2, [24] * 2]] * 2
+    assert counts[2:].unique().numel() > 2 and (counts[2:] < counts[:1]).any()
+    for row, length in enumerate(LENGTHS):
+        for layer in (2, 3):
+            count = int(counts[layer, row, 0])
+            places = cache.positions(layer)[row][0] - (64 - length)
+            assert places.tolist() == [0, 1, 2, 3, *range(length - count + 4, length)]
+
+
+def test_dbudgetkv_by_attention_keeps_the_last_and_the_best(model):
+    counts, cache = kept(model, "dbudgetkv:threshold=0.2,ranking=attention,keep_layers=1")
+    assert counts[1].tolist() == [[64] * 2, [53] * 2, [24] * 2]
+    first, second = cache.positions(2)[0]
+    assert len(first) == len(second) and first.tolist() != second.tolist()
+    assert set(range(56, 64)) <= set(first.tolist())
+
+
+def test_dbudgetkv_options_reach_the_cut(model):
+    specs = ["", ",sinks=2", ",rows=3", ",include_sinks=true", ",threshold=0.3", ",keep_layers=2"]
+    counts = [kept(model, f"dbudgetkv:threshold=0.2{more}")[0] for more in specs]
+    assert len({tuple(c.flatten().tolist()) for c in counts}) == len(specs)
+    for rows, ranking, window in ((1, "position", 1), (3, "position", 3), (3, "attention", 8)):
+        needs = parse(f"dbudgetkv:rows={rows},ranking={ranking}").stages().needs
+        assert needs.window == window
+
+
+# --- RoCo --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("decode", "grown"), [("hold", 0), ("append", 5)])
+def test_roco_holds_its_budget_or_lets_tokens_come_on_top(model, decode, grown):
+    ids, mask = prompts(LENGTHS)
+    cache = kvfold.CompressedCache(model, f"roco:decode={decode}", 20)
+    kvfold.generate(
+        model,
+        input_ids=ids,
+        attention_mask=mask,
+        cache=cache,
+        max_new_tokens=6,
+        do_sample=False,
+    )
+    assert torch.tensor(cache.stats().kept).eq(20 + grown).all()
+
+
+def test_roco_never_evicts_its_last_tokens(model):
+    for spec, protected in (("roco", 10), ("roco:protect_recent=30,protect_std_ratio=0.8", 30)):
+        cache = kept(model, spec, 40)[1]
+        for head in cache.positions(2)[0]:
+            assert set(range(64 - protected, 64)) <= set(head.tolist())
+    specs = [f"roco:protect_recent=0,protect_std_ratio={ratio}" for ratio in (0, 0.9)]
+    sets = {str([h.tolist() for h in kept(model, spec, 40)[1].positions(2)[0]]) for spec in specs}
+    assert len(sets) == 2
