@@ -69,7 +69,9 @@ class Turn:
         across = layer.plan.stages.allocate
         assert isinstance(across, Across) and seen.seen is not None
         statistics = [across.statistic(of_layer) for _, of_layer in gathered]
-        budget, free = layer.per_head(), seen.seen - layer.protected()
+        free = seen.seen - layer.protected()
+        # Without a budget the statistics alone decide.
+        budget = free if layer.plan.budget is None else layer.per_head()
         counts = across.share(statistics, budget, free)
         for (waiting, of_layer), count in zip(gathered, counts, strict=True):
             waiting.compress(of_layer, count)

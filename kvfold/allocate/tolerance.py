@@ -39,7 +39,7 @@ def fewest_within(
     return (rank < enough.view(-1, 1, 1)).sum(-1)
 
 
-def _forced(seen: Observation, window: int, kernel: int, sinks: int) -> Tensor:
+def _forced(seen: Observation, window: int, sinks: int) -> Tensor:
     """The entries that stay whatever they weigh `[B, H, T]`."""
     real = seen.positions >= 0
     age = real.flip(-1).cumsum(-1).flip(-1)
