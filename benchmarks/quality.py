@@ -33,7 +33,7 @@ def main() -> None:
     def score(method: str, kept: float | None, aware: bool) -> str:
         trial = Trial("multikey", arguments.length, method, kept, question_aware=aware)
         results = list(evaluate(model, tokenizer, trial, arguments.samples))
-        percent = 100 * sum(results) / len(results)
+        percent = 100 * sum(result.score for result in results) / len(results)
         records.append(
             {"method": method, "kept": kept, "question_aware": aware, "score": round(percent, 1)}
         )

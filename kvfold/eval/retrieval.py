@@ -34,14 +34,26 @@ class Trial:
     keys: int | None = None
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A sample's score in [0, 1], and what was kept: part of the entries, part of the bytes.
+
+    Counted when the compression is done, or with the question in view after the answer.
+    """
+
+    score: float
+    kept: float
+    bytes: float
+
+
 def evaluate(
     model: compat.PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trial: Trial,
     samples: int,
     seed: int = 0,
-) -> Iterator[float]:
-    """The score in [0, 1] of each of `samples` fresh samples; the same seed, the same samples."""
+) -> Iterator[Outcome]:
+    """The outcome of each of `samples` fresh samples; the same seed, the same samples."""
     rng = random.Random(f"{seed} {trial.task} {trial.length}")
     frame = Frame.of(tokenizer)
 
@@ -59,15 +71,17 @@ def _score(
     trial: Trial,
     sample: ruler.Sample,
     frame: Frame,
-) -> float:
+) -> Outcome:
     question = sample.questions[0]
     cache = CompressedCache(model, trial.method, trial.budget, tokenizer=tokenizer)
     document = token_ids(tokenizer, frame.before + sample.document)
     ending = token_ids(tokenizer, f"\n{question.text}{frame.after}{question.prefix}")
     ids = torch.cat([document, ending], 1)
+    stats = None
     if not trial.question_aware:
         length = document.shape[1]
         read_turn(model, cache, document, None, until=length, chunk=length)
+        stats = cache.stats()
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     if trial.question_aware:
         out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
@@ -75,4 +89,5 @@ def _score(
         with cache.frozen():
             out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
     answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return question.score(str(answer))
+    stats = stats or cache.stats()
+    return Outcome(question.score(str(answer)), stats.kept_fraction, stats.ratio)

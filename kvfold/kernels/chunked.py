@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK = 128
 # Another slice costs about as much as this many columns of a block.
 GAP = 256
-# With fewer queries than this, a mask is applied sooner than it is looked at.
+# For fewer queries than this, to look what could be spared takes longer than to do it.
 FEW = 16
 
 
@@ -56,8 +56,9 @@ def _column_sums(
 ) -> Tensor:
     """`[B, H, T]`; runs through the blocks, and adds squared group sums to `squares [B, H, T]`."""
     sums = blocks.per_entry()
+    voting = blocks.voters(counted).to(sums.dtype)
     for at, weights in blocks:
-        voters = blocks.voters(at, counted).to(weights.dtype)
+        voters = voting[at.row, at.start : at.end]
         sums[at.row, at.head, : at.seen].addmv_(weights.T, voters.repeat(blocks.groups))
         if squares is not None:
             of_group, *others = weights.view(blocks.groups, -1, at.seen)
@@ -79,6 +80,10 @@ class Block(NamedTuple):
     end: int
     seen: int
     hidden: list[slice]
+
+    @property
+    def few(self) -> bool:
+        return self.end - self.start < FEW
 
 
 class AttentionBlocks:
@@ -115,8 +120,7 @@ class AttentionBlocks:
         for at in self._blocks():
             sinks = None if self._sinks is None else self._sinks[self._query_heads(at)]
             weights = _softmax(self.logits(at), sinks)
-            # A row that sees nothing is NaN throughout: one column tells.
-            if self._mask is not None and bool(weights[:, 0].isnan().any()):
+            if self._mask is not None and (at.few or _has_blind_row(weights)):
                 weights.nan_to_num_(0.0)
             attended = weights.to(self._value.dtype) @ self._value[at.row, at.head, : at.seen]
             out[at.row, at.head, :, at.start : at.end] = attended.view(
@@ -144,7 +148,7 @@ class AttentionBlocks:
             # A causal block sees the keys up to its own last query.
             seen = stored - queries + end
             return whole._replace(seen=seen, hidden=[slice(seen - (end - start), seen)])
-        if end - start < FEW:
+        if whole.few:
             return whole
         # Most masks hide little and at the ends, and applying them costs more than this look.
         is_bool = mask.dtype == torch.bool
@@ -162,11 +166,12 @@ class AttentionBlocks:
         """Zeros `[B, H, T]` to gather statistics in."""
         return torch.zeros(self._key.shape[:3], dtype=self._dtype, device=self._key.device)
 
-    def voters(self, at: Block, counted: Tensor | None) -> Tensor:
-        """Which queries of a block count, bool `[S]` of `counted [B, S]`; None: all of them."""
-        if counted is None:
-            return torch.ones(at.end - at.start, dtype=torch.bool, device=self._key.device)
-        return counted[at.row, at.start : at.end]
+    def voters(self, counted: Tensor | None) -> Tensor:
+        """Which queries count, bool `[B, S]`; None: all of them."""
+        if counted is not None:
+            return counted
+        shape = len(self._query), self._query.shape[3]
+        return torch.ones(shape, dtype=torch.bool, device=self._query.device)
 
     def logits(self, at: Block) -> Tensor:
         """Masked logits `[G·S, seen]` of a block, in the place of the last weights yielded."""
@@ -211,6 +216,11 @@ def _hide(logits: Tensor, mask: Tensor | None, columns: list[slice]) -> None:
             logits[..., part].masked_fill_(~mask[..., part], -torch.inf)
         else:
             logits[..., part].add_(mask[..., part])
+
+
+def _has_blind_row(weights: Tensor) -> bool:
+    """Whether a row sees nothing: it is then NaN throughout, so one column tells."""
+    return bool(weights[:, 0].isnan().any())
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:

@@ -24,9 +24,9 @@ def attend_with_column_maxima(
     """As `reference.attend_with_column_maxima`, with memory linear in T."""
     blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
     ranges = [spans(of_row) for of_row in scored]
-    maxima = blocks.per_entry()
+    maxima, voting = blocks.per_entry(), blocks.voters(counted)
     for at, weights in blocks:
-        voters, among = _voters(blocks, at, counted), scored[at.row, : at.seen]
+        voters, among = _voters(blocks, at, voting), scored[at.row, : at.seen]
         share = weights.new_zeros(len(weights))
         for part in ranges[at.row]:
             share.addmv_(weights[:, part], among[part].to(weights.dtype))
@@ -42,12 +42,12 @@ def attend_with_column_maxima(
     return blocks.out, maxima.masked_fill_(~scored[:, None], 0.0)
 
 
-def _voters(blocks: AttentionBlocks, at: Block, counted: Tensor | None) -> Tensor:
-    """Which rows `[G·S]` of a block count and may attend to anything.
+def _voters(blocks: AttentionBlocks, at: Block, voting: Tensor) -> Tensor:
+    """Which rows `[G·S]` of a block count, by `voting [B, S]`, and may attend to anything.
 
     Softmax makes an even row of one that an additive mask forbids everything.
     """
-    voters = blocks.voters(at, counted).expand(blocks.groups, -1)
+    voters = voting[at.row, at.start : at.end].expand(blocks.groups, -1)
     mask = blocks.mask(at)
     if mask is not None and mask.dtype != torch.bool:
         voters = voters & (mask.amax(-1) > torch.finfo(mask.dtype).min / 2)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.store.encoded import BLOCK, Flat
 from kvfold.store.segments import Segments
 
-BLOCK = 128
+QUERIES = 128
 
 
 def attend_to_segments(
@@ -25,6 +26,93 @@ def attend_to_segments(
     `mask`, bool or additive `[B, 1 or Hq, S, n]`, is for the segments' last n entries; None: the
     query is the segments' last S entries, and causality is all. Rows that see nothing are 0.
     """
+    if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
+        mask = None
+    plain = softcap is None and sinks is None and query.device.type == "cpu"
+    flat = all(isinstance(part.encoded, Flat) for part in (stored.keys, stored.values))
+    if plain and flat and mask is None and query.shape[2] == 1:
+        return _one_step(query, stored, scale)
+    return _in_blocks(query, stored, mask, scale, softcap, sinks)
+
+
+def _sees_everything(mask: Tensor) -> bool:
+    return bool((mask if mask.dtype == torch.bool else mask == 0).all())
+
+
+def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
+    """A single query per row over entries as they came: blocks and tail, each at once."""
+    batch, query_heads, _, size = query.shape
+    segments = len(stored.keys.alive)
+    grouped = query.reshape(segments, 1, -1, size)
+    keys, values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(keys, Flat) and isinstance(values, Flat)
+    owner = keys.block_owners
+    old = _fused(
+        grouped[owner],
+        keys.rows.unflatten(0, (len(owner), 1, BLOCK)),
+        values.rows.unflatten(0, (len(owner), 1, BLOCK)),
+        None,
+        scale,
+    )
+    width = max(stored.keys.alive)
+    tail = (part.tail.shape[2] - width for part in (stored.keys, stored.values))
+    new = _fused(
+        grouped.view(batch, -1, *grouped.shape[2:]),
+        stored.keys.tail[:, :, next(tail) :],
+        stored.values.tail[:, :, next(tail) :],
+        _holes(stored, batch, query.dtype),
+        scale,
+    )
+    return _merged(old, new, owner).reshape(batch, query_heads, 1, -1)
+
+
+def _holes(stored: Segments, batch: int, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask `[B, H, 1, T]` of a tail that holds more of some segments than of others."""
+    alive = torch.tensor(stored.keys.alive).view(batch, -1, 1, 1)
+    width = int(alive.max())
+    if bool((alive == width).all()):
+        return None
+    gone = torch.arange(width) < width - alive
+    return torch.zeros(gone.shape, dtype=dtype).masked_fill(gone, -torch.inf)
+
+
+def _fused(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention `[·, H, G, Dv]` and the log-sum-exp of its logits `[·, H, G]`."""
+    if keys.shape[2] == 0:
+        out = query.new_zeros(*query.shape[:3], values.shape[-1])
+        return out, query.new_full(query.shape[:3], -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, attn_mask=mask, scale=scale
+    )
+    return out, lse
+
+
+def _merged(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], owner: Tensor) -> Tensor:
+    """Blocks and tail of each segment, weighted by what their logits sum to: `[B·H, G, Dv]`."""
+    (outs, lses), (out, lse) = ((a.flatten(0, 1), b.flatten(0, 1)) for a, b in (old, new))
+    blocks = torch.bincount(owner, minlength=len(lse))
+
+    def of_segments(kind: str, rows: Tensor) -> Tensor:
+        return torch.segment_reduce(rows, kind, lengths=blocks, unsafe=True)
+
+    peak = torch.maximum(of_segments("max", lses), lse).clamp(min=torch.finfo(lse.dtype).min)
+    weights, weight = (lses - peak[owner]).exp(), (lse - peak).exp()
+    total = of_segments("sum", weights) + weight
+    wide = weights[..., None].to(outs.dtype)
+    mixed = of_segments("sum", outs * wide) + out * weight[..., None].to(out.dtype)
+    return mixed / total[..., None].to(out.dtype)
+
+
+def _in_blocks(
+    query: Tensor,
+    stored: Segments,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     batch, query_heads, queries, size = query.shape
     segments = len(stored.keys.alive)
     groups = query_heads * batch // segments
@@ -34,18 +122,18 @@ def attend_to_segments(
         keys, values = stored.keys.pieces(i), stored.values.pieces(i)
         row, head = divmod(i, segments // batch)
         share = slice(head * groups, (head + 1) * groups)
-        for start in range(0, queries, BLOCK):
-            block = grouped[i, :, start : start + BLOCK]
+        for start in range(0, queries, QUERIES):
+            block = grouped[i, :, start : start + QUERIES]
             logits = torch.cat([block @ piece.T for piece in keys], -1)
             if softcap is not None:
                 logits = torch.tanh(logits / softcap) * softcap
             if mask is not None:
                 of_row = mask[row, share if mask.shape[1] > 1 else slice(0, 1)]
-                _hide(logits, of_row[:, start : start + BLOCK])
+                _hide(logits, of_row[:, start : start + QUERIES])
             elif queries > 1:
                 _hide_later(logits, queries, start)
             weights = _softmax(logits, None if sinks is None else sinks[share])
-            out[i, :, start : start + BLOCK] = _mix(weights.to(query.dtype), values)
+            out[i, :, start : start + QUERIES] = _mix(weights.to(query.dtype), values)
     return out.view(batch, query_heads, queries, -1)
 
 

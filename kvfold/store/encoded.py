@@ -13,6 +13,9 @@ from torch import Tensor
 
 from kvfold.observation import Observation
 
+# Entries that attention reads at a time; a segment's last, broken block stays in the tail.
+BLOCK = 64
+
 
 class Encoded(Protocol):
     """Keys or values of several segments, one after the other; a segment is a row's KV head."""
@@ -50,6 +53,12 @@ class Flat:
     def _ends(self) -> list[int]:
         return list(accumulate(self.lengths))
 
+    @cached_property
+    def block_owners(self) -> Tensor:
+        """The segment of each block of `BLOCK` rows, where every segment is whole blocks."""
+        blocks = torch.tensor(self.lengths, device=self.rows.device) // BLOCK
+        return torch.arange(len(blocks), device=self.rows.device).repeat_interleave(blocks)
+
     def segment(self, i: int) -> Tensor:
         end = self._ends[i]
         return self.rows[end - self.lengths[i] : end]
@@ -68,7 +77,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Encode:
-    """How a layer's entries are stored; this one leaves them as they came.
+    """How a layer's entries are stored; this one leaves them as they came, in whole blocks.
 
     Counts are of a segment's oldest entries; the newer ones wait outside, as they came. `evictable`
     says whether later turns may evict what is encoded, `pairs` whether two layers are encoded
@@ -84,11 +93,11 @@ class Encode:
 
     def key_count(self, entries: int, encoded: int, decoding: bool) -> int:
         """How many of `entries` keys are to be encoded, of which `encoded` are already."""
-        return encoded if decoding else entries
+        return encoded if decoding else entries - entries % BLOCK
 
     def value_count(self, entries: int, encoded: int, decoding: bool) -> int:
         """How many of `entries` values are to be encoded, of which `encoded` are already."""
-        return encoded if decoding else entries
+        return self.key_count(entries, encoded, decoding)
 
     def keys(
         self, segments: list[Tensor], seen: Observation | None, earlier: Encoded | None
