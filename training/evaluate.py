@@ -37,7 +37,8 @@ def main() -> None:
     for trial in TRIALS:
         results = list(evaluate(model.eval(), tokenizer, trial, arguments.samples))
         name = f"{trial.task}@{trial.length}"
-        scores[name] = round(100 * sum(results) / len(results), 1)
+        right = sum(result.score for result in results)
+        scores[name] = round(100 * right / len(results), 1)
         print(f"{name:18s} {scores[name]:5.1f}", flush=True)
     arguments.out.write_text(json.dumps({"samples": arguments.samples, "scores": scores}, indent=1))
 
