@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -227,20 +227,25 @@ class CompressedCache(compat.Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]`."""
         super().reorder_cache(beam_idx.long())  # type: ignore[arg-type]
-        self._join_pairs()
+        self._take_along(lambda x: x.index_select(0, beam_idx.long().to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows."""
         super().batch_repeat_interleave(repeats)
-        self._join_pairs()
+        self._take_along(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows in `indices`."""
         super().batch_select_indices(indices)
-        self._join_pairs()
+        self._take_along(lambda x: x[indices.to(x.device)])
 
-    def _join_pairs(self) -> None:
-        """Paired layers copy what they share one after the other: here they share it again."""
+    def _take_along(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Applies `rows`, a selection along the batch axis, to what layers have in common.
+
+        Paired layers have copied what they share one after the other: here they share it again.
+        """
+        if self.turn.prefix is not None:
+            self.turn.prefix = rows(self.turn.prefix)
         stores = [layer.store for layer in self.compressed_layers]
         paired = [s for s in stores if isinstance(s, SegmentStore) and s.encode.pairs]
         for first, second in zip(paired[::2], paired[1::2], strict=True):
@@ -274,6 +279,8 @@ class CompressedCache(compat.Cache):
             entry = (store.keys.shape[-1] + store.values.shape[-1]) * store.keys.element_size()
             full += store.keys.shape[0] * store.keys.shape[1] * layer.seen * entry
             over |= layer.over_budget
+        if self.turn.prefix is not None:
+            state += self.turn.prefix.numel() * self.turn.prefix.element_size()
         return Stats(
             method=str(self.method),
             budget="none" if self.budget is None else str(self.budget),

@@ -135,8 +135,8 @@ class Composition(Method):
         """All parts' stages; raises IllegalComposition where two parts set the same one."""
         merged = Stages()
         owner: dict[str, Method] = {}
-        for part in self.parts:
-            for name, value in _set_stages(part.brings()).items():
+        for part, brought in zip(self.parts, self._brought(), strict=True):
+            for name, value in _set_stages(brought).items():
                 if name == "needs":
                     merged = dataclasses.replace(merged, needs=merged.needs.joined(value))
                     continue
@@ -147,6 +147,15 @@ class Composition(Method):
                 owner[name] = part
                 merged = dataclasses.replace(merged, **{name: value})
         return merged
+
+    def _brought(self) -> list[Stages]:
+        """What each part brings; where none of it scores, a part that can score comes whole."""
+        brought = [part.brings() for part in self.parts]
+        able = [part for part in self.parts if type(part).brings is not Method.brings]
+        if able and not any(stages.score for stages in brought):
+            whole = max(able, key=lambda part: part.takes_budget)
+            brought[self.parts.index(whole)] = whole.stages()
+        return brought
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.parts))

@@ -22,12 +22,15 @@ from kvfold.errors import KvfoldError
 if TYPE_CHECKING:
     from kvfold.cli.measure import Result, Trial
 
-METHODS = ("streaming_llm_original", "h2o", "snapkv", "pyramidkv", "knorm", "tova", "random")
+ANY_QUESTION = "kvzip"
+AWARE = ("streaming_llm_original", "h2o", "snapkv", "pyramidkv", "knorm", "tova", "random")
+METHODS = (ANY_QUESTION, *AWARE)
 SHOWN = ("full", "snapkv", "random")
 WHY = (
     "SnapKV scores the document by what its last tokens attend to. Compressed before any question "
     "is asked, it cannot know which key will matter; nor can PyramidKV or TOVA, whose scores come "
-    "from the last queries too. The next table compresses with the question in view."
+    "from the last queries too. KVzip lets the model repeat the document and keeps what it looks "
+    "at meanwhile, whatever is asked later. The next table compresses with the question in view."
 )
 
 # (method, budget) → what was measured; and method → answers with the question known.
@@ -83,7 +86,7 @@ def _check(trial: Trial, limits: list[str]) -> None:
 
     for method in METHODS:
         for limit in limits:
-            CompressedCache(trial.model, method, limit)
+            CompressedCache(trial.model, method, limit, tokenizer=trial.tokenizer)
 
 
 def _prepare(page: Path) -> None:
@@ -119,13 +122,13 @@ def _measure(out: Console, trial: Trial, limits: list[str], middle: str) -> tupl
     unknown: Unknown = {}
     known: Known = {}
     with progress(out) as bar:
-        task = bar.add_task("reading the document", total=len(runs) + len(METHODS) + 1)
+        task = bar.add_task("reading the document", total=len(runs) + len(AWARE) + 1)
         full = trial.compress("full", None)
         for method, limit in runs:
             bar.update(task, description=f"{method} {limit or ''}: {questions} questions")
             unknown[method, limit] = trial.question_unknown(method, limit, full)
             bar.advance(task)
-        for method in ("full", *METHODS):
+        for method in ("full", *AWARE):
             bar.update(task, description=f"{method}: the question known")
             known[method] = trial.question_known(method, None if method == "full" else middle)
             bar.advance(task)

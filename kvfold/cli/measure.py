@@ -99,7 +99,7 @@ class Trial:
             produced = kvfold.generate(
                 self.model,
                 ids,
-                cache=kvfold.CompressedCache(self.model, method, budget),
+                cache=kvfold.CompressedCache(self.model, method, budget, tokenizer=self.tokenizer),
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=self.room,
                 do_sample=False,

@@ -94,7 +94,7 @@ def command(
     # transformers shows its own progress.
     network, tokenizer = load(model)
     ids = encode(tokenizer, text, chat).to(network.device)
-    cache = kvfold.CompressedCache(network, chosen, limit, seed=seed)
+    cache = kvfold.CompressedCache(network, chosen, limit, tokenizer=tokenizer, seed=seed)
     with progress(out) as bar:
         clock = Clock(bar, bar.add_task(f"reading {ids.shape[1]:,} tokens", total=max_new_tokens))
         answer = _generate(network, tokenizer, ids, cache, clock, max_new_tokens, prefill_chunk)

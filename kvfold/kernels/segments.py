@@ -30,6 +30,7 @@ def attend_to_segments(
         mask = None
     plain = softcap is None and sinks is None and query.device.type == "cpu"
     flat = all(isinstance(part.encoded, Flat) for part in (stored.keys, stored.values))
+    flat &= stored.keys.tail.shape[-1] == stored.values.tail.shape[-1]  # torch's kernel wants that
     if plain and flat and mask is None and query.shape[2] == 1:
         return _one_step(query, stored, scale)
     return _in_blocks(query, stored, mask, scale, softcap, sinks)
@@ -63,6 +64,9 @@ def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
         _holes(stored, batch, query.dtype),
         scale,
     )
+    # To a query that sees nothing torch gives a log-sum-exp of 0.
+    empty = torch.tensor(stored.keys.alive).view(batch, -1, 1) == 0
+    new = new[0], new[1].masked_fill(empty, -torch.inf)
     return _merged(old, new, owner).reshape(batch, query_heads, 1, -1)
 
 
@@ -100,9 +104,10 @@ def _merged(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], owner: Tenso
     peak = torch.maximum(of_segments("max", lses), lse).clamp(min=torch.finfo(lse.dtype).min)
     weights, weight = (lses - peak[owner]).exp(), (lse - peak).exp()
     total = of_segments("sum", weights) + weight
-    wide = weights[..., None].to(outs.dtype)
-    mixed = of_segments("sum", outs * wide) + out * weight[..., None].to(out.dtype)
-    return mixed / total[..., None].to(out.dtype)
+    # In the precision of the sums: many blocks, each rounded to half of it, would drift apart.
+    mixed = of_segments("sum", outs * weights[..., None]) + out * weight[..., None]
+    # A peak's own weight is 1, so that less than 1 in total is a segment without entries.
+    return (mixed / total.clamp(min=1)[..., None]).to(out.dtype)
 
 
 def _in_blocks(

@@ -72,7 +72,8 @@ class Flat:
         return Flat.of([self.segment(i) for i in segments])
 
     def tensors(self) -> list[Tensor]:
-        return [self.rows]
+        owners = self.__dict__.get("block_owners")  # only where attention has asked for them
+        return [self.rows] if owners is None else [self.rows, owners]
 
 
 @dataclass(frozen=True)
