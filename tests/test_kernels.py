@@ -61,7 +61,7 @@ def naive(query, key, value, mask, softcap=None, sinks=None, counted=None):
     heads, stored = key.shape[1:3]
     groups = query_heads // heads
     out = torch.zeros(batch, query_heads, queries, value.shape[-1], dtype=torch.float64)
-    sums = torch.zeros(batch, heads, stored, dtype=torch.float64)
+    received = torch.zeros(batch, heads, queries, stored, dtype=torch.float64)
     for b in range(batch):
         for h in range(query_heads):
             for i in range(queries):
@@ -75,8 +75,8 @@ def naive(query, key, value, mask, softcap=None, sinks=None, counted=None):
                     share = weights[j] / total
                     out[b, h, i] += share * value[b, h // groups, j]
                     if counted is None or counted[b, i]:
-                        sums[b, h // groups, j] += share / groups
-    return out, sums
+                        received[b, h // groups, i, j] += share / groups
+    return out, received.sum(2), (received**2).sum(2)
 
 
 # --- the truth ---------------------------------------------------------------------------------
@@ -94,6 +94,19 @@ def test_causal_column_sums_golden(kernel):
     assert sums.flatten().tolist() == pytest.approx([1.393346, 1.205542, 0.401112], abs=1e-6)
     assert sums.sum().item() == pytest.approx(3, abs=1e-12)
     assert sums.var().item() == pytest.approx(0.277818, abs=1e-6)
+
+
+@KERNELS
+def test_squares_give_the_golden_deviations(kernel):
+    rows = torch.tensor([[1, 0, 0], [0.5, 0.5, 0], [0.2, 0.5, 0.3]], dtype=torch.float64)
+    key = torch.eye(3, dtype=torch.float64)[None, None]
+    query = rows.log().clamp(min=-9)[None, None]
+    _, sums, squares = kernel.attend_with_moments(query, key, key, None, scale=1.0)
+    seen_by = torch.tensor([3, 2, 1])
+    mean = sums[0, 0] / seen_by
+    deviation = (squares[0, 0] / seen_by - mean**2).clamp(min=0).sqrt()
+    assert mean.tolist() == pytest.approx([0.566667, 0.5, 0.3], abs=1e-6)
+    assert deviation.tolist() == pytest.approx([0.329983, 0, 0], abs=1e-6)
 
 
 @GROUPS
@@ -119,7 +132,7 @@ def test_every_option_at_once_is_the_naive_loop(kernel, groups):
     options = {"softcap": 1.2, "sinks": sinks, "counted": counted}
     expected = naive(query, key, value, mask, **options)
     for given in (mask, additive(mask, torch.float64)):
-        got = kernel.attend_with_column_sums(query, key, value, given, scale=SCALE, **options)
+        got = kernel.attend_with_moments(query, key, value, given, scale=SCALE, **options)
         assert_same(got, expected, 1e-10)
 
 
@@ -138,8 +151,21 @@ def test_each_option_alone_is_the_naive_loop(kernel, option):
         mask = random_mask(2, 4, 6, 9)
     expected = naive(query, key, value, mask, **options)
     given = mask if option == "mask" else None
-    got = kernel.attend_with_column_sums(query, key, value, given, scale=SCALE, **options)
+    got = kernel.attend_with_moments(query, key, value, given, scale=SCALE, **options)
     assert_same(got, expected, 1e-10)
+
+
+@KERNELS
+@GROUPS
+@pytest.mark.parametrize("masked", [False, True])
+def test_sums_are_the_same_without_squares(kernel, masked, groups):
+    query, key, value = inputs(130, 150, groups)
+    mask = random_mask(2, 1, 130, 150) if masked else None
+    counted = torch.arange(130).expand(2, -1) % 3 > 0
+    options = {"scale": SCALE, "counted": counted}
+    *expected, _ = kernel.attend_with_moments(query, key, value, mask, **options)
+    got = kernel.attend_with_column_sums(query, key, value, mask, **options)
+    assert_same(got, expected, 1e-12)
 
 
 @KERNELS
@@ -167,8 +193,8 @@ def test_a_query_that_sees_nothing_answers_with_zeros(kernel):
 )
 def test_chunked_is_the_reference(queries, stored, groups, dtype, tolerance):
     query, key, value = inputs(queries, stored, groups, dtype)
-    expected = reference.attend_with_column_sums(query, key, value, None, scale=SCALE)
-    got = chunked.attend_with_column_sums(query, key, value, None, scale=SCALE)
+    expected = reference.attend_with_moments(query, key, value, None, scale=SCALE)
+    got = chunked.attend_with_moments(query, key, value, None, scale=SCALE)
     assert_same(got, expected, tolerance)
 
 
@@ -180,9 +206,54 @@ def test_chunked_is_the_reference_under_every_mask(rows, per_head, kind, groups,
     query, key, value = inputs(130, 150, groups, dtype)
     mask = random_mask(rows, 2 * groups if per_head else 1, 130, 150)
     mask = mask if kind == "bool" else additive(mask, dtype)
-    expected = reference.attend_with_column_sums(query, key, value, mask, scale=SCALE)
-    got = chunked.attend_with_column_sums(query, key, value, mask, scale=SCALE)
+    expected = reference.attend_with_moments(query, key, value, mask, scale=SCALE)
+    got = chunked.attend_with_moments(query, key, value, mask, scale=SCALE)
     assert_same(got, expected, tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["bool", "additive", "lowest"])
+@pytest.mark.parametrize("hidden", ["ends", "middle", "later", "everything", "nothing"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_columns_hidden_from_all(monkeypatch, rows, hidden, kind, dtype, tolerance):
+    """Whole runs of columns that no query of a block sees, between others that all of them do."""
+    monkeypatch.setattr(chunked, "GAP", 3)
+    query, key, value = inputs(40, 60, 2, dtype)
+    mask = torch.ones(rows, 1, 40, 60, dtype=torch.bool)
+    if hidden == "ends":
+        mask[-1, ..., :7] = mask[0, ..., -9:] = False
+    elif hidden == "middle":
+        mask[-1, :, 3:, 20:22] = mask[-1, :, 5, 30:33] = False
+    elif hidden == "later":
+        mask = mask & causal(40, 60)
+    elif hidden == "everything":
+        mask[-1] = False
+    given = mask if kind == "bool" else additive(mask, dtype)
+    if kind == "lowest":
+        given = given.clamp(min=torch.finfo(dtype).min)
+    expected = reference.attend_with_moments(query, key, value, given, scale=SCALE)
+    got = chunked.attend_with_moments(query, key, value, given, scale=SCALE)
+    assert_same(got, expected, tolerance)
+
+
+def test_an_additive_mask_may_favour_columns():
+    query, key, value = inputs(40, 60, 2)
+    mask = torch.zeros(1, 1, 40, 60, dtype=torch.float64)
+    mask[..., 5:, 10:20], mask[..., 5, 30] = 2.5, -1.5
+    got = chunked.attend_with_moments(query, key, value, mask, scale=SCALE)
+    plain = chunked.attend_with_moments(query, key, value, mask * 0, scale=SCALE)
+    assert_same(got, reference.attend_with_moments(query, key, value, mask, scale=SCALE), 1e-10)
+    assert got[1][..., 10:20].gt(plain[1][..., 10:20]).all()
+
+
+@pytest.mark.parametrize("gap", [0, 1, 2])
+def test_spans_hold_what_was_chosen(monkeypatch, gap):
+    monkeypatch.setattr(chunked, "GAP", gap)
+    chosen = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 0], dtype=torch.bool)
+    whole = {0: [1, 2, 4, 8], 1: [1, 2, 4, 8], 2: [1, 2, 3, 4, 8]}
+    covered = [place for part in chunked.spans(chosen) for place in range(10)[part]]
+    assert covered == whole[gap]
+    assert chunked.spans(chosen[:1]) == chunked.spans(chosen[:0]) == []
 
 
 @DTYPES
@@ -199,8 +270,8 @@ def test_chunked_is_the_reference_with_softcap_sinks_and_counted(masked, groups,
         "scale": SCALE,
     }
     mask = random_mask(2, 1, 130, 150) if masked else None
-    expected = reference.attend_with_column_sums(query, key, value, mask, **options)
-    got = chunked.attend_with_column_sums(query, key, value, mask, **options)
+    expected = reference.attend_with_moments(query, key, value, mask, **options)
+    got = chunked.attend_with_moments(query, key, value, mask, **options)
     assert_same(got, expected, tolerance)
 
 

@@ -30,7 +30,7 @@ def attend_with_column_maxima(
         share = weights.new_zeros(len(weights))
         for part in ranges[at.row]:
             share.addmv_(weights[:, part], among[part].to(weights.dtype))
-        # Below this, what rounding and underflow took from the weights would show.
+        # Well above where single weights underflow, or are flushed to zero.
         lost = share < torch.finfo(share.dtype).tiny ** 0.5
         if bool((lost & voters).any()):
             weights, share = _weights_among(blocks, at, among), torch.ones_like(share)
