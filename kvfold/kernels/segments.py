@@ -47,7 +47,7 @@ def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
     grouped = query.reshape(segments, 1, -1, size)
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, Flat) and isinstance(values, Flat)
-    owner = keys.block_owners
+    owner = torch.tensor(keys.block_owners, dtype=torch.long)
     old = _fused(
         grouped[owner],
         keys.rows.unflatten(0, (len(owner), 1, BLOCK)),

@@ -54,10 +54,9 @@ class Flat:
         return list(accumulate(self.lengths))
 
     @cached_property
-    def block_owners(self) -> Tensor:
+    def block_owners(self) -> list[int]:
         """The segment of each block of `BLOCK` rows, where every segment is whole blocks."""
-        blocks = torch.tensor(self.lengths, device=self.rows.device) // BLOCK
-        return torch.arange(len(blocks), device=self.rows.device).repeat_interleave(blocks)
+        return [i for i, length in enumerate(self.lengths) for _ in range(length // BLOCK)]
 
     def segment(self, i: int) -> Tensor:
         end = self._ends[i]
@@ -72,8 +71,7 @@ class Flat:
         return Flat.of([self.segment(i) for i in segments])
 
     def tensors(self) -> list[Tensor]:
-        owners = self.__dict__.get("block_owners")  # only where attention has asked for them
-        return [self.rows] if owners is None else [self.rows, owners]
+        return [self.rows]
 
 
 @dataclass(frozen=True)
