@@ -306,12 +306,10 @@ class CompressedCache(compat.Cache):
 
 
 def _checked_budget(method: Method, budget: Budget | float | str | None) -> Budget | None:
-    parts = getattr(method, "parts", (method,))
-    wanted = any(part.takes_budget for part in parts)
-    if wanted and budget is None:
+    if method.takes_budget and budget is None:
         raise BudgetError(
             f"{method} needs a budget: an int for tokens, a float for the part kept, or a size"
         )
-    if not wanted and budget is not None:
+    if not method.takes_budget and budget is not None:
         raise BudgetError(f"{method} takes no budget: leave it out")
     return None if budget is None else Budget.of(budget)

@@ -306,6 +306,8 @@ class CompressedLayer(CacheLayerMixin):
         own_forwards = stages.funnel or (stages.needs.rebuilding and self.rebuilding is None)
         if own_forwards:
             self._check_started()
+            if stages.encode is not None:
+                self._encode_all(seen)
         elif stages.decode == "once":
             self.late = True
         elif isinstance(stages.allocate, Across):
@@ -382,6 +384,8 @@ class CompressedLayer(CacheLayerMixin):
     def _evict(self, seen: Observation, counts: Tensor) -> None:
         """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""
         stages, places = self.plan.stages, self.places()
+        if counts.dim() > 1:
+            self._check_heads(seen)
         stored = (places >= 0).sum(-1)
         if bool((counts.view(len(counts), -1) >= stored).all()):
             self._note_error(seen, torch.arange(places.shape[-1]).expand_as(places))
@@ -416,6 +420,8 @@ class CompressedLayer(CacheLayerMixin):
     def _keep(self, seen: Observation, slots: Tensor, ragged: bool) -> None:
         """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
         stages, store = self.plan.stages, self.stored()
+        if self.sinks is not None and isinstance(store, DenseStore):
+            self.sinks.restore(store)
         saved = None
         if stages.compensate is not None:
             keys, values = store.dense()
@@ -423,8 +429,6 @@ class CompressedLayer(CacheLayerMixin):
                 keys, values, self.places(), slots, self.sums, self.merging, seen.seed
             )
             *saved, self.merging = stages.compensate(eviction)
-        if self.sinks is not None and isinstance(store, DenseStore):
-            self.sinks.restore(store)
         if ragged or stages.encode is not None:
             self._keep_in_segments(seen, slots, saved)
         else:
@@ -441,11 +445,7 @@ class CompressedLayer(CacheLayerMixin):
         self, seen: Observation, slots: Tensor, saved: list[Tensor] | None
     ) -> None:
         encode, store = self.plan.stages.encode or Encode(), self.stored()
-        if seen.keys.shape[1] != store.keys.shape[1]:
-            raise UnsupportedModel(
-                "this model's cache holds latents, one for all heads: budgets per head, packed, "
-                "pruned and paired entries need keys of each head"
-            )
+        self._check_heads(seen)
         if isinstance(store, SegmentStore) and not encode.evictable:
             store.keep(slots)
         else:
@@ -454,6 +454,14 @@ class CompressedLayer(CacheLayerMixin):
             if saved is not None:
                 self.store.replace(*saved)
         self.turn.encode(self, decoding=False, seen=seen.at(slots))
+
+    def _check_heads(self, seen: Observation) -> None:
+        """Raises UnsupportedModel where heads have no entries of their own."""
+        if seen.keys.shape[1] != self.stored().keys.shape[1]:
+            raise UnsupportedModel(
+                "this model's cache holds latents, one for all heads: budgets per head, packed, "
+                "pruned and paired entries need keys of each head"
+            )
 
     def _is_everything(self, slots: Tensor) -> bool:
         """Whether entry i is column i, before and after."""

@@ -13,9 +13,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
+from kvfold.allocate.uniform import uniform
 from kvfold.compensate.eviction import Compensate
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.observation import Needs, Observation
+from kvfold.score.position import recency
 from kvfold.select.forced import Forced
 from kvfold.store.encoded import Encode
 
@@ -31,14 +33,16 @@ Heads = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Measured:
-    """Each layer's size comes from what it observed, without a budget: Observation → [B] or [B, H].
+    """Each layer's size comes from what it observed, without a budget.
 
-    Forced entries count. `error` turns what was observed and what stays `[B, H, T]` into the
-    relative error `[B, 1 or 2]` of the layer's output, predicted and measured.
+    `size`: Observation → `[B]`, or `[B, H]` with `per_head`; forced entries count. `error` turns
+    what was observed and what stays `[B, H, T]` into the relative error `[B, 1 or 2]` of the
+    layer's output, predicted and measured.
     """
 
     size: Callable[[Observation], Tensor]
     error: Callable[[Observation, Tensor], Tensor] | None = None
+    per_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,12 @@ class Across:
 
     `statistic` turns an Observation into whatever `share` needs of a layer; `share` takes all
     layers' statistics, the budget per head and layer `[B]` and the tokens seen `[B]`, and returns
-    each layer's entries per head, `[B]` or `[B, H]`.
+    each layer's entries per head, `[B]`, or `[B, H]` with `per_head`.
     """
 
     statistic: Callable[[Observation], Tensor]
     share: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]
+    per_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,24 @@ class Stages:
                 "re-indexed positions rotate stored keys, which must then be whole and dense: "
                 'choose positions="original"'
             )
+        if self.heads is not None and getattr(self.allocate, "per_head", False):
+            raise IllegalComposition(
+                "each head has a size of its own already: leave out one of the two methods"
+            )
+        if self.encode is not None and self.encode.pairs and not self._same_in_all_heads():
+            raise IllegalComposition(
+                "two layers are stored as a pair, so all their heads must keep the same entries: "
+                "choose one that goes by position, such as streaming_llm_original:decode=append"
+            )
+        if self.funnel is not None and (self.score is not None or self.encode is not None):
+            raise IllegalComposition(
+                "tokens are pruned between the layers of the prompt's forward and stored as they "
+                "come: nothing else selects or encodes them, so use that method alone"
+            )
+
+    def _same_in_all_heads(self) -> bool:
+        evenly = self.allocate is uniform and self.heads is None
+        return self.score is None or (self.score is recency and evenly)
 
 
 @dataclass(frozen=True)
@@ -131,22 +154,29 @@ class Composition(Method):
     paper: ClassVar[str] = ""
     summary: ClassVar[str] = "several methods at once"
 
+    @property
+    def takes_budget(self) -> bool:  # type: ignore[override]
+        """Whether the part that sizes the layers does."""
+        parts = zip(self.parts, self._brought(), strict=True)
+        return any(part.takes_budget for part, brought in parts if brought.allocate is not None)
+
     def stages(self) -> Stages:
         """All parts' stages; raises IllegalComposition where two parts set the same one."""
-        merged = Stages()
+        merged: dict[str, Any] = {"needs": Needs()}
         owner: dict[str, Method] = {}
         for part, brought in zip(self.parts, self._brought(), strict=True):
             for name, value in _set_stages(brought).items():
                 if name == "needs":
-                    merged = dataclasses.replace(merged, needs=merged.needs.joined(value))
+                    merged[name] = merged[name].joined(value)
                     continue
                 if name in owner:
                     raise IllegalComposition(
                         f"{owner[name]} and {part} both bring the {name} stage: choose one of them"
                     )
                 owner[name] = part
-                merged = dataclasses.replace(merged, **{name: value})
-        return merged
+                merged[name] = value
+        # All at once: half of a composition may be illegal where the whole is not.
+        return Stages(**merged)
 
     def _brought(self) -> list[Stages]:
         """What each part brings; where none of it scores, a part that can score comes whole."""

@@ -121,8 +121,10 @@ class Plan:
         if isinstance(allocate, Measured):
             return allocate.size(seen)
         assert allocate is not None and not isinstance(allocate, Across)
-        per_row = []
+        per_row, encode = [], self.stages.encode
         for tokens in free.tolist():
             total = self.total(tokens, entry_bytes, heads, len(free))
+            if encode is not None and encode.pairs:
+                total -= total % self.layers  # both layers of a pair keep as many
             per_row.append(allocate(total, tokens, self.layers)[self.layer])
         return torch.tensor(per_row, device=free.device)

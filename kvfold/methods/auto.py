@@ -58,6 +58,7 @@ class Auto(Method):
                     sinks=self.sinks,
                 ),
                 error=self._errors,
+                per_head=True,
             ),
             forced=Forced(sinks=self.sinks, recent=self.window),
         )

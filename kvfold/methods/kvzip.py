@@ -54,8 +54,8 @@ class KVzip(Method):
         if self.level == "uniform":
             return uniform
         if self.level == "head":
-            return Across(most_attention, whole_heads)
-        return Across(most_attention, partial(pooled, strict=self.strict))
+            return Across(most_attention, whole_heads, per_head=True)
+        return Across(most_attention, partial(pooled, strict=self.strict), per_head=True)
 
 
 def most_attention(seen: Observation) -> Tensor:

@@ -43,8 +43,11 @@ class Growing:
         self.length = end
 
     def crop(self, count: int) -> None:
-        """Drops the last `count`."""
+        """Drops the last `count`; gives room back where it is more than twice the usual."""
         self.length -= count
+        usual = self._capacity(self.length) - self.length
+        if self._buffer.shape[2] > self.length + 2 * usual:
+            self._buffer = self._copied(self.rows)
 
     def index(self, select: Callable[[Tensor], Tensor]) -> None:
         """Applies `select`, a copying selection along the batch axis."""
@@ -58,11 +61,13 @@ class Growing:
 
     def _copied(self, rows: Tensor, end: int | None = None) -> Tensor:
         end = rows.shape[2] if end is None else end
-        capacity = end + (slack(end) if self.room is None else self.room)
-        shape = (*rows.shape[:2], capacity, *rows.shape[3:])
+        shape = (*rows.shape[:2], self._capacity(end), *rows.shape[3:])
         buffer = torch.empty(shape, dtype=rows.dtype, device=rows.device)
         buffer[:, :, : rows.shape[2]] = rows
         return buffer
+
+    def _capacity(self, end: int) -> int:
+        return end + (slack(end) if self.room is None else self.room)
 
 
 def slack(entries: int) -> int:

@@ -72,8 +72,14 @@ class SegmentStore:
         """Entries of the longest segment."""
         return max(self._counts) + self._new
 
-    def view(self) -> Segments:
-        """What attention reads; it stays as it is when the store goes on."""
+    def view(self) -> Segments | None:
+        """What attention reads; it stays as it is when the store goes on.
+
+        None while all that was seen is in the tail: keys and values are all there is to read.
+        """
+        parts = (self._keys.encoded, self._values.encoded)
+        if self._columns is None and not any(any(p.lengths) for p in parts if p is not None):
+            return None
         return Segments(self._keys.view(), self._values.view(), self._new)
 
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -117,7 +123,9 @@ class SegmentStore:
 
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries at `slots [B, H, K]`, −1 for holes, all that is encoded among them."""
-        length, positions = self.length, self.positions
+        length = self.length
+        complete = self._columns is None and slots.shape[-1] == length and bool((slots >= 0).all())
+        positions = None if complete else self.positions
         self._keys.keep(slots, length)
         self._values.keep(slots, length)
         self._settle(positions, slots)
@@ -127,7 +135,8 @@ class SegmentStore:
 
         def value_count(entries: int, encoded: int) -> int:
             count = self.encode.value_count(entries, encoded, decoding)
-            return count - (count - encoded) % LOT if decoding else count
+            in_lots = decoding and not self.encode.pairs  # pairs bring their own blocks
+            return count - (count - encoded) % LOT if in_lots else count
 
         def key_count(entries: int, encoded: int) -> int:
             return self.encode.key_count(entries, encoded, decoding)
