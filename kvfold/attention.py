@@ -71,7 +71,6 @@ def _attention(
     owns = layer is pending
     if owns:
         layer.owner.check(module)
-        layer.owner.answered()
         if attention_mask is not None:
             layer.logical.valid = valid_columns(attention_mask)
     scale = compat.head_scale(module, query, kwargs.get("scaling"))
@@ -89,6 +88,8 @@ def _attention(
         out, weights = attend(module, query, key, value, mask, **kwargs)
     if owns:
         layer.finish(attended)
+        # Not before: after an error on the way the layers no longer hold the same tokens.
+        layer.owner.answered()
     return out, weights
 
 

@@ -210,9 +210,9 @@ def test_a_reset_cache_forgets_a_forward_that_failed(model, spec):
 
     for layer in (1, 2):
         cache.reset()
-        with model.model.layers[layer].register_forward_pre_hook(fail):
-            with pytest.raises(RuntimeError, match="interrupted"):
-                answer(model, cache, prompt(2))
+        failing = model.model.layers[layer].register_forward_pre_hook(fail)
+        with failing, pytest.raises(RuntimeError, match="interrupted"):
+            answer(model, cache, prompt(2))
         cache.reset()
         assert same(two_turns(model, cache, 1), expected)
 

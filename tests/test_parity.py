@@ -379,9 +379,10 @@ def test_adakv_shares_a_pyramid_among_its_heads(heads, lengths):
 # --- one eviction after the other: H2O, TOVA, RoCo, L2 norm, StreamingLLM ----------------------
 
 
-def h2o(head: Head, budget: int) -> list[int]:
-    recent = budget // 2
-    return best(head.sums[:-recent], budget - recent) + newest(head, recent)
+def h2o(head: Head, budget: int, recent: float = 0.5, mean: bool = False) -> list[int]:
+    last = int(recent * budget)
+    scores = head.sums / head.queries if mean else head.sums
+    return best(scores[: len(head) - last], budget - last) + newest(head, last)
 
 
 def roco(head: Head, budget: int, recent: int = 10, share: float = 0.3) -> list[int]:
@@ -420,6 +421,11 @@ def holding(choose: Callable[[Head, int], list[int]], budget: int) -> Callable[[
     ("spec", "choose", "budget"),
     [
         ("h2o", h2o, SMALL),
+        (
+            "h2o:recent=0.2,normalize=visible_queries",
+            partial(h2o, recent=0.2, mean=True),
+            SMALL,
+        ),
         ("roco", roco, SMALL),
         ("roco", roco, 40),  # ten of thirteen protected ones are the last
         (

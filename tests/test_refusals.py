@@ -379,3 +379,12 @@ def test_spans_that_protect_nothing_are_refused(model, spans):
 def test_every_error_is_a_value_error():
     for kind in (BudgetError, UnsupportedModel, IllegalComposition, kvfold.ContextFileError):
         assert issubclass(kind, KvfoldError) and issubclass(kind, ValueError)
+
+
+def test_after_an_error_in_the_middle_of_a_forward_the_cache_is_refused(model):
+    cache = CompressedCache(model, "knorm:skip_layers=0/1", 0.2)
+    reader = Reader(model, cache)
+    with pytest.raises(BudgetError):
+        reader(prompts((64,))[0])
+    with pytest.raises(UnsupportedModel, match="last forward failed"):
+        reader(continuation(1, 1))
