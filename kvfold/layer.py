@@ -388,7 +388,8 @@ class CompressedLayer(CacheLayerMixin):
             self._check_heads(seen)
         stored = (places >= 0).sum(-1)
         if bool((counts.view(len(counts), -1) >= stored).all()):
-            self._note_error(seen, torch.arange(places.shape[-1]).expand_as(places))
+            slots = torch.arange(places.shape[-1], device=places.device)
+            self._note_error(seen, slots.expand_as(places))
             if stages.encode is not None:
                 self._encode_all(seen)
             return

@@ -116,14 +116,14 @@ def packed(entries: int, bits: int, width: int) -> int:
 def test_kivi_costs_its_formula(bits, dtype):
     _, stats = filled(f"kivi:bits={bits}", dtype)
     expected = SEGMENTS * packed(TOKENS, bits, dtype.itemsize)
-    assert stats.nbytes == pytest.approx(expected, rel=0.01)
+    assert stats.nbytes == pytest.approx(expected, rel=0.001)
     assert stats.position_bytes == stats.state_bytes == 0
 
 
 def test_kivi_after_eviction_costs_its_formula():
     _, stats = filled("snapkv + kivi:bits=4", torch.bfloat16)
     expected = SEGMENTS * (packed(KEPT, 4, 2) + KEPT * INDEX)
-    assert stats.nbytes == pytest.approx(expected, rel=0.01)
+    assert stats.nbytes == pytest.approx(expected, rel=0.001)
 
 
 def pruned(width: int) -> int:
@@ -136,7 +136,7 @@ def pruned(width: int) -> int:
 @DTYPES
 def test_think_costs_its_formula(dtype):
     _, stats = filled("think", dtype)
-    assert stats.nbytes == pytest.approx(pruned(dtype.itemsize), rel=0.01)
+    assert stats.nbytes == pytest.approx(pruned(dtype.itemsize), rel=0.001)
 
 
 def paired(width: int) -> int:
@@ -150,7 +150,7 @@ def paired(width: int) -> int:
 @DTYPES
 def test_minicache_costs_its_formula(dtype):
     _, stats = filled("minicache", dtype)
-    assert stats.nbytes == pytest.approx(paired(dtype.itemsize), rel=0.01)
+    assert stats.nbytes == pytest.approx(paired(dtype.itemsize), rel=0.001)
 
 
 @pytest.mark.parametrize("spec", ["adakv", "kivi", "snapkv + kivi:bits=4", "minicache", "think"])
