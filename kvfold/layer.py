@@ -454,7 +454,9 @@ class CompressedLayer(CacheLayerMixin):
             self.store = SegmentStore(*store.dense(), positions, slots, encode)
             if saved is not None:
                 self.store.replace(*saved)
-        self.turn.encode(self, decoding=False, seen=seen.at(slots))
+        # Entries stored as they came need no second look at them, which is a copy.
+        observed = seen.at(slots) if self.plan.stages.encode is not None else None
+        self.turn.encode(self, decoding=False, seen=observed)
 
     def _check_heads(self, seen: Observation) -> None:
         """Raises UnsupportedModel where heads have no entries of their own."""

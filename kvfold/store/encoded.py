@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class Encode:
 
     Counts are of a segment's oldest entries; the newer ones wait outside, as they came. `evictable`
     says whether later turns may evict what is encoded, `pairs` whether two layers are encoded
-    together, by `pair`.
+    together.
     """
 
     evictable: ClassVar[bool] = True
@@ -107,7 +107,3 @@ class Encode:
     def values(self, segments: list[Tensor]) -> Encoded:
         """Each segment's values `[n, Dv]`."""
         return Flat.of(segments)
-
-    def pair(self, first: list[Tensor], second: list[Tensor]) -> tuple[Any, Any]:
-        """The same segments of two layers `[n, D]`, encoded together."""
-        raise NotImplementedError

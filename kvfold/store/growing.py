@@ -18,12 +18,11 @@ class Growing:
         self._buffer = self._copied(rows)
 
     @classmethod
-    def gathered(cls, rows: Tensor, slots: Tensor) -> Growing:
+    def gathered(cls, rows: Tensor, slots: Tensor, room: int | None = None) -> Growing:
         """The entries of `rows [B, H, T, D]` at `slots [B, H, K]`."""
         grown = cls.__new__(cls)
-        grown.length, grown.room = slots.shape[-1], None
-        capacity = grown.length + slack(grown.length)
-        shape = (*slots.shape[:2], capacity, *rows.shape[3:])
+        grown.length, grown.room = slots.shape[-1], room
+        shape = (*slots.shape[:2], grown._capacity(grown.length), *rows.shape[3:])
         grown._buffer = torch.empty(shape, dtype=rows.dtype, device=rows.device)
         wide = slots[(...,) + (None,) * (rows.dim() - 3)].expand(*slots.shape, *rows.shape[3:])
         torch.gather(rows, 2, wide, out=grown._buffer[:, :, : grown.length])

@@ -49,9 +49,7 @@ class Part:
     def _take(self, rows: Tensor, slots: Tensor) -> None:
         self.alive = (slots >= 0).sum(-1).flatten().tolist()
         slots = slots[..., slots.shape[-1] - max(self.alive) :].clamp(min=0)
-        self.tail = Growing(
-            rows.gather(2, slots[..., None].expand(*slots.shape, rows.shape[-1])), ROOM
-        )
+        self.tail = Growing.gathered(rows, slots, ROOM)
 
     def view(self) -> PartView:
         """What attention reads."""

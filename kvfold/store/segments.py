@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.observation import Observation
 from kvfold.store.encoded import Encode
-from kvfold.store.paired import Paired, extend_pair
+from kvfold.store.paired import Paired, Pairing, extend_pair
 from kvfold.store.part import Part, PartView
 
 # While decoding, values are encoded in lots: each lot copies what is encoded once.
@@ -154,6 +154,7 @@ class SegmentStore:
 
     def encode_with(self, second: SegmentStore, decoding: bool) -> None:
         """Encodes what is due here and in the other layer of the pair, together."""
+        assert isinstance(self.encode, Pairing)
         mine, theirs = self.due(decoding), second.due(decoding)
         parts = ((self._keys, second._keys), (self._values, second._values))
         for (own, other), rows, others in zip(parts, mine, theirs, strict=True):
