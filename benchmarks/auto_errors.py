@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+from functools import partial
 
 import torch
 
 import kvfold
 from kvfold.eval import ruler
-from kvfold.frame import Frame, token_ids
+from kvfold.frame import Frame, token_count, token_ids
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
 
@@ -42,10 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model, tokenizer = kvfold.bundled_model()
     frame = Frame.of(tokenizer)
-
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False).input_ids)
-
+    count = partial(token_count, tokenizer)
     layers = range(model.config.num_hidden_layers)
     print("| tolerance | question | entries kept | " + " | ".join(f"layer {i}" for i in layers))
     for aware in (False, True):

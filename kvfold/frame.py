@@ -29,6 +29,11 @@ class Frame:
         return cls(before, after)
 
 
+def token_count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """How many tokens `text` is as it stands."""
+    return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     """Ids `[1, N]` of `text` as it stands, without special tokens of the tokenizer's own."""
     ids: Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids

@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ import kvfold
 from kvfold.compat import PreTrainedModel
 from kvfold.context import Context
 from kvfold.eval import ruler
-from kvfold.frame import Frame
+from kvfold.frame import Frame, token_count
 from kvfold.stats import Stats
 
 KEYS = 6
@@ -55,10 +56,7 @@ class Trial:
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> Trial:
         """A document of half the length that the model was trained on."""
-
-        def count(text: str) -> int:
-            return len(tokenizer(text, add_special_tokens=False).input_ids)
-
+        count = partial(token_count, tokenizer)
         length = model.config.max_position_embeddings // 2
         # Questions are drawn with replacement: so many draws ask for every key.
         drawn = ruler.generate(
@@ -71,7 +69,7 @@ class Trial:
 
     def tokens(self) -> int:
         """Tokens of the document."""
-        return len(self.tokenizer(self.sample.document, add_special_tokens=False).input_ids)
+        return token_count(self.tokenizer, self.sample.document)
 
     def compress(self, method: str, budget: str | None) -> Context:
         """The document, compressed without a question."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from kvfold import compat
 from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
 from kvfold.eval import ruler
-from kvfold.frame import Frame, token_ids
+from kvfold.frame import Frame, token_count, token_ids
 from kvfold.generate import generate, read_turn
 from kvfold.method import Method
 
@@ -56,10 +57,7 @@ def evaluate(
     """The outcome of each of `samples` fresh samples; the same seed, the same samples."""
     rng = random.Random(f"{seed} {trial.task} {trial.length}")
     frame = Frame.of(tokenizer)
-
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False).input_ids)
-
+    count = partial(token_count, tokenizer)
     for _ in range(samples):
         sample = ruler.generate(trial.task, trial.length, count, rng, keys=trial.keys)
         yield _score(model, tokenizer, trial, sample, frame)
