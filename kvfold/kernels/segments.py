@@ -31,7 +31,8 @@ def attend_to_segments(
     plain = softcap is None and sinks is None and query.device.type == "cpu"
     flat = all(isinstance(part.encoded, Flat) for part in (stored.keys, stored.values))
     flat &= stored.keys.tail.shape[-1] == stored.values.tail.shape[-1]  # torch's kernel wants that
-    if plain and flat and mask is None and query.shape[2] == 1:
+    single = query.shape[2] == 1 and mask is None and min(stored.keys.alive) > 0
+    if plain and flat and single:
         return _one_step(query, stored, scale)
     return _in_blocks(query, stored, mask, scale, softcap, sinks)
 
@@ -41,73 +42,65 @@ def _sees_everything(mask: Tensor) -> bool:
 
 
 def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
-    """A single query per row over entries as they came: blocks and tail, each at once."""
+    """A single query per row over entries as they came: segment by segment, then all tails."""
     batch, query_heads, _, size = query.shape
     segments = len(stored.keys.alive)
     grouped = query.reshape(segments, 1, -1, size)
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, Flat) and isinstance(values, Flat)
-    owner = torch.tensor(keys.block_owners, dtype=torch.long)
-    old = _fused(
-        grouped[owner],
-        keys.rows.unflatten(0, (len(owner), 1, BLOCK)),
-        values.rows.unflatten(0, (len(owner), 1, BLOCK)),
-        None,
-        scale,
-    )
+    shares = _shares()
+    # Torch's kernel gives its threads whole heads: here, equal shares of a segment.
+    rows = grouped.expand(-1, shares, -1, -1)
+    nothing = rows.new_zeros(1, *rows.shape[1:]), rows.new_full((1, *rows.shape[1:3]), -torch.inf)
+    old = [
+        _fused(one, key.view(1, shares, -1, size), value.view(1, shares, -1, size), None, scale)
+        if len(key)
+        else nothing
+        for one, key, value in zip(rows.split(1), keys.segments, values.segments, strict=True)
+    ]
     width = max(stored.keys.alive)
-    tail = (part.tail.shape[2] - width for part in (stored.keys, stored.values))
-    new = _fused(
-        grouped.view(batch, -1, *grouped.shape[2:]),
-        stored.keys.tail[:, :, next(tail) :],
-        stored.values.tail[:, :, next(tail) :],
-        _holes(stored, batch, query.dtype),
-        scale,
+    tail_keys, tail_values = (
+        part.tail[:, :, part.tail.shape[2] - width :] for part in (stored.keys, stored.values)
     )
-    # To a query that sees nothing torch gives a log-sum-exp of 0.
-    empty = torch.tensor(stored.keys.alive).view(batch, -1, 1) == 0
-    new = new[0], new[1].masked_fill(empty, -torch.inf)
-    return _merged(old, new, owner).reshape(batch, query_heads, 1, -1)
+    holes = _holes(stored, query)
+    new = _fused(grouped.view(batch, -1, *grouped.shape[2:]), tail_keys, tail_values, holes, scale)
+    outs, sums = (torch.cat(parts) for parts in zip(*old, strict=True))
+    out, total = (part.flatten(0, 1)[:, None] for part in new)
+    return _merged(torch.cat([outs, out], 1), torch.cat([sums, total], 1)).view(
+        batch, query_heads, 1, -1
+    )
 
 
-def _holes(stored: Segments, batch: int, dtype: torch.dtype) -> Tensor | None:
+def _shares() -> int:
+    """Equal parts of a segment's whole blocks, enough for every thread."""
+    return min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
+
+
+def _holes(stored: Segments, query: Tensor) -> Tensor | None:
     """Additive mask `[B, H, 1, T]` of a tail that holds more of some segments than of others."""
-    alive = torch.tensor(stored.keys.alive).view(batch, -1, 1, 1)
-    width = int(alive.max())
-    if bool((alive == width).all()):
+    alive = stored.keys.alive
+    width = max(alive)
+    if min(alive) == width:
         return None
-    gone = torch.arange(width) < width - alive
-    return torch.zeros(gone.shape, dtype=dtype).masked_fill(gone, -torch.inf)
+    missing = torch.tensor([width - count for count in alive]).view(len(query), -1, 1, 1)
+    gone = torch.arange(width) < missing
+    return torch.zeros(gone.shape, dtype=query.dtype).masked_fill_(gone, -torch.inf)
 
 
 def _fused(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention `[·, H, G, Dv]` and the log-sum-exp of its logits `[·, H, G]`."""
-    if keys.shape[2] == 0:
-        out = query.new_zeros(*query.shape[:3], values.shape[-1])
-        return out, query.new_full(query.shape[:3], -torch.inf)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, attn_mask=mask, scale=scale
     )
-    return out, lse
+    return out, total
 
 
-def _merged(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], owner: Tensor) -> Tensor:
-    """Blocks and tail of each segment, weighted by what their logits sum to: `[B·H, G, Dv]`."""
-    (outs, lses), (out, lse) = ((a.flatten(0, 1), b.flatten(0, 1)) for a, b in (old, new))
-    blocks = torch.bincount(owner, minlength=len(lse))
-
-    def of_segments(kind: str, rows: Tensor) -> Tensor:
-        return torch.segment_reduce(rows, kind, lengths=blocks, unsafe=True)
-
-    peak = torch.maximum(of_segments("max", lses), lse).clamp(min=torch.finfo(lse.dtype).min)
-    weights, weight = (lses - peak[owner]).exp(), (lse - peak).exp()
-    total = of_segments("sum", weights) + weight
-    # In the precision of the sums: many blocks, each rounded to half of it, would drift apart.
-    mixed = of_segments("sum", outs * weights[..., None]) + out * weight[..., None]
-    # A peak's own weight is 1, so that less than 1 in total is a segment without entries.
-    return (mixed / total.clamp(min=1)[..., None]).to(out.dtype)
+def _merged(outs: Tensor, totals: Tensor) -> Tensor:
+    """Parts of a segment `[·, P, G, Dv]`, weighted by their logits' log-sum-exp `[·, P, G]`."""
+    # The weights are in the precision of the sums: so is the mean, until it is whole.
+    return (outs * totals.softmax(1)[..., None]).sum(1).to(outs.dtype)
 
 
 def _in_blocks(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from kvfold.observation import Observation
 
-# Entries that attention reads at a time; a segment's last, broken block stays in the tail.
-BLOCK = 64
+# Threads share a segment's whole blocks equally; the last, broken one stays in the tail.
+BLOCK = 16
 
 
 class Encoded(Protocol):
@@ -50,25 +49,20 @@ class Flat:
         return cls(torch.cat(segments), [len(segment) for segment in segments])
 
     @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(self.lengths))
-
-    @cached_property
-    def block_owners(self) -> list[int]:
-        """The segment of each block of `BLOCK` rows, where every segment is whole blocks."""
-        return [i for i, length in enumerate(self.lengths) for _ in range(length // BLOCK)]
+    def segments(self) -> tuple[Tensor, ...]:
+        """Each segment's entries."""
+        return self.rows.split(self.lengths)
 
     def segment(self, i: int) -> Tensor:
-        end = self._ends[i]
-        return self.rows[end - self.lengths[i] : end]
+        return self.segments[i]
 
     def extended(self, new: Flat) -> Flat:
-        mine, theirs = self.rows.split(self.lengths), new.rows.split(new.lengths)
-        rows = torch.cat([part for both in zip(mine, theirs, strict=True) for part in both])
+        both = zip(self.segments, new.segments, strict=True)
+        rows = torch.cat([part for pair in both for part in pair])
         return Flat(rows, [a + b for a, b in zip(self.lengths, new.lengths, strict=True)])
 
     def select(self, segments: list[int]) -> Flat:
-        return Flat.of([self.segment(i) for i in segments])
+        return Flat.of([self.segments[i] for i in segments])
 
     def tensors(self) -> list[Tensor]:
         return [self.rows]
