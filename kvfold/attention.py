@@ -14,6 +14,7 @@ from kvfold import compat
 from kvfold.kernels.chunked import attend_with_column_sums, attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments
+from kvfold.kernels.single import attend_with_row
 from kvfold.layer import CompressedLayer
 from kvfold.mask import physical_mask, valid_columns
 from kvfold.recall import Attended
@@ -77,7 +78,10 @@ def _attention(
     softcap, sinks = compat.softcap_of(kwargs), compat.sinks_of(kwargs)
     attended = Attended(query, key, value, scale, softcap, sinks)
     weights = None
-    if owns and (layer.sums_wanted or layer.turn.repeating is not None):
+    if owns and layer.evicts_one(query.shape[2]):
+        assert not isinstance(view, Segments)
+        out, attended = _observed_one(layer, attended, attention_mask, view)
+    elif owns and (layer.sums_wanted or layer.turn.repeating is not None):
         out, attended = _observed(layer, attended, attention_mask)
     elif isinstance(view, Segments):
         newest = None if attention_mask is None else _newest(attention_mask, layer.seen, view.new)
@@ -126,6 +130,33 @@ def _observed(
         out, sums = attend_with_column_sums(attended.query, key, value, mask, **options)
     seen = dataclasses.replace(attended, sums=sums, squares=squares, maxima=maxima)
     return out.transpose(1, 2).contiguous(), seen
+
+
+def _observed_one(
+    layer: CompressedLayer, attended: Attended, mask: Tensor | None, positions: Tensor | None
+) -> tuple[Tensor, Attended]:
+    """The attention of a single query, by a kernel that shows its row."""
+    query, key = attended.query, attended.key
+    visible = None if positions is None else (positions >= 0)[:, :, None]
+    if mask is not None:
+        mask = physical_mask(mask, positions, query, layer.seen)
+        heads = key.shape[1] if mask.shape[1] > 1 else 1
+        visible = mask[:, :, 0].unflatten(1, (heads, -1))
+    out, row = attend_with_row(
+        query,
+        key,
+        attended.value,
+        visible,
+        scale=attended.scale,
+        softcap=attended.softcap,
+        sinks=attended.sinks,
+    )
+    sums = squares = None
+    if layer.sums_wanted:
+        sums = row[:, :, 0].unflatten(1, (key.shape[1], -1)).mean(2)
+        squares = sums.square() if layer.plan.stages.needs.column_squares else None
+    seen = dataclasses.replace(attended, row=row, sums=sums, squares=squares)
+    return out.transpose(1, 2), seen
 
 
 def _expanded(layer: CompressedLayer, key: Tensor, same_layer: bool) -> bool:

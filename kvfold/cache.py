@@ -75,10 +75,12 @@ class CompressedCache(compat.Cache):
         compat.enable(model)
         self.turn, self.owner = Turn(), Owner(model)
         self.dropping_length = compat.dropping_length(model)
+        shared = compat.shares_entries(model)
         own = [i for i, layer in enumerate(layers) if compat.is_compressible(layer)]
         for place, index in enumerate(own):
             encode = stages.encode and stages.encode.of_layer(place, len(own))
-            plan = Plan(replace(stages, encode=encode), self.budget, place, len(own), seed)
+            stored = replace(stages, encode=encode)
+            plan = Plan(stored, self.budget, place, len(own), seed, shared)
             rotation = compat.Rotation(model, index)
             if stages.positions == "reindex":
                 rotation.check()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import weakref
@@ -13,7 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import PreTrainedModel, cache_utils
+from transformers import CompileConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -130,6 +131,11 @@ def is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionLayer)
 
 
+def shares_entries(model: PreTrainedModel) -> bool:
+    """Whether later layers attend to the keys and values of an earlier one."""
+    return bool(getattr(text_config(model), "num_kv_shared_layers", 0))
+
+
 def dropping_length(model: PreTrainedModel) -> int | None:
     """Tokens from which on the model's `generate` drops a user's cache, or None.
 
@@ -149,6 +155,30 @@ def dropping_length(model: PreTrainedModel) -> int | None:
     return limit
 
 
+def not_compiled_because(model: PreTrainedModel) -> str | None:
+    """Why one graph cannot decode, or None."""
+    config = text_config(model)
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return "is not compiled as one graph by transformers"
+    if shares_entries(model):
+        return "lets layers share keys and values"
+    if hasattr(config, "kv_lora_rank"):
+        return "caches latents, whose keys exist only inside a forward"
+    if "dynamic" in _rope_types(config):
+        return "changes its rotary frequencies with the length"
+    experts = any("Experts" in type(module).__name__ for module in model.modules())
+    if experts and getattr(config, "_experts_implementation", None) == "eager":
+        return "runs its experts one by one (experts_implementation='eager')"
+    return None
+
+
+def compile_config(given: CompileConfig | None) -> CompileConfig:
+    """How `generate` compiles its steps, on every device; transformers' default but one graph."""
+    config = CompileConfig(fullgraph=True) if given is None else copy.copy(given)
+    config._compile_all_devices = True  # type: ignore[assignment]
+    return config
+
+
 def check_assisted() -> None:
     """Raises KvfoldError where transformers answers wrongly from a cache that holds a prompt."""
     if Version(transformers.__version__) < ASSISTED_FROM:
@@ -156,6 +186,13 @@ def check_assisted() -> None:
             f"assisted decoding from a filled cache needs transformers {ASSISTED_FROM} or newer, "
             f"this is {transformers.__version__}: update it, or generate without an assistant"
         )
+
+
+def _rope_types(config: Any) -> set[str | None]:
+    """How rotary frequencies are made, for all types of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    return {kind.get("rope_type") for kind in kinds}
 
 
 class Rotation:
@@ -175,9 +212,7 @@ class Rotation:
         """Raises UnsupportedModel where a rotation by a constant would be wrong."""
         model = self._model()
         config = text_config(model)
-        rope = getattr(config, "rope_parameters", None) or {}
-        kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-        if any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds):
+        if {"dynamic", "longrope"} & _rope_types(config):
             raise UnsupportedModel(
                 f"{type(model).__name__} changes its rotary frequencies with the length, so kept "
                 'keys cannot be moved: use positions="original"'

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kvfold.budget import Budget
 from kvfold.compat import CacheLayerMixin, Rotation
-from kvfold.compensate.eviction import Eviction
+from kvfold.compensate.eviction import Eviction, Leaving
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.logical import Logical
 from kvfold.method import Across, Measured
 from kvfold.observation import Observation
 from kvfold.owner import Owner
 from kvfold.recall import Attended, LastQueries
-from kvfold.select.choose import choose
+from kvfold.select.choose import choose, leaving
 from kvfold.select.forced import with_forced
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoded import Encode
@@ -64,6 +64,7 @@ class CompressedLayer(CacheLayerMixin):
         self.rebuilding: Tensor | None = None  # [B, H, T], most attention while repeating the text
         self.capacity: Tensor | None = None  # [B], entries to hold while decoding
         self.merging: Tensor | None = None  # [B, H], what the compensation remembers
+        self.surplus: int | None = None  # entries above capacity; None: not as many in all heads
         self.error: Tensor | None = None  # [B, 1 or 2], of its output: predicted, measured
         self.late = False  # compresses at the first generated token
         self.over_budget = False  # the forced set was larger than the budget
@@ -82,8 +83,12 @@ class CompressedLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         else:
+            if key_states.shape[2] > 1 and not self.turn.frozen:
+                self._leave_out_dead()
             self.store.append(key_states, value_states, first=self.seen)
-        self.logical.seen += key_states.shape[2]
+        new = key_states.shape[2]
+        self.logical.seen += new
+        self.surplus = None if self.surplus is None else self.surplus + new
         store = self.stored()
         if self.sinks is not None and isinstance(store, DenseStore):
             self.sinks.follow(store, self._evicted_per_row())
@@ -116,6 +121,7 @@ class CompressedLayer(CacheLayerMixin):
             return
         self.store.crop(count)
         self.logical.crop(count)
+        self.surplus = None if self.surplus is None else self.surplus - count
         self._per_entry(lambda x: x[..., : self.stored().length].clone())
         if self.sinks is not None and isinstance(self.store, DenseStore):
             self.sinks.follow(self.store, self._evicted_per_row())
@@ -165,6 +171,18 @@ class CompressedLayer(CacheLayerMixin):
     def sums_wanted(self) -> bool:
         """Whether this forward's column sums will be used."""
         return self.plan.stages.needs.column_sums and not self.turn.frozen
+
+    def evicts_one(self, new: int) -> bool:
+        """Whether one entry of each head leaves after this forward of `new` tokens."""
+        stages, turn, valid = self.plan.stages, self.turn, self.logical.valid
+        if new > 1 or self.surplus != 1 or stages.decode != "hold":
+            return False
+        if turn.frozen or turn.driving or turn.ends(self.seen, new) or turn.goes_on(self.seen):
+            return False
+        cheaply = stages.compensate_one is not None and self.sinks is None and not self.plan.shared
+        if stages.compensate is not None and not cheaply:
+            return False
+        return valid is None or bool(valid[:, -1].all())
 
     def counted(self, new: int) -> Tensor | None:
         """Which of the last `new` queries are tokens `[B, S]`; None: all are."""
@@ -235,7 +253,7 @@ class CompressedLayer(CacheLayerMixin):
             if new is not None:
                 new = self._per_stored_head(new)
                 if old is not None:
-                    new[..., : old.shape[-1]] += old
+                    new[..., : old.shape[-1]].add_(old)
                 setattr(self, name, new)
 
     def _add_maxima(self, maxima: Tensor) -> None:
@@ -247,9 +265,13 @@ class CompressedLayer(CacheLayerMixin):
 
     def _per_stored_head(self, scores: Tensor) -> Tensor:
         """Mean over the attention heads that one stored head serves (several for latents)."""
+        if scores.shape[1] == self.stored().keys.shape[1]:
+            return scores
         return scores.unflatten(1, (self.stored().keys.shape[1], -1)).mean(2)
 
     def _observation(self, attended: Attended) -> Observation:
+        if attended.row is not None and self.plan.stages.needs.window <= 1:
+            return self._observe(attended, None)
         query, columns = self.last_queries.joined(attended, self.logical)
         return self._observe(dataclasses.replace(attended, query=query), columns)
 
@@ -257,19 +279,23 @@ class CompressedLayer(CacheLayerMixin):
         store = self.stored()
         latents = attended.key.shape[1] // store.keys.shape[1]
         keys, values = (attended.key, attended.value) if latents > 1 else store.dense()
-        per_entry = {
-            name: None if value is None else value.repeat_interleave(latents, 1)
-            for name, value in ((name, getattr(self, name)) for name in PER_ENTRY)
-        }
+
+        def per_head(entries: Tensor | None) -> Tensor | None:
+            if entries is None or latents == 1:
+                return entries
+            return entries.repeat_interleave(latents, 1)
+
+        places = self.places()
         return Observation(
             keys,
             values,
-            self.places().repeat_interleave(latents, 1),
+            places if latents == 1 else places.repeat_interleave(latents, 1),
             attended.query,
             None if query_columns is None else self.logical.places(query_columns),
-            column_sums=per_entry["sums"],
-            column_squares=per_entry["squares"],
-            rebuilding=per_entry["rebuilding"],
+            attended.row,
+            column_sums=per_head(self.sums),
+            column_squares=per_head(self.squares),
+            rebuilding=per_head(self.rebuilding),
             seen=self.seen_per_row(),
             layer=self.plan.layer,
             layers=self.plan.layers,
@@ -379,7 +405,35 @@ class CompressedLayer(CacheLayerMixin):
             self.capacity = self._share(self._observation(attended))
         if self.capacity is not None:
             self.turns += 1
-            self._evict(self._observation(attended), self.capacity)
+            seen = self._observation(attended)
+            if attended.row is not None:
+                self._drop_one(seen, self.capacity)
+            else:
+                self._evict(seen, self.capacity)
+
+    def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
+        """One entry of each head leaves, and what stays is not moved."""
+        stages, places, store = self.plan.stages, self.places(), self.stored()
+        assert isinstance(store, DenseStore)
+        protected = None
+        if self.turn.prefix is not None:
+            protected = places < self.turn.prefix.view(-1, 1, 1)
+        slot = leaving(stages, seen, places, protected, capacity)
+        if stages.compensate_one is not None:
+            change = stages.compensate_one(
+                Leaving(store.keys, store.values, places, slot, self.merging)
+            )
+            store.change(change.slot, change.keys, change.values)
+            self.merging = change.state
+        store.drop(slot)
+        self.surplus, self.evicted_at = 0, self.seen
+        if store.crowded:
+            self._leave_out_dead()
+
+    def _leave_out_dead(self) -> None:
+        """Copies what is alive, where entries have left without being moved."""
+        if isinstance(self.store, DenseStore) and self.store.dead:
+            self._store_only(self.store, _alive(self.store.positions))
 
     def _evict(self, seen: Observation, counts: Tensor) -> None:
         """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""
@@ -390,6 +444,7 @@ class CompressedLayer(CacheLayerMixin):
         if bool((counts.view(len(counts), -1) >= stored).all()):
             slots = torch.arange(places.shape[-1], device=places.device)
             self._note_error(seen, slots.expand_as(places))
+            self._note_surplus(stored, counts)
             if stages.encode is not None:
                 self._encode_all(seen)
             return
@@ -399,7 +454,13 @@ class CompressedLayer(CacheLayerMixin):
         chosen = choose(stages, seen, places, forced & (places >= 0), counts)
         self.over_budget = chosen.over_budget
         self._note_error(seen, chosen.slots)
+        self._note_surplus((chosen.slots >= 0).sum(-1), counts)
         self._keep(seen, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
+
+    def _note_surplus(self, kept: Tensor, counts: Tensor) -> None:
+        """Whether every head holds exactly its capacity now."""
+        held = self.capacity is not None and bool((kept == counts.view(len(counts), -1)).all())
+        self.surplus = 0 if held else None
 
     def _note_error(self, seen: Observation, slots: Tensor) -> None:
         """What a method without a budget says of its choice."""
@@ -413,18 +474,15 @@ class CompressedLayer(CacheLayerMixin):
 
     def _encode_all(self, seen: Observation) -> None:
         """Evicts nothing but padding, and encodes."""
-        places = self.places()
-        slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
-        slots = slots.masked_fill(places < 0, -1).sort(-1).values
-        self._keep(seen, slots[..., int((slots < 0).sum(-1).min()) :], ragged=True)
+        self._keep(seen, _alive(self.places()), ragged=True)
 
     def _keep(self, seen: Observation, slots: Tensor, ragged: bool) -> None:
         """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
         stages, store = self.plan.stages, self.stored()
-        if self.sinks is not None and isinstance(store, DenseStore):
-            self.sinks.restore(store)
         saved = None
         if stages.compensate is not None:
+            if self.sinks is not None and isinstance(store, DenseStore):
+                self.sinks.restore(store)
             keys, values = store.dense()
             eviction = Eviction(
                 keys, values, self.places(), slots, self.sums, self.merging, seen.seed
@@ -434,13 +492,22 @@ class CompressedLayer(CacheLayerMixin):
             self._keep_in_segments(seen, slots, saved)
         else:
             assert isinstance(store, DenseStore)
-            store.keep(slots)
+            self._store_only(store, slots)
             if saved is not None:
                 store.replace(*saved)
         self.evicted_at = self.seen
+
+    def _store_only(self, store: DenseStore, slots: Tensor) -> None:
+        """Keeps the entries at `slots [B, H, K]` of a dense store."""
+        if self.sinks is not None:
+            self.sinks.restore(store)
+        store.keep(slots)
+        self._select_per_entry(slots)
+        if self.plan.stages.positions == "reindex":
+            self.sinks = MovingSinks(store, self.plan.stages.forced.sinks, self.rotation)
+
+    def _select_per_entry(self, slots: Tensor) -> None:
         self._per_entry(lambda x: x.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0))
-        if stages.positions == "reindex" and isinstance(store, DenseStore):
-            self.sinks = MovingSinks(store, stages.forced.sinks, self.rotation)
 
     def _keep_in_segments(
         self, seen: Observation, slots: Tensor, saved: list[Tensor] | None
@@ -457,6 +524,7 @@ class CompressedLayer(CacheLayerMixin):
         # Entries stored as they came need no second look at them, which is a copy.
         observed = seen.at(slots) if self.plan.stages.encode is not None else None
         self.turn.encode(self, decoding=False, seen=observed)
+        self._select_per_entry(slots)
 
     def _check_heads(self, seen: Observation) -> None:
         """Raises UnsupportedModel where heads have no entries of their own."""
@@ -471,3 +539,10 @@ class CompressedLayer(CacheLayerMixin):
         store = self.stored()
         untouched = isinstance(store, DenseStore) and store.stored_positions is None
         return untouched and slots.shape[-1] == store.length and bool((slots >= 0).all())
+
+
+def _alive(places: Tensor) -> Tensor:
+    """Slots `[B, H, K]` of the entries whose place is not −1, ascending; holes on the left."""
+    slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
+    slots = slots.masked_fill(places < 0, -1).sort(-1).values
+    return slots[..., int((slots < 0).sum(-1).min()) :]

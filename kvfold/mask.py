@@ -36,7 +36,7 @@ def physical_mask(
         physical = per_head.gather(-1, columns.clamp(min=0))
     elif new > 1:
         physical = columns <= torch.arange(seen - new, seen, device=columns.device)[:, None]
-    elif bool((positions[..., 0] < 0).any()):
+    elif bool((positions < 0).any()):
         physical = torch.ones_like(columns, dtype=torch.bool)
     else:
         return None

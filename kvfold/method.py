@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor
 
 from kvfold.allocate.uniform import uniform
-from kvfold.compensate.eviction import Compensate
+from kvfold.compensate.eviction import Compensate, CompensateOne
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.observation import Needs, Observation
 from kvfold.score.position import recency
@@ -64,7 +64,8 @@ class Stages:
     """The stages a method sets; what it leaves at None or at its default it does not do.
 
     `score` None keeps every entry. `allocate` sizes the layers, `heads` shares a layer's size among
-    its heads. `compensate` saves something of what is evicted. `encode` is how entries are stored.
+    its heads. `compensate` saves something of what is evicted, and `compensate_one` the same,
+    cheaply, of the one entry that leaves while decoding. `encode` is how entries are stored.
     `decode` "hold" runs the same stages after every generated token and keeps the size reached at
     the end of the prefill; "once" compresses at the first generated token instead of the prefill's
     end; "append" lets generated tokens come on top. `positions` "reindex" lets the sinks move up to
@@ -77,6 +78,7 @@ class Stages:
     heads: Heads | None = None
     forced: Forced = field(default_factory=Forced)
     compensate: Compensate | None = None
+    compensate_one: CompensateOne | None = None
     encode: Encode | None = None
     decode: Literal["append", "hold", "once"] = "append"
     positions: Literal["original", "reindex"] = "original"

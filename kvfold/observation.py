@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.store.rows import take
+
 
 @dataclass(frozen=True)
 class Rebuilding:
@@ -47,11 +49,12 @@ class Observation:
     """One layer as its attention saw it.
 
     keys `[B, H, T, D]` and values `[B, H, T, Dv]` after RoPE; positions `[B, H, T]`, an entry's
-    number among its row's tokens, −1 for padding; queries `[B, Hq, W, D]` and their positions
-    `[B, W]`; column sums and squares and rebuilding `[B, H, T]` (sums and squares of the mean over
-    a group's query heads, rebuilding of their maximum); tokens seen by each row and entries that
-    each of its heads may keep `[B]`; the place of this layer among `layers`; scale, softcap and
-    attention sinks `[Hq]` of the model; and the seed of this draw.
+    number among its row's tokens, −1 for padding and for what is gone; queries `[B, Hq, W, D]` and
+    their positions `[B, W]`; the last query's attention `[B, Hq, 1, T]` where it was watched;
+    column sums and squares and rebuilding `[B, H, T]` (sums and squares of the mean over a group's
+    query heads, rebuilding of their maximum); tokens seen by each row and entries that each of its
+    heads may keep `[B]`; the place of this layer among `layers`; scale, softcap and attention sinks
+    `[Hq]` of the model; and the seed of this draw.
     """
 
     keys: Tensor
@@ -59,6 +62,7 @@ class Observation:
     positions: Tensor
     queries: Tensor | None = None
     query_positions: Tensor | None = None
+    attention: Tensor | None = None
     column_sums: Tensor | None = None
     column_squares: Tensor | None = None
     rebuilding: Tensor | None = None
@@ -83,9 +87,10 @@ class Observation:
 
         again = dataclasses.replace(
             self,
-            keys=self.keys.gather(2, order[..., None].expand_as(self.keys)),
-            values=self.values.gather(2, order[..., None].expand_as(self.values)),
+            keys=take(self.keys, order),
+            values=take(self.values, order),
             positions=self.positions.gather(2, order),
+            attention=None,
             column_sums=moved(self.column_sums),
             column_squares=moved(self.column_squares),
             rebuilding=moved(self.rebuilding),
@@ -101,14 +106,12 @@ class Observation:
         """The same with the entries at `slots [B, H, K]` only; −1 is a hole."""
         index = slots.clamp(min=0)
 
-        def rows(entries: Tensor) -> Tensor:
-            return entries.gather(2, index[..., None].expand(*index.shape, entries.shape[-1]))
-
         return dataclasses.replace(
             self,
-            keys=rows(self.keys),
-            values=rows(self.values),
+            keys=take(self.keys, slots),
+            values=take(self.values, slots),
             positions=self.positions.gather(2, index).masked_fill(slots < 0, -1),
+            attention=None,
             column_sums=None,
             column_squares=None,
             rebuilding=None,
@@ -116,6 +119,8 @@ class Observation:
 
     def window_attention(self, last: int) -> Tensor:
         """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; 0 for padding."""
+        if last == 1 and self.attention is not None:
+            return self.attention
         assert self.queries is not None and self.query_positions is not None
         queries, at = self.queries[:, :, -last:], self.query_positions[:, -last:]
         batch, query_heads, window, size = queries.shape

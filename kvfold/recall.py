@@ -17,7 +17,8 @@ from kvfold.logical import Logical
 class Attended:
     """One attention call: what went in, and what was observed of it if asked.
 
-    query `[B, Hq, S, D]`, key and value `[B, H, T, D]`, sums, squares and maxima `[B, H, T]`.
+    query `[B, Hq, S, D]`, key and value `[B, H, T, D]`, row `[B, Hq, 1, T]` of a single query,
+    sums, squares and maxima `[B, H, T]`.
     """
 
     query: Tensor
@@ -26,6 +27,7 @@ class Attended:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    row: Tensor | None = None
     sums: Tensor | None = None
     squares: Tensor | None = None
     maxima: Tensor | None = None
@@ -52,6 +54,7 @@ class LastQueries:
             query=query.clone(),
             key=attended.key[:, :, :0].clone(),
             value=attended.value[:, :, :0].clone(),
+            row=None,
             sums=None,
             squares=None,
             maxima=None,

@@ -102,13 +102,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layer must know of its cache: method, budget, place, and the seed of random scores."""
+    """What a layer must know of its cache: method, budget, place, and the seed of random scores.
+
+    `shared`: other layers of the model attend to its entries as well.
+    """
 
     stages: Stages
     budget: Budget | None
     layer: int
     layers: int
     seed: int
+    shared: bool = False
 
     def total(self, tokens: int, entry_bytes: int, heads: int, rows: int) -> int:
         """Entries per KV head that one row of so many `tokens` may keep, over all layers."""

@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread, and no chatter from transformers."""
+"""One thread, no chatter from transformers, and Triton's interpreter where there is no GPU."""
+
+import contextlib
+import os
 
 import torch
 import transformers
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
+
+if not torch.cuda.is_available():
+    # Kernels are interpreted, or not, as this says while triton and they are imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        import kvfold.kernels.triton  # noqa: F401
+    del os.environ["TRITON_INTERPRET"]

@@ -28,5 +28,33 @@ class Eviction:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """The one entry of each head that leaves after a generated token, at `slot [B, H, 1]`.
+
+    Everything else is as in an `Eviction`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    slot: Tensor
+    state: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one kept entry of each head turns into: keys `[B, H, 1, D]` and values `[B, H, 1, Dv]`.
+
+    At `slot [B, H, 1]` of the entries before the eviction; `state` as for an `Eviction`.
+    """
+
+    slot: Tensor
+    keys: Tensor
+    values: Tensor
+    state: Tensor | None
+
+
 # Eviction → kept keys [B, H, K, D], kept values [B, H, K, Dv], state [B, H] or None
 Compensate = Callable[[Eviction], tuple[Tensor, Tensor, Tensor | None]]
+CompensateOne = Callable[[Leaving], Change]

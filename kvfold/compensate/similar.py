@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.compensate.eviction import Eviction
+from kvfold.compensate.eviction import Change, Eviction, Leaving
+from kvfold.store.rows import take
 
 On = Literal["keys", "values"]
 Weights = Literal["softmax", "average", "official"]
@@ -43,7 +44,7 @@ def merge_similar(
     heads' i-th evicted entries with one threshold, as the released code does.
     Source: D2O (arXiv 2406.13035), section 4.2.2, equations 9 to 12; AIoT-MLSys-Lab/d2o.
     """
-    keys, values = taken(eviction.keys, eviction.slots), taken(eviction.values, eviction.slots)
+    keys, values = take(eviction.keys, eviction.slots), take(eviction.values, eviction.slots)
     evicted = evicted_slots(eviction)
     if not evicted.shape[-1] or not eviction.slots.shape[-1]:
         return keys, values, eviction.state
@@ -51,20 +52,49 @@ def merge_similar(
     real = eviction.slots >= 0
     similarity, nearest = _nearest(stored, evicted, kept, real)
     candidates = (evicted >= 0) & real.any(-1, keepdim=True)
+    merged, threshold = _reached(similarity, candidates, eviction.state, beta, decide)
+    merge = _Merge(evicted, nearest, merged, similarity, weights)
+    return merge.into(keys, eviction.keys), merge.into(values, eviction.values), threshold
+
+
+def merge_one(
+    leaving: Leaving,
+    *,
+    beta: float = 0.7,
+    on: On = "keys",
+    weights: Weights = "softmax",
+    decide: Decide = "head",
+) -> Change:
+    """`merge_similar` of the one entry that leaves while decoding: one kept entry may change."""
+    stored = leaving.keys if on == "keys" else leaving.values
+    places = torch.arange(stored.shape[2], device=stored.device)
+    kept = (leaving.positions >= 0) & (places != leaving.slot)
+    similarity, nearest = _nearest_to_one(stored.float(), leaving.slot, kept)
+    candidates = kept.any(-1, keepdim=True)
+    merged, threshold = _reached(similarity, candidates, leaving.state, beta, decide)
+    merge = _Merge(leaving.slot, nearest, merged, similarity, weights)
+    both, shares = torch.cat([nearest, leaving.slot], -1), merge.shares_of_one()
+    keys, values = (_mixed(rows, both, shares) for rows in (leaving.keys, leaving.values))
+    return Change(nearest, keys, values, threshold)
+
+
+def _mixed(stored: Tensor, slots: Tensor, shares: Tensor) -> Tensor:
+    """One entry `[B, H, 1, D]` of those in `slots [B, H, E]`, by their shares `[B, H, E, 1]`."""
+    exact = torch.promote_types(stored.dtype, torch.float32)
+    picked = stored.gather(2, _wide(slots, stored)).to(exact)
+    return (picked * shares.to(exact)).sum(2, keepdim=True).to(stored.dtype)
+
+
+def _reached(
+    similarity: Tensor, candidates: Tensor, state: Tensor | None, beta: float, decide: Decide
+) -> tuple[Tensor, Tensor]:
+    """Which of the candidates are merged, bool `[B, H, E]`, and the thresholds `[B, H]`."""
     judged, counted = similarity, candidates
     if decide == "head_mean":
         judged = _head_mean(similarity, candidates)
         counted = candidates.any(1, keepdim=True).expand_as(candidates)
-    threshold = _threshold(judged, counted, eviction.state, beta)
-    merge = _Merge(
-        evicted, nearest, candidates & (judged >= threshold[..., None]), similarity, weights
-    )
-    return merge.into(keys, eviction.keys), merge.into(values, eviction.values), threshold
-
-
-def taken(entries: Tensor, slots: Tensor) -> Tensor:
-    """`entries [B, H, T, D]` in `slots [B, H, K]`, a copy; a hole holds whatever lies first."""
-    return entries.gather(2, _wide(slots.clamp(min=0), entries))
+    threshold = _threshold(judged, counted, state, beta)
+    return candidates & (judged >= threshold[..., None]), threshold
 
 
 def evicted_slots(eviction: Eviction) -> Tensor:
@@ -92,11 +122,21 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
     others = F.normalize(kept.float(), dim=-1).transpose(-1, -2)
     best = []
     for part in evicted.split(_per_tile(real.numel()), -1):
-        cosines = F.normalize(taken(stored, part).float(), dim=-1) @ others
+        cosines = F.normalize(take(stored, part).float(), dim=-1) @ others
         best.append(cosines.masked_fill_(~real[:, :, None], -torch.inf).max(-1))
     similarity, nearest = zip(*best, strict=True)
     # Rounding must not lift an evicted entry above the kept one's similarity to itself.
     return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
+
+
+def _nearest_to_one(stored: Tensor, slot: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_nearest` for the entry at `slot [B, H, 1]`, without a copy of `stored`."""
+    own = stored.gather(2, _wide(slot, stored))
+    norms = torch.linalg.vector_norm(stored, dim=-1).clamp_(min=1e-12)
+    products = (own @ stored.transpose(-1, -2)).squeeze(2)
+    cosines = products.div_(norms).div_(norms.gather(2, slot))
+    best, nearest = cosines.masked_fill(~kept, -torch.inf).max(-1, keepdim=True)
+    return best.clamp(max=1.0), nearest
 
 
 def _per_tile(numbers: int) -> int:
@@ -131,13 +171,14 @@ class _Merge:
 
     def into(self, kept: Tensor, stored: Tensor) -> Tensor:
         """`kept [B, H, K, D]` with the merged entries of `stored [B, H, T, D]` added."""
-        if self.evicted.shape[-1] > 1:
-            places = self.nearest.where(self.merged, kept.shape[2])
-            return self._added(kept, stored, places)
-        # The one entry that leaves while decoding changes one kept entry at most.
-        chosen = taken(kept, self.nearest)
-        changed = self._added(chosen, stored, torch.where(self.merged, 0, 1))
-        return kept.scatter(2, _wide(self.nearest, kept), changed)
+        return self._added(kept, stored, self.nearest.where(self.merged, kept.shape[2]))
+
+    def shares_of_one(self) -> Tensor:
+        """What the nearest entry and the evicted one contribute `[B, H, 2, 1]`, one of each."""
+        own, each, counted = self._weights()
+        shares = torch.cat([torch.full_like(each, own), each], -1) / (own + counted)
+        alone = shares.new_tensor([1.0, 0.0])
+        return torch.where(self.merged, shares, alone)[..., None]
 
     def _added(self, kept: Tensor, stored: Tensor, places: Tensor) -> Tensor:
         """Weighted sums; `places [B, H, E]` past the last kept entry are thrown away."""
@@ -148,7 +189,7 @@ class _Merge:
         step = _per_tile(batch * heads * width)
         tiles = (t.split(step, -1) for t in (self.evicted, places, each))
         for part, place, weight in zip(*tiles, strict=True):
-            entries = taken(stored, part).to(exact) * weight[..., None]
+            entries = take(stored, part).to(exact) * weight[..., None]
             sums.scatter_add_(2, _wide(place, kept), entries)
         total = kept.new_full((batch, heads, size + 1), own, dtype=torch.float64)
         total = total.scatter_add(2, places, counted.double()).to(exact)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.compensate.eviction import Eviction
-from kvfold.compensate.similar import evicted_slots, taken
+from kvfold.compensate.similar import evicted_slots
+from kvfold.store.rows import take
 
 TILE_BYTES = 64 * 2**20  # the most that evicted values take at a time
 # SplitMix64's step and multipliers, as signed integers.
@@ -28,7 +29,7 @@ def spread_values(
     the latest entries evicted from each head are spread, 0 spreads all.
     Source: CaM (Zhang et al., ICML 2024); zyxxmu/cam `kv_cache_cam.py`, which spreads the newest.
     """
-    keys, values = taken(eviction.keys, eviction.slots), taken(eviction.values, eviction.slots)
+    keys, values = take(eviction.keys, eviction.slots), take(eviction.values, eviction.slots)
     evicted = evicted_slots(eviction)[..., -newest:]
     kept = values.shape[2]
     if not evicted.shape[-1] or not kept:
@@ -61,7 +62,7 @@ def _chances(eviction: Eviction, evicted: Tensor, first: Tensor, last: Tensor) -
 
 
 def _weighted(values: Tensor, evicted: Tensor, weight: Tensor, exact: torch.dtype) -> Tensor:
-    added = taken(values, evicted).to(exact) * weight[..., None].to(exact)
+    added = take(values, evicted).to(exact) * weight[..., None].to(exact)
     return added.masked_fill(weight[..., None] == 0, 0.0)
 
 
@@ -74,7 +75,7 @@ def _to_one_span(
     # Near the end the span is moved to the left, so that no place is written twice.
     span = torch.arange(width, device=kept.device) + first.clamp(max=kept.shape[2] - width)
     inside = (span >= first) & (span < last)
-    chosen = taken(kept, span)
+    chosen = take(kept, span)
     changed = (chosen.to(exact) + _weighted(values, evicted, weight, exact)).to(kept.dtype)
     changed = torch.where(inside[..., None], changed, chosen)
     return kept.scatter(2, span[..., None].expand_as(chosen), changed)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Literal
 
 from kvfold.allocate.density import Norm, Shape, by_density, column_variance
-from kvfold.compensate.similar import Decide, On, merge_similar
+from kvfold.compensate.similar import Decide, On, merge_one, merge_similar
 from kvfold.errors import KvfoldError
 from kvfold.method import Across, Method, Stages, register
 from kvfold.observation import Needs
@@ -62,14 +62,14 @@ class D2O(Method):
     def stages(self) -> Stages:
         skip, on, decide = self.skip_layers, self.similarity, self.decide
         share = partial(by_density, norm=self.norm, shape=self.allocation, skip_layers=skip)
-        merge = None
-        if self.merge != "none":
-            merge = partial(merge_similar, beta=self.beta, on=on, weights=self.merge, decide=decide)
+        options = {"beta": self.beta, "on": on, "weights": self.merge, "decide": decide}
+        merging = self.merge != "none"
         return Stages(
             needs=Needs(column_sums=True),
             score=partial(accumulated_attention, per_visible_query=False),
             allocate=Across(column_variance, share),
             forced=Forced(sinks=self.sinks, recent=Share(self.recent)),
-            compensate=merge,
+            compensate=partial(merge_similar, **options) if merging else None,
+            compensate_one=partial(merge_one, **options) if merging else None,
             decode=self.decode,
         )

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.compensate.similar import merge_similar
+from kvfold.compensate.similar import merge_one, merge_similar
 from kvfold.compensate.spread import spread_values
 from kvfold.errors import IllegalComposition
 from kvfold.method import Method, Stages, register
@@ -29,5 +29,5 @@ class Merge(Method):
 
     def brings(self) -> Stages:
         if self.rule == "d2o":
-            return Stages(compensate=merge_similar)
+            return Stages(compensate=merge_similar, compensate_one=merge_one)
         return Stages(needs=Needs(column_sums=True), compensate=spread_values)

@@ -23,6 +23,7 @@ def window_votes(
     The window's own entries score 0: they are forced to stay. `pool_first` pools each query head
     before the group mean, as kvpress does. (SnapKV: FasterDecoding/SnapKV `snapkv_utils.py`.)
     """
+    seen, order = seen.padding_first()
     votes = seen.window_attention(window).sum(2)[..., :-window]
     if not pool_first:
         votes = seen.group_mean(votes)
@@ -31,7 +32,8 @@ def window_votes(
     pooled = pool(votes, kernel, pooling, padding)
     if pool_first:
         pooled = seen.group_mean(pooled)
-    return F.pad(pooled, (0, seen.keys.shape[2] - pooled.shape[-1]))
+    scores = F.pad(pooled, (0, seen.keys.shape[2] - pooled.shape[-1]))
+    return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)
 
 
 def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfold.method import Stages
 from kvfold.observation import Observation
 from kvfold.select.forced import with_forced
-from kvfold.select.top import top
+from kvfold.select.top import lowest, top
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,23 @@ def choose(
     return Chosen(top(with_forced(scores, forced, places), counts), over)
 
 
+def leaving(
+    stages: Stages, seen: Observation, places: Tensor, forced: Tensor | None, capacity: Tensor
+) -> Tensor:
+    """The slot `[B, H, 1]` that leaves where every head stores one entry more than `capacity [B]`.
+
+    places and forced `[B, H, T]` are as for `choose`, which would keep all the others.
+    """
+    staying = stages.forced.mask(places, capacity) | (places < 0)
+    if forced is not None:
+        staying |= forced
+    scores = _scores(stages, dataclasses.replace(seen, budget=capacity), places.shape[1])
+    return lowest(scores.masked_fill(staying, torch.inf))
+
+
 def _scores(stages: Stages, seen: Observation, heads: int) -> Tensor:
     """Scores `[B, H, T]` of the stored heads: the mean over the heads that share a latent."""
     assert stages.score is not None
-    seen, order = seen.padding_first()
     scores = stages.score(seen)
-    if order is not None:
-        scores = torch.zeros_like(scores).scatter(2, order, scores)
-    return scores.unflatten(1, (heads, -1)).mean(2)
+    latents = scores.shape[1] // heads
+    return scores if latents == 1 else scores.unflatten(1, (heads, latents)).mean(2)

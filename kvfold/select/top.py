@@ -25,6 +25,10 @@ def top(scores: Tensor, counts: Tensor) -> Tensor:
 def _all_but_lowest(scores: Tensor) -> Tensor:
     """The step of every decode-time eviction, without a sort: of equal scores the latest goes."""
     last = scores.shape[-1] - 1
-    lowest = last - scores.flip(-1).argmin(-1, keepdim=True)
     slots = torch.arange(last, device=scores.device).expand(*scores.shape[:2], last)
-    return slots + (slots >= lowest)
+    return slots + (slots >= lowest(scores))
+
+
+def lowest(scores: Tensor) -> Tensor:
+    """Slot `[B, H, 1]` of each head's lowest score; of equal ones the latest."""
+    return scores.shape[-1] - 1 - scores.flip(-1).argmin(-1, keepdim=True)

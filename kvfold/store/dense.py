@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvfold.store.growing import Growing
+from kvfold.store.growing import Growing, slack
 
 
 class DenseStore:
@@ -16,12 +16,14 @@ class DenseStore:
 
     `positions` are columns of the logical sequence, ascending, int32 `[B, H, T]`; they are only
     held once something was evicted. Rows that keep fewer than T entries are filled up on the left
-    with position −1.
+    with position −1. While decoding, an entry that leaves keeps its place, with position −1 too:
+    `dead` counts these, one per head each, until the next copy leaves them out.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = Growing(keys), Growing(values)
         self._positions: Growing | None = None
+        self.dead = 0
 
     @property
     def length(self) -> int:
@@ -66,16 +68,37 @@ class DenseStore:
             columns = torch.arange(first, first + new, dtype=torch.int32, device=keys.device)
             self._positions.append(columns.expand(batch, heads, new))
 
+    def reserve(self, room: int) -> tuple[Tensor, Tensor]:
+        """Buffers of keys and values with `room` for more entries: write there, then append."""
+        return self._keys.reserve(room), self._values.reserve(room)
+
+    def drop(self, slot: Tensor) -> None:
+        """Marks one entry of each head, at `slot [B, H, 1]`, as gone; nothing is moved."""
+        positions = Growing(self.positions.int()) if self._positions is None else self._positions
+        # Earlier views keep their own marks.
+        self._positions = positions.replaced(slot, -1)
+        self.dead += 1
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much is dead that a copy without it is due."""
+        return self.dead >= slack(self.length - self.dead)
+
+    def change(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Puts keys `[B, H, 1, D]` and values `[B, H, 1, Dv]` in the place of those at `slot`."""
+        for rows, new in ((self.keys, keys), (self.values, values)):
+            rows.scatter_(2, slot[..., None].expand_as(new), new)
+
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries in `slots [B, H, K]`, ascending; −1 stands for a hole.
 
         Earlier views of the store stay intact: layers that share it may still read them.
         """
-        index = slots.clamp(min=0)
-        positions = self.positions.gather(2, index).masked_fill(slots < 0, -1)
+        positions = self.positions.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, -1)
         self._positions = Growing(positions.int())
-        self._keys = Growing.gathered(self.keys, index)
-        self._values = Growing.gathered(self.values, index)
+        self._keys = Growing.gathered(self.keys, slots)
+        self._values = Growing.gathered(self.values, slots)
+        self.dead = 0
 
     def place(self, columns: Tensor) -> None:
         """Says where each entry stands: `columns [B, T]`, ascending, −1 for holes on the left."""
@@ -101,7 +124,8 @@ class DenseStore:
         """Bytes of keys and values, of positions, and of slack; `counted` is left as it is."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
         where = (0, 0) if self._positions is None else self._positions.nbytes()
-        return keys[0] + values[0], where[0], keys[1] + values[1] + where[1]
+        dead = (keys[0] + values[0]) // max(1, self.length) * self.dead
+        return keys[0] + values[0] - dead, where[0], keys[1] + values[1] + where[1] + dead
 
     def _parts(self) -> list[Growing]:
         return [p for p in (self._keys, self._values, self._positions) if p is not None]

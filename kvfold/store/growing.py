@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from kvfold.store.rows import take
 
 
 class Growing:
@@ -22,10 +26,9 @@ class Growing:
         """The entries of `rows [B, H, T, D]` at `slots [B, H, K]`."""
         grown = cls.__new__(cls)
         grown.length, grown.room = slots.shape[-1], room
-        shape = (*slots.shape[:2], grown._capacity(grown.length), *rows.shape[3:])
-        grown._buffer = torch.empty(shape, dtype=rows.dtype, device=rows.device)
-        wide = slots[(...,) + (None,) * (rows.dim() - 3)].expand(*slots.shape, *rows.shape[3:])
-        torch.gather(rows, 2, wide, out=grown._buffer[:, :, : grown.length])
+        room = grown._capacity(grown.length) - grown.length
+        # The room is filled with whatever lies first, so that everything is one copy.
+        grown._buffer = take(rows, F.pad(slots, (0, room)))
         return grown
 
     @property
@@ -40,6 +43,20 @@ class Growing:
             self._buffer = self._copied(self.rows, end)
         self._buffer[:, :, self.length : end] = rows
         self.length = end
+
+    def reserve(self, room: int) -> Tensor:
+        """The buffer up to `room` more entries `[B, H, T + room, …]`, which are 0 until written."""
+        end = self.length + room
+        if end > self._buffer.shape[2]:
+            self._buffer = self._copied(self.rows, end)
+        self._buffer[:, :, self.length : end] = 0
+        return self._buffer[:, :, :end]
+
+    def replaced(self, slots: Tensor, value: float) -> Growing:
+        """A copy of a `[B, H, T]` one with `value` at `slots [B, H, K]`."""
+        other = copy.copy(self)
+        other._buffer = self._buffer.scatter(2, slots, value)
+        return other
 
     def crop(self, count: int) -> None:
         """Drops the last `count`; gives room back where it is more than twice the usual."""

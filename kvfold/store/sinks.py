@@ -38,8 +38,8 @@ class MovingSinks:
         self.given = rows(self.given)
 
     def _slots(self, store: DenseStore) -> Tensor:
-        """Where the sinks are stored: the first slots after a row's holes."""
-        holes = (store.positions < 0).sum(-1, keepdim=True)
-        slots = holes + torch.arange(min(self.count, store.length), device=holes.device)
+        """Where the sinks are stored: the first slots after the holes on a row's left."""
+        first = (store.positions >= 0).byte().argmax(-1, keepdim=True)
+        slots = first + torch.arange(min(self.count, store.length), device=first.device)
         slots = slots.clamp(max=store.length - 1)
         return slots[..., None].expand(*slots.shape, store.keys.shape[-1])

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One new query per row: its attention is a single row, which costs nothing to look at."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_with_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention output `[B, Hq, 1, Dv]` and the weights `[B, Hq, 1, T]` it is made of.
+
+    query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; mask, bool or
+    additive, `[B, H or 1, G or 1, T]`; None: everything is seen. A query that sees nothing gets 0.
+    Weights are float32, or float64 for such a query.
+    """
+    heads = key.shape[1]
+    grouped = (query[:, :, 0] * scale).unflatten(1, (heads, -1))
+    logits = grouped @ key.transpose(-1, -2)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        logits = logits.masked_fill(~mask, -torch.inf) if is_bool else logits + mask
+    if sinks is None:
+        weights = logits.softmax(-1)
+    else:
+        extra = sinks.to(logits.dtype).view(heads, -1, 1).expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+    if mask is not None:
+        weights = weights.nan_to_num(0.0)
+    out = weights.to(value.dtype) @ value
+    return out.flatten(1, 2)[:, :, None], weights.flatten(1, 2)[:, :, None]

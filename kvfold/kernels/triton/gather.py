@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kept entries, one segment after the other, keys and values in one launch."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.kernels.triton.ragged import ROWS
+
+ENTRIES = 32
+
+
+def gather_rows(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries of keys `[B, H, T, D]` and values `[B, H, T, Dv]` at `slots [B, H, K]`.
+
+    Keys `[total, D]`, values `[total, Dv]` and where each segment starts, int64 `[B·H + 1]`; its
+    holes (−1) are on the left. Fetches the total from the device.
+    """
+    batch, heads, width = slots.shape
+    starts = slots.new_zeros(batch * heads + 1, dtype=torch.int64)
+    torch.cumsum((slots >= 0).sum(-1).flatten(), 0, out=starts[1:])
+    total = int(starts[-1])
+    keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
+    flat_keys, flat_values = (x.new_empty(total, x.shape[3]) for x in (keys, values))
+    if total:
+        _gather[(batch * heads, triton.cdiv(width, ENTRIES))](
+            keys,
+            values,
+            slots.contiguous(),
+            starts,
+            flat_keys,
+            flat_values,
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            heads,
+            width,
+            keys.shape[3],
+            values.shape[3],
+            N=ENTRIES,
+            D=max(ROWS, triton.next_power_of_2(keys.shape[3])),
+            DV=max(ROWS, triton.next_power_of_2(values.shape[3])),
+        )
+    return flat_keys, flat_values, starts
+
+
+@triton.jit
+def _gather(
+    keys,
+    values,
+    slots,
+    starts,
+    flat_keys,
+    flat_values,
+    key_row_step,
+    key_head_step,
+    key_step,
+    value_row_step,
+    value_head_step,
+    value_step,
+    heads,
+    width,
+    size,
+    value_size,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+):
+    segment = tl.program_id(0).to(tl.int64)
+    row, head = segment // heads, segment % heads
+    place = tl.program_id(1) * N + tl.arange(0, N)
+    slot = tl.load(slots + segment * width + place, place < width, -1).to(tl.int64)
+    # The last slot is the last entry of the segment.
+    to = tl.load(starts + segment + 1) - width + place
+    key_at = row * key_row_step + head * key_head_step + slot * key_step
+    _copy_rows(keys, flat_keys, key_at, to, slot >= 0, size, D)
+    value_at = row * value_row_step + head * value_head_step + slot * value_step
+    _copy_rows(values, flat_values, value_at, to, slot >= 0, value_size, DV)
+
+
+@triton.jit
+def _copy_rows(source, target, at, to, real, size, D: tl.constexpr):
+    column = tl.arange(0, D)
+    inside = real[:, None] & (column < size)[None, :]
+    rows = tl.load(source + at[:, None] + column[None, :], inside)
+    tl.store(target + to[:, None] * size + column[None, :], rows, inside)

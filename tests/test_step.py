@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One token comes and one entry of each head goes: nothing is moved, and nothing else changes."""
+
+import itertools
+
+import pytest
+import torch
+
+import kvfold
+from kvfold.compensate.eviction import Eviction, Leaving
+from kvfold.compensate.similar import merge_one, merge_similar
+from kvfold.kernels.single import attend_with_row
+from kvfold.layer import CompressedLayer
+from kvfold.store.dense import DenseStore
+from kvfold.store.rows import take
+from tests.budgets import HOLDING
+from tests.models import build
+
+SCALE = 0.4
+
+
+def noise(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- picking entries ------------------------------------------------------------------------
+
+LAYOUTS = {
+    "as it is": lambda x: x.contiguous(),
+    "with room behind": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, :7],
+    "as models hand it out": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "numbers apart": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
+    "one for all heads": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_entries_are_picked_whatever_their_strides(layout):
+    entries = LAYOUTS[layout](noise(2, 3, 7, 4))
+    slots = torch.randint(-1, 7, (2, 3, 9), generator=torch.Generator().manual_seed(1))
+    got = take(entries, slots)
+    assert got.shape == (2, 3, 9, 4)
+    for b, h, k in itertools.product(range(2), range(3), range(9)):
+        if slots[b, h, k] >= 0:
+            assert torch.equal(got[b, h, k], entries[b, h, slots[b, h, k]])
+    got.zero_()  # a copy
+    assert entries.abs().min() > 0
+
+
+def test_holes_may_be_picked_out_of_nothing():
+    assert take(torch.zeros(1, 2, 0, 4), torch.full((1, 2, 3), -1)).shape == (1, 2, 3, 4)
+
+
+# --- one row of attention -------------------------------------------------------------------
+
+
+def naive_row(query, key, value, seen, softcap, sinks):
+    """Output and weights, one query head at a time; `seen [B, Hq, T]` adds to the logits."""
+    out, weights = query.new_zeros(*query.shape[:2], value.shape[-1]), []
+    groups = query.shape[1] // key.shape[1]
+    for b, h in itertools.product(range(query.shape[0]), range(query.shape[1])):
+        logits = torch.stack([SCALE * (query[b, h, 0] * k).sum() for k in key[b, h // groups]])
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        powers = (logits + seen[b, h]).exp()
+        total = powers.sum() + (sinks[h].exp() if sinks is not None else 0)
+        weights.append(powers / total if total > 0 else powers)
+        out[b, h] = sum(w * v for w, v in zip(weights[-1], value[b, h // groups], strict=True))
+    return out, torch.stack(weights).view(*query.shape[:2], -1)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("kind", ["none", "bool", "additive", "per query head"])
+def test_a_row_is_that_of_plain_attention(groups, softcap, with_sinks, kind):
+    batch, heads, stored = 2, 3, 11
+    query = noise(batch, heads * groups, 1, 6, seed=1)
+    key, value = noise(batch, heads, stored, 6, seed=2), noise(batch, heads, stored, 5, seed=3)
+    sinks = noise(heads * groups, seed=4) if with_sinks else None
+    shape = {"bool": (batch, heads, 1, stored), "additive": (batch, 1, 1, stored)}
+    hidden = noise(*shape.get(kind, (batch, heads, groups, stored)), seed=5) > 0.5
+    hidden[1] = True  # this row sees nothing
+    added = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, -torch.inf)
+    mask = {"none": None, "bool": ~hidden}.get(kind, added)
+    seen = added if mask is not None else torch.zeros_like(added)
+    seen = seen.expand(batch, heads, groups, stored).flatten(1, 2)
+    out, row = attend_with_row(query, key, value, mask, scale=SCALE, softcap=softcap, sinks=sinks)
+    expected, weights = naive_row(query, key, value, seen, softcap, sinks)
+    torch.testing.assert_close(out[:, :, 0], expected)
+    torch.testing.assert_close(row[:, :, 0], weights)
+
+
+# --- merging one entry ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["softmax", "average", "official"])
+@pytest.mark.parametrize("on", ["keys", "values"])
+@pytest.mark.parametrize("decide", ["head", "head_mean"])
+def test_one_entry_is_merged_as_in_an_eviction(weights, on, decide):
+    options = {"weights": weights, "on": on, "decide": decide, "beta": 0.3}
+    batch, heads, stored = 2, 4, 12
+    keys, values = noise(batch, heads, stored, 5).float(), noise(batch, heads, stored, 6, seed=1)
+    positions = torch.arange(stored).repeat(batch, heads, 1)
+    positions[1, :, 0] = positions[0, :, 4] = -1  # padding, and an entry that is gone
+    state = None
+    merged = 0
+    for step in range(20):
+        slot = torch.randint(5, stored, (batch, heads, 1), generator=torch.manual_seed(step))
+        stay = [
+            [s for s in range(stored) if positions[b, h, s] >= 0 and s != slot[b, h, 0]]
+            for b, h in itertools.product(range(batch), range(heads))
+        ]
+        slots = torch.tensor(stay).view(batch, heads, -1)
+        kept_keys, kept_values, expected = merge_similar(
+            Eviction(keys, values, positions, slots, state=state), **options
+        )
+        change = merge_one(Leaving(keys, values, positions, slot, state), **options)
+        state = change.state
+        torch.testing.assert_close(state, expected)
+        merged += int((take(keys, change.slot) != change.keys).any(-1).sum())
+        keys, values = keys.clone(), values.clone()
+        for rows, new in ((keys, change.keys), (values, change.values)):
+            rows.scatter_(2, change.slot[..., None].expand_as(new), new)
+        torch.testing.assert_close(take(keys, slots), kept_keys)
+        torch.testing.assert_close(take(values, slots), kept_values)
+    assert 0 < merged < 20 * batch * heads
+
+
+# --- what is gone but still there -----------------------------------------------------------
+
+
+def test_what_leaves_keeps_its_place_and_counts_as_slack():
+    keys, values = noise(2, 3, 8, 4).float(), noise(2, 3, 8, 4, seed=1).float()
+    store = DenseStore(keys, values)
+    whole = sum(store.nbytes(set()))
+    store.keep(torch.arange(8).expand(2, 3, 8))
+    before = store.view()
+    slot = torch.tensor([[[0], [3], [7]], [[1], [1], [2]]])
+    store.drop(slot)
+    assert (before >= 0).all()
+    assert torch.equal(store.positions.gather(2, slot), torch.full_like(slot, -1))
+    assert (store.positions >= 0).sum(-1).eq(7).all()
+    kv, positions, slack = store.nbytes(set())
+    assert kv == 2 * 3 * 7 * 4 * 4 * 2
+    assert kv + slack + positions == whole + 4 * 2 * 3 * (8 + 64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [(90,), (90, 71, 40)], ids=["alone", "padded"])
+@pytest.mark.parametrize("spec", HOLDING)
+def test_long_decoding_keeps_what_evicting_with_a_copy_keeps(spec, lengths, monkeypatch):
+    """150 tokens: what is gone is left out twice on the way; then a turn, and a question."""
+    model = build("llama", dtype=torch.float64)
+    ids = torch.randint(5, 190, (len(lengths), 90), generator=torch.Generator().manual_seed(3))
+    mask = torch.tensor([[0] * (90 - n) + [1] * n for n in lengths])
+    later = torch.randint(5, 190, (len(lengths), 162), generator=torch.Generator().manual_seed(4))
+
+    def run():
+        cache = kvfold.CompressedCache(model, spec, 0.4)
+        seen, logits = mask, []
+
+        def forward(new):
+            nonlocal seen
+            seen = torch.cat([seen, torch.ones_like(new)], 1) if cache.get_seq_length() else mask
+            places = (seen.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            out = model(new, attention_mask=seen, position_ids=places, past_key_values=cache)
+            logits.append(out.logits[:, -1])
+
+        forward(ids)
+        for token in later[:, :150].split(1, 1):
+            forward(token)
+        held = cache.stats(), [layer.store.dead for layer in cache.compressed_layers]
+        forward(later[:, 150:160])
+        for token in later[:, 160:].split(1, 1):
+            forward(token)
+        return torch.stack(logits), held, cache
+
+    logits, (held, dead), cache = run()
+    stages = kvfold.parse(spec).stages()
+    assert all(dead) == (stages.compensate is None or stages.compensate_one is not None)
+    monkeypatch.setattr(CompressedLayer, "evicts_one", lambda *_: False)
+    expected, (expected_held, _), copied = run()
+    assert held.kept == expected_held.kept and held.kv_bytes == expected_held.kv_bytes
+    for layer in range(len(cache.compressed_layers)):
+        both = zip(cache.positions(layer), copied.positions(layer), strict=True)
+        assert all(torch.equal(a, b) for rows in both for a, b in zip(*rows, strict=True))
+    # Similarities are float32, and what is merged by them is merged again.
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
