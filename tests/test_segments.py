@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import kvfold
 from kvfold.generate import read_turn
+from kvfold.kernels import segments as kernel
+from kvfold.kernels import varlen
 from kvfold.kernels.segments import QUERIES, attend_to_segments
 from kvfold.store.encoded import BLOCK, Encoded, Flat
 from kvfold.store.packed import PackedKeys
@@ -25,6 +27,7 @@ from tests.models import prompts as random_prompts
 from tests.test_cli import word_tokenizer
 from tests.test_exactness import FLOAT32_ONLY, kernel_spread, pieces, worst
 from tests.test_phases import bits, positions, reachable_bytes, same
+from tests.test_triton import varlen_stand_in
 from tests.truth import MaskedDense, Reader, stock_cache
 
 # --- the kernel --------------------------------------------------------------------------------
@@ -143,6 +146,26 @@ def test_segments_are_attended_to_as_dense_entries_are(queries, options, kind, g
         given["sinks"] = options["sinks"][:query_heads]
     got = attend_to_segments(query, segments, mask, scale=SCALE, **given)
     assert_close(got, dense(query, keys, values, hidden, **given))
+
+
+@pytest.mark.parametrize("path", ["triton", "varlen"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("new", [1, 6])
+def test_a_step_on_a_gpu_is_that_of_dense_entries(new, options, path, monkeypatch):
+    """Triton interpreted; torch's kernel, which takes no softcap, with a stand-in."""
+    given = {"softcap": options.get("softcap") if path == "triton" else None}
+    if "sinks" in options:
+        given["sinks"] = options["sinks"][: HEADS * 4].float()
+    if path == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    else:
+        monkeypatch.setattr(kernel, "rows_path", lambda *_, **__: "varlen")
+        monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in)
+    query = noise(BATCH, HEADS * 4, 1, SIZE, seed=99, dtype=torch.float32)
+    keys, values, segments = stored(OLD, new, torch.float32)
+    got = attend_to_segments(query, segments, None, scale=SCALE, **given)
+    hidden = torch.zeros(BATCH, HEADS * 4, 1, new, dtype=torch.bool)
+    assert_close(got, dense(query, keys, values, hidden, **given), 5e-6)
 
 
 @GROUPS

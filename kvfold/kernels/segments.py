@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.kernels.dispatch import Path, rows_path
+from kvfold.kernels.varlen import attend_to_rows_varlen
 from kvfold.store.encoded import BLOCK, Flat
 from kvfold.store.segments import Segments
 
@@ -28,12 +30,14 @@ def attend_to_segments(
     """
     if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
         mask = None
-    plain = softcap is None and sinks is None and query.device.type == "cpu"
     flat = all(isinstance(part.encoded, Flat) for part in (stored.keys, stored.values))
-    flat &= stored.keys.tail.shape[-1] == stored.values.tail.shape[-1]  # torch's kernel wants that
-    single = query.shape[2] == 1 and mask is None and min(stored.keys.alive) > 0
-    if plain and flat and single:
-        return _one_step(query, stored, scale)
+    if flat and query.shape[2] == 1 and mask is None and min(stored.keys.alive) > 0:
+        path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
+        if path != "torch":
+            return _one_step_on_gpu(query, stored, scale, softcap, sinks, path)
+        same = query.shape[-1] == stored.values.tail.shape[-1]
+        if softcap is None and sinks is None and same and query.device.type == "cpu":
+            return _one_step(query, stored, scale)
     return _in_blocks(query, stored, mask, scale, softcap, sinks)
 
 
@@ -58,17 +62,70 @@ def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
         else nothing
         for one, key, value in zip(rows.split(1), keys.segments, values.segments, strict=True)
     ]
-    width = max(stored.keys.alive)
-    tail_keys, tail_values = (
-        part.tail[:, :, part.tail.shape[2] - width :] for part in (stored.keys, stored.values)
+    new = _fused(
+        grouped.view(batch, -1, *grouped.shape[2:]), *_tails(stored), _holes(stored, query), scale
     )
-    holes = _holes(stored, query)
-    new = _fused(grouped.view(batch, -1, *grouped.shape[2:]), tail_keys, tail_values, holes, scale)
     outs, sums = (torch.cat(parts) for parts in zip(*old, strict=True))
     out, total = (part.flatten(0, 1)[:, None] for part in new)
     return _merged(torch.cat([outs, out], 1), torch.cat([sums, total], 1)).view(
         batch, query_heads, 1, -1
     )
+
+
+def _one_step_on_gpu(
+    query: Tensor,
+    stored: Segments,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    path: Path,
+) -> Tensor:
+    """As `_one_step`, all segments in one launch; softcap and sinks too."""
+    batch, query_heads, _, size = query.shape
+    keys, values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(keys, Flat) and isinstance(values, Flat)
+    rows = query.reshape(len(keys.lengths), -1, size)
+    if path == "triton":
+        from kvfold.kernels.triton.ragged import attend_to_rows
+
+        out, total = attend_to_rows(
+            rows, keys.rows, values.rows, keys.starts, scale, softcap, splits=keys.splits
+        )
+    else:
+        longest = max(keys.lengths)
+        out, total = attend_to_rows_varlen(
+            rows, keys.rows, values.rows, keys.starts, longest, scale
+        )
+    tail = _tail(rows.unflatten(0, (batch, -1)), stored, scale, softcap)
+    outs, totals = [out.float(), tail[0]], [total, tail[1]]
+    if sinks is not None:
+        # They take their share of the weight and have nothing to give.
+        outs.append(torch.zeros_like(tail[0]))
+        totals.append(sinks.float().view(-1, rows.shape[1]).repeat(batch, 1))
+    merged = _merged(torch.stack(outs, 1), torch.stack(totals, 1))
+    return merged.to(query.dtype).view(batch, query_heads, 1, -1)
+
+
+def _tail(
+    query: Tensor, stored: Segments, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention `[S, G, Dv]` of `query [B, H, G, D]` to the tails, and log-sum-exp `[S, G]`."""
+    keys, values = _tails(stored)
+    logits = (query @ keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    holes = _holes(stored, query)
+    if holes is not None:
+        logits = logits + holes
+    out = logits.softmax(-1) @ values.float()
+    return out.flatten(0, 1), logits.logsumexp(-1).flatten(0, 1)
+
+
+def _tails(stored: Segments) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, T, D]` of the tails, as long as the longest of them."""
+    width = max(stored.keys.alive)
+    keys, values = (part.tail for part in (stored.keys, stored.values))
+    return keys[:, :, keys.shape[2] - width :], values[:, :, values.shape[2] - width :]
 
 
 def _shares() -> int:
@@ -82,9 +139,9 @@ def _holes(stored: Segments, query: Tensor) -> Tensor | None:
     width = max(alive)
     if min(alive) == width:
         return None
-    missing = torch.tensor([width - count for count in alive]).view(len(query), -1, 1, 1)
-    gone = torch.arange(width) < missing
-    return torch.zeros(gone.shape, dtype=query.dtype).masked_fill_(gone, -torch.inf)
+    missing = torch.tensor([width - count for count in alive], device=query.device)
+    gone = torch.arange(width, device=query.device) < missing.view(len(query), -1, 1, 1)
+    return query.new_zeros(gone.shape).masked_fill_(gone, -torch.inf)
 
 
 def _fused(

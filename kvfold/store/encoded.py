@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol, Self
+from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvfold.observation import Observation
+
+if TYPE_CHECKING:
+    from kvfold.kernels.triton.splits import Splits
 
 # Threads share a segment's whole blocks equally; the last, broken one stays in the tail.
 BLOCK = 16
@@ -52,6 +56,18 @@ class Flat:
     def segments(self) -> tuple[Tensor, ...]:
         """Each segment's entries."""
         return self.rows.split(self.lengths)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """Where each segment begins, and where the last one ends: int32, on the rows' device."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.rows.device)
+
+    @cached_property
+    def splits(self) -> Splits:
+        """How a GPU's programs share the segments."""
+        from kvfold.kernels.triton.splits import Splits
+
+        return Splits.of(self.lengths, device=self.rows.device)
 
     def segment(self, i: int) -> Tensor:
         return self.segments[i]
