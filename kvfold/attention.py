@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvfold import compat
-from kvfold.kernels.chunked import attend_with_column_sums, attend_with_moments
+from kvfold.fixed import FixedLayer
+from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments
 from kvfold.kernels.single import attend_with_row
@@ -25,7 +26,7 @@ class _Pending(threading.local):
     """The layer whose keys were just updated; for models that transform them before attention."""
 
     index: int | None = None
-    layer: CompressedLayer | None = None
+    layer: CompressedLayer | FixedLayer | None = None
 
 
 _pending = _Pending()
@@ -40,6 +41,11 @@ def hand_out(keys: Tensor, index: int, layer: CompressedLayer) -> Tensor:
     alias._kvfold = (weakref.ref(layer), layer.stored().view())  # type: ignore[attr-defined]
     _pending.index, _pending.layer = index, layer
     return alias
+
+
+def expect(index: int, layer: FixedLayer) -> None:
+    """The next attention is that of a layer in a compiled graph, over its buffers."""
+    _pending.index, _pending.layer = index, layer
 
 
 def forget_pending() -> None:
@@ -59,6 +65,8 @@ def _attention(
     attend = compat.delegate(kind, module)
     index, pending = _pending.index, _pending.layer
     forget_pending()
+    if isinstance(pending, FixedLayer):
+        return pending.attend(module, query, kwargs), None
     mark = getattr(key, "_kvfold", None)
     layer: CompressedLayer | None = None
     view: Tensor | Segments | None = None
@@ -124,10 +132,11 @@ def _observed(
         out, maxima = attend_with_column_maxima(
             attended.query, key, value, mask, scored=scored, **options
         )
-    elif layer.plan.stages.needs.column_squares:
-        out, sums, squares = attend_with_moments(attended.query, key, value, mask, **options)
     else:
-        out, sums = attend_with_column_sums(attended.query, key, value, mask, **options)
+        wanted = layer.plan.stages.needs.column_squares
+        out, sums, squares = attend_with_moments(
+            attended.query, key, value, mask, squares=wanted, **options
+        )
     seen = dataclasses.replace(attended, sums=sums, squares=squares, maxima=maxima)
     return out.transpose(1, 2).contiguous(), seen
 
@@ -140,6 +149,7 @@ def _observed_one(
     visible = None if positions is None else (positions >= 0)[:, :, None]
     if mask is not None:
         mask = physical_mask(mask, positions, query, layer.seen)
+        assert mask is not None
         heads = key.shape[1] if mask.shape[1] > 1 else 1
         visible = mask[:, :, 0].unflatten(1, (heads, -1))
     out, row = attend_with_row(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfold import compat
 from kvfold.cache import CompressedCache
+from kvfold.compiled import check_compiled, decode_compiled
 from kvfold.drive import drive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.rebuild import rebuild
@@ -25,6 +26,7 @@ def generate(
     cache: CompressedCache,
     attention_mask: Tensor | None = None,
     prefill_chunk: int | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> Any:
     """`model.generate` with a compressed cache, in the order that is right for every model.
@@ -34,10 +36,12 @@ def generate(
         cache: a fresh one, or one that goes on from an earlier turn.
         attention_mask: `[B, N]`, 0 at left padding; without one, leading pad tokens are padding.
         prefill_chunk: read the prompt in pieces of this many tokens; the result is the same.
+        compile: decode by one compiled graph (`decode_compiled`); the result is the same.
         options: everything `model.generate` takes.
 
     Returns what `model.generate` returns, prompt included. Raises KvfoldError when the cache has
-    seen more than `input_ids`, UnsupportedModel where the model would drop the cache.
+    seen more than `input_ids`, or where `compile` does not go with the method or the options;
+    UnsupportedModel where the model would drop the cache, or cannot be compiled.
     """
     if "past_key_values" in options:
         raise KvfoldError("give the cache as cache=, not as past_key_values=")
@@ -52,7 +56,12 @@ def generate(
     if attention_mask is None:
         attention_mask = _leading_padding(model, input_ids)
     chunk = prefill_chunk or total
-    if any(options.get(name) for name in ASSISTED):
+    assisted = any(options.get(name) for name in ASSISTED)
+    if compile:
+        if assisted:
+            raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
+        check_compiled(model, cache, options)
+    if assisted:
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
     settings = _settings(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
@@ -71,6 +80,8 @@ def generate(
         cache.batch_repeat_interleave(rows)
     cache.cannot_be_dropped = True
     try:
+        if compile:
+            return decode_compiled(model, cache, input_ids, attention_mask, options)
         return compat.generate(
             model,
             input_ids=input_ids,

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvfold
+from kvfold.store.encoded import BLOCK
 from kvfold.store.growing import slack
 from kvfold.store.part import ROOM
 from tests.models import build, continuation, prompts
@@ -96,7 +97,7 @@ def test_ragged_heads_cost_just_what_they_keep(spec):
     assert stats.kv_bytes == sum(counts) * 2 * SIZE * FLOAT32
     assert stats.position_bytes == sum(counts) * INDEX
     # Beside the usual room at most a block, where a head's tail is shorter than its neighbour's.
-    assert stats.slack_bytes <= SEGMENTS * (64 + ROOM) * 2 * SIZE * FLOAT32
+    assert stats.slack_bytes <= SEGMENTS * (BLOCK + ROOM) * 2 * SIZE * FLOAT32
     assert cache.positions(0)[0][0].numel() == counts[0]
 
 

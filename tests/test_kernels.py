@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvfold.kernels import chunked, reference
+from kvfold.kernels import chunked, columns, reference, swapped
+from tests.test_triton import flash_stand_in
 
 KERNELS = pytest.mark.parametrize("kernel", [reference, chunked], ids=["reference", "chunked"])
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])
@@ -308,3 +309,29 @@ def test_inputs_are_left_as_they_were(kernel):
     before = [x.clone() for x in (*tensors, mask)]
     kernel.attend_with_column_sums(*tensors, mask, scale=SCALE, softcap=1.0)
     assert all(torch.equal(a, b) for a, b in zip((*tensors, mask), before, strict=True))
+
+
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("path", ["triton", "flash", "torch"])
+@pytest.mark.parametrize("queries", [40, 12])
+def test_every_path_to_column_sums_gives_the_same(queries, path, squares, monkeypatch):
+    """Torch's GPU kernel with a stand-in, Triton interpreted."""
+    if path == "flash" and squares:
+        pytest.skip("log-sum-exps add up, their squares do not")
+    monkeypatch.setattr(columns, "columns_path", lambda *_, **__: path)
+    monkeypatch.setattr(swapped, "flash", flash_stand_in)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    dtype = torch.float32 if path == "torch" else torch.float16
+    noise = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 8, queries, 16, generator=noise).to(dtype)
+    key, value = torch.randn(2, 2, 2, 40, 16, generator=noise).to(dtype)
+    counted = torch.arange(queries).expand(2, -1) > torch.tensor([[3], [0]])
+    got = columns.attend_with_moments(
+        query, key, value, None, scale=0.25, counted=counted, squares=squares
+    )
+    expected = reference.attend_with_moments(
+        query.double(), key.double(), value.double(), None, scale=0.25, counted=counted
+    )
+    assert (got[2] is None) != squares
+    for one, other in zip(got[: 2 + squares], expected, strict=False):
+        torch.testing.assert_close(one.double(), other, rtol=3e-3, atol=3e-3)

@@ -156,7 +156,7 @@ def test_appending_within_the_slack_moves_nothing(tokens, evicted):
         store.keep(slots)
         lists.keep(slots.tolist())
     at, size = store.keys.data_ptr(), real_bytes(store)
-    room = max(64, (tokens if evicted else tokens + 1) // 16)
+    room = max(16, (tokens if evicted else tokens + 1) // 32)
     for _ in range(room):
         store.append(*lists.append(1), first=lists.seen - 1)
     assert store.keys.data_ptr() == at
@@ -168,9 +168,9 @@ def test_appending_within_the_slack_moves_nothing(tokens, evicted):
 
 
 @pytest.mark.parametrize(
-    ("entries", "room"), [(0, 64), (1, 64), (1024, 64), (1039, 64), (1040, 65), (32_000, 2000)]
+    ("entries", "room"), [(0, 16), (1, 16), (512, 16), (543, 16), (544, 17), (32_000, 1000)]
 )
-def test_slack_is_the_larger_of_64_and_a_sixteenth(entries, room):
+def test_slack_is_the_larger_of_16_and_a_32nd(entries, room):
     assert slack(entries) == room
 
 
@@ -187,9 +187,9 @@ def test_positions_are_held_only_once_something_was_evicted():
 def test_bytes_are_those_of_the_entries_and_the_slack():
     store, _ = filled(100)
     entry = 2 * 4 + 3 * 8  # two float32 of a key, three float64 of a value
-    assert store.nbytes(set()) == (2 * 2 * 100 * entry, 0, 2 * 2 * 64 * entry)
+    assert store.nbytes(set()) == (2 * 2 * 100 * entry, 0, 2 * 2 * 16 * entry)
     store.keep(torch.arange(7).expand(2, 2, 7))
-    assert store.nbytes(set()) == (2 * 2 * 7 * entry, 2 * 2 * 7 * 4, 2 * 2 * 64 * (entry + 4))
+    assert store.nbytes(set()) == (2 * 2 * 7 * entry, 2 * 2 * 7 * 4, 2 * 2 * 16 * (entry + 4))
     store.crop(3)
     assert store.nbytes(set()) == (2 * 2 * 4 * entry, 2 * 2 * 4 * 4, 2 * 2 * 67 * (entry + 4))
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -80,7 +81,7 @@ def _score(
         length = document.shape[1]
         read_turn(model, cache, document, None, until=length, chunk=length)
         stats = cache.stats()
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     if trial.question_aware:
         out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
     else:

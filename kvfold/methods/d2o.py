@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from kvfold.allocate.density import Norm, Shape, by_density, column_variance
 from kvfold.compensate.similar import Decide, On, merge_one, merge_similar
@@ -62,7 +62,12 @@ class D2O(Method):
     def stages(self) -> Stages:
         skip, on, decide = self.skip_layers, self.similarity, self.decide
         share = partial(by_density, norm=self.norm, shape=self.allocation, skip_layers=skip)
-        options = {"beta": self.beta, "on": on, "weights": self.merge, "decide": decide}
+        options: dict[str, Any] = {
+            "beta": self.beta,
+            "on": on,
+            "weights": self.merge,
+            "decide": decide,
+        }
         merging = self.merge != "none"
         return Stages(
             needs=Needs(column_sums=True),

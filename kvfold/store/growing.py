@@ -45,12 +45,13 @@ class Growing:
         self.length = end
 
     def reserve(self, room: int) -> Tensor:
-        """The buffer up to `room` more entries `[B, H, T + room, …]`, which are 0 until written."""
-        end = self.length + room
-        if end > self._buffer.shape[2]:
-            self._buffer = self._copied(self.rows, end)
-        self._buffer[:, :, self.length : end] = 0
-        return self._buffer[:, :, :end]
+        """The whole buffer `[B, H, ≥ T + room, …]`, which is 0 after what is stored."""
+        old, end = self._buffer, self.length + room
+        if end > old.shape[2]:
+            self._buffer = old.new_empty(*old.shape[:2], end, *old.shape[3:])
+            self._buffer[:, :, : self.length] = old[:, :, : self.length]
+        self._buffer[:, :, self.length :] = 0
+        return self._buffer
 
     def replaced(self, slots: Tensor, value: float) -> Growing:
         """A copy of a `[B, H, T]` one with `value` at `slots [B, H, K]`."""
@@ -87,5 +88,5 @@ class Growing:
 
 
 def slack(entries: int) -> int:
-    """Room for entries to come: 64, or a sixteenth of what is stored."""
-    return max(64, entries // 16)
+    """Room for entries to come: 16, or 1/32 of what is stored."""
+    return max(16, entries // 32)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding by one compiled graph, from buffers of a fixed size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx.experimental import _config as shapes
+
+from kvfold import compat
+from kvfold.attention import expect, forget_pending
+from kvfold.cache import CompressedCache
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.fixed import FixedLayer, fixed
+from kvfold.layer import CompressedLayer
+from kvfold.method import Stages
+
+# What `generate` produces where nothing else is said.
+NEW_TOKENS = 20
+
+
+class FixedCache(compat.Cache):
+    """What `generate` sees: the cache itself, and from `fix` on its layers' buffers."""
+
+    def __init__(self, cache: CompressedCache, room: int) -> None:
+        super().__init__(layers=list(cache.layers))
+        self.cache, self.room = cache, room
+
+    @property
+    def is_compileable(self) -> bool:
+        """Asked before the prompt is read, which is never compiled."""
+        return True
+
+    def fix(self) -> None:
+        """The prompt is read: from now on tokens come one by one."""
+        if not isinstance(self.layers[0], FixedLayer):
+            self.layers = [fixed(layer, self.room) for layer in self.cache.compressed_layers]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, FixedLayer):
+            return self.cache.update(key_states, value_states, layer_idx, *args, **kwargs)
+        expect(layer_idx, layer)
+        return layer.update(key_states, value_states)
+
+    def hand_back(self) -> None:
+        """Leaves the cache as if its tokens had been decoded eagerly."""
+        forget_pending()
+        for layer, own in zip(self.layers, self.cache.compressed_layers, strict=True):
+            if isinstance(layer, FixedLayer):
+                _take_over(own, *layer.written())
+
+
+def _take_over(layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
+    """Makes keys and values `[B, H, S, D]`, which lie in the layer's buffers, part of it."""
+    layer.update(keys, values)
+    layer.logical.valid = layer.logical.tokens()
+    layer.stored().crop(0)  # takes nothing back but room that was not needed
+
+
+class _Fix:
+    """A logits processor that changes nothing: `generate` calls it once the prompt is read."""
+
+    def __init__(self, cache: FixedCache) -> None:
+        self.cache = cache
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.cache.fix()
+        return scores
+
+
+def decode_compiled(
+    model: compat.PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    options: dict[str, Any],
+) -> Any:
+    """`model.generate` with one graph, without breaks, for all steps after the prompt's.
+
+    Arguments and result are those of `kvfold.generate`; at least the last token of `input_ids` is
+    still to be read. What is kept is not moved: layers get room for all new tokens behind it, and
+    give back what is left. One graph serves all caches, however much they keep, but one row and
+    several are two graphs, and so are heads of equal and of different lengths. A `compile_config`
+    among the options takes the place of transformers' default, which on a GPU means CUDA graphs;
+    that was not run.
+    """
+    options = dict(options)
+    config = compat.compile_config(_chosen(model, options, "compile_config"))
+    handed = FixedCache(cache, room=max(0, _new_tokens(model, options, input_ids.shape[1]) - 1))
+    processors = [*(options.pop("logits_processor", None) or []), _Fix(handed)]
+    options |= {"compile_config": config, "logits_processor": processors}
+    try:
+        # Else sizes that happen to be equal in one cache would have to be equal in every other.
+        with shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            out = compat.generate(
+                model,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=handed,
+                **options,
+            )
+    finally:
+        handed.hand_back()
+    if not isinstance(out, Tensor):
+        out.past_key_values = cache
+    return out
+
+
+def check_compiled(
+    model: compat.PreTrainedModel, cache: CompressedCache, options: dict[str, Any]
+) -> None:
+    """Raises KvfoldError or UnsupportedModel where one graph would not do what each step does."""
+    reason = _step_of(cache.method.stages())
+    if reason is not None:
+        raise KvfoldError(
+            f"compile=True needs a method that only adds to the cache while it decodes, but "
+            f"{cache.method} {reason}: leave compile out"
+        )
+    name = type(model).__name__
+    if len(cache.compressed_layers) < len(cache.layers):
+        raise UnsupportedModel(
+            f"compile=True needs a model all of whose layers attend to their whole past, but some "
+            f"of {name} have a sliding window or a recurrent state: leave compile out"
+        )
+    reason = compat.not_compiled_because(model)
+    if reason is not None:
+        raise UnsupportedModel(f"compile=True cannot be used as {name} {reason}: leave compile out")
+    if (_chosen(model, options, "num_beams") or 1) > 1:
+        raise KvfoldError("compile=True is for greedy decoding and sampling, not for beams")
+
+
+def _step_of(stages: Stages) -> str | None:
+    """What a method does at every step beside storing one more entry."""
+    if stages.positions == "reindex":
+        return "moves its sinks at every step"
+    if stages.decode != "append":
+        return "evicts then"
+    if stages.needs.column_sums or stages.needs.column_squares:
+        return "adds up attention then"
+    return None if stages.encode is None else "encodes what is stored"
+
+
+def _new_tokens(model: compat.PreTrainedModel, options: dict[str, Any], total: int) -> int:
+    """How many tokens `generate` may produce after a prompt of `total`."""
+    new = _chosen(model, options, "max_new_tokens")
+    if new is not None:
+        return int(new)
+    length = _chosen(model, options, "max_length")
+    return NEW_TOKENS if length is None else int(length) - total
+
+
+def _chosen(model: compat.PreTrainedModel, options: dict[str, Any], name: str) -> Any:
+    """The setting that `generate` will take: the call's, its configuration's, or the model's."""
+    if name in options:
+        return options[name]  # also None
+    places = (options.get("generation_config"), model.generation_config)
+    values = [getattr(place, name, None) for place in places]
+    return next((value for value in values if value is not None), None)

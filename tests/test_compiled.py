@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compile=True changes how long a token takes, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, GenerationConfig
+
+import kvfold
+from kvfold import CompressedCache, KvfoldError, UnsupportedModel
+from kvfold.kernels.fixed import attend_to_buffers
+from kvfold.kernels.reference import attend_with_column_sums
+from kvfold.store.growing import Growing
+from tests.budgets import NAMED, compressed
+from tests.models import build, continuation, prompts
+
+ALONE, PADDED = (64,), (64, 53, 24)
+BATCHES = pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
+DENSE = ["snapkv:window=8", "pyramidkv:window=8", "knorm", "full"]
+RAGGED = "adakv:window=8"
+# One graph without breaks, whose operations run one by one: quick to make.
+ONE_GRAPH = {"compile_config": CompileConfig(fullgraph=True, backend="eager", mode=None)}
+COMPILED = {"compile": True, **ONE_GRAPH}
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+LOGITS = {"return_dict_in_generate": True, "output_logits": True}
+
+
+def small(name: str, **changes: Any) -> Any:
+    return build(name, num_hidden_layers=2, **changes)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "phi3"])
+def family(request):
+    torch._dynamo.reset()  # at most eight graphs at a time
+    return small(request.param)
+
+
+@pytest.fixture
+def model():
+    torch._dynamo.reset()
+    counters.clear()
+    return small("llama")
+
+
+def graphs() -> int:
+    """Graphs made since the counters were cleared, which must be whole."""
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+def both(model: Any, spec: str, lengths: tuple[int, ...] = ALONE, **options: Any) -> Any:
+    """Outputs and caches of the same prompts, eager and compiled."""
+    ids, mask = prompts(lengths)
+    caches = compressed(model, spec), compressed(model, spec)
+    if not {"max_length", "generation_config"} & options.keys():
+        options = {**GREEDY, **options}
+    outs = [
+        kvfold.generate(model, ids, cache=cache, attention_mask=mask, **how, **options)
+        for cache, how in zip(caches, ({}, COMPILED), strict=True)
+    ]
+    return outs, caches
+
+
+def where(cache: CompressedCache) -> list[Any]:
+    """Kept positions, as plain lists."""
+    layers = range(len(cache.compressed_layers))
+    return [[[h.tolist() for h in row] for row in cache.positions(i)] for i in layers]
+
+
+def check_same(eager: CompressedCache, compiled: CompressedCache) -> None:
+    assert compiled.get_seq_length() == eager.get_seq_length()
+    assert where(compiled) == where(eager)
+    mine, theirs = compiled.stats(), eager.stats()
+    for size in ("kv_bytes", "position_bytes", "state_bytes", "nbytes_full", "seen_per_row"):
+        assert getattr(mine, size) == getattr(theirs, size)
+    for one, other in zip(eager.compressed_layers, compiled.compressed_layers, strict=True):
+        entries = other.columns()[..., None] >= 0
+        for a, b in zip(one.stored().dense(), other.stored().dense(), strict=True):
+            torch.testing.assert_close(a * entries, b * entries, atol=1e-5, rtol=1e-5)
+
+
+# --- the same tokens -------------------------------------------------------------------------
+
+
+@BATCHES
+@pytest.mark.parametrize("spec", [*DENSE, RAGGED])
+def test_tokens_logits_and_cache_are_those_of_eager_decoding(family, spec, lengths):
+    outs, caches = both(family, spec, lengths, **LOGITS)
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    for expected, got in zip(outs[0].logits, outs[1].logits, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-6)
+    assert outs[1].past_key_values is caches[1]
+    check_same(*caches)
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED])
+def test_the_next_turn_is_that_of_eager_decoding(family, spec):
+    outs, caches = both(family, spec)
+    for seed, how in enumerate(({}, COMPILED)):  # the second compiled turn follows an eager one
+        text = torch.cat([outs[0], continuation(1, 20, seed)], 1)
+        mask = torch.ones_like(text)
+        outs = [
+            kvfold.generate(family, text, cache=cache, attention_mask=mask, **options, **GREEDY)
+            for cache, options in zip(caches, ({}, how), strict=True)
+        ]
+        assert torch.equal(*outs)
+        check_same(*caches)
+
+
+def test_every_method_decodes_the_same_or_is_refused(model):
+    refusing = []
+    for spec in (spec for spec in NAMED if not spec.startswith("kvzip")):  # needs a tokenizer
+        try:
+            outs, caches = both(model, spec)
+        except KvfoldError:
+            refusing.append(spec.split(":")[0].split("_")[0])
+            continue
+        assert torch.equal(*outs)
+        check_same(*caches)
+    assert graphs() == 2
+    always = {
+        "cam",
+        "d2o",
+        "h2o",
+        "kivi",
+        "local",
+        "minicache",
+        "roco",
+        "streaming",
+        "think",
+        "tova",
+    }
+    assert always == set(refusing)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_softcaps_and_sinks_are_not_forgotten(name):
+    torch._dynamo.reset()
+    model = small(name, layer_types=["full_attention"] * 2)
+    if name == "gpt_oss":
+        model.set_experts_implementation("grouped_mm")
+    for spec in ("snapkv:window=8", RAGGED):
+        outs, caches = both(model, spec, PADDED)
+        assert torch.equal(*outs)
+        check_same(*caches)
+
+
+def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
+    """Padding between turns stands among the newest entries, where lengths differ too."""
+    ids, mask = prompts((64, 53))
+    question, padding = prompts((20, 12), seed=7)
+    text, seen = torch.cat([ids, question], 1), torch.cat([mask, padding], 1)
+    for spec in ("snapkv:window=8", RAGGED):
+        cache = compressed(model, spec)
+        kvfold.generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=1)
+        before, outs = where(cache), []
+        for how in ({}, COMPILED):
+            with cache.frozen():
+                options = {"cache": cache, "attention_mask": seen, **how, **GREEDY}
+                outs.append(kvfold.generate(model, text, **options))
+                cache.crop(64 - cache.get_seq_length())
+            assert where(cache) == before
+        assert torch.equal(*outs)
+
+
+# --- everything that generate does -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED])
+def test_samples_are_the_same(model, spec):
+    ids, mask = prompts(PADDED)
+    outs = []
+    for how in ({}, COMPILED):
+        torch.manual_seed(3)
+        options = {"do_sample": True, "temperature": 0.8, "num_return_sequences": 2, **how}
+        cache = compressed(model, spec)
+        options |= {"attention_mask": mask, "max_new_tokens": 12}
+        outs.append(kvfold.generate(model, ids, cache=cache, **options))
+    assert outs[0].shape == (6, 76) and torch.equal(*outs)
+
+
+def test_the_end_token_ends_and_room_for_more_is_given_back(model):
+    (free, _), _ = both(model, "snapkv:window=8", PADDED)
+    end = free[0, 64 + 5].item()
+    outs, caches = both(
+        model, "snapkv:window=8", ALONE, eos_token_id=end, pad_token_id=0, max_new_tokens=900
+    )
+    assert torch.equal(*outs) and outs[0].shape[1] < 64 + 900
+    check_same(*caches)
+    assert caches[1].stats().slack_bytes < 2 * caches[0].stats().slack_bytes
+    outs, caches = both(
+        model, "snapkv:window=8", PADDED, eos_token_id=end, pad_token_id=0, max_new_tokens=12
+    )
+    assert torch.equal(*outs)
+    check_same(*caches)
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"max_new_tokens": None},
+        {"max_length": 70, "do_sample": False},
+        {"generation_config": GenerationConfig(max_new_tokens=7)},
+        {"prefill_chunk": 10},
+        {"repetition_penalty": 1.3, "min_new_tokens": 3},
+    ],
+    ids=str,
+)
+def test_options_of_generate_mean_the_same(model, options):
+    outs, caches = both(model, "snapkv:window=8", **options)
+    assert torch.equal(*outs)
+    check_same(*caches)
+
+
+def test_settings_of_the_model_count_where_the_call_has_none(model):
+    model.generation_config.max_new_tokens = 30
+    config = GenerationConfig(do_sample=False)
+    outs, _ = both(model, "snapkv:window=8", generation_config=config)
+    assert torch.equal(*outs) and outs[0].shape[1] == 64 + 30
+
+
+class Streamer:
+    """Keeps what it is told; fails when it was told `limit` tokens."""
+
+    def __init__(self, limit: int = 99) -> None:
+        self.told: list[int] = []
+        self.limit = limit
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.told += tokens.flatten().tolist()
+        if len(self.told) == 64 + self.limit:
+            raise RuntimeError("the line is dead")
+
+    def end(self) -> None:
+        self.told.append(-1)
+
+
+def test_tokens_are_streamed(model):
+    streamer = Streamer()
+    ids = prompts(ALONE)[0]
+    cache = compressed(model, "snapkv:window=8")
+    out = kvfold.generate(model, ids, cache=cache, streamer=streamer, **GREEDY, **COMPILED)
+    assert streamer.told == [*out[0].tolist(), -1]
+
+
+def test_after_an_error_the_cache_holds_what_was_read(model):
+    outs, (expected, _) = both(model, "snapkv:window=8", max_new_tokens=5)
+    cache = compressed(model, "snapkv:window=8")
+    ids = prompts(ALONE)[0]
+    with pytest.raises(RuntimeError, match="line is dead"):
+        kvfold.generate(model, ids, cache=cache, streamer=Streamer(5), **GREEDY, **COMPILED)
+    check_same(expected, cache)
+    text = torch.cat([outs[0], continuation(1, 9)], 1)
+    again = [kvfold.generate(model, text, cache=c, **GREEDY) for c in (expected, cache)]
+    assert torch.equal(*again)
+
+
+# --- one graph -------------------------------------------------------------------------------
+
+
+@BATCHES
+@pytest.mark.parametrize("specs", [DENSE, [RAGGED, "adakv:window=4"]], ids=["dense", "ragged"])
+def test_one_graph_serves_all_caches(model, specs, lengths):
+    for length, spec in enumerate(specs * 2):
+        longer = tuple(n + 7 * length for n in lengths)
+        (eager, compiled), _ = both(model, spec, longer, max_new_tokens=5 + 9 * length)
+        assert torch.equal(eager, compiled)
+    assert graphs() == 1
+
+
+def test_the_default_compiler_gives_the_same_tokens(model):
+    ids = prompts(ALONE)[0]
+    eager, compiled = (compressed(model, "snapkv:window=8") for _ in range(2))
+    expected = kvfold.generate(model, ids, cache=eager, **GREEDY)
+    got = kvfold.generate(model, ids, cache=compiled, compile=True, **GREEDY)
+    assert torch.equal(got, expected)
+    assert graphs() == 1
+    check_same(eager, compiled)
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("h2o", "evicts then"),
+        ("tova", "evicts then"),
+        ("d2o", "evicts then"),
+        ("simlayerkv:when=first_decode", "evicts then"),
+        ("h2o:decode=append", "adds up attention"),
+        ("streaming_llm", "moves its sinks"),
+        ("snapkv:window=8 + kivi:bits=4", "encodes"),
+        ("think", "encodes"),
+        ("minicache", "encodes"),
+    ],
+)
+def test_methods_that_do_more_at_a_step_are_refused(model, spec, reason):
+    refused(model, spec, KvfoldError, reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gemma3", {"num_hidden_layers": 4}, "sliding window"),
+        ("qwen3_5", {"num_hidden_layers": 4}, "recurrent state"),
+        ("deepseek_v3", {}, "latents"),
+        ("mixtral", {}, "experts one by one"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+            "rotary frequencies",
+        ),
+    ],
+)
+def test_models_that_one_graph_cannot_answer_for_are_refused(name, changes, reason):
+    refused(build(name, **changes), "snapkv:window=8", UnsupportedModel, reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"num_beams": 2}, "beams"), ({"prompt_lookup_num_tokens": 3}, "assisted")],
+)
+def test_beams_and_assistants_are_refused(model, options, reason):
+    refused(model, "snapkv:window=8", KvfoldError, reason, **options)
+
+
+def refused(model: Any, spec: str, error: Any, reason: str, **options: Any) -> None:
+    cache = compressed(model, spec, 40)
+    with pytest.raises(error, match=reason):
+        kvfold.generate(model, prompts(ALONE)[0], cache=cache, **COMPILED, **GREEDY, **options)
+    assert cache.get_seq_length() == 0
+
+
+# --- the kernel ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 8)])
+def test_attention_to_buffers_is_the_reference_where_they_are_visible(softcap, sinks):
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(2, heads, length, 16, generator=generator)
+        for heads, length in ((8, 1), (2, 30), (2, 30))
+    )
+    visible = torch.rand(2, 2, 30, generator=generator) < 0.5
+    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sinks": sinks}
+    mask = visible.repeat_interleave(4, 1)[:, :, None]
+    expected, _ = attend_with_column_sums(query, keys, values, mask, **options)
+    for poisoned in (keys, values):
+        poisoned[~visible] = 1e4
+    got = attend_to_buffers(query, keys, values, visible, **options)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("room", [5, 500])
+def test_room_holds_nothing_that_could_spoil_a_sum(room):
+    grown = Growing(torch.ones(1, 2, 30, 4))
+    grown.reserve(0)[:, :, 30:] = torch.nan
+    buffer = grown.reserve(room)
+    assert buffer.shape[2] >= 30 + room and buffer.is_contiguous()
+    assert buffer.sum() == 1 * 2 * 30 * 4 and torch.equal(grown.rows, buffer[:, :, :30])
