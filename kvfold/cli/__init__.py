@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `kvfold demo`, `kvfold run`, `kvfold methods`."""
+"""The command line: `kvfold demo`, `kvfold run`, `kvfold methods`, `kvfold bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvfold.cli import demo, methods, run
+from kvfold.cli import bench, demo, methods, run
 from kvfold.cli.console import errors
 from kvfold.errors import KvfoldError
 
@@ -36,6 +36,7 @@ app = typer.Typer(
 app.command("demo")(demo.command)
 app.command("run")(run.command)
 app.command("methods")(methods.command)
+app.command("bench")(bench.command)
 
 
 def main() -> None:

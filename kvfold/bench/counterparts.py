@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which press of kvpress does what a method of kvfold does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvfold.bench.sides import FULL, Label
+from kvfold.budget import Budget
+from kvfold.method import Method, parse
+from kvfold.methods.adakv import AdaKV
+from kvfold.methods.h2o import H2O
+from kvfold.methods.knorm import KNorm
+from kvfold.methods.kvzip import KVzip
+from kvfold.methods.pyramidkv import PyramidKV
+from kvfold.methods.random import Random
+from kvfold.methods.simlayerkv import SimLayerKV
+from kvfold.methods.snapkv import SnapKV
+from kvfold.methods.streaming_llm import StreamingLLM
+from kvfold.methods.tova import TOVA
+
+# The name of a press and its arguments, of which one may be a press itself.
+Press = list[Any]
+
+
+def _votes(method: Any) -> dict[str, Any]:
+    return {"window_size": method.window, "kernel_size": method.kernel}
+
+
+# kvpress pools by averages and cannot be told otherwise; all else is passed on.
+PRESSES: dict[type[Method], Callable[[Any], Press]] = {
+    SnapKV: lambda m: ["SnapKVPress", _votes(m)],
+    PyramidKV: lambda m: ["PyramidKVPress", _votes(m) | {"beta": m.beta}],
+    KNorm: lambda m: ["KnormPress", {}],
+    TOVA: lambda m: ["TOVAPress", {}],
+    Random: lambda m: ["RandomPress", {}],
+    # Scores the prompt only, where H2O goes on while decoding.
+    H2O: lambda m: ["ObservedAttentionPress", {}],
+    StreamingLLM: lambda m: ["StreamingLLMPress", {"n_sink": m.sinks}],
+    AdaKV: lambda m: [
+        "AdaKVPress",
+        {"press": ["SnapKVPress", _votes(m)], "alpha_safeguard": m.floor},
+    ],
+    KVzip: lambda m: [
+        "KVzipPress",
+        {"layerwise": m.level == "uniform", "chunk_size": m.chunk},
+    ],
+    SimLayerKV: lambda m: [
+        "SimLayerKVPress",
+        {"lazy_threshold": m.threshold, "n_recent": m.window, "n_initial": m.sinks},
+    ],
+}
+
+
+def press(label: Label, length: int) -> Press | None:
+    """The press for `length` tokens; None for the full cache, and where kvpress has none."""
+    if label.method == FULL:
+        return None
+    method = parse(label.method)
+    if type(method) not in PRESSES:
+        return None
+    made = PRESSES[type(method)](method)
+    if label.budget is None:
+        return made
+    budget = Budget.of(label.budget)
+    if budget.kind == "bytes":
+        return None
+    kept = budget.amount if budget.kind == "ratio" else min(1.0, budget.amount / length)
+    target = made[1].get("press", made)
+    target[1]["compression_ratio"] = 1 - kept
+    return made

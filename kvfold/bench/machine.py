@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a figure depends on beside the code that is measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict
+
+import kvfold
+
+
+class Setup(BaseModel):
+    """A machine and the versions on it; figures are only compared where all of it is the same."""
+
+    model_config = ConfigDict(frozen=True)
+
+    cpu: str
+    cores: int
+    gpu: str | None
+    threads: int
+    python: str
+    versions: dict[str, str]
+
+    @classmethod
+    def here(cls) -> Setup:
+        """That of this process."""
+        return cls(
+            cpu=_cpu(),
+            cores=os.cpu_count() or 1,
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            threads=torch.get_num_threads(),
+            python=platform.python_version(),
+            versions={
+                "kvfold": kvfold.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        )
+
+    def differences(self, other: Setup) -> list[str]:
+        """What differs, in words: ours against the `other`'s."""
+        ours, theirs = self.model_dump(), other.model_dump()
+        ours |= ours.pop("versions")
+        theirs |= theirs.pop("versions")
+        return [
+            f"{name} is {ours.get(name)}, there {theirs.get(name)}"
+            for name in ours | theirs
+            if ours.get(name) != theirs.get(name)
+        ]
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str | None:
+    """The commit that kvfold runs from, "-dirty" with changes; None outside its repository."""
+    folder = Path(kvfold.__file__).parents[1]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other libraries that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from kvfold.bench.entrants import Peer
+from kvfold.bench.kvpress import Kvpress
+from kvfold.bench.quantized import Quantized
+from kvfold.bench.shapes import Subject
+from kvfold.errors import KvfoldError
+
+NAMES = ("kvpress", "transformers-quantized")
+
+
+@contextmanager
+def peers(subject: Subject, names: Sequence[str], python: Path | None) -> Iterator[list[Peer]]:
+    """The peers of these names, ready to run; `python` is that of kvpress's environment.
+
+    Raises KvfoldError for an unknown peer, and for one that is not installed.
+    """
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise KvfoldError(f"unknown peer {unknown[0]!r}: choose {' or '.join(NAMES)}")
+    if "kvpress" in names and python is None:
+        raise KvfoldError(
+            "kvpress needs transformers < 5.3, so it runs in an environment of its own: make one, "
+            "pip install kvpress there, and give its python as --peer-python"
+        )
+    with ExitStack() as stack:
+        found: list[Peer] = []
+        for name in dict.fromkeys(names):
+            peer: Peer = (
+                Quantized(subject)
+                if python is None or name != "kvpress"
+                else Kvpress(subject, python)
+            )
+            stack.callback(peer.close)
+            found.append(peer)
+        yield found

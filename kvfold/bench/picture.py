@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as a picture: each figure as a multiple of the full cache's, with its spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvfold.bench.record import Cell
+from kvfold.bench.sides import AGAIN
+from kvfold.bench.summary import Row
+
+PANELS = {
+    "first_token": "time to first token",
+    "per_token": "time per token",
+    "nbytes": "cache bytes",
+    "peak": "peak memory of prefill",
+}
+COLORS = ("#1f4e8c", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#4a4a4a")
+
+
+def figure(rows: Sequence[Row]) -> Figure:
+    """One panel per quantity: x = multiple of the full cache, y = method, a colour per cell.
+
+    Lines are quartiles of the rounds; grey is the spread of the full cache against itself.
+    """
+    cells = list(dict.fromkeys(row.cell for row in rows))
+    methods = list(dict.fromkeys(str(row.label) for row in rows if row.label.method != AGAIN))
+    height = 1.6 + 0.24 * len(methods) * max(1, 0.6 * len(cells))
+    drawn = Figure(figsize=(13, height), dpi=130, layout="constrained")
+    panels = drawn.subplots(1, len(PANELS), sharey=True, squeeze=False)[0]
+    for panel, (name, title) in zip(panels, PANELS.items(), strict=True):
+        _draw(panel, name, rows, cells, methods)
+        panel.set_title(title, loc="left", fontsize=10)
+        panel.set_xlabel("× full cache", fontsize=9)
+    panels[0].set_yticks(range(len(methods)), methods, fontsize=8)
+    panels[0].invert_yaxis()
+    handles, labels = panels[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=2, frameon=False)
+    return drawn
+
+
+def _draw(
+    panel: Axes, name: str, rows: Sequence[Row], cells: list[Cell], methods: list[str]
+) -> None:
+    for number, cell in enumerate(cells):
+        color = COLORS[number % len(COLORS)]
+        offset = 0.6 * ((number + 0.5) / len(cells) - 0.5)
+        shown = [(row, getattr(row, name)) for row in rows if row.cell == cell]
+        shown = [(row, spread) for row, spread in shown if spread is not None]
+        points = [item for item in shown if item[0].label.method != AGAIN]
+        panel.errorbar(
+            [spread.median for _, spread in points],
+            [methods.index(str(row.label)) + offset for row, _ in points],
+            xerr=[
+                [spread.median - spread.low for _, spread in points],
+                [spread.high - spread.median for _, spread in points],
+            ],
+            fmt="o",
+            markersize=4,
+            linewidth=1.2,
+            color=color,
+            label=str(cell),
+        )
+        for _, noise in (item for item in shown if item[0].label.method == AGAIN):
+            panel.axvspan(
+                min(noise.low, 1), max(noise.high, 1), color="#bbbbbb", alpha=0.35, linewidth=0
+            )
+    panel.axvline(1, color="#888888", linewidth=0.8)
+    panel.set_xlim(left=0)
+    panel.grid(axis="y", color="#eeeeee", linewidth=0.8)
+    panel.tick_params(length=0, labelsize=8)
+    panel.spines[:].set_visible(False)

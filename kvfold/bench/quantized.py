@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' own quantised cache as a participant."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from kvfold import compat
+from kvfold.bench.baseline import twin
+from kvfold.bench.entrants import Makers
+from kvfold.bench.machine import Setup
+from kvfold.bench.record import Cell
+from kvfold.bench.shapes import Subject
+from kvfold.bench.sides import Held, Label, LocalSide
+from kvfold.errors import KvfoldError
+
+BITS = 4
+# Backend, and the module it needs.
+BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq"}
+
+
+def backend() -> str:
+    """The first backend that is installed; raises KvfoldError where none is."""
+    for name, module in BACKENDS.items():
+        if importlib.util.find_spec(module.partition(".")[0]) and importlib.util.find_spec(module):
+            return name
+    raise KvfoldError(
+        "transformers' quantised cache needs a backend: pip install optimum-quanto, or hqq"
+    )
+
+
+class QuantizedSide(LocalSide):
+    """Keys and values in 4 bits, as transformers stores them; its time counts as prefill."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(self.label_here(), subject, twin(subject.model))
+
+    @staticmethod
+    def label_here() -> Label:
+        """Its name, with the backend that is installed."""
+        return Label("transformers", f"{backend()} {BITS} bit")
+
+    def make(self, room: int) -> Any:
+        config = compat.text_config(self.model)
+        return compat.cache_utils.QuantizedCache(backend(), config, nbits=BITS)
+
+    def held(self) -> Held:
+        counted: set[int] = set()
+        return Held(sum(tensor_bytes(vars(layer), counted) for layer in self.cache.layers), 1.0)
+
+
+class Quantized:
+    """The peer that brings it."""
+
+    name = "transformers"
+
+    def __init__(self, subject: Subject) -> None:
+        backend()
+        self.subject, self.setup = subject, Setup.here()
+
+    def makers(self, wanted: Sequence[Label]) -> Makers:
+        """One participant, whatever is wanted."""
+        return {QuantizedSide.label_here(): partial(QuantizedSide, self.subject)}
+
+    def left_out(self, label: Label, cell: Cell) -> None:
+        """It takes every cell."""
+
+    def close(self) -> None:
+        """It runs in this process."""
+
+
+def tensor_bytes(thing: Any, counted: set[int]) -> int:
+    """Bytes of all storages inside nested containers and quantised tensors, each once."""
+    if isinstance(thing, Tensor):
+        if hasattr(thing, "__tensor_flatten__"):
+            names = thing.__tensor_flatten__()[0]
+            return sum(tensor_bytes(getattr(thing, name), counted) for name in names)
+        storage = thing.untyped_storage()
+        if storage.data_ptr() in counted:
+            return 0
+        counted.add(storage.data_ptr())
+        return storage.nbytes()
+    if isinstance(thing, dict):
+        return sum(tensor_bytes(value, counted) for value in thing.values())
+    if isinstance(thing, list | tuple):
+        return sum(tensor_bytes(value, counted) for value in thing)
+    return 0

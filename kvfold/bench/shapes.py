@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that are measured: a known shape with random weights, or one that is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from kvfold.bundled import FOLDER
+from kvfold.cli.run import load
+from kvfold.compat import PreTrainedModel, text_config
+from kvfold.errors import KvfoldError
+
+_LONG = {"max_position_embeddings": 131072, "pad_token_id": 0, "bos_token_id": 1}
+_LLAMA_3 = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "vocab_size": 128256,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+}
+# Llama configurations; what is not named is transformers' default.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 256,
+    },
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 1024,
+    },
+    "llama-3.2-1b": _LLAMA_3
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama-2-7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "vocab_size": 32000,
+    },
+    "llama-3-8b": _LLAMA_3 | {"hidden_size": 4096, "num_hidden_layers": 32},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Source(BaseModel):
+    """Where a model comes from, so that another process can make the same one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    dtype: str
+    seed: int
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The configuration of a shape; None for a model that is loaded."""
+        return _LONG | SHAPES[self.name] if self.name in SHAPES else None
+
+    @property
+    def path(self) -> str:
+        """Where the weights of a loaded model are."""
+        return str(FOLDER) if self.name == "bundled" else self.name
+
+
+class Shape(BaseModel):
+    """What makes a model's cost."""
+
+    model_config = ConfigDict(frozen=True)
+
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocabulary: int
+    parameters: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model ready to be measured; its tokenizer speaks in ids the model knows."""
+
+    source: Source
+    model: PreTrainedModel
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, name: str, dtype: str | None, seed: int) -> Subject:
+        """A shape, "bundled", a folder or a hub id; `dtype` None is the usual one.
+
+        Raises KvfoldError for an unknown dtype and for a model that cannot be loaded.
+        """
+        if dtype is not None and dtype not in DTYPES:
+            raise KvfoldError(f"unknown dtype {dtype!r}: choose {', '.join(DTYPES)}")
+        if name in SHAPES:
+            usual = "bfloat16" if torch.cuda.is_available() else "float32"
+            source = Source(name=name, dtype=dtype or usual, seed=seed)
+            model = random_model(source)
+            spoken = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
+            return cls(source, model, Folded(spoken, model.config.vocab_size))
+        model, tokenizer = load(name)
+        # transformers' wrapper hides the signature of `to` from type checkers.
+        model.to(DTYPES[dtype] if dtype else model.dtype)  # type: ignore[arg-type]
+        kind = str(model.dtype).removeprefix("torch.")
+        return cls(Source(name=name, dtype=kind, seed=seed), model, tokenizer)
+
+    @property
+    def shape(self) -> Shape:
+        """The model's sizes."""
+        config = text_config(self.model)
+        heads = config.num_attention_heads
+        weights = list(self.model.parameters())
+        return Shape(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            query_heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate=getattr(config, "intermediate_size", 0),
+            vocabulary=config.vocab_size,
+            parameters=sum(w.numel() for w in weights),
+            weight_bytes=sum(w.numel() * w.element_size() for w in weights),
+        )
+
+    def tokens(self, batch: int, length: int) -> Tensor:
+        """The same random ids `[batch, length]` for everyone who asks for as many."""
+        generator = torch.Generator().manual_seed(self.source.seed)
+        size = text_config(self.model).vocab_size
+        return torch.randint(3, size, (batch, length), generator=generator)
+
+
+def random_model(source: Source) -> PreTrainedModel:
+    """A Llama of the shape `source.name`; peers fill theirs in the same way from the same seed."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        config = LlamaConfig(**(source.config or {}))
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[source.dtype], attn_implementation="sdpa"
+        )
+    fill(model, source.seed)
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, seed: int) -> None:
+    """Weights of unit gain: with transformers' own tiny ones, attention would be uniform."""
+    torch.manual_seed(seed)
+    for name, weight in sorted(model.named_parameters()):
+        if weight.dim() > 1:
+            weight.normal_(0.0, 1.0 if "embed" in name else weight.shape[-1] ** -0.5)
+
+
+class Folded:
+    """A tokenizer whose ids are folded into a model's vocabulary.
+
+    A model with random weights has no tokenizer, and what KVzip asks it in is only work to do.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        """As the tokenizer's own; with tensors."""
+        encoded = self._tokenizer(text, **options)
+        ids = encoded["input_ids"]
+        if isinstance(ids, Tensor):
+            encoded["input_ids"] = ids % self._vocabulary
+        else:
+            encoded["input_ids"] = [token % self._vocabulary for token in ids]
+        return encoded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

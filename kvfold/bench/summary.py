@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From records to ratios: each against the full cache of its own round, never another."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvfold.bench.record import Cell, Record
+from kvfold.bench.sides import FULL, Label
+
+QUARTILES = 4
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of several rounds, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Of one value or more; None of none."""
+        if not values:
+            return None
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=QUARTILES, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One participant in one cell, over all its rounds; ratios are to the full cache's.
+
+    Of the absolute figures, medians.
+    """
+
+    cell: Cell
+    label: Label
+    rounds: int
+    prefill_seconds: float
+    compression_seconds: float
+    seconds_per_token: float
+    tokens_per_second: float
+    kept: float
+    first_token: Spread | None
+    per_token: Spread | None
+    nbytes: Spread | None
+    peak: Spread | None
+
+
+def rows(records: Sequence[Record], side: str = "baseline") -> list[Row]:
+    """A row per cell and participant, in the records' order, against the full cache of `side`.
+
+    A record without that side's full cache in its session and round gives no ratio.
+    """
+    full = {
+        (record.cell, record.session, record.round): record
+        for record in records
+        if record.side == side and record.method == FULL
+    }
+    grouped: dict[tuple[Cell, Label], list[Record]] = {}
+    for record in records:
+        grouped.setdefault((record.cell, record.label), []).append(record)
+    return [_row(cell, label, group, full) for (cell, label), group in grouped.items()]
+
+
+def _row(
+    cell: Cell,
+    label: Label,
+    group: list[Record],
+    full: dict[tuple[Cell, str, int], Record],
+) -> Row:
+    places = [(record.cell, record.session, record.round) for record in group]
+    pairs = [
+        (record, full[place]) for record, place in zip(group, places, strict=True) if place in full
+    ]
+
+    def middle(value: Callable[[Record], float]) -> float:
+        return statistics.median(value(record) for record in group)
+
+    def spread(ratio: Callable[[Record, Record], float | None]) -> Spread | None:
+        ratios = [ratio(record, base) for record, base in pairs]
+        return Spread.of([value for value in ratios if value is not None])
+
+    return Row(
+        cell,
+        label,
+        len(group),
+        middle(lambda r: r.measured.prefill_seconds),
+        middle(lambda r: r.measured.compression_seconds),
+        middle(lambda r: r.measured.seconds_per_token),
+        middle(lambda r: r.measured.tokens_per_second),
+        middle(lambda r: r.measured.kept),
+        spread(lambda r, f: r.measured.first_token_seconds / f.measured.first_token_seconds),
+        spread(step_ratio),
+        spread(lambda r, f: r.measured.cache_bytes / f.measured.cache_bytes),
+        spread(_peak_ratio),
+    )
+
+
+def step_ratio(record: Record, full: Record) -> float:
+    """The median over decode steps of a step's time to that of the full cache's in its turn."""
+    steps = zip(record.measured.step_seconds, full.measured.step_seconds, strict=True)
+    return statistics.median(own / base for own, base in steps)
+
+
+def _peak_ratio(record: Record, full: Record) -> float | None:
+    peak, base = record.measured.peak_bytes, full.measured.peak_bytes
+    return peak / base if peak is not None and base else None

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as tables that fit 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from kvfold.bench.summary import Row, Spread
+
+COLUMNS = ("first token", "x full", "ms/token", "x full ", "tok/s", "bytes", "peak")
+NOTE = (
+    "first token: seconds of prefill + compression; x full: median of rounds and quartiles, each "
+    "against the full cache of its round; bytes and peak: x full; full again: the noise of the run"
+)
+
+
+def tables(rows: Sequence[Row], against: str = "the full cache") -> list[Table]:
+    """One table per cell."""
+    cells = dict.fromkeys(row.cell for row in rows)
+    return [
+        _table(f"{cell}, against {against}", [row for row in rows if row.cell == cell])
+        for cell in cells
+    ]
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    shown = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption=f"{NOTE}; {_rounds(rows)}",
+        caption_justify="left",
+    )
+    shown.add_column("method", overflow="fold", min_width=10)
+    for column in COLUMNS:
+        shown.add_column(column, justify="right", no_wrap=not column.startswith("x full"))
+    for row in rows:
+        shown.add_row(
+            str(row.label),
+            f"{row.prefill_seconds:.3g}+{row.compression_seconds:.2g}",
+            spread(row.first_token),
+            f"{row.seconds_per_token * 1000:.3g}",
+            spread(row.per_token),
+            rate(row.tokens_per_second),
+            "-" if row.nbytes is None else f"{row.nbytes.median:.3f}",
+            "-" if row.peak is None else f"{row.peak.median:.2f}",
+        )
+    return shown
+
+
+def spread(of: Spread | None) -> str:
+    """For example 1.02 1.00-1.05: the median, and the quartiles."""
+    return "-" if of is None else f"{of.median:.2f} {of.low:.2f}-{of.high:.2f}"
+
+
+def rate(per_second: float) -> str:
+    """Tokens per second without needless digits."""
+    return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.1f}"
+
+
+def _rounds(rows: Sequence[Row]) -> str:
+    counts = sorted({row.rounds for row in rows})
+    low, high = counts[0], counts[-1]
+    return f"{low} rounds" if low == high else f"{low} to {high} rounds"

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest batch whose weights and cache stay below a cap, and the tokens per second there."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from kvfold.bench.kernels import Kernels, fastest
+from kvfold.bench.record import Line
+from kvfold.bench.session import Note, Session
+from kvfold.bench.sides import FULL, FullSide, Label, LocalSide, MethodSide
+from kvfold.errors import KvfoldError
+from kvfold.method import parse
+
+# Decode steps between two looks at what the cache holds.
+LOOK = 64
+
+
+class Load(BaseModel):
+    """Prompts of `prompt` tokens, `generated` tokens after each, and the cap on both in bytes."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    dtype: str
+    seed: int
+    prompt: int
+    generated: int
+    cap: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}, {self.prompt}+{self.generated} tokens"
+
+
+class Outcome(BaseModel):
+    """One run of a batch; `cache_bytes` is the most the cache held. Tokens are generated ones."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: int
+    cache_bytes: int
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+
+
+class Throughput(Line):
+    """One participant in one round, at the largest batch under the cap."""
+
+    load: Load
+    outcome: Outcome
+
+
+def sizes(text: str) -> tuple[int, int]:
+    """ "256+1024" → prompt and generated tokens; raises KvfoldError for anything else."""
+    found = re.fullmatch(r"\s*([1-9]\d*)\s*\+\s*([1-9]\d*)\s*", text)
+    if found is None:
+        raise KvfoldError(
+            f'cannot read {text!r} as prompt+generation: write for example "256+1024"'
+        )
+    return int(found[1]), int(found[2])
+
+
+def labels(methods: Sequence[str], prompt: int) -> list[Label]:
+    """The full cache, and each method with a budget of the prompt's length."""
+    parsed = [parse(method) for method in methods]
+    others = [
+        Label("kvfold", str(method), str(prompt) if method.takes_budget else None)
+        for method in parsed
+        if str(method) != FULL
+    ]
+    return [Label("baseline", FULL), *dict.fromkeys(others)]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs participants under one load."""
+
+    session: Session
+    load: Load
+    note: Note
+
+    @property
+    def room(self) -> int:
+        """Bytes that the cap leaves for the cache."""
+        return self.load.cap - self.session.shape.weight_bytes
+
+    def rounds(self, missing: dict[Label, int], known: dict[Label, int]) -> Iterator[Throughput]:
+        """Participants in turn, until nobody misses a round; `known` are batches found before.
+
+        Raises KvfoldError where not even one row stays below the cap.
+        """
+        batches = dict(known)
+        self.note(f"{self.load}: choosing the full cache's kernels")
+        length = self.load.prompt + self.load.generated
+        kernels = fastest(self.session.subject.model, 1, length)
+        for index in range(max(missing.values(), default=0)):
+            turn = [label for label, rounds in missing.items() if rounds > index]
+            for label in random.Random(index).sample(turn, len(turn)):
+                if label in batches:
+                    outcome = self.run(label, kernels, batches[label])
+                else:
+                    outcome = largest(partial(self.run, label, kernels), self.room)
+                    batches[label] = outcome.batch
+                yield self._record(index, label, kernels, outcome)
+
+    @torch.no_grad()
+    def run(self, label: Label, kernels: Kernels, batch: int) -> Outcome:
+        """Reads `batch` prompts and generates after each."""
+        load, subject = self.load, self.session.subject
+        side: LocalSide
+        if label.side == "baseline":
+            side = FullSide(subject, kernels)
+        else:
+            side = MethodSide(subject, label.method, label.budget)
+        ids = subject.tokens(batch, load.prompt + load.generated)
+        self.note(f"{load}: {label}, batch {batch}, prefill")
+        prefill = side.prefill(ids[:, : load.prompt], load.generated)
+        most, decode = side.held().nbytes, 0.0
+        for index in range(load.generated):
+            at = load.prompt + index
+            decode += side.step(ids[:, at : at + 1])
+            if index % LOOK == 0 or index == load.generated - 1:
+                most = max(most, side.held().nbytes)
+                self.note(f"{load}: {label}, batch {batch}, token {index + 1}")
+        side.free()
+        return Outcome(
+            batch=batch,
+            cache_bytes=most,
+            prefill_seconds=prefill.seconds,
+            decode_seconds=decode,
+            tokens_per_second=batch * load.generated / (prefill.seconds + decode),
+        )
+
+    def _record(self, index: int, label: Label, kernels: Kernels, outcome: Outcome) -> Throughput:
+        session = self.session
+        return Throughput(
+            session=session.name,
+            round=index,
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            side=label.side,
+            method=label.method,
+            budget=label.budget,
+            baseline=str(kernels),
+            shape=session.shape,
+            setup=session.setups[label.side],
+            commit=session.commit,
+            load=self.load,
+            outcome=outcome,
+        )
+
+
+def largest(run: Callable[[int], Outcome], room: int) -> Outcome:
+    """The largest batch whose cache stays within `room` bytes, as it ran.
+
+    One row tells what many will take; what they took tells better, until nothing larger fits.
+    """
+    tried = {1: run(1)}
+    if tried[1].cache_bytes > room:
+        raise KvfoldError(
+            f"one row's cache takes {tried[1].cache_bytes:,} bytes, and the cap leaves {room:,} "
+            "beside the weights: raise it"
+        )
+    batch = room // tried[1].cache_bytes
+    while True:
+        if batch not in tried:
+            tried[batch] = run(batch)
+        fits = room * batch // tried[batch].cache_bytes
+        if tried[batch].cache_bytes > room:
+            batch = min(fits, batch - 1)
+        elif fits > batch and fits not in tried:
+            batch = fits
+        else:
+            return tried[batch]

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold bench`: time, bytes and peak memory, side by side with the full cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvfold.cli.console import console, progress
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.bench.entrants import Makers, Peer
+    from kvfold.bench.record import Cell, Record, Store
+    from kvfold.bench.session import Session
+
+METHODS = (
+    "snapkv", "pyramidkv:window=8", "knorm", "tova", "h2o", "d2o", "kvzip", "adakv",
+    "snapkv + kivi:bits=4",
+)  # fmt: skip
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help='"small", "llama-3-8b": random weights; "bundled", a folder, a hub id.'
+        ),
+    ],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='A method, as in "kvzip:chunk=2000"; once for each.', show_default="nine"
+        ),
+    ] = None,
+    budgets: Annotated[str, typer.Option(help='What to keep: "0.2 512 1GiB".')] = "0.2",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "4096",
+    batches: Annotated[str, typer.Option(help="Rows in a batch.")] = "1",
+    new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps in each round.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's own")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16.", show_default="the model's"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="kvpress or transformers-quantized; once for each."),
+    ] = None,
+    peer_python: Annotated[
+        Path | None, typer.Option(help="The python of an environment that has kvpress.")
+    ] = None,
+    throughput: Annotated[
+        str | None,
+        typer.Option(
+            help='"256+1024": tokens/s of prompt+generation at the largest batch under a cap.'
+        ),
+    ] = None,
+    memory_cap: Annotated[
+        str, typer.Option(help="Of weights and cache together, for --throughput.")
+    ] = "2GiB",
+    out: Annotated[
+        Path, typer.Option("--out", "-o", dir_okay=False, help="Records; run again, it goes on.")
+    ] = Path("kvfold-bench.jsonl"),
+) -> None:
+    """Measure methods beside the full cache, in turns: time, bytes, peak memory."""
+    screen = console()
+    with screen.status("importing torch and transformers"):
+        import torch
+
+        from kvfold.bench.entrants import labels, makers
+        from kvfold.bench.peers import peers
+        from kvfold.bench.record import Cell, Record, Store
+        from kvfold.bench.session import Session
+        from kvfold.bench.shapes import Subject
+    if threads is not None:
+        torch.set_num_threads(threads)
+    wanted = labels(method or METHODS, words(budgets))
+    subject = Subject.of(model, dtype, seed)
+    if throughput is not None:
+        from kvfold.cli.throughput import measure
+
+        measure(screen, subject, method or METHODS, words(throughput), memory_cap, repeats, out)
+        return
+    source = subject.source
+    cells = [
+        Cell(**source.model_dump(), length=length, batch=batch, new_tokens=new_tokens)
+        for length in numbers(lengths)
+        for batch in numbers(batches)
+    ]
+    made = makers(subject, wanted)
+    store = Store(out, Record)
+    with peers(subject, peer or [], peer_python) as invited:
+        for each in invited:
+            made |= each.makers(wanted)
+        session = Session.of(subject, {each.name: each.setup for each in invited})
+        work = {cell: _able(screen, cell, made, invited) for cell in cells}
+        _measure(screen, store, session, work, repeats)
+    _show(screen, store, cells)
+
+
+def words(text: str) -> list[str]:
+    """What `text` lists, separated by spaces or commas."""
+    found = [part for part in re.split(r"[\s,]+", text) if part]
+    if not found:
+        raise KvfoldError("an empty list: write for example --lengths '4096 16384'")
+    return list(dict.fromkeys(found))
+
+
+def numbers(text: str) -> list[int]:
+    """The positive whole numbers in `text`; raises KvfoldError for anything else."""
+    found = words(text)
+    wrong = [part for part in found if not part.isdecimal() or int(part) < 1]
+    if wrong:
+        raise KvfoldError(f"{wrong[0]!r} is no positive whole number")
+    return [int(part) for part in found]
+
+
+def _able(screen: Console, cell: Cell, makers: Makers, invited: list[Peer]) -> Makers:
+    """Who can run this cell; says who cannot."""
+    able = dict(makers)
+    for label in makers:
+        for reason in filter(None, (each.left_out(label, cell) for each in invited)):
+            screen.print(Text(f"left out: {label} at {cell}: {reason}", style="yellow"))
+            del able[label]
+    return able
+
+
+def _measure(
+    screen: Console,
+    store: Store[Record],
+    session: Session,
+    work: dict[Cell, Makers],
+    repeats: int,
+) -> None:
+    """Runs what the file does not hold yet."""
+    from kvfold.bench.record import check_setup
+    from kvfold.bench.session import missing_rounds
+    from kvfold.bench.sides import AGAIN, Label
+    from kvfold.cli.bench_records import loaded
+
+    records = loaded(screen, store)
+    check_setup(records, session.setups, store.path)
+    noise = Label("baseline", AGAIN)
+    missing = {
+        cell: missing_rounds(records, cell, [noise, *makers], repeats)
+        for cell, makers in work.items()
+    }
+    rounds = sum(max(of_cell.values(), default=0) for of_cell in missing.values())
+    with progress(screen) as bar:
+        task = bar.add_task("starting", total=rounds)
+
+        def note(text: str) -> None:
+            bar.update(task, description=text)
+
+        for cell, of_cell in missing.items():
+            for made in session.rounds(cell, work[cell], of_cell, note):
+                store.add(made)
+                bar.advance(task)
+
+
+def _show(screen: Console, store: Store[Record], cells: list[Cell]) -> None:
+    """Tables of these cells, and a picture beside the records."""
+    from kvfold.bench.picture import figure
+    from kvfold.bench.summary import rows
+    from kvfold.bench.table import tables
+
+    records = [record for record in store.load().records if record.cell in cells]
+    for shown in tables(rows(records)):
+        screen.print(shown)
+    for side in dict.fromkeys(record.side for record in records if record.label.is_peer_full):
+        own = [record for record in records if record.side == side]
+        for shown in tables(rows(own, side), f"{side}'s own full cache"):
+            screen.print(shown)
+    for kernel in dict.fromkeys(f"{r.cell}: {r.baseline}" for r in records):
+        screen.print(Text(f"full cache of {kernel}"))
+    commits = list(dict.fromkeys(record.commit for record in records))
+    if len(commits) > 1:
+        screen.print(f"recorded at several commits: {', '.join(map(str, commits))}")
+    picture = store.path.with_suffix(".png")
+    try:
+        figure(rows(records)).savefig(picture)
+    except (OSError, ValueError) as problem:
+        raise KvfoldError(f"cannot write {picture}: {problem}") from problem
+    screen.print(Text(f"records: {store.path.resolve()}\npicture: {picture.resolve()}"))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold bench --throughput`: tokens per second at the largest batch under a memory cap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvfold.bench.record import Store, check_setup
+from kvfold.bench.session import Session
+from kvfold.bench.shapes import Subject
+from kvfold.bench.sides import FULL
+from kvfold.bench.summary import Spread
+from kvfold.bench.table import rate, spread
+from kvfold.bench.throughput import Load, Runner, Throughput, labels, sizes
+from kvfold.budget import Budget
+from kvfold.cli.bench_records import loaded
+from kvfold.cli.console import progress, size, table
+
+
+def measure(
+    screen: Console,
+    subject: Subject,
+    methods: Sequence[str],
+    settings: Sequence[str],
+    cap: str,
+    repeats: int,
+    out: Path,
+) -> None:
+    """Runs what the file does not hold yet, and shows all of it."""
+    most = int(Budget.bytes(cap).amount)
+    pairs = [sizes(setting) for setting in settings]
+    source = subject.source.model_dump()
+    loads = [Load(**source, prompt=p, generated=g, cap=most) for p, g in pairs]
+    store = Store(out, Throughput)
+    session = Session.of(subject, {})
+    records = loaded(screen, store)
+    check_setup(records, session.setups, out)
+    with progress(screen) as bar:
+        task = bar.add_task("starting", total=None)
+        for load in loads:
+            before = [record for record in records if record.load == load]
+            done = Counter(record.label for record in before)
+            known = {record.label: record.outcome.batch for record in before}
+            wanted = labels(methods, load.prompt)
+            missing = {label: repeats - done[label] for label in wanted if done[label] < repeats}
+            runner = Runner(session, load, lambda text: bar.update(task, description=text))
+            for record in runner.rounds(missing, known):
+                store.add([record])
+    for load in loads:
+        screen.print(_table(load, [r for r in store.load().records if r.load == load]))
+    screen.print(Text(f"records: {out.resolve()}"))
+
+
+def _table(load: Load, records: Sequence[Throughput]) -> Table:
+    numbers = ("batch", "cache", "tokens/s", "x full", "prefill", "decode")
+    shown = table(
+        f"{load}, weights and cache in {size(load.cap)}", "method", *numbers, right=numbers
+    )
+    shown.caption = "tokens/s: generated ones, over prefill and decode; x full: within a round"
+    full = {(r.session, r.round): r for r in records if r.method == FULL}
+    names = dict.fromkeys(record.label for record in records)
+    for label in sorted(names, key=lambda label: label.method != FULL):
+        own = [record for record in records if record.label == label]
+        outcomes = [record.outcome for record in own]
+        pairs = [(r, full[r.session, r.round]) for r in own if (r.session, r.round) in full]
+        ratios = [r.outcome.tokens_per_second / f.outcome.tokens_per_second for r, f in pairs]
+        middle = sorted(outcomes, key=lambda o: o.tokens_per_second)[len(outcomes) // 2]
+        shown.add_row(
+            str(label),
+            f"{middle.batch}",
+            size(middle.cache_bytes),
+            rate(middle.tokens_per_second),
+            spread(Spread.of(ratios)),
+            f"{middle.prefill_seconds:.3g} s",
+            f"{middle.decode_seconds:.3g} s",
+        )
+    return shown
