@@ -90,6 +90,7 @@ class CompressedCache(compat.Cache):
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # kvfold.generate has made sure
+        self.per_chunk: int | None = None  # a prompt was compressed after each so many tokens
 
     @property
     def compressed_layers(self) -> list[CompressedLayer]:
@@ -205,6 +206,7 @@ class CompressedCache(compat.Cache):
         """Forgets everything: the cache is as new."""
         super().reset()
         self.turn.forget()
+        self.per_chunk = None
         self._before_freezing = None
         self.owner.answered()
 
@@ -286,6 +288,7 @@ class CompressedCache(compat.Cache):
         return Stats(
             method=str(self.method),
             budget="none" if self.budget is None else str(self.budget),
+            per_chunk=self.per_chunk,
             seen=self.get_seq_length(),
             seen_per_row=started[0].seen_per_row().tolist() if started else [],
             kept=kept,

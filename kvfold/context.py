@@ -15,7 +15,7 @@ from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.frame import Frame, token_ids
-from kvfold.generate import read_turn
+from kvfold.generate import Compress, read_per_chunk, read_turn
 from kvfold.method import Method
 from kvfold.stats import Stats
 
@@ -67,13 +67,14 @@ def compress(
     budget: Budget | float | str | None = None,
     *,
     prefill_chunk: int | None = None,
+    compress: Compress = "at_end",
     protect: Sequence[tuple[int, int]] = (),
     seed: int = 0,
 ) -> Context:
     """Reads `document` as the opening of a user's message and compresses it.
 
-    `prefill_chunk` reads it in pieces of that many tokens; the rest is as for `CompressedCache`,
-    which also says what is raised.
+    `prefill_chunk` and `compress` are as for `generate`, the rest as for `CompressedCache`; both
+    also say what is raised.
     """
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
     if cache.method.stages().decode == "once":
@@ -83,5 +84,8 @@ def compress(
         )
     frame = Frame.of(tokenizer)
     ids = token_ids(tokenizer, frame.before + document).to(model.device)
-    read_turn(model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
+    if compress == "per_chunk":
+        read_per_chunk(model, cache, ids, None, prefill_chunk)
+    else:
+        read_turn(model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
     return Context(model, tokenizer, cache, frame)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from kvfold.drive import drive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.rebuild import rebuild
 
+# When the prompt is compressed.
+Compress = Literal["at_end", "per_chunk"]
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
 
@@ -26,6 +28,7 @@ def generate(
     cache: CompressedCache,
     attention_mask: Tensor | None = None,
     prefill_chunk: int | None = None,
+    compress: Compress = "at_end",
     compile: bool = False,
     **options: Any,
 ) -> Any:
@@ -35,13 +38,17 @@ def generate(
         input_ids: the whole conversation so far `[B, N]`, with what the cache has already seen.
         cache: a fresh one, or one that goes on from an earlier turn.
         attention_mask: `[B, N]`, 0 at left padding; without one, leading pad tokens are padding.
-        prefill_chunk: read the prompt in pieces of this many tokens; the result is the same.
+        prefill_chunk: read the prompt in pieces of at most this many tokens; with
+            `compress="at_end"` the result is the same, and the whole prompt is held until then.
+        compress: "per_chunk" brings every layer back to the budget after each piece, as if it were
+            a turn. Memory is then that of a piece and of what is kept, and the result is an
+            approximation, which `stats()` says.
         compile: decode by one compiled graph (`decode_compiled`); the result is the same.
         options: everything `model.generate` takes.
 
     Returns what `model.generate` returns, prompt included. Raises KvfoldError when the cache has
-    seen more than `input_ids`, or where `compile` does not go with the method or the options;
-    UnsupportedModel where the model would drop the cache, or cannot be compiled.
+    seen more than `input_ids`, or where `compress` or `compile` do not go with the method or the
+    options; UnsupportedModel where the model would drop the cache, or cannot be compiled.
     """
     if "past_key_values" in options:
         raise KvfoldError("give the cache as cache=, not as past_key_values=")
@@ -56,6 +63,8 @@ def generate(
     if attention_mask is None:
         attention_mask = _leading_padding(model, input_ids)
     chunk = prefill_chunk or total
+    if compress == "per_chunk":
+        _check_per_chunk(cache, prefill_chunk)
     assisted = any(options.get(name) for name in ASSISTED)
     if compile:
         if assisted:
@@ -69,13 +78,19 @@ def generate(
         stop = total - 1
     elif _must_read_first(model, cache, total, _new_tokens(settings, total)):
         stop, chunk = total - 1, total
+    elif compress == "per_chunk":
+        stop = [seen, *_ends(seen, total, chunk)][-2]
     elif chunk < total - seen:
         stop = total - chunk
     else:
         # Rows that multiply share what is already cached, so only a last token is left to them.
         stop = total - 1 if rows > 1 and seen > 0 else seen
     if stop > seen:
-        read_turn(model, cache, input_ids[:, :stop], attention_mask, total, chunk)
+        turn = model, cache, input_ids[:, :stop], attention_mask
+        if compress == "per_chunk":
+            read_per_chunk(*turn, chunk)
+        else:
+            read_turn(*turn, total, chunk)
     if rows > 1 and cache.get_seq_length() > 0:
         cache.batch_repeat_interleave(rows)
     cache.cannot_be_dropped = True
@@ -128,6 +143,50 @@ def read_turn(
     with cache.reading():
         _read(model, input_ids, cache, mask, seen, stop, chunk)
         rebuild(model, cache, input_ids, None if mask is None else mask[:, :stop])
+
+
+def read_per_chunk(
+    model: compat.PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    chunk: int | None,
+) -> None:
+    """Reads what the cache has not seen of `input_ids [B, N]`, and compresses after each piece.
+
+    Pieces are of equal length, and of at most `chunk` tokens. Raises KvfoldError for methods that
+    must see a prompt as a whole.
+    """
+    chunk = _check_per_chunk(cache, chunk)
+    start, total = cache.get_seq_length(), input_ids.shape[1]
+    for end in _ends(start, total, chunk):
+        with cache.reading(until=end):
+            _read(model, input_ids, cache, mask, start, end, chunk)
+        start = end
+    cache.per_chunk = chunk
+
+
+def _ends(start: int, stop: int, chunk: int) -> list[int]:
+    """Where pieces of at most `chunk` tokens end that are as equal as can be."""
+    pieces = -(-(stop - start) // chunk)
+    return [start + (stop - start) * (i + 1) // pieces for i in range(pieces)]
+
+
+def _check_per_chunk(cache: CompressedCache, chunk: int | None) -> int:
+    """The length of a piece; raises KvfoldError without one, or where the method needs it all."""
+    if chunk is None:
+        raise KvfoldError('compress="per_chunk" needs prefill_chunk=, the length of a piece')
+    stages = cache.method.stages()
+    reason = None
+    if stages.needs.rebuilding is not None:
+        reason = "lets the model repeat the whole prompt before it scores any of it"
+    elif stages.funnel is not None:
+        reason = "prunes the prompt between the layers of one forward"
+    elif stages.decode == "once":
+        reason = "compresses when the first token is generated"
+    if reason is not None:
+        raise KvfoldError(f'{cache.method} {reason}: leave out compress="per_chunk"')
+    return chunk
 
 
 def _read(

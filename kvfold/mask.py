@@ -27,6 +27,13 @@ def physical_mask(
         return mask
     batch, heads, stored = positions.shape
     query_heads, new = query.shape[1:3]
+    if new > 1 and _only_causal(mask, new, seen) and not bool((positions < 0).any()):
+        # What is older than the queries is seen by all of them, whatever each head has kept of it.
+        causal = _lower_right(new, stored, positions.device)[None, None]
+        if mask is None or mask.dtype == torch.bool:
+            return causal
+        added = torch.zeros(causal.shape, dtype=mask.dtype, device=mask.device)
+        return added.masked_fill_(~causal, torch.finfo(mask.dtype).min)
     groups = query_heads // heads
     columns = positions.long()[:, :, None].expand(batch, heads, new, stored)
     if mask is not None:
@@ -45,3 +52,18 @@ def physical_mask(
     hole = (positions < 0).repeat_interleave(groups, 1)[:, :, None]
     nothing = False if physical.dtype == torch.bool else torch.finfo(physical.dtype).min
     return physical.masked_fill(hole, nothing)
+
+
+def _only_causal(mask: Tensor | None, new: int, seen: int) -> bool:
+    """Whether a logical mask hides nothing but the future from the last `new` tokens."""
+    if mask is None:
+        return True
+    if mask.shape[1] > 1:
+        return False
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    return bool((visible == _lower_right(new, seen, mask.device)).all())
+
+
+def _lower_right(new: int, stored: int, device: torch.device) -> Tensor:
+    """Causality `[S, T]` of queries that are the last of what is stored."""
+    return torch.ones(new, stored, dtype=torch.bool, device=device).tril(stored - new)

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 class Stats:
     """`kept[l][b][h]` entries of the compressible layers, and bytes.
 
-    `seen` is the logical length, padding included; `seen_per_row` leaves padding out. `nbytes`
-    sums every tensor of the compressible layers: keys and values, positions, state (score sums,
-    remembered queries, padding), and slack for tokens to come. `nbytes_full` is what transformers'
-    own cache would hold for them. `other_layers` are left as they are, outside all these numbers.
+    A prompt was compressed at its end, or, where `per_chunk` is not None, after each piece of at
+    most so many tokens, which is an approximation. `seen` is the logical length, padding included;
+    `seen_per_row` leaves padding out. `nbytes` sums every tensor of the compressible layers: keys
+    and values, positions, state (score sums, remembered queries, padding), and slack for tokens to
+    come. `nbytes_full` is what transformers' own cache would hold for them. `other_layers` are left
+    as they are, outside all these numbers.
     `protected` tokens of each row are kept beside the budget. `errors[l]` are a budget-free
     method's relative errors of the layer's output: predicted and, if it was asked to, measured.
     """
 
     method: str
     budget: str
+    per_chunk: int | None
     seen: int
     seen_per_row: list[int]
     protected: list[int]
@@ -59,6 +62,8 @@ class Stats:
             f"keys and values {self.kv_bytes:,}, positions {self.position_bytes:,}, "
             f"state {self.state_bytes:,}, slack {self.slack_bytes:,}",
         ]
+        if self.per_chunk is not None:
+            lines.append(f"compressed after every {self.per_chunk} tokens of the prompt")
         if self.forced_over_budget:
             lines.append("the budget came out below the forced set, which was kept")
         if any(self.protected):

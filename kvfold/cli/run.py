@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import Progress, TaskID
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvfold.cache import CompressedCache
     from kvfold.compat import PreTrainedModel
     from kvfold.stats import Stats
+
+# As in kvfold.generate, which would import torch before `--help` is shown.
+Compress = Literal["at_end", "per_chunk"]
 
 
 @dataclass
@@ -77,6 +80,10 @@ def command(
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Read the prompt in pieces of this many tokens.")
     ] = None,
+    compress: Annotated[
+        Compress,
+        typer.Option(help="When: at the prompt's end, or per_chunk, which bounds the memory."),
+    ] = "at_end",
     chat: Annotated[
         bool | None,
         typer.Option(help="Put the prompt into the chat template.", show_default="if there is one"),
@@ -97,7 +104,9 @@ def command(
     cache = kvfold.CompressedCache(network, chosen, limit, tokenizer=tokenizer, seed=seed)
     with progress(out) as bar:
         clock = Clock(bar, bar.add_task(f"reading {ids.shape[1]:,} tokens", total=max_new_tokens))
-        answer = _generate(network, tokenizer, ids, cache, clock, max_new_tokens, prefill_chunk)
+        answer = _generate(
+            network, tokenizer, ids, cache, clock, max_new_tokens, prefill_chunk, compress
+        )
     out.print(Text(answer))
     out.print(costs(cache.stats(), clock))
 
@@ -110,6 +119,7 @@ def _generate(
     clock: Clock,
     max_new_tokens: int,
     prefill_chunk: int | None,
+    compress: Compress,
 ) -> str:
     """The greedy answer, with `clock` running."""
     import kvfold
@@ -121,6 +131,7 @@ def _generate(
         cache=cache,
         attention_mask=ids.new_ones(ids.shape),
         prefill_chunk=prefill_chunk,
+        compress=compress,
         max_new_tokens=max_new_tokens,
         do_sample=False,
         streamer=clock,
