@@ -210,7 +210,7 @@ class CompressedLayer(CacheLayerMixin):
         elif self.late:
             self.late = False
             self._size_and_compress(self._observation(attended))
-        elif isinstance(self.store, SegmentStore):
+        elif isinstance(self.store, SegmentStore) and stages.encode is not None:
             self.turn.encode(self, decoding=True)
 
     def adopt(self, columns: Tensor, valid: Tensor) -> None:

@@ -18,7 +18,7 @@ On = Literal["keys", "values"]
 Weights = Literal["softmax", "average", "official"]
 Decide = Literal["head", "head_mean"]
 
-TILE_BYTES = 64 * 2**20  # the most that similarities, or evicted entries, take at a time
+TILE_BYTES = 16 * 2**20  # the most that similarities, or evicted entries, take at a time
 
 
 def merge_similar(
@@ -67,10 +67,8 @@ def merge_one(
 ) -> Change:
     """`merge_similar` of the one entry that leaves while decoding: one kept entry may change."""
     stored = leaving.keys if on == "keys" else leaving.values
-    places = torch.arange(stored.shape[2], device=stored.device)
-    kept = (leaving.positions >= 0) & (places != leaving.slot)
-    similarity, nearest = _nearest_to_one(stored.float(), leaving.slot, kept)
-    candidates = kept.any(-1, keepdim=True)
+    similarity, nearest = _nearest_to_one(stored.float(), leaving.slot, leaving.positions)
+    candidates = similarity > -torch.inf
     merged, threshold = _reached(similarity, candidates, leaving.state, beta, decide)
     merge = _Merge(leaving.slot, nearest, merged, similarity, weights)
     both, shares = torch.cat([nearest, leaving.slot], -1), merge.shares_of_one()
@@ -129,14 +127,14 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
     return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
 
 
-def _nearest_to_one(stored: Tensor, slot: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest_to_one(stored: Tensor, slot: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """As `_nearest` for the entry at `slot [B, H, 1]`, without a copy of `stored`."""
     own = stored.gather(2, _wide(slot, stored))
     norms = torch.linalg.vector_norm(stored, dim=-1).clamp_(min=1e-12)
-    products = (own @ stored.transpose(-1, -2)).squeeze(2)
-    cosines = products.div_(norms).div_(norms.gather(2, slot))
-    best, nearest = cosines.masked_fill(~kept, -torch.inf).max(-1, keepdim=True)
-    return best.clamp(max=1.0), nearest
+    cosines = (own @ stored.transpose(-1, -2)).squeeze(2).div_(norms)
+    cosines.masked_fill_(positions < 0, -torch.inf).scatter_(2, slot, -torch.inf)
+    best, nearest = cosines.max(-1, keepdim=True)
+    return best.div_(norms.gather(2, slot)).clamp_(max=1.0), nearest
 
 
 def _per_tile(numbers: int) -> int:

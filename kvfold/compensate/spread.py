@@ -11,7 +11,7 @@ from kvfold.compensate.eviction import Eviction
 from kvfold.compensate.similar import evicted_slots
 from kvfold.store.rows import take
 
-TILE_BYTES = 64 * 2**20  # the most that evicted values take at a time
+TILE_BYTES = 16 * 2**20  # the most that evicted values take at a time
 # SplitMix64's step and multipliers, as signed integers.
 STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 

@@ -173,13 +173,13 @@ def _in_blocks(
     groups = query_heads * batch // segments
     grouped = (query * scale).reshape(segments, groups, queries, size)
     out = query.new_empty(segments, groups, queries, stored.values.tail.shape[-1])
-    for i in range(segments):
-        keys, values = stored.keys.pieces(i), stored.values.pieces(i)
+    pieces = zip(stored.keys.all_pieces(), stored.values.all_pieces(), strict=True)
+    for i, (keys, values) in enumerate(pieces):
         row, head = divmod(i, segments // batch)
         share = slice(head * groups, (head + 1) * groups)
         for start in range(0, queries, QUERIES):
-            block = grouped[i, :, start : start + QUERIES]
-            logits = torch.cat([block @ piece.T for piece in keys], -1)
+            block = grouped[i, :, start : start + QUERIES].reshape(-1, size)
+            logits = torch.cat([block @ piece.T for piece in keys], -1).unflatten(0, (groups, -1))
             if softcap is not None:
                 logits = torch.tanh(logits / softcap) * softcap
             if mask is not None:
@@ -222,8 +222,8 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 def _mix(weights: Tensor, values: list[Tensor]) -> Tensor:
     """Sum over the pieces of `values [n, Dv]`, weighted `[G, S, T]`."""
-    parts = weights.split([len(piece) for piece in values], -1)
+    parts = weights.flatten(0, 1).split([len(piece) for piece in values], -1)
     mixed = parts[0] @ values[0]
     for part, piece in zip(parts[1:], values[1:], strict=True):
-        mixed = mixed + part @ piece
-    return mixed
+        mixed = torch.addmm(mixed, part, piece)
+    return mixed.view(*weights.shape[:2], -1)

@@ -23,21 +23,23 @@ def attend_with_row(
     additive, `[B, H or 1, G or 1, T]`; None: everything is seen. A query that sees nothing gets 0.
     Weights are float32, or float64 for such a query.
     """
-    heads = key.shape[1]
-    grouped = (query[:, :, 0] * scale).unflatten(1, (heads, -1))
-    logits = grouped @ key.transpose(-1, -2)
+    batch, query_heads, _, size = query.shape
+    heads, stored = key.shape[1:3]
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    grouped = (query * scale).reshape(batch * heads, -1, size)
+    logits = torch.bmm(grouped, keys.transpose(1, 2))
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if mask is not None:
-        is_bool = mask.dtype == torch.bool
-        logits = logits.masked_fill(~mask, -torch.inf) if is_bool else logits + mask
+        by_head = logits.view(batch, heads, -1, stored)
+        by_head.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else by_head.add_(mask)
     if sinks is None:
         weights = logits.softmax(-1)
     else:
-        extra = sinks.to(logits.dtype).view(heads, -1, 1).expand(*logits.shape[:3], 1)
+        extra = sinks.to(logits.dtype).view(heads, -1, 1).repeat(batch, 1, 1)
         weights = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
     if mask is not None:
-        weights = weights.nan_to_num(0.0)
-    out = weights.to(value.dtype) @ value
-    return out.flatten(1, 2)[:, :, None], weights.flatten(1, 2)[:, :, None]
+        weights = weights.nan_to_num_(0.0)
+    out = torch.bmm(weights.to(value.dtype), values)
+    return out.view(batch, query_heads, 1, -1), weights.reshape(batch, query_heads, 1, stored)

@@ -46,6 +46,8 @@ class Forced:
         for start, stop in self.spans:
             forced |= (places >= start) & (places < stop)
         forced &= stored
+        if self.recent == 0:
+            return forced
         recent = torch.full_like(counts, 0 if isinstance(self.recent, Share) else self.recent)
         if isinstance(self.recent, Share):
             room = (counts - forced.sum(-1).amax(-1)).clamp(min=0)

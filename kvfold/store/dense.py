@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvfold.store.encoded import Named
 from kvfold.store.growing import Growing, slack
 
 
@@ -24,6 +25,22 @@ class DenseStore:
         self._keys, self._values = Growing(keys), Growing(values)
         self._positions: Growing | None = None
         self.dead = 0
+
+    @classmethod
+    def from_named(cls, parts: Named, heads: int, dead: int) -> DenseStore:
+        """A copy of what was named, of which `dead` entries of each head are gone."""
+        tensors = {
+            n: torch.stack(of_heads).unflatten(0, (-1, heads)) for n, of_heads in parts.items()
+        }
+        store = cls(tensors["keys"], tensors["values"])
+        store._positions = Growing(tensors["positions"]) if "positions" in tensors else None
+        store.dead = dead
+        return store
+
+    def named(self) -> Named:
+        """What is stored, as views, by name: one tensor for each row's KV head."""
+        tensors = {"keys": self.keys, "values": self.values, "positions": self.stored_positions}
+        return {n: list(rows.flatten(0, 1)) for n, rows in tensors.items() if rows is not None}
 
     @property
     def length(self) -> int:

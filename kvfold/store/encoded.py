@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Threads share a segment's whole blocks equally; the last, broken one stays in the tail.
 BLOCK = 16
 
+# What a store holds, by name: one tensor for each segment
+Named = dict[str, list[Tensor]]
+
 
 class Encoded(Protocol):
     """Keys or values of several segments, one after the other; a segment is a row's KV head."""
@@ -30,6 +33,10 @@ class Encoded(Protocol):
     def segment(self, i: int) -> Tensor:
         """Entries `[lengths[i], D]`, decoded to the dtype they came in."""
 
+    @property
+    def segments(self) -> tuple[Tensor, ...]:
+        """All of them, decoded together."""
+
     def extended(self, new: Self) -> Self:
         """Each segment followed by `new`'s; nothing is encoded a second time."""
 
@@ -38,6 +45,9 @@ class Encoded(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Everything it owns."""
+
+    def named(self) -> Named:
+        """Everything it owns, as views."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,9 @@ class Flat:
     def tensors(self) -> list[Tensor]:
         return [self.rows]
 
+    def named(self) -> Named:
+        return {"rows": list(self.segments)}
+
 
 @dataclass(frozen=True)
 class Encode:
@@ -117,3 +130,11 @@ class Encode:
     def values(self, segments: list[Tensor]) -> Encoded:
         """Each segment's values `[n, Dv]`."""
         return Flat.of(segments)
+
+    def keys_from(self, parts: Named, size: int) -> Encoded:
+        """Copies of keys of head size `size` that were encoded so, from what they were named."""
+        return Flat.of(parts["rows"])
+
+    def values_from(self, parts: Named, size: int) -> Encoded:
+        """The same of values."""
+        return Flat.of(parts["rows"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.observation import Observation
-from kvfold.store.encoded import Encode, Encoded, Flat
+from kvfold.store.encoded import Encode, Encoded, Flat, Named
 
 
 def quantise(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,8 +98,36 @@ class _Packed:
             minimum=self.minimum.select(segments),
         )
 
+    def segment(self, i: int) -> Tensor:
+        parts = (self.words, self.scale, self.minimum)
+        return self._decoded(*(part.segment(i) for part in parts))
+
+    @property
+    def segments(self) -> tuple[Tensor, ...]:
+        return self._decoded(self.words.rows, self.scale.rows, self.minimum.rows).split(
+            self.lengths
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        raise NotImplementedError
+
+    def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        """Entries `[n, D]` of so many words and groups."""
+        raise NotImplementedError
+
     def tensors(self) -> list[Tensor]:
         return [self.words.rows, self.scale.rows, self.minimum.rows]
+
+    def named(self) -> Named:
+        names = ("words", "scale", "minimum")
+        return {name: list(getattr(self, name).segments) for name in names}
+
+    @classmethod
+    def from_named(cls, parts: Named, bits: int, group: int) -> Self:
+        """The same again, as a copy."""
+        words, scale, minimum = (Flat.of(parts[name]) for name in ("words", "scale", "minimum"))
+        return cls(words, scale, minimum, bits, group)
 
 
 @dataclass(frozen=True)
@@ -129,9 +157,8 @@ class PackedKeys(_Packed):
     def lengths(self) -> list[int]:
         return [n * self.group for n in self.scale.lengths]
 
-    def segment(self, i: int) -> Tensor:
-        scale, minimum = self.scale.segment(i), self.minimum.segment(i)
-        codes = unpack(self.words.segment(i), self.bits, 0)
+    def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        codes = unpack(words, self.bits, 0)
         codes = codes.unflatten(0, (len(scale), self.group))
         return dequantise(codes, scale[:, None], minimum[:, None]).flatten(0, 1)
 
@@ -167,9 +194,8 @@ class PackedValues(_Packed):
     def lengths(self) -> list[int]:
         return self.words.lengths
 
-    def segment(self, i: int) -> Tensor:
-        scale, minimum = self.scale.segment(i), self.minimum.segment(i)
-        codes = unpack(self.words.segment(i), self.bits, 1)
+    def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        codes = unpack(words, self.bits, 1)
         codes = codes.unflatten(1, (scale.shape[1], self.group))
         return dequantise(codes, scale[..., None], minimum[..., None]).flatten(1)
 
@@ -213,3 +239,9 @@ class Packing(Encode):
 
     def values(self, segments: list[Tensor]) -> Encoded:
         return PackedValues.of(segments, self.value_bits, self.group)
+
+    def keys_from(self, parts: Named, size: int) -> Encoded:
+        return PackedKeys.from_named(parts, self.key_bits, self.group)
+
+    def values_from(self, parts: Named, size: int) -> Encoded:
+        return PackedValues.from_named(parts, self.value_bits, self.group)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.store.encoded import Encode, Flat
+from kvfold.store.encoded import Encode, Encoded, Flat, Named
 
 # Beyond this cosine the sine is too small to divide by.
 PARALLEL = 1 - 1e-6
@@ -95,6 +95,10 @@ class Paired:
     def lengths(self) -> list[int]:
         return self.magnitudes.lengths
 
+    @property
+    def segments(self) -> tuple[Tensor, ...]:
+        return tuple(self.segment(i) for i in range(len(self.lengths)))
+
     def segment(self, i: int) -> Tensor:
         directions = self.shared.rows.segment(i)
         entries = directions * self.magnitudes.segment(i)[:, None]
@@ -113,6 +117,21 @@ class Paired:
     def tensors(self) -> list[Tensor]:
         shared = (self.shared.rows, self.shared.retained)
         return [part.rows for part in (*shared, self.magnitudes, self.exact)]
+
+    def named(self) -> Named:
+        flats = {
+            "directions": self.shared.rows,
+            "retained": self.shared.retained,
+            "magnitudes": self.magnitudes,
+            "exact": self.exact,
+        }
+        return {name: list(flat.segments) for name, flat in flats.items()}
+
+    @classmethod
+    def from_named(cls, parts: Named) -> Paired:
+        """The same again, in memory of its own: the cache lets partners share again."""
+        shared = Directions(Flat.of(parts["directions"]), Flat.of(parts["retained"]))
+        return cls(shared, Flat.of(parts["magnitudes"]), Flat.of(parts["exact"]))
 
     def _extended(self, new: Paired, shared: Directions) -> Paired:
         return Paired(
@@ -161,6 +180,12 @@ class Pairing(Encode):
 
     def value_count(self, entries: int, encoded: int, decoding: bool) -> int:
         return self.key_count(entries, encoded, decoding)
+
+    def keys_from(self, parts: Named, size: int) -> Encoded:
+        return Paired.from_named(parts)
+
+    def values_from(self, parts: Named, size: int) -> Encoded:
+        return Paired.from_named(parts)
 
     def pair(self, first: list[Tensor], second: list[Tensor]) -> tuple[Paired, Paired]:
         """The same segments of two layers `[n, D]`; raises KvfoldError if they are not the same."""

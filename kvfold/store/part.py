@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.store.encoded import Encoded
+from kvfold.store.encoded import Encoded, Named
 from kvfold.store.growing import Growing
 
 # The tail is small beside what is encoded, and so must its slack be.
@@ -34,6 +34,17 @@ class PartView:
         newest = self.tail[i // heads, i % heads, width - self.alive[i] :]
         return [newest] if self.encoded is None else [self.encoded.segment(i), newest]
 
+    def all_pieces(self) -> list[list[Tensor]]:
+        """The pieces of every segment, decoded together."""
+        heads, width = self.tail.shape[1:3]
+        pieces = [
+            [self.tail[i // heads, i % heads, width - alive :]]
+            for i, alive in enumerate(self.alive)
+        ]
+        if self.encoded is None:
+            return pieces
+        return [[old, *new] for old, new in zip(self.encoded.segments, pieces, strict=True)]
+
 
 class Part:
     """Segment `b·H + h` is row b's KV head h: encoded entries, then the newest `alive` of a tail.
@@ -45,6 +56,28 @@ class Part:
         """Takes the entries of `rows [B, H, T, D]` at `slots [B, H, K]`, holes (−1) on the left."""
         self.encoded: Encoded | None = None
         self._take(rows, slots)
+
+    @classmethod
+    def from_named(cls, parts: Named, heads: int, encoded: Callable[[Named, int], Encoded]) -> Part:
+        """A copy of what was named; `encoded` makes, for a head size, the old entries of it."""
+        part, tail = cls.__new__(cls), parts["tail"]
+        part.alive = [len(newest) for newest in tail]
+        width, size = max(part.alive), tail[0].shape[-1]
+        rows = tail[0].new_zeros(len(tail), width, size)
+        for into, newest in zip(rows, tail, strict=True):
+            into[width - len(newest) :] = newest
+        part.tail = Growing(rows.unflatten(0, (-1, heads)), ROOM)
+        old = {name: of_segments for name, of_segments in parts.items() if name != "tail"}
+        part.encoded = encoded(old, size) if old else None
+        return part
+
+    def named(self) -> Named:
+        """What is stored, as views: of each segment of the tail only its own entries."""
+        rows = self.tail.rows
+        width = rows.shape[2]
+        segments = zip(rows.flatten(0, 1), self.alive, strict=True)
+        tail = [of_segment[width - alive :] for of_segment, alive in segments]
+        return {"tail": tail} | ({} if self.encoded is None else self.encoded.named())
 
     def _take(self, rows: Tensor, slots: Tensor) -> None:
         self.alive = (slots >= 0).sum(-1).flatten().tolist()
@@ -82,11 +115,13 @@ class Part:
 
     def due(self, count: Callable[[int, int], int]) -> list[Tensor]:
         """Each segment's oldest rows `[n, D]` of the tail, up to `count(entries, encoded)`."""
-        seen, rows = self.view(), []
-        for i, alive in enumerate(self.alive):
-            entries = seen.length(i)
-            rows.append(seen.pieces(i)[-1][: count(entries, entries - alive) - (entries - alive)])
-        return rows
+        encoded = [0] * len(self.alive) if self.encoded is None else self.encoded.lengths
+        new = [count(n + alive, n) - n for n, alive in zip(encoded, self.alive, strict=True)]
+        heads, width = self.tail.rows.shape[1:3]
+        return [
+            self.tail.rows[i // heads, i % heads, width - alive : width - alive + n]
+            for i, (n, alive) in enumerate(zip(new, self.alive, strict=True))
+        ]
 
     def accept(self, new: Encoded) -> None:
         """Takes over what was due, encoded."""

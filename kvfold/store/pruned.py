@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.observation import Observation
-from kvfold.store.encoded import Encode, Encoded, Flat
+from kvfold.store.encoded import Encode, Encoded, Flat, Named
 
 
 def channel_scores(seen: Observation, queries: int) -> Tensor:
@@ -61,6 +61,10 @@ class PrunedKeys:
     def lengths(self) -> list[int]:
         return self.kept.lengths
 
+    @property
+    def segments(self) -> tuple[Tensor, ...]:
+        return tuple(self.segment(i) for i in range(len(self.lengths)))
+
     def segment(self, i: int) -> Tensor:
         """Keys `[n, D]`, with zeros in the channels that were pruned."""
         kept = self.kept.segment(i)
@@ -76,6 +80,9 @@ class PrunedKeys:
 
     def tensors(self) -> list[Tensor]:
         return [self.kept.rows, self.channels]
+
+    def named(self) -> Named:
+        return {"kept": list(self.kept.segments), "channels": list(self.channels)}
 
 
 @dataclass(frozen=True)
@@ -113,3 +120,6 @@ class Pruning(Encode):
             chosen = torch.tensor(earlier.lengths, device=channels.device)[:, None] > 0
             channels = torch.where(chosen, earlier.channels, channels)
         return PrunedKeys.of(segments, channels)
+
+    def keys_from(self, parts: Named, size: int) -> Encoded:
+        return PrunedKeys(Flat.of(parts["kept"]), torch.stack(parts["channels"]), size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.observation import Observation
-from kvfold.store.encoded import Encode
+from kvfold.store.encoded import Encode, Named
 from kvfold.store.paired import Paired, Pairing, extend_pair
 from kvfold.store.part import Part, PartView
 
@@ -48,6 +48,42 @@ class SegmentStore:
         self.encode = encode
         self._keys, self._values = Part(keys, slots), Part(values, slots)
         self._settle(positions, slots)
+
+    @classmethod
+    def from_named(
+        cls, parts: Named, heads: int, encode: Encode, new: int, first_new: int
+    ) -> SegmentStore:
+        """A copy of what was named; the last `new` entries are columns from `first_new` on."""
+        store = cls.__new__(cls)
+        store.heads, store.encode = heads, encode
+        of_keys, of_values = (
+            {name.removeprefix(kind): p for name, p in parts.items() if name.startswith(kind)}
+            for kind in ("keys.", "values.")
+        )
+        store._keys = Part.from_named(of_keys, heads, encode.keys_from)
+        store._values = Part.from_named(of_values, heads, encode.values_from)
+        store.rows = len(store._keys.alive) // heads
+        store._new, store._first_new = new, first_new
+        seen = store._keys.view()
+        store._counts = [seen.length(i) - new for i in range(len(seen.alive))]
+        store._columns = torch.cat(parts["columns"]) if "columns" in parts else None
+        return store
+
+    def named(self) -> Named:
+        """What is stored, as views."""
+        parts = (
+            {"columns": list(self._columns.split(self._counts))}
+            if self._columns is not None
+            else {}
+        )
+        for kind, part in (("keys", self._keys), ("values", self._values)):
+            parts |= {f"{kind}.{name}": tensors for name, tensors in part.named().items()}
+        return parts
+
+    @property
+    def new(self) -> tuple[int, int]:
+        """How many entries came after the last compression, and the column of the first."""
+        return self._new, self._first_new
 
     def _settle(self, positions: Tensor | None, slots: Tensor) -> None:
         self._counts = (slots >= 0).sum(-1).flatten().tolist()

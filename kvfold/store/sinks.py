@@ -29,6 +29,10 @@ class MovingSinks:
         """Puts the keys back as they were given."""
         store.keys.scatter_(2, self._slots(store), self.given)
 
+    def as_given(self, store: DenseStore) -> Tensor:
+        """The stored keys `[B, H, T, D]` before any was moved, as a copy."""
+        return store.keys.scatter(2, self._slots(store), self.given)
+
     def follow(self, store: DenseStore, evicted: Tensor) -> None:
         """Moves the sinks up to the oldest recent token, past `evicted [B]` tokens."""
         store.keys.scatter_(2, self._slots(store), self.rotate(self.given, evicted))
