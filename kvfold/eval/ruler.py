@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's retrieval tasks, generated on the fly with fresh keys and values.
+"""RULER's retrieval tasks in short: what the bundled model is trained on and shown with.
 
-Source: NVIDIA/RULER, `scripts/data/synthetic/{niah,variable_tracking}.py` for the wording and
-`scripts/eval/synthetic/constants.py` for the metric (Hsieh et al., 2024, arXiv 2404.06654).
+Needles lie between single sentences of the noise, a document can have many questions, and
+`length` is the document's own. The benchmark itself, layout and lengths included, is
+`kvfold.eval.tasks`; wording and metric are the same.
 """
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvfold.eval.metrics.ruler import string_match_all
+from kvfold.eval.tasks import ruler_wording as wording
 from kvfold.eval.words import ADJECTIVES, NOUNS
 
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
+NOISE = wording.NOISE
 TASKS = ("single", "multikey", "multivalue", "multiquery", "vt")
 KEYS_PER_TASK = {"single": 1, "multikey": 4, "multivalue": 1, "multiquery": 4}
 VALUES_PER_KEY = 4
@@ -37,8 +33,7 @@ class Question:
 
     def score(self, prediction: str) -> float:
         """Share of the answers found in `prediction`, in [0, 1] (RULER's `string_match_all`)."""
-        found = re.sub(r"[\x00-\x1f]", "\n", prediction).lower()
-        return sum(answer.lower() in found for answer in self.answers) / len(self.answers)
+        return string_match_all(prediction, self.answers).value
 
 
 @dataclass(frozen=True)
@@ -107,23 +102,13 @@ def _needles(
     values = {name: [_number(rng, 7) for _ in range(n_values)] for name in names}
     # RULER: the wording is singular when one value is asked for, plural otherwise.
     several = task in ("multivalue", "multiquery")
-    what, be = ("numbers", "are") if several else ("number", "is")
-    intro = (
-        f"{'Some' if several else 'A'} special magic {what} {be} hidden within the following text. "
-        f"Make sure to memorize it. I will quiz you about the {what} afterwards."
-    )
-    needles = [
-        f"One of the special magic numbers for {name} is: {value}."
-        for name in names
-        for value in values[name]
-    ]
+    needles = [wording.needle("numbers", n, value) for n in names for value in values[n]]
     rng.shuffle(needles)
     asked = []
     for _ in range(n_questions):
         subset = (
             rng.sample(names, KEYS_PER_TASK[task]) if task == "multiquery" else [rng.choice(names)]
         )
-        keys = subset[0] if len(subset) == 1 else ", ".join(subset[:-1]) + f", and {subset[-1]}"
         # Document order within a key, the question's order over keys.
         answers = sorted(
             (value for name in subset for value in values[name]),
@@ -132,15 +117,9 @@ def _needles(
                 next(i for i, needle in enumerate(needles) if value in needle),
             ),
         )
-        ask = "What are all" if several else "What is"
-        asked.append(
-            Question(
-                f"{ask} the special magic {what} for {keys} mentioned in the provided text?",
-                f"The special magic {what} for {keys} mentioned in the provided text {be}",
-                tuple(answers),
-            )
-        )
-    return intro, needles, tuple(asked)
+        text = wording.needles("numbers", subset, several)
+        asked.append(Question(text.question, text.prefix.strip(), tuple(answers)))
+    return wording.needles("numbers", names, several).intro, needles, tuple(asked)
 
 
 def _variable_tracking(
@@ -150,14 +129,9 @@ def _variable_tracking(
     value = str(rng.randint(10000, 99999))
     sources = [value, *(f"VAR {name}" for name in names)]
     needles = [f"VAR {name} = {source}." for name, source in zip(names, sources, strict=False)]
-    question = Question(
-        f"Question: Find all variables that are assigned the value {value} in the text above.",
-        "Answer: According to the chain(s) of variable assignment in the text above, "
-        f"{len(names)} variables are assigned the value {value}, they are:",
-        tuple(names),
-    )
-    intro = "Memorize and track the chain(s) of variable assignment hidden in the following text."
-    return intro, needles, (question,) * n_questions
+    text = wording.tracking(value, len(names))
+    question = Question(text.question, text.prefix.strip(), tuple(names))
+    return text.intro, needles, (question,) * n_questions
 
 
 def _number(rng: random.Random, digits: int) -> str:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LongBench v2's multiple choice.
+
+Source: THUDM/LongBench `pred.py::extract_answer` and `result.py` (Bai et al., 2024,
+arXiv 2412.15204).
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvfold.eval.metrics.scored import Scored
+
+# What a guess among four is worth.
+CHANCE = 0.25
+
+
+def letter(prediction: str) -> str | None:
+    """The letter after "The correct answer is", with or without brackets, bold marks ignored."""
+    text = prediction.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(
+        r"The correct answer is ([A-D])", text
+    )
+    return found.group(1) if found else None
+
+
+def accuracy(prediction: str, answer: str, *, compensated: bool = False) -> Scored:
+    """1 for the right letter; without a letter 0, or chance where `compensated`."""
+    named = letter(prediction)
+    if named is None:
+        return Scored(CHANCE if compensated else 0.0, 'no "The correct answer is (A)"')
+    return Scored(float(named == answer))

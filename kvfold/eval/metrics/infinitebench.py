@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InfiniteBench's metrics, one per task: a prediction against the label as the data hold it.
+
+Source: OpenBMB/InfiniteBench @88b3daa, `src/compute_scores.py` (Zhang et al., 2024,
+arXiv 2402.13718). Values are the benchmark's; what it cannot parse is `failed` as well as 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvfold.eval.metrics.overlap import character_f1, qa_f1
+from kvfold.eval.metrics.rouge import google
+from kvfold.eval.metrics.scored import Scored, best
+
+NUMBER = re.compile(r"\d+\.\d+|\d+")
+NO_NUMBER = "no number in the prediction"
+NO_OPTION = "no option is named in the prediction"
+
+
+def _spaced(text: str, characters: str) -> str:
+    return text.translate(str.maketrans(characters, " " * len(characters)))
+
+
+def first_integer(prediction: str, label: str) -> Scored:
+    """The first run of digits is the label (passkey, number_string)."""
+    digits = re.search("[0-9]+", prediction)
+    return Scored(float(digits.group() == label)) if digits else Scored(0.0, NO_NUMBER)
+
+
+def word(prediction: str, label: str) -> Scored:
+    """The label is a word of the prediction once punctuation is gone (kv_retrieval)."""
+    return Scored(float(label in _spaced(prediction, "\n:\"'.,?!{}").split()))
+
+
+def last_integer(prediction: str, label: int) -> Scored:
+    """The last word is the label (code_run)."""
+    words = _spaced(prediction.strip(), "\n.`'\":").split()
+    try:
+        return Scored(float(int(words[-1]) == label))
+    except (IndexError, ValueError):
+        return Scored(0.0, "the prediction's last word is no integer")
+
+
+def first_number(prediction: str, label: int | float) -> Scored:
+    """The first number is the label; a fraction where an integer is due fails (math_find)."""
+    number = NUMBER.search(prediction)
+    if number is None:
+        return Scored(0.0, NO_NUMBER)
+    try:
+        return Scored(float(type(label)(number.group()) == label))
+    except ValueError:
+        return Scored(0.0, f"{number.group()} is no integer")
+
+
+def prefix(prediction: str, label: Sequence[int]) -> Scored:
+    """Share of the label's numbers before the first wrong one (math_calc)."""
+    numbers = [int(digits) for digits in re.findall("[0-9]+", prediction)]
+    if not numbers:
+        return Scored(0.0, NO_NUMBER)
+    pairs = zip(numbers, label, strict=False)
+    right = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(numbers), len(label)))
+    return Scored(right / len(label))
+
+
+def speaker(prediction: str, label: Sequence[str]) -> Scored:
+    """The first label is a word of the prediction in capitals (longdialogue_qa_eng)."""
+    words = _spaced(prediction, "\n:\"'.,?!{}").upper().split()
+    return Scored(float(label[0] in words))
+
+
+def _after(text: str, announcements: Sequence[str]) -> str | None:
+    """What follows the first announcement found, one character skipped; None without any."""
+    for announcement in announcements:
+        start = text.find(announcement)
+        if start >= 0:
+            return text[start + len(announcement) + 1 :]
+    return None
+
+
+def bug(prediction: str, label: Sequence[str]) -> Scored:
+    """The letter first, or letter or function name after "answer is:" (code_debug).
+
+    `label` is the function's name and its letter.
+    """
+    (name, letter), text = label, prediction.strip()
+    first = re.match("([A-D])[.:]", text)
+    # After a wrong letter in front the right answer may still follow.
+    if first and first.group(1) == letter:
+        return Scored(1.0)
+    text = re.sub("[Oo]ption", " ", _spaced(text, "\n`'\"-*"))
+    answer = _after(re.sub(" +", " ", text), ("answer is:", "is:", "answer:"))
+    if not answer:
+        return Scored(0.0, None if first else NO_OPTION)
+    return Scored(float(answer.startswith((letter, name))))
+
+
+def option(prediction: str, label: Sequence[str]) -> Scored:
+    """The first letter, or what follows "answer is", or the first lone letter (choice).
+
+    `label` is the option's text and its letter; the text alone is right, too.
+    """
+    text = prediction.strip()
+    if not text:
+        return Scored(0.0, "the prediction is empty")
+    if text[0] in "ABCD":
+        return Scored(float(text[0] in label))
+    if text in label:
+        return Scored(1.0)
+    text = re.sub(" +", " ", _spaced(text, "\n\"'.,?!{}"))
+    answer = _after(text, ("answer is:", "answer:", "answer is", "option is"))
+    if answer is not None:
+        return Scored(float(answer.startswith(tuple(label))), None if answer else NO_OPTION)
+    # As the benchmark: "AB" counts as a letter and matches none.
+    letter = next((item for item in text.split() if item in "ABCD"), None)
+    return Scored(float(letter in label)) if letter else Scored(0.0, NO_OPTION)
+
+
+def summary(prediction: str, label: Sequence[str]) -> Scored:
+    """F of rougeLsum without stemming, as `evaluate` computes it."""
+    return google(prediction, label, "rougeLsum")
+
+
+METRICS: dict[str, tuple[str, Callable[[str, Any], Scored]]] = {
+    "passkey": ("first integer", first_integer),
+    "number_string": ("first integer", first_integer),
+    "kv_retrieval": ("word match", word),
+    "code_run": ("last integer", last_integer),
+    "code_debug": ("option", bug),
+    "math_find": ("first number", first_number),
+    "math_calc": ("length of the right prefix", prefix),
+    "longdialogue_qa_eng": ("name", speaker),
+    "longbook_choice_eng": ("option", option),
+    "longbook_qa_eng": ("qa_f1", lambda text, label: best(qa_f1(text, one) for one in label)),
+    "longbook_qa_chn": (
+        "character F1",
+        lambda text, label: best(character_f1(text, one) for one in label),
+    ),
+    "longbook_sum_eng": ("rougeLsum", summary),
+}

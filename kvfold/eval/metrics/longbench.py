@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LongBench's metrics, one prediction against one reference, and which task uses which.
+
+Source: THUDM/LongBench @2e00731, `LongBench/metrics.py` and `LongBench/eval.py` (Bai et al., 2023,
+arXiv 2308.14508, table 1). Scores are in [0, 1]; the benchmark prints 100 times their mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+
+from kvfold.eval.metrics.overlap import qa_f1, qa_f1_zh
+from kvfold.eval.metrics.rouge import pltrdy, pltrdy_zh
+from kvfold.eval.metrics.scored import Scored, best, library
+
+# Few-shot tasks run on into further examples: only the first line is the answer.
+FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
+
+METRICS = {
+    "narrativeqa": "qa_f1",
+    "qasper": "qa_f1",
+    "multifieldqa_en": "qa_f1",
+    "multifieldqa_zh": "qa_f1_zh",
+    "hotpotqa": "qa_f1",
+    "2wikimqa": "qa_f1",
+    "musique": "qa_f1",
+    "dureader": "rouge_zh",
+    "gov_report": "rouge",
+    "qmsum": "rouge",
+    "multi_news": "rouge",
+    "vcsum": "rouge_zh",
+    "trec": "classification",
+    "triviaqa": "qa_f1",
+    "samsum": "rouge",
+    "lsht": "classification",
+    "passage_count": "count",
+    "passage_retrieval_en": "retrieval",
+    "passage_retrieval_zh": "retrieval_zh",
+    "lcc": "code_sim",
+    "repobench-p": "code_sim",
+}
+
+
+def score(
+    task: str,
+    prediction: str,
+    answers: Sequence[str],
+    classes: Sequence[str] | None = None,
+    *,
+    metric: str | None = None,
+) -> Scored:
+    """The best score over a sample's references, in the task's metric or in another one's.
+
+    The prediction is taken as generated: code keeps its indentation. Raises KeyError for an
+    unknown task or metric, and KvfoldError where the metric's library is missing.
+    """
+    metric = metric or METRICS[task]
+    if task in FIRST_LINE_ONLY:
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    if metric == "classification":
+        return best(classification(prediction, answer, classes or ()) for answer in answers)
+    return best(_PLAIN[metric](prediction, answer) for answer in answers)
+
+
+def classification(prediction: str, answer: str, classes: Sequence[str]) -> Scored:
+    """One over the number of classes named, where the right one is among them."""
+    named = [name for name in classes if name in prediction]
+    # As the benchmark: removing while iterating skips the class after each one removed.
+    for name in named:
+        if name in answer and name != answer:
+            named.remove(name)
+    if not named:
+        return Scored(0.0, "no class is named in the prediction")
+    return Scored(1 / len(named) if answer in named else 0.0)
+
+
+def count(prediction: str, answer: str) -> Scored:
+    """Share of the numbers in the prediction that are the right one."""
+    numbers = re.findall(r"\d+", prediction)
+    if not numbers:
+        return Scored(0.0, "no number in the prediction")
+    return Scored(numbers.count(answer) / len(numbers))
+
+
+def retrieval(prediction: str, answer: str) -> Scored:
+    """`count` against the number in "Paragraph 7"."""
+    return _numbered(prediction, answer, r"Paragraph (\d+)")
+
+
+def retrieval_zh(prediction: str, answer: str) -> Scored:
+    """`count` against the number in "段落7"."""
+    return _numbered(prediction, answer, r"段落(\d+)")
+
+
+def _numbered(prediction: str, answer: str, pattern: str) -> Scored:
+    numbered = re.search(pattern, answer)
+    if numbered is None:
+        return Scored(0.0, f"the reference {answer!r} has no number")
+    return count(prediction, numbered.group(1))
+
+
+def code_line(prediction: str) -> str:
+    """The first line that is neither fenced nor commented, its indentation kept."""
+    lines = prediction.lstrip("\n").split("\n")
+    return next((line for line in lines if not re.search("`|#|//", line)), "")
+
+
+def code_sim(prediction: str, answer: str) -> Scored:
+    """Edit similarity in whole percent of the first line of code.
+
+    By difflib: the benchmark's requirements install fuzzywuzzy without a faster backend, and the
+    backends disagree (33 against 67 for "ababab", "aaaaab").
+    """
+    similarity = difflib.SequenceMatcher(None, code_line(prediction), answer).ratio()
+    return Scored(round(100 * similarity) / 100)
+
+
+def code_sim_rapidfuzz(prediction: str, answer: str) -> Scored:
+    """The same by rapidfuzz, as KV-cache papers with a newer fuzzywuzzy report it."""
+    return Scored(round(library("rapidfuzz.fuzz").ratio(code_line(prediction), answer)) / 100)
+
+
+_PLAIN: dict[str, Callable[[str, str], Scored]] = {
+    "qa_f1": qa_f1,
+    "qa_f1_zh": qa_f1_zh,
+    "rouge": pltrdy,
+    "rouge_zh": pltrdy_zh,
+    "count": count,
+    "retrieval": retrieval,
+    "retrieval_zh": retrieval_zh,
+    "code_sim": code_sim,
+    "code_sim_rapidfuzz": code_sim_rapidfuzz,
+}

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LooGLE's automatic metrics; METEOR, BERTScore and the GPT-4 judge need downloads and stay out.
+
+Source: bigai-nlco/LooGLE @6734382, `Evaluation/automatic_metrics.py` (Li et al., 2023,
+arXiv 2311.04939, section 4.1).
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+
+from kvfold.eval.metrics.rouge import pltrdy
+from kvfold.eval.metrics.scored import Scored, library
+
+
+def rouge_recall(prediction: str, answer: str, kind: str = "rouge-l") -> Scored:
+    """Recall of the package `rouge`; an empty prediction is scored as the word "None"."""
+    return pltrdy(prediction or "None", answer, kind, "r")
+
+
+def bleu(prediction: str, answer: str, order: int = 1) -> Scored:
+    """nltk's sentence BLEU over n-grams of one `order` only, 1 or 4 in the paper."""
+    weights = [float(n == order) for n in range(1, 5)]
+    predicted = (prediction or "None").replace("\n", " ").split()
+    if not predicted:
+        return Scored(0.0, "the prediction is empty")
+    with warnings.catch_warnings():
+        # Its warning about texts shorter than `order` would repeat for every sample.
+        warnings.simplefilter("ignore", UserWarning)
+        value = library("nltk.translate.bleu_score").sentence_bleu(
+            [answer.replace("\n", " ").split()], predicted, weights=weights
+        )
+    return Scored(float(value))
+
+
+def cloze(prediction: str, answers: dict[str, str], *, partial: bool = False) -> Scored:
+    """Share of the masks filled right, or with one word in common where `partial`.
+
+    The prediction is read as a Python literal, never evaluated. The benchmark pools masks over
+    questions: `weight` is their number.
+    """
+    try:
+        filled = ast.literal_eval(prediction.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        filled = None
+    if not isinstance(filled, dict):
+        return Scored(0.0, "the prediction is no dictionary", len(answers))
+    right = [
+        bool(set(str(filled[mask]).split()) & set(answer.split()))
+        if partial
+        else filled[mask] == answer
+        for mask, answer in answers.items()
+        if mask in filled
+    ]
+    return Scored(sum(right) / len(answers), None, len(answers))

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ROUGEs of the field, which differ by up to a factor of three on the same texts.
+
+`pltrdy` is the package `rouge`, used by LongBench and LooGLE: its ROUGE-L is the union of longest
+common subsequences over sets of unique words, sentences split on "." only. `google` is the
+package `rouge-score`, used by InfiniteBench, SCBench and the needle pictures.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvfold.eval.metrics.overlap import segments
+from kvfold.eval.metrics.scored import Scored, library
+
+
+def pltrdy(prediction: str, reference: str, kind: str = "rouge-l", part: str = "f") -> Scored:
+    """Package `rouge` 1.0.1: `kind` rouge-1, rouge-2 or rouge-l; `part` f, p or r.
+
+    Where a text is empty, or the library gives up (one sentence of about a thousand words
+    overflows its recursion), the value is LongBench's 0 and `failed` says why. Raises KvfoldError
+    without the library.
+    """
+    scorer = library("rouge").Rouge(metrics=[kind])
+    for name, text in (("prediction", prediction), ("reference", reference)):
+        if not text.replace(".", " ").split():
+            return Scored(0.0, f"rouge: the {name} is empty")
+    # A fresh stack, so that which texts overflow it does not depend on who calls.
+    with ThreadPoolExecutor(1) as stack:
+        running = stack.submit(scorer.get_scores, [prediction], [reference], avg=True)
+        try:
+            return Scored(float(running.result()[kind][part]))
+        except (ValueError, RecursionError) as error:
+            return Scored(0.0, f"rouge: {type(error).__name__}: {error}")
+
+
+def pltrdy_zh(prediction: str, reference: str) -> Scored:
+    """LongBench's `rouge_zh`: jieba's segments joined by spaces, then `pltrdy`."""
+    return pltrdy(" ".join(segments(prediction)), " ".join(segments(reference)))
+
+
+def google(prediction: str, references: Sequence[str], kind: str) -> Scored:
+    """F of package `rouge-score` without stemming, the best over references.
+
+    `kind` is rouge1, rouge2, rougeL or rougeLsum (which splits sentences on line breaks). Raises
+    KvfoldError without the library.
+    """
+    return Scored(float(_google(kind).score_multi(references, prediction)[kind].fmeasure))
+
+
+@functools.cache
+def _google(kind: str) -> Any:
+    return library("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=False)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SCBench's metrics where they differ from InfiniteBench's.
+
+Source: microsoft/MInference @fb56c91, `scbench/compute_scores.py` (Li et al., 2024,
+arXiv 2412.10319).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvfold.eval.metrics import infinitebench
+from kvfold.eval.metrics.overlap import character_f1
+from kvfold.eval.metrics.rouge import google
+from kvfold.eval.metrics.ruler import string_match_all
+from kvfold.eval.metrics.scored import Scored, best
+
+
+def listed(label: Any) -> list[Any]:
+    """A label as a list: the data hold some as one value."""
+    return list(label) if isinstance(label, list | tuple) else [label]
+
+
+def contained(prediction: str, label: str | Sequence[str]) -> Scored:
+    """The value is a substring, case kept (kv, prefix_suffix)."""
+    return Scored(float(listed(label)[0] in prediction))
+
+
+def any_contained(prediction: str, label: str | Sequence[str]) -> Scored:
+    """Any reference is a substring, case ignored (qa_eng, many_shot)."""
+    text = prediction.strip().upper()
+    return Scored(float(any(str(one).upper() in text for one in listed(label))))
+
+
+def first_number(prediction: str, label: Any) -> Scored:
+    """The first number; a fraction is cut to an integer where one is due (mf)."""
+    expected, number = listed(label)[0], infinitebench.NUMBER.search(prediction)
+    if number is None:
+        return Scored(0.0, infinitebench.NO_NUMBER)
+    return Scored(float(type(expected)(float(number.group())) == expected))
+
+
+METRICS: dict[str, tuple[str, Callable[[str, Any], Scored]]] = {
+    "kv": ("substring", contained),
+    "prefix_suffix": ("substring", contained),
+    "vt": ("string_match_all", lambda text, label: string_match_all(text, listed(label))),
+    "qa_eng": ("any substring", any_contained),
+    "qa_chn": (
+        "character F1",
+        lambda text, label: best(character_f1(text, one) for one in listed(label)),
+    ),
+    "choice_eng": ("option", lambda text, label: infinitebench.option(text, listed(label))),
+    "many_shot": ("any substring", any_contained),
+    "mf": ("first number", first_number),
+    "summary": ("rougeLsum", lambda text, label: google(text, listed(label), "rougeLsum")),
+}

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InfiniteBench's twelve tasks of 100 thousand tokens and more.
+
+Source: OpenBMB/InfiniteBench @88b3daa, `src/eval_utils.py` (Zhang et al., 2024,
+arXiv 2402.13718). A row holds `context`, `input`, `answer` and `options`. Where a prompt names
+what is asked before the context, as math_find's and code_run's do, `metadata["question_first"]`
+says that a compressed context has seen it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from pydantic import Field
+
+from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics.infinitebench import METRICS
+from kvfold.eval.tasks import source
+from kvfold.eval.tasks.infinitebench_prompts import PROMPTS
+from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+
+QUESTION_FIRST = frozenset({"math_find", "code_run"})
+CHOICES = frozenset({"longbook_choice_eng", "code_debug"})
+
+
+class _Row(source.Row):
+    context: str = Field(min_length=1)
+    input: str = ""
+    answer: Any
+    options: list[str] | None = None
+
+
+def _fields(task: str, row: _Row) -> dict[str, str]:
+    """What a prompt's braces stand for; raises ValueError where a row does not say it."""
+    fields = {"input": row.input}
+    if task == "code_run":
+        call = re.search(r"func_[0-9]+\(-?[0-9]+\)", row.input)
+        if call is None:
+            raise ValueError("field 'input': it calls no function")
+        fields |= {"call": call.group(), "func": call.group().split("(")[0]}
+    if task == "math_find":
+        target = re.search(r"The \w+ number", row.input)
+        if target is None:
+            raise ValueError("field 'input': it asks for no number")
+        fields["first"] = f"What is {target.group().lower()} in the following list?"
+    if task in CHOICES:
+        if not row.options or len(row.options) != 4:
+            raise ValueError("field 'options': expected four")
+        fields |= dict(zip("ABCD", row.options, strict=True))
+    return fields
+
+
+def label(task: str, row: _Row) -> Any:
+    """The label as the metric takes it: one value, a list, or an option's text and letter."""
+    values = row.answer if isinstance(row.answer, list) else [row.answer]
+    if not values:
+        raise ValueError("field 'answer': it is empty")
+    if task in CHOICES:
+        options = row.options or []
+        if len(values) == 2 and values[1] in tuple("ABCD"):
+            return values
+        if values[0] not in options:
+            raise ValueError("field 'answer': it is none of the options")
+        return [values[0], "ABCD"[options.index(values[0])]]
+    if task == "math_calc" and isinstance(values[0], list):
+        return values[0]
+    if task == "math_calc" or task.startswith("long"):
+        return values
+    if task == "code_run":
+        return int(values[0])
+    return values[0] if task == "math_find" else str(values[0])
+
+
+def _convert(task: str, row: _Row) -> Record:
+    prompt = PROMPTS[task]
+    fields, expected = _fields(task, row), label(task, row)
+    answers = expected if isinstance(expected, list) else [expected]
+    question = Question(
+        prompt.after.format_map(fields),
+        tuple(str(answer) for answer in answers),
+        prompt.max_new_tokens,
+        prompt.answer_prefix.format_map(fields),
+        {"label": expected},
+    )
+    return Record(
+        f"infinitebench_{task}",
+        0,
+        prompt.before.format_map(fields) + row.context,
+        (question,),
+        metadata={"question_first": task in QUESTION_FIRST},
+    )
+
+
+def _records(task: str, request: Request) -> Iterator[Record | Unreadable]:
+    hub = "xinrongzhang2022/InfiniteBench"
+    convert = partial(_convert, task)
+    return source.records(request, _Row, convert, file=task, hub=hub, subset=task)
+
+
+def _score(task: str, prediction: str, question: Question) -> Scored:
+    return METRICS[task][1](prediction, question.metadata["label"])
+
+
+TASKS = tuple(
+    Task(
+        f"infinitebench_{task}",
+        prompt.summary,
+        "OpenBMB/InfiniteBench, arXiv 2402.13718",
+        "infinitebench",
+        prompt.group,
+        partial(_records, task),
+        {METRICS[task][0]: partial(_score, task)},
+        truncation="middle",
+    )
+    for task, prompt in PROMPTS.items()
+)

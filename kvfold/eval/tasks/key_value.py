@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look up one UUID among many: hardly compressible, the hard case for eviction.
+
+Source: nelson-liu/lost-in-the-middle @29b8a6d, `src/lost_in_the_middle/prompting.py` and
+`scripts/evaluate_kv_responses.py` (Liu et al., 2023, arXiv 2307.03172, section 3). Its rows hold
+`ordered_kv_records`, `key` and `value`. `shared_kv` and `conversation_kv` ask many keys of one
+context, as SCBench does (arXiv 2412.10319).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from pydantic import Field
+
+from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics.ruler import string_match_part
+from kvfold.eval.tasks import source
+from kvfold.eval.tasks.generated import fitted, identifier
+from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+
+# A UUID takes 36 at most, one per character.
+MAX_NEW_TOKENS = 50
+LEAST_PAIRS = 2
+INTRO = "Extract the value corresponding to the specified key in the JSON object below."
+
+Pairs = Sequence[tuple[str, str]]
+
+
+class _Row(source.Row):
+    ordered_kv_records: list[list[str]] = Field(min_length=LEAST_PAIRS)
+    key: str
+    value: str
+
+
+def context(pairs: Pairs) -> str:
+    """The pairs as JSON, one per line; written by hand, as the benchmark does."""
+    lines = ",\n ".join(f'"{key}": "{value}"' for key, value in pairs)
+    return f"{INTRO}\n\nJSON data:\n{{{lines}}}"
+
+
+def question(key: str, value: str) -> Question:
+    """One key's question, its value the answer."""
+    return Question(f'\n\nKey: "{key}"', (value,), MAX_NEW_TOKENS, "\nCorresponding value:")
+
+
+def _build(
+    name: str, questions: int, conversation: bool, size: int, rng: random.Random, index: int
+) -> Record:
+    pairs = [(identifier(rng), identifier(rng)) for _ in range(size)]
+    asked = [rng.randrange(size) for _ in range(questions)]
+    return Record(
+        name,
+        index,
+        context(pairs),
+        tuple(question(*pairs[place]) for place in asked),
+        conversation=conversation,
+        metadata={"pairs": size, "places": asked},
+    )
+
+
+def _single(request: Request) -> Iterator[Record | Unreadable]:
+    if request.data is None:
+        return fitted(
+            request, "kv_retrieval", partial(_build, "kv_retrieval", 1, False), LEAST_PAIRS
+        )
+
+    def convert(row: _Row) -> Record:
+        pairs = [(key, value) for key, value in row.ordered_kv_records]
+        if (row.key, row.value) not in pairs:
+            raise ValueError(f"key {row.key!r} and its value are not among the pairs")
+        place = pairs.index((row.key, row.value))
+        metadata = {"pairs": len(pairs), "places": [place]}
+        asked = (question(row.key, row.value),)
+        return Record("kv_retrieval", 0, context(pairs), asked, metadata=metadata)
+
+    return source.records(request, _Row, convert, file="kv_retrieval")
+
+
+def _many(name: str, conversation: bool, request: Request) -> Iterator[Record]:
+    build = partial(_build, name, request.questions, conversation)
+    return fitted(request, name, build, LEAST_PAIRS)
+
+
+def _score(prediction: str, asked: Question) -> Scored:
+    return string_match_part(prediction, asked.answers)
+
+
+_SOURCE = "nelson-liu/lost-in-the-middle, arXiv 2307.03172"
+_METRICS = {"substring": _score}
+
+TASKS = (
+    Task(
+        "kv_retrieval",
+        "one UUID's value in a JSON object",
+        _SOURCE,
+        "kv_retrieval",
+        "many needles",
+        _single,
+        _METRICS,
+        generated=True,
+    ),
+    Task(
+        "shared_kv",
+        "many questions, each on its own, about one JSON object",
+        f"{_SOURCE}; SCBench's shared context",
+        "kv_retrieval",
+        "shared context",
+        partial(_many, "shared_kv", False),
+        _METRICS,
+        generated=True,
+    ),
+    Task(
+        "conversation_kv",
+        "one question after the other about one JSON object",
+        f"{_SOURCE}; SCBench's turns",
+        "kv_retrieval",
+        "multi-turn",
+        partial(_many, "conversation_kv", True),
+        _METRICS,
+        generated=True,
+    ),
+)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LooGLE: one long document and many questions, the shared-context case with real text.
+
+Source: bigai-nlco/LooGLE @6734382, `config/task2prompt.json`, `config/task2maxlen.json` (Li et
+al., 2023, arXiv 2311.04939). A row holds `input`, `title`, `qa_pairs` and `output`; `qa_pairs` is
+a Python literal, which is parsed and never evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from pydantic import Field
+
+from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import loogle as metrics
+from kvfold.eval.tasks import source
+from kvfold.eval.tasks.record import Metric, Question, Record, Request, Task, Unreadable
+
+_QA = ("Please answer the question based on the long texts below. \n", "\nQuestion: {Q}\nAnswer: ")
+_CLOZE = (
+    "Please fill in the clozes based on the given long texts below. Each of the placeholder "
+    "'<mask-n>' in the question could be an entity of Person, Location or Organiocation. The same "
+    "masks represent the same entity. Output a json format answer, for example: {'<mask-0>': "
+    "'Bob', '<mask-1>': 'Gorrosion Magazine','<mask-2>': 'Bethel Horizon'}\n",
+    "\n Question: {Q} What are the masked entities? \nAnswer:",
+)
+# What stands before and after the document, and how long an answer may be.
+PROMPTS = {
+    "shortdep_qa": (*_QA, 300),
+    "longdep_qa": (*_QA, 500),
+    "longdep_summarization": (
+        "Please generate a summary of the below paper. \n",
+        "\n Summarization: ",
+        500,
+    ),
+    "shortdep_cloze": (*_CLOZE, 50),
+}
+
+
+class _Row(source.Row):
+    input: str = Field(min_length=1)
+    title: str | None = None
+    qa_pairs: str
+    output: str | list[str] | None = None
+
+
+def _pairs(row: _Row) -> list[tuple[str, Any]]:
+    if row.qa_pairs == "none":
+        return [("", row.output)]
+    return [(pair["Q"], pair["A"]) for pair in ast.literal_eval(row.qa_pairs)]
+
+
+def _convert(task: str, row: _Row) -> Record:
+    before, after, limit = PROMPTS[task]
+    try:
+        pairs = _pairs(row)
+    except (SyntaxError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"field 'qa_pairs': no list of questions and answers: {error}") from error
+    if not pairs:
+        raise ValueError("field 'qa_pairs': there is no question")
+    questions = []
+    for asked, answer in pairs:
+        expected: type = dict if task == "shortdep_cloze" else str
+        if not isinstance(answer, expected) or not answer:
+            raise ValueError(f"an answer is {answer!r}, not a {expected.__name__}")
+        questions.append(
+            Question(
+                after.replace("{Q}", asked), (str(answer),), limit, metadata={"answer": answer}
+            )
+        )
+    name, metadata = f"loogle_{task}", {"title": row.title}
+    return Record(name, 0, before + row.input, tuple(questions), metadata=metadata)
+
+
+def _records(task: str, request: Request) -> Iterator[Record | Unreadable]:
+    convert = partial(_convert, task)
+    hub = "bigainlco/LooGLE"
+    return source.records(request, _Row, convert, file=task, hub=hub, subset=task)
+
+
+def _rouge(kind: str, prediction: str, question: Question) -> Scored:
+    return metrics.rouge_recall(prediction, question.answers[0], kind)
+
+
+def _bleu(order: int, prediction: str, question: Question) -> Scored:
+    return metrics.bleu(prediction, question.answers[0], order)
+
+
+def _cloze(partial_match: bool, prediction: str, question: Question) -> Scored:
+    return metrics.cloze(prediction, question.metadata["answer"], partial=partial_match)
+
+
+_TEXT: dict[str, Metric] = {
+    "rouge_l_recall": partial(_rouge, "rouge-l"),
+    "rouge_1_recall": partial(_rouge, "rouge-1"),
+    "rouge_2_recall": partial(_rouge, "rouge-2"),
+    "bleu_1": partial(_bleu, 1),
+    "bleu_4": partial(_bleu, 4),
+}
+_MASKS: dict[str, Metric] = {
+    "exact_match": partial(_cloze, False),
+    "partial_match": partial(_cloze, True),
+}
+_SUMMARIES = {
+    "shortdep_qa": "questions whose evidence is in one place",
+    "longdep_qa": "questions whose evidence is spread over the document",
+    "longdep_summarization": "summaries of papers",
+    "shortdep_cloze": "masked names to fill in",
+}
+
+TASKS = tuple(
+    Task(
+        f"loogle_{task}",
+        summary,
+        "bigai-nlco/LooGLE, arXiv 2311.04939",
+        "loogle",
+        "summarisation" if "summar" in task else "question answering",
+        partial(_records, task),
+        _MASKS if task == "shortdep_cloze" else _TEXT,
+        truncation="middle",
+    )
+    for task, summary in _SUMMARIES.items()
+)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MT-bench's two turns, as a transcript: whether the second sees the first through the cache.
+
+Source: lm-sys/FastChat @0e6d3e4b, `fastchat/llm_judge/common.py` (Zheng et al., 2023,
+arXiv 2306.05685). A row holds `question_id`, `category` and `turns`. The benchmark's judge is a
+model behind an API, so nothing is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from kvfold.eval.tasks import source
+from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+
+MAX_NEW_TOKENS = 1024
+# The benchmark samples: at these temperatures, where they are not 0.
+TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
+
+
+class _Row(source.Row):
+    question_id: int
+    category: str
+    turns: list[str] = Field(min_length=1)
+
+
+def _convert(row: _Row) -> Record:
+    questions = tuple(Question(turn, (), MAX_NEW_TOKENS) for turn in row.turns)
+    metadata = {
+        "id": row.question_id,
+        "category": row.category,
+        "temperature": TEMPERATURES.get(row.category, 0.0),
+    }
+    return Record("mt_bench", 0, "", questions, conversation=True, metadata=metadata)
+
+
+def _records(request: Request) -> Iterator[Record | Unreadable]:
+    return source.records(request, _Row, _convert, file="question")
+
+
+TASKS = (
+    Task(
+        "mt_bench",
+        "two turns of conversation, a transcript without a judge",
+        "lm-sys/FastChat, arXiv 2306.05685",
+        "mt_bench",
+        "multi-turn",
+        _records,
+        phase="decode",
+    ),
+)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A needle in a haystack, at every depth: any needle, keyword score, ROUGE for comparison.
+
+Source: gkamradt/LLMTest_NeedleInAHaystack @7b90d28 (the needle and where it goes: at the end of a
+sentence, before the depth), Zefan-Cai/KVCache-Factory `run_needle_in_haystack.py` (the prompt,
+30 tokens, one line). Without `haystack` the text is RULER's noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import needle as metric
+from kvfold.eval.tasks import ruler_wording, source
+from kvfold.eval.tasks.generated import fitted, number
+from kvfold.eval.tasks.record import Question, Record, Request, Task
+from kvfold.eval.tasks.ruler_niah import split
+from kvfold.eval.tasks.vocabulary import Vocabulary
+
+MAX_NEW_TOKENS = 30
+LEAST_WORDS = 20
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What is hidden, what is asked, and the keywords that a right answer holds."""
+
+    text: str
+    question: str
+    keywords: tuple[str, ...]
+
+
+SANDWICH = Needle(
+    "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park "
+    "on a sunny day.",
+    "What is the best thing to do in San Francisco?",
+    ("sandwich", "Dolores Park"),
+)
+
+Draw = Callable[[random.Random, Request], Needle]
+
+
+def magic(rng: random.Random, request: Request) -> Needle:
+    """A new number for a new key, in RULER's wording: nothing to be known beforehand."""
+    key, value = Vocabulary.of(request.words).keys(rng, 1)[0], number(rng)
+    text = ruler_wording.needles("numbers", [key], several=False)
+    return Needle(ruler_wording.needle("numbers", key, value), text.question, (value,))
+
+
+def depth(index: int, depths: int) -> float:
+    """The depth of a sample in percent: `depths` of them in turn, evenly from 0 to 100."""
+    return 100 * (index % depths) / max(depths - 1, 1)
+
+
+def generate(name: str, draw: Draw, request: Request) -> Iterator[Record]:
+    """Samples go through the depths in turn; a multiple of `depths` fills the grid evenly.
+
+    The haystack starts at any of its sentences, so that samples of one depth differ.
+    """
+    text = source.text(request.haystack) if request.haystack else " ".join(ruler_wording.NOISE)
+    every = split(text)
+
+    def build(size: int, rng: random.Random, index: int) -> Record:
+        needle, percent = draw(rng, request), depth(index, request.depths)
+        start = rng.randrange(len(every))
+        words = " ".join(every[start:] + every[:start]).split()
+        sentences = split(" ".join(itertools.islice(itertools.cycle(words), size)))
+        sentences.insert(int(len(sentences) * percent / 100), needle.text)
+        context = f"This is a very long story book: <book> {' '.join(sentences)} </book>."
+        question = Question(
+            f"\n Based on the content of the book, Question: {needle.question}",
+            needle.keywords,
+            MAX_NEW_TOKENS,
+            "\nAnswer:",
+            {"needle": needle.text},
+        )
+        metadata = {
+            "depth": percent,
+            "length": request.length,
+            "haystack": "text" if request.haystack else "noise",
+        }
+        return Record(name, index, context, (question,), stop=("\n",), metadata=metadata)
+
+    return fitted(request, name, build, LEAST_WORDS)
+
+
+def _keywords(prediction: str, question: Question) -> Scored:
+    return metric.keywords(prediction, question.answers)
+
+
+def _rouge_1(prediction: str, question: Question) -> Scored:
+    return metric.rouge_1(prediction, question.metadata["needle"])
+
+
+def _rouge_l(prediction: str, question: Question) -> Scored:
+    return metric.rouge_l(prediction, question.metadata["needle"])
+
+
+def task(name: str, summary: str, draw: Draw) -> Task:
+    """The grid for one needle, or for one drawn anew for every sample."""
+    return Task(
+        name,
+        summary,
+        "gkamradt/LLMTest_NeedleInAHaystack",
+        "niah",
+        "single needle",
+        partial(generate, name, draw),
+        {"keywords": _keywords, "rouge_1": _rouge_1, "rouge_l": _rouge_l},
+        generated=True,
+    )
+
+
+TASKS = (
+    task("niah", "the sandwich in Dolores Park, at every depth", lambda rng, request: SANDWICH),
+    task("niah_magic", "a new number for a new key, at every depth", magic),
+)

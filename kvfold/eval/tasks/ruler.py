@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What RULER's tasks share: how they are registered, and their ready-made files.
+
+Source: NVIDIA/RULER @c3f5e3b (Hsieh et al., 2024, arXiv 2404.06654). A file's rows hold `index`,
+`input`, `outputs`, `length` (prompt and answer in tokens) and, since 2025, `answer_prefix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics.ruler import string_match_all, string_match_part
+from kvfold.eval.tasks import source
+from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+
+MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+# Where a prompt's question starts, and where its answer does.
+_STARTS = {
+    "niah": ("\nWhat ", " The special magic "),
+    "vt": ("\nQuestion: ", " Answer: According to "),
+    "cwe": ("\nQuestion: ", " Answer: The top "),
+    "fwe": ("\nQuestion: ", " Answer: According to "),
+    "qa": ("\n\nAnswer the question based ", " Answer:"),
+}
+
+Family = Literal["niah", "vt", "cwe", "fwe", "qa"]
+Records = Callable[[Request], Iterator[Record | Unreadable]]
+
+
+class _Row(source.Row):
+    input: str = Field(min_length=1)
+    outputs: list[str] = Field(min_length=1)
+    length: int
+    answer_prefix: str | None = None
+
+
+def task(
+    name: str, family: Family, group: str, summary: str, generate: Records, generated: bool = True
+) -> Task:
+    """One of the 13 tasks: from its own file where one is given, else by `generate`."""
+
+    def records(request: Request) -> Iterator[Record | Unreadable]:
+        if request.data is None or not generated:
+            return generate(request)
+        return read(name, family, request)
+
+    metric = string_match_part if family == "qa" else string_match_all
+
+    def score(prediction: str, question: Question) -> Scored:
+        return metric(prediction, question.answers)
+
+    return Task(
+        f"ruler_{name}",
+        summary,
+        "NVIDIA/RULER, arXiv 2404.06654",
+        "ruler",
+        group,
+        records,
+        {metric.__name__: score},
+        generated=generated,
+    )
+
+
+def read(name: str, family: Family, request: Request) -> Iterator[Record | Unreadable]:
+    """A ready-made file's records, each prompt taken apart before its question.
+
+    Raises KvfoldError where there is no such file.
+    """
+    question_start, prefix_start = _STARTS[family]
+
+    def convert(row: _Row) -> Record:
+        prompt = row.input + (row.answer_prefix or "")
+        answer = prompt.rfind(prefix_start)
+        ask = prompt.rfind(question_start, 0, max(answer, 0))
+        if ask < 0:
+            raise ValueError(f"the prompt does not end in the question and prefix of {name}")
+        question = Question(
+            prompt[ask:answer], tuple(row.outputs), MAX_NEW_TOKENS[family], prompt[answer:]
+        )
+        return Record(
+            f"ruler_{name}", 0, prompt[:ask], (question,), metadata={"tokens": row.length}
+        )
+
+    return source.records(request, _Row, convert, file=name)

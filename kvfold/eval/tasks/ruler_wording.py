@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RULER's wording: what stands before the text, the question, and how the answer starts.
+
+Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/constants.py` and, for the singular,
+`scripts/data/synthetic/niah.py` (Hsieh et al., 2024, arXiv 2404.06654).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+
+
+class Wording(NamedTuple):
+    """The text is put between `intro` and `question`; `prefix` goes where the answer starts."""
+
+    intro: str
+    question: str
+    prefix: str
+
+
+def needle(kind: str, key: str, value: str) -> str:
+    """The sentence that holds a value; `kind` is "numbers" or "uuids"."""
+    return f"One of the special magic {kind} for {key} is: {value}."
+
+
+def needles(kind: str, keys: Sequence[str], several: bool) -> Wording:
+    """What is asked about `keys`: one value, or with `several` all of them."""
+    what, be, some = (kind, "are", "Some") if several else (kind.removesuffix("s"), "is", "A")
+    ask = "What are all" if several else "What is"
+    query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+    return Wording(
+        f"{some} special magic {what} {be} hidden within the following text. "
+        f"Make sure to memorize it. I will quiz you about the {what} afterwards.",
+        f"{ask} the special magic {what} for {query} mentioned in the provided text?",
+        f" The special magic {what} for {query} mentioned in the provided text {be}",
+    )
+
+
+def tracking(value: str, names: int) -> Wording:
+    """What is asked about the chain of variables that starts with `value`."""
+    return Wording(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.",
+        f"Question: Find all variables that are assigned the value {value} in the text above.",
+        " Answer: According to the chain(s) of variable assignment in the text above, "
+        f"{names} variables are assigned the value {value}, they are: ",
+    )
+
+
+COMMON = Wording(
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.",
+    "Question: What are the 10 most common words in the above list?",
+    " Answer: The top 10 words that appear most often in the list are:",
+)
+FREQUENT = Wording(
+    "Read the following coded text and track the frequency of each coded word. "
+    "Find the three most frequently appeared coded words.",
+    "Question: Do not provide any explanation. Please ignore the dots '....'. "
+    "What are the three most frequently appeared words in the above coded text?",
+    " Answer: According to the coded text above, the three most frequently appeared words are:",
+)
+DOCUMENTS = Wording(
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words.\n\nThe following are given documents.",
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words.\n\nQuestion: ",
+    " Answer:",
+)

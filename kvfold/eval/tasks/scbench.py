@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SCBench: one context, several queries, each on its own or as turns of one conversation.
+
+Source: microsoft/MInference @fb56c91, `scbench/eval_utils.py` (Li et al., 2024, arXiv 2412.10319).
+A row holds `context` and `multi_turns`, each with `input`, `answer` and perhaps `options`. By
+default each query sees the context alone; with `conversation` the turns before it, too. RepoQA,
+which needs a parser of five languages, and the two mixed tasks are not there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from pydantic import AliasChoices, BaseModel, Field
+
+from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics.scbench import METRICS
+from kvfold.eval.tasks import source
+from kvfold.eval.tasks.infinitebench_prompts import Prompt
+from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+
+_KEY = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+_READ = "Read the book and answer the question."
+_CHOICES = "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}"
+
+# After the context stands a query.
+PROMPTS: dict[str, Prompt] = {
+    "kv": Prompt(_KEY, "{input}", "", 150, "many needles", "keys of one JSON object"),
+    "prefix_suffix": Prompt("", "{input}", "", 150, "many needles", "strings by their ends"),
+    "vt": Prompt("", "{input}", "", 30, "tracing", "variables that follow from a value"),
+    "qa_eng": Prompt(
+        f"{_READ} Be very concise in your answer.\n\n", "Question: {input}", "\nAnswer:", 40,
+        "question answering", "questions about one novel",
+    ),
+    "qa_chn": Prompt(
+        "阅读以下书籍然后回答问题。\n\n", "问题：{input}", "\n答案：", 40,
+        "question answering", "questions about one Chinese novel",
+    ),
+    "choice_eng": Prompt(
+        f"{_READ}\n\n", _CHOICES, "\n\nThe the correct answer is", 40,
+        "question answering", "four options about one novel",
+    ),
+    "many_shot": Prompt("", "{input}", "", 10, "few-shot", "labels after many examples"),
+    "mf": Prompt("{first}\n\n", "{ask}\n\n{input}", "", 5, "aggregation", "extremes of one list"),
+    "summary": Prompt("", "{input}", "", 200, "summarisation", "documents out of one collection"),
+}  # fmt: skip
+
+
+class _Turn(BaseModel):
+    input: str
+    answer: Any
+    options: list[str] | None = None
+
+
+class _Row(source.Row):
+    context: str = Field(min_length=1, validation_alias=AliasChoices("context", "input"))
+    multi_turns: list[_Turn] = Field(min_length=1)
+
+
+def _fields(task: str, row: _Row, turn: _Turn) -> dict[str, str]:
+    fields = {"input": turn.input, "first": row.multi_turns[0].input}
+    if task == "mf":
+        target = re.search(r"The .+ is", turn.input)
+        if target is None:
+            raise ValueError("field 'multi_turns': a query asks for no number")
+        fields["ask"] = f"What is {target.group().lower()[:-3]}?"
+    if task == "choice_eng":
+        if not turn.options or len(turn.options) != 4:
+            raise ValueError("field 'multi_turns': expected four options")
+        fields |= dict(zip("ABCD", turn.options, strict=True))
+    return fields
+
+
+def _label(task: str, turn: _Turn) -> Any:
+    values = turn.answer if isinstance(turn.answer, list) else [turn.answer]
+    if not values:
+        raise ValueError("field 'multi_turns': an answer is empty")
+    if task == "choice_eng" and len(values) == 1 and turn.options and values[0] in turn.options:
+        return [values[0], "ABCD"[turn.options.index(values[0])]]
+    return values
+
+
+def _convert(task: str, conversation: bool, row: _Row) -> Record:
+    prompt = PROMPTS[task]
+    questions = []
+    for turn in row.multi_turns:
+        label, text = _label(task, turn), prompt.after.format_map(_fields(task, row, turn))
+        answers = tuple(str(value) for value in label)
+        questions.append(
+            Question(
+                f"\n\n{text}",
+                answers,
+                prompt.max_new_tokens,
+                prompt.answer_prefix,
+                {"label": label},
+            )
+        )
+    fields = _fields(task, row, row.multi_turns[0])
+    return Record(
+        f"scbench_{task}",
+        0,
+        prompt.before.format_map(fields) + row.context,
+        tuple(questions),
+        conversation=conversation,
+        metadata={"question_first": task == "mf"},
+    )
+
+
+def _records(task: str, request: Request) -> Iterator[Record | Unreadable]:
+    convert = partial(_convert, task, request.conversation)
+    name, hub = f"scbench_{task}", "microsoft/SCBench"
+    return source.records(request, _Row, convert, file=name, hub=hub, subset=name)
+
+
+def _score(task: str, prediction: str, question: Question) -> Scored:
+    return METRICS[task][1](prediction, question.metadata["label"])
+
+
+TASKS = tuple(
+    Task(
+        f"scbench_{task}",
+        prompt.summary,
+        "microsoft/MInference, arXiv 2412.10319",
+        "scbench",
+        prompt.group,
+        partial(_records, task),
+        {METRICS[task][0]: partial(_score, task)},
+        truncation="middle",
+    )
+    for task, prompt in PROMPTS.items()
+)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a benchmark from a JSONL file, a folder of them, or the hub; bad ones stay apart."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvfold.errors import KvfoldError
+from kvfold.eval.tasks.record import Record, Request, Unreadable
+
+
+class Row(BaseModel):
+    """A row's fields as the benchmark publishes them: nothing is converted, more are allowed."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+def records(
+    request: Request,
+    schema: type[AnyRow],
+    convert: Callable[[AnyRow], Record],
+    *,
+    file: str,
+    hub: str | None = None,
+    subset: str | None = None,
+    wanted: Callable[[dict[str, Any]], bool] = lambda row: True,
+) -> Iterator[Record | Unreadable]:
+    """The first `samples` rows as records, numbered in order; what cannot be read says why.
+
+    Reads `request.data`: a JSONL file, a folder's `file`.jsonl, or a hub dataset and its `subset`;
+    `hub` is named where nothing was given. `wanted` picks a task's rows out of a shared file.
+    Raises KvfoldError where there is nothing to read at all.
+    """
+    found = (one for one in _rows(request.data, file, hub, subset) if _picked(one, wanted))
+    for index, (where, row) in enumerate(itertools.islice(found, request.samples)):
+        if isinstance(row, str):
+            yield Unreadable(where, row)
+            continue
+        try:
+            yield replace(convert(schema.model_validate(row)), index=index)
+        except ValidationError as error:
+            yield Unreadable(where, _first(error))
+        except (ValueError, SyntaxError) as error:
+            yield Unreadable(where, str(error))
+
+
+def _picked(one: tuple[str, Any], wanted: Callable[[dict[str, Any]], bool]) -> bool:
+    return not isinstance(one[1], dict) or wanted(one[1])
+
+
+def _first(error: ValidationError) -> str:
+    found = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in found["loc"])
+    return f"field {place!r}: {found['msg']}"
+
+
+def _rows(
+    data: str | None, file: str, hub: str | None, subset: str | None
+) -> Iterator[tuple[str, Any]]:
+    """Where each row is and the row, or a word about what is wrong with it."""
+    if data is None:
+        offer = f" or the hub dataset {hub}" if hub else ""
+        raise KvfoldError(f"{file} needs data: a JSONL file, a folder with {file}.jsonl{offer}")
+    path = Path(data)
+    if path.is_dir():
+        path = path / f"{file}.jsonl"
+    if path.is_file():
+        return _lines(path)
+    if data.count("/") != 1 or path.suffix in (".json", ".jsonl") or data.startswith((".", "/")):
+        raise KvfoldError(f"there is no file {path}")
+    return _dataset(data, subset)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                yield where, f"no JSON: {error}"
+                continue
+            yield where, row if isinstance(row, dict) else f"no object but {type(row).__name__}"
+
+
+def _dataset(name: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+    try:
+        import datasets
+    except ImportError as missing:
+        raise KvfoldError(
+            f"{name} is no file; to read it from the hub: pip install datasets"
+        ) from missing
+    try:
+        try:
+            splits = datasets.load_dataset(name, subset)
+        except ValueError:
+            # Some keep their subsets as splits.
+            splits = datasets.load_dataset(name)
+    except Exception as error:
+        raise KvfoldError(f"the hub dataset {name} ({subset}) cannot be read: {error}") from error
+    split = next((s for s in (subset, "test") if s in splits), next(iter(splits)))
+    for number, row in enumerate(splits[split]):
+        yield f"{name}/{split}[{number}]", dict(row)
+
+
+def text(path: Path) -> str:
+    """A text file, or all of a folder's in order of name; raises KvfoldError for none."""
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise KvfoldError(f"there is no text at {path}")
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)

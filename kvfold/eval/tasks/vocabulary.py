@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words that generated tasks draw keys and lists from."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfold.errors import KvfoldError
+from kvfold.eval.words import ADJECTIVES, NOUNS
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Adjectives and nouns for keys, and other words besides for lists."""
+
+    adjectives: tuple[str, ...] = ADJECTIVES
+    nouns: tuple[str, ...] = NOUNS
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path | None) -> Vocabulary:
+        """The bundled words, or the lists in `folder` under the names that wonderwords uses.
+
+        RULER draws from wonderwords' adjectivelist.txt, nounlist.txt and verblist.txt. Raises
+        KvfoldError where one is absent.
+        """
+        if folder is None:
+            return cls()
+        files = [folder / f"{kind}list.txt" for kind in ("adjective", "noun", "verb")]
+        for file in files:
+            if not file.is_file():
+                raise KvfoldError(f"there is no word list {file}")
+        lists = [tuple(dict.fromkeys(file.read_text("utf-8").split())) for file in files]
+        return cls(*lists)
+
+    def keys(self, rng: random.Random, count: int) -> list[str]:
+        """Different keys, an adjective and a noun each."""
+        return self._draw(rng, count, ())
+
+    def words(self, rng: random.Random, count: int) -> list[str]:
+        """Different words; where there are too few, keys among them.
+
+        Raises KvfoldError where keys run out as well.
+        """
+        singles = sorted({*self.adjectives, *self.nouns, *self.others})
+        return (
+            rng.sample(singles, count) if count <= len(singles) else self._draw(rng, count, singles)
+        )
+
+    def _draw(
+        self, rng: random.Random, count: int, first: tuple[str, ...] | list[str]
+    ) -> list[str]:
+        if count > len(self.adjectives) * len(self.nouns):
+            raise KvfoldError(
+                f"{count:,} different words are too many: give a folder of longer lists"
+            )
+        found = dict.fromkeys(first)
+        while len(found) < count:
+            found[f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"] = None
+        drawn = list(found)
+        rng.shuffle(drawn)
+        return drawn[:count]
