@@ -13,6 +13,7 @@ from kvfold.errors import (
     KvfoldError,
     UnsupportedModel,
 )
+from kvfold.files.read import load
 from kvfold.generate import generate
 from kvfold.method import Method, methods, parse
 from kvfold.methods.adakv import AdaKV
@@ -78,6 +79,7 @@ __all__ = [
     "disable",
     "enable",
     "generate",
+    "load",
     "methods",
     "parse",
 ]

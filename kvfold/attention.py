@@ -15,7 +15,7 @@ from kvfold.fixed import FixedLayer
 from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments
-from kvfold.kernels.single import attend_with_row
+from kvfold.kernels.single import attend_packed, attend_with_row
 from kvfold.layer import CompressedLayer
 from kvfold.mask import physical_mask, valid_columns
 from kvfold.recall import Attended
@@ -97,7 +97,12 @@ def _attention(
         out = out.transpose(1, 2).contiguous()
     else:
         mask = physical_mask(attention_mask, view, query, layer.seen)
-        out, weights = attend(module, query, key, value, mask, **kwargs)
+        plain = kind == "sdpa" and mask is None and softcap is None and sinks is None
+        if plain and view is not None and query.shape[2] == 1:
+            # Nothing left of the stock cache to be identical to, and faster than the delegate.
+            out = attend_packed(query, key, value, scale).transpose(1, 2)
+        else:
+            out, weights = attend(module, query, key, value, mask, **kwargs)
     if owns:
         layer.finish(attended)
         # Not before: after an error on the way the layers no longer hold the same tokens.

@@ -52,7 +52,7 @@ class CompressedCache(compat.Cache):
         seed: int = 0,
     ) -> None:
         self.method = parse(method)
-        self.budget = _checked_budget(self.method, budget)
+        self.budget, self.seed = _checked_budget(self.method, budget), seed
         stages = self.method.stages()
         if stages.needs.rebuilding is not None and tokenizer is None:
             raise KvfoldError(
@@ -63,6 +63,7 @@ class CompressedCache(compat.Cache):
         for start, stop in spans:
             if not 0 <= start < stop:
                 raise KvfoldError(f"protect takes spans of token indices, not ({start}, {stop})")
+        self.protect = spans
         forced = replace(stages.forced, spans=stages.forced.spans + spans)
         stages = replace(stages, forced=forced)
         if self.budget and self.budget.kind == "tokens" and self.budget.amount < forced.least:
@@ -244,12 +245,13 @@ class CompressedCache(compat.Cache):
         self._take_along(lambda x: x[indices.to(x.device)])
 
     def _take_along(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Applies `rows`, a selection along the batch axis, to what layers have in common.
-
-        Paired layers have copied what they share one after the other: here they share it again.
-        """
+        """Applies `rows`, a selection along the batch axis, to what layers have in common."""
         if self.turn.prefix is not None:
             self.turn.prefix = rows(self.turn.prefix)
+        self.share_pairs()
+
+    def share_pairs(self) -> None:
+        """Lets paired layers, copied one after the other, share again what they have in common."""
         stores = [layer.store for layer in self.compressed_layers]
         paired = [s for s in stores if isinstance(s, SegmentStore) and s.encode.pairs]
         for first, second in zip(paired[::2], paired[1::2], strict=True):

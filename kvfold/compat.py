@@ -101,7 +101,12 @@ def disable(model: PreTrainedModel) -> None:
 
 def is_enabled(model: PreTrainedModel) -> bool:
     """Whether the model's attention goes through kvfold."""
-    return text_config(model)._attn_implementation in NAMES.values()
+    return is_routed(text_config(model))
+
+
+def is_routed(config: Any) -> bool:
+    """Whether a model of this configuration, a decoder's, attends through kvfold now."""
+    return config._attn_implementation in NAMES.values()
 
 
 def stock_layers(model: PreTrainedModel) -> list[Any]:
@@ -186,6 +191,35 @@ def check_assisted() -> None:
             f"assisted decoding from a filled cache needs transformers {ASSISTED_FROM} or newer, "
             f"this is {transformers.__version__}: update it, or generate without an assistant"
         )
+
+
+def rope_of(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, float]]:
+    """How keys are rotated: the configuration's settings, frequencies, and attention factors.
+
+    Frequencies are those that a text begins with, where they change with its length.
+    """
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    frequencies: dict[str, Tensor] = {}
+    scaling: dict[str, float] = {}
+    for place, module in model.get_decoder().named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            kind = name.removesuffix("inv_freq")
+            if kind == name or kind.endswith("original_"):
+                continue
+            original = buffers.get(f"{kind}original_inv_freq")
+            frequencies[f"{place}.{name}"] = buffer if original is None else original
+            scaling[f"{place}.{name}"] = float(getattr(module, f"{kind}attention_scaling", 1.0))
+    return dict(parameters), frequencies, scaling
+
+
+def layer_device(model: PreTrainedModel, layer: int) -> torch.device:
+    """Where the keys of a layer are made."""
+    for module in model.get_decoder().modules():
+        weight = next(module.parameters(), None)
+        if getattr(module, "layer_idx", None) == layer and weight is not None:
+            return weight.device
+    return model.device
 
 
 def _rope_types(config: Any) -> set[str | None]:

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvfold import compat
 from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
+from kvfold.chat import Chat
 from kvfold.errors import KvfoldError
 from kvfold.frame import Frame, token_ids
 from kvfold.generate import Compress, read_per_chunk, read_turn
@@ -22,41 +24,50 @@ from kvfold.stats import Stats
 
 @dataclass(frozen=True)
 class Context:
-    """A compressed document; every question sees it alone, never an earlier question."""
+    """A compressed document; every question sees it alone, never an earlier question.
+
+    `ids [1, N]` are the tokens that were read, those before the document included.
+    """
 
     model: compat.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     cache: CompressedCache
     frame: Frame
+    ids: Tensor
 
-    def ask(
-        self, question: str, *, answer_prefix: str = "", max_new_tokens: int = 64, **options: Any
-    ) -> str:
-        """The model's answer, greedy unless `options` for `model.generate` say otherwise.
-
-        `answer_prefix` are words the answer starts with; they are not part of what is returned.
-        """
-        text = f"\n\n{question}{self.frame.after}{answer_prefix}"
-        seen = self.cache.get_seq_length()
-        new = token_ids(self.tokenizer, text).to(self.model.device)
-        before = torch.zeros(1, seen, dtype=new.dtype, device=new.device)
-        ids = torch.cat([before, new], 1)
-        options = {"do_sample": False, "max_new_tokens": max_new_tokens} | options
-        with self.cache.frozen():
-            out = compat.generate(
-                self.model,
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=self.cache,
-                **options,
+    def check(self) -> None:
+        """Raises KvfoldError where the cache was used for something else."""
+        seen, known = self.cache.get_seq_length(), self.ids.shape[1]
+        if seen != known:
+            raise KvfoldError(
+                f"the cache of this context has read {seen} tokens, and the context has {known}: "
+                "leave its cache alone, and use ctx.chat() for later turns"
             )
-            self.cache.crop(seen - self.cache.get_seq_length())
-        answer = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        return str(answer).strip()
+
+    def ask(self, question: str, **options: Any) -> str:
+        """The model's answer; `options` are those of `Chat.ask`.
+
+        Any number of threads may ask at the same time: each costs its question and its answer.
+        """
+        return self.chat().ask(question, **options, keep=False)
+
+    def stream(self, question: str, **options: Any) -> Iterator[str]:
+        """The answer in pieces, as they come; `options` are those of `Chat.stream`."""
+        return self.chat().stream(question, **options, keep=False)
+
+    def chat(self) -> Chat:
+        """Several turns, of which each sees those before it; they share what this context holds."""
+        return Chat(self)
 
     def stats(self) -> Stats:
         """What the compressed document takes."""
         return self.cache.stats()
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file that `kvfold.load` reads; see `files/write.py` for what is raised."""
+        from kvfold.files.write import save
+
+        save(self, path)
 
 
 def compress(
@@ -88,4 +99,4 @@ def compress(
         read_per_chunk(model, cache, ids, None, prefill_chunk)
     else:
         read_turn(model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
-    return Context(model, tokenizer, cache, frame)
+    return Context(model, tokenizer, cache, frame, ids)

@@ -11,22 +11,31 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Frame:
-    """What a chat template puts before a user's message, and between it and the answer."""
+    """What a chat template puts before a user's message, and between it and the answer.
+
+    `between` stands between an answer and the user's next message; None: the template has no such.
+    """
 
     before: str
     after: str
+    between: str | None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Frame:
         """The tokenizer's chat template, or its first token and a line break where it has none."""
         if not tokenizer.chat_template:
-            return cls(tokenizer.bos_token or "", "\n")
-        mark = "\u2063"
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-        )
-        before, after = str(text).split(mark)
-        return cls(before, after)
+            return cls(tokenizer.bos_token or "", "\n", "\n\n")
+        before, after = _around(tokenizer, "user")
+        turns = _around(tokenizer, "user", "assistant", "user")
+        return cls(before, after, turns[2] if len(turns) == 4 else None)
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, *roles: str) -> list[str]:
+    """What the chat template puts before, between and after messages of these roles."""
+    mark = "\u2063"
+    messages = [{"role": role, "content": mark} for role in roles]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return str(text).split(mark)
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

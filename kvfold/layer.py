@@ -22,14 +22,13 @@ from kvfold.recall import Attended, LastQueries
 from kvfold.select.choose import choose, leaving
 from kvfold.select.forced import with_forced
 from kvfold.store.dense import DenseStore
-from kvfold.store.encoded import Encode
+from kvfold.store.encoded import Encode, EntrySize
 from kvfold.store.segments import SegmentStore
 from kvfold.store.sinks import MovingSinks
 from kvfold.turn import Plan, Turn
 
 # What a layer keeps about its entries [B, H, T], in their order.
 PER_ENTRY = ("sums", "squares", "rebuilding")
-POSITION_BYTES = 4
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -90,8 +89,7 @@ class CompressedLayer(CacheLayerMixin):
         self.logical.seen += new
         self.surplus = None if self.surplus is None else self.surplus + new
         store = self.stored()
-        if self.sinks is not None and isinstance(store, DenseStore):
-            self.sinks.follow(store, self._evicted_per_row())
+        self.settle_sinks()
         return store.keys, store.values
 
     @property
@@ -123,6 +121,10 @@ class CompressedLayer(CacheLayerMixin):
         self.logical.crop(count)
         self.surplus = None if self.surplus is None else self.surplus - count
         self._per_entry(lambda x: x[..., : self.stored().length].clone())
+        self.settle_sinks()
+
+    def settle_sinks(self) -> None:
+        """Moves re-indexed sinks to where all that is stored puts them."""
         if self.sinks is not None and isinstance(self.store, DenseStore):
             self.sinks.follow(self.store, self._evicted_per_row())
 
@@ -370,19 +372,18 @@ class CompressedLayer(CacheLayerMixin):
         if isinstance(self.plan.stages.allocate, Across):
             return self.per_head()
         free, heads = self.seen_per_row() - self.protected(), self.stored().keys.shape[1]
-        return self.plan.counts(seen, free, self._entry_bytes(), heads)
+        return self.plan.counts(seen, free, self._entry_size(), heads)
 
     def per_head(self) -> Tensor:
         """The budget in entries per KV head and layer `[B]`, beside protected ones."""
         free = self.seen_per_row() - self.protected()
-        size, heads = self._entry_bytes(), self.stored().keys.shape[1]
+        size, heads = self._entry_size(), self.stored().keys.shape[1]
         totals = [self.plan.total(n, size, heads, len(free)) for n in free.tolist()]
         return torch.tensor(totals, device=free.device) // self.plan.layers
 
-    def _entry_bytes(self) -> int:
-        store = self.stored()
-        numbers = store.keys.shape[-1] + store.values.shape[-1]
-        return numbers * store.keys.element_size() + POSITION_BYTES
+    def _entry_size(self) -> EntrySize:
+        keys, values = self.stored().keys, self.stored().values
+        return EntrySize(keys.shape[-1], values.shape[-1], keys.element_size())
 
     def protected(self) -> Tensor:
         """First tokens of each row that are kept beside the budget `[B]`."""

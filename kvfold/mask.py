@@ -27,7 +27,10 @@ def physical_mask(
         return mask
     batch, heads, stored = positions.shape
     query_heads, new = query.shape[1:3]
-    if new > 1 and _only_causal(mask, new, seen) and not bool((positions < 0).any()):
+    holes = bool((positions < 0).any())
+    if mask is None and new == 1 and not holes:
+        return None
+    if new > 1 and not holes and _only_causal(mask, new, seen):
         # What is older than the queries is seen by all of them, whatever each head has kept of it.
         causal = _lower_right(new, stored, positions.device)[None, None]
         if mask is None or mask.dtype == torch.bool:
@@ -43,10 +46,8 @@ def physical_mask(
         physical = per_head.gather(-1, columns.clamp(min=0))
     elif new > 1:
         physical = columns <= torch.arange(seen - new, seen, device=columns.device)[:, None]
-    elif bool((positions < 0).any()):
-        physical = torch.ones_like(columns, dtype=torch.bool)
     else:
-        return None
+        physical = torch.ones_like(columns, dtype=torch.bool)
     if physical.shape[1] != query_heads:
         physical = physical.repeat_interleave(groups, 1)
     hole = (positions < 0).repeat_interleave(groups, 1)[:, :, None]

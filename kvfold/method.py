@@ -193,6 +193,14 @@ class Composition(Method):
         return " + ".join(map(str, self.parts))
 
 
+def spelled_out(method: Method) -> str:
+    """The text from which `parse` makes this method even when defaults have changed."""
+    if isinstance(method, Composition):
+        return " + ".join(map(spelled_out, method.parts))
+    options = [f"{f.name}={_as_text(getattr(method, f.name))}" for f in dataclasses.fields(method)]
+    return method.name + (":" + ",".join(options) if options else "")
+
+
 def _as_text(value: Any) -> str:
     return "/".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import nn
@@ -15,10 +14,10 @@ from kvfold.errors import UnsupportedModel
 class Owner:
     """Which model a cache belongs to, and whether that model answers through kvfold's attention."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: compat.PreTrainedModel) -> None:
         self.modules = frozenset(id(module) for module in model.modules())
         self.name = type(model).__name__
-        self.model: weakref.ref[Any] | None = weakref.ref(model)
+        self.config = compat.text_config(model)
         self.waiting = False
 
     def check(self, module: nn.Module) -> None:
@@ -28,8 +27,7 @@ class Owner:
 
     def asked(self) -> None:
         """A layer hands out keys; raises UnsupportedModel if the last ones went elsewhere."""
-        model = self.model() if self.model is not None else None
-        if self.waiting or (model is not None and not compat.is_enabled(model)):
+        if self.waiting or (self.config is not None and not compat.is_routed(self.config)):
             raise UnsupportedModel(
                 "this cache's keys did not come back to kvfold's attention: the last forward "
                 "failed, kvfold.disable(model) was called, or another model used the cache; "
@@ -42,7 +40,7 @@ class Owner:
         self.waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"modules": frozenset(), "name": self.name, "model": None, "waiting": False}
+        return {"modules": frozenset(), "name": self.name, "config": None, "waiting": False}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
         other = object.__new__(Owner)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.budget import Budget
 from kvfold.method import Across, Measured, Stages
 from kvfold.observation import Observation
+from kvfold.store.encoded import EntrySize
 from kvfold.store.segments import SegmentStore
 
 if TYPE_CHECKING:
@@ -114,12 +115,15 @@ class Plan:
     seed: int
     shared: bool = False
 
-    def total(self, tokens: int, entry_bytes: int, heads: int, rows: int) -> int:
+    def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:
         """Entries per KV head that one row of so many `tokens` may keep, over all layers."""
         assert self.budget is not None
-        return self.budget.per_layer(tokens, entry_bytes, self.layers, heads, rows)
+        if self.budget.kind == "bytes" and self.stages.encode is not None:
+            room = self.budget.amount / (rows * heads * self.layers)
+            return self.stages.encode.fitting(room, size) * self.layers
+        return self.budget.per_layer(tokens, size.whole, self.layers, heads, rows)
 
-    def counts(self, seen: Observation, free: Tensor, entry_bytes: int, heads: int) -> Tensor:
+    def counts(self, seen: Observation, free: Tensor, size: EntrySize, heads: int) -> Tensor:
         """Entries per KV head of this layer, `[B]` or `[B, H]`, of `free [B]` tokens."""
         allocate = self.stages.allocate
         if isinstance(allocate, Measured):
@@ -127,7 +131,7 @@ class Plan:
         assert allocate is not None and not isinstance(allocate, Across)
         per_row, encode = [], self.stages.encode
         for tokens in free.tolist():
-            total = self.total(tokens, entry_bytes, heads, len(free))
+            total = self.total(tokens, size, heads, len(free))
             if encode is not None and encode.pairs:
                 total -= total % self.layers  # both layers of a pair keep as many
             per_row.append(allocate(total, tokens, self.layers)[self.layer])

@@ -165,3 +165,17 @@ def test_a_long_question_is_given_back(spec):
         cache.crop(-300)
     assert cache.stats() == before
     assert before.nbytes == reachable_bytes(cache)
+
+
+@torch.no_grad()
+@DTYPES
+@pytest.mark.parametrize("spec", ["snapkv + kivi:bits=4", "adakv + kivi:bits=2", "snapkv", "adakv"])
+def test_a_budget_in_bytes_is_kept_and_used(spec, dtype):
+    """A third of the full cache: packed entries, of which more fit, fill it as well."""
+    amount = full(torch.finfo(dtype).bits // 8) // 3
+    cache = kvfold.CompressedCache(model(dtype), spec, f"{amount}B")
+    model(dtype)(prompts((TOKENS,))[0], past_key_values=cache, logits_to_keep=1)
+    stats = cache.stats()
+    used = (stats.kv_bytes + stats.position_bytes) / amount
+    everything = stats.kept_fraction > 0.999
+    assert used <= 1.0 and (everything or used > 0.9)

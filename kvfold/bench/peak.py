@@ -55,7 +55,7 @@ def peak_of(spec: dict[str, Any], batch: int, length: int, room: int) -> int:
     return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
 
 
-def _memory(field: str) -> int:
+def memory(field: str) -> int:
     """A field of this process's status, in bytes."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"{field}:\s+(\d+) kB", status)
@@ -86,9 +86,9 @@ def main() -> None:
     side.prefill(ids[:, :WARM_UP], 1)
     side.free()
     RESET.write_text("5")
-    before = _memory("VmRSS")
+    before = memory("VmRSS")
     side.prefill(ids, spec["room"])
-    print(json.dumps({"peak_bytes": _memory("VmHWM") - before}))
+    print(json.dumps({"peak_bytes": memory("VmHWM") - before}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `kvfold demo`, `kvfold run`, `kvfold methods`, `kvfold bench`."""
+"""The command line: one module for each command of `kvfold`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvfold.cli import bench, demo, methods, run
+from kvfold.cli import ask, bench, compress, demo, info, methods, run
 from kvfold.cli.console import errors
 from kvfold.errors import KvfoldError
 
@@ -35,6 +35,9 @@ app = typer.Typer(
 )
 app.command("demo")(demo.command)
 app.command("run")(run.command)
+app.command("compress")(compress.command)
+app.command("ask")(ask.command)
+app.command("info")(info.command)
 app.command("methods")(methods.command)
 app.command("bench")(bench.command)
 

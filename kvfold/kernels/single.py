@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One new query per row: its attention is a single row, which costs nothing to look at."""
+"""One new query per row."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` to everything in key and value.
+
+    The query heads of a group are rows of one head: keys `[B, H, T, D]` are read once.
+    """
+    grouped = query.view(*key.shape[:2], -1, query.shape[-1])
+    out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
+    return out.view(*query.shape[:3], -1)
 
 
 def attend_with_row(
@@ -17,7 +28,7 @@ def attend_with_row(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, Hq, 1, Dv]` and the weights `[B, Hq, 1, T]` it is made of.
+    """Attention output `[B, Hq, 1, Dv]` and the row of weights `[B, Hq, 1, T]` it is made of.
 
     query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; mask, bool or
     additive, `[B, H or 1, G or 1, T]`; None: everything is seen. A query that sees nothing gets 0.

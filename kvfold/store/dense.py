@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from kvfold.store.branch import Branch
 from kvfold.store.encoded import Named
 from kvfold.store.growing import Growing, slack
 
@@ -67,6 +69,14 @@ class DenseStore:
             return self._positions.rows.long()
         batch, heads = self.keys.shape[:2]
         return torch.arange(self.length, device=self.keys.device).expand(batch, heads, -1)
+
+    def fork(self) -> DenseStore:
+        """One that goes on by itself, and shares all that is stored."""
+        other = copy.copy(self)
+        other._keys, other._values = Branch(self.keys), Branch(self.values)
+        if self._positions is not None:
+            other._positions = Branch(self._positions.rows)
+        return other
 
     def view(self) -> Tensor | None:
         """What attention must know beside keys and values: the stored positions."""

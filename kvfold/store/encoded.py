@@ -97,6 +97,23 @@ class Flat:
         return {"rows": list(self.segments)}
 
 
+POSITION_BYTES = 4
+
+
+@dataclass(frozen=True)
+class EntrySize:
+    """Numbers of a key and of a value, and bytes of a number."""
+
+    key: int
+    value: int
+    number: int
+
+    @property
+    def whole(self) -> int:
+        """Bytes of an entry as it came, and of its position."""
+        return (self.key + self.value) * self.number + POSITION_BYTES
+
+
 @dataclass(frozen=True)
 class Encode:
     """How a layer's entries are stored; this one leaves them as they came, in whole blocks.
@@ -112,6 +129,10 @@ class Encode:
     def of_layer(self, layer: int, layers: int) -> Encode | None:
         """How the layer at this place is stored; None: as it came, without encoding."""
         return self
+
+    def fitting(self, room: float, size: EntrySize) -> int:
+        """Entries of a KV head that certainly fit into `room` bytes."""
+        return int(room // size.whole)
 
     def key_count(self, entries: int, encoded: int, decoding: bool) -> int:
         """How many of `entries` keys are to be encoded, of which `encoded` are already."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.observation import Observation
-from kvfold.store.encoded import Encode, Encoded, Flat, Named
+from kvfold.store.encoded import POSITION_BYTES, Encode, Encoded, EntrySize, Flat, Named
 
 
 def quantise(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,6 +225,14 @@ class Packing(Encode):
                 f"the residual is packed in whole groups, so it is a multiple of {self.group}, "
                 f"not {self.residual}"
             )
+
+    def fitting(self, room: float, size: EntrySize) -> int:
+        codes = (size.key * self.key_bits + size.value * self.value_bits) / 8
+        scales = 2 * size.number * (size.key + size.value) / self.group
+        packed = codes + scales + POSITION_BYTES
+        # At most `residual` keys and values are whole when a turn has ended.
+        beside = room - self.residual * (size.whole - packed)
+        return max(super().fitting(room, size), int(beside // packed))
 
     def key_count(self, entries: int, encoded: int, decoding: bool) -> int:
         return max(encoded, entries - entries % self.residual)

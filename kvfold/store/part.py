@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,6 +84,12 @@ class Part:
         self.alive = (slots >= 0).sum(-1).flatten().tolist()
         slots = slots[..., slots.shape[-1] - max(self.alive) :].clamp(min=0)
         self.tail = Growing.gathered(rows, slots, ROOM)
+
+    def fork(self) -> Part:
+        """One that goes on by itself: what is encoded is shared, the tail is a copy."""
+        other = copy.copy(self)
+        other.alive, other.tail = list(self.alive), Growing(self.tail.rows, ROOM)
+        return other
 
     def view(self) -> PartView:
         """What attention reads."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -107,6 +108,12 @@ class SegmentStore:
     def length(self) -> int:
         """Entries of the longest segment."""
         return max(self._counts) + self._new
+
+    def fork(self) -> SegmentStore:
+        """One that goes on by itself, and shares what is encoded."""
+        other = copy.copy(self)
+        other._keys, other._values = self._keys.fork(), self._values.fork()
+        return other
 
     def view(self) -> Segments | None:
         """What attention reads; it stays as it is when the store goes on.

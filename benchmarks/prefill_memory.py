@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peak memory of reading a prompt whole, in pieces, and compressed after each piece.
+
+`python benchmarks/prefill_memory.py`: each in a process of its own, whose high-water mark counts
+from when the model is loaded and warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+
+import torch
+
+import kvfold
+from kvfold.bench.peak import ALLOCATOR, RESET, memory
+from kvfold.bench.shapes import Subject
+
+WAYS = {
+    "whole": {},
+    "in pieces": {"prefill_chunk": 1024},
+    "per chunk": {"prefill_chunk": 1024, "compress": "per_chunk"},
+}
+
+
+def read(method: str, budget: float | int, length: int, way: str, answers) -> None:
+    """Puts the peak and the cache's bytes after reading `length` tokens into `answers`."""
+    torch.set_num_threads(2)
+    subject = Subject.of("small", "float32", 0)
+    for tokens in (64, length):
+        ids = subject.tokens(1, tokens)
+        # The first, short prompt only warms up.
+        cache = kvfold.CompressedCache(
+            subject.model, method, min(budget, 32) if tokens == 64 else budget
+        )
+        RESET.write_text("5")
+        before = memory("VmRSS")
+        kvfold.generate(
+            subject.model, ids, cache=cache, max_new_tokens=1, do_sample=False, **WAYS[way]
+        )
+    answers.put((memory("VmHWM") - before, cache.stats().nbytes, cache.stats().nbytes_full))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--methods", nargs="+", default=["snapkv", "knorm", "h2o", "d2o"])
+    arguments = parser.parse_args()
+    os.environ |= ALLOCATOR
+    context = multiprocessing.get_context("spawn")
+    for method in arguments.methods:
+        for way in WAYS:
+            answers = context.SimpleQueue()
+            work = (method, arguments.budget, arguments.length, way, answers)
+            process = context.Process(target=read, args=work)
+            process.start()
+            process.join()
+            peak, held, full = answers.get()
+            print(
+                f"{method:8s} {way:10s} peak {peak / 2**20:6.1f} MiB, cache {held / 2**20:5.1f} "
+                f"of {full / 2**20:.1f} MiB"
+            )
+
+
+if __name__ == "__main__":
+    main()

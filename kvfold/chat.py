@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to a context, one after the other: what was kept is seen by those that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvfold import compat
+from kvfold.answer import Answer
+from kvfold.errors import KvfoldError
+from kvfold.frame import token_ids
+from kvfold.layer import CompressedLayer
+from kvfold.reader import fork
+
+if TYPE_CHECKING:
+    from kvfold.context import Context
+
+ONE_ANSWER = ("num_beams", "num_return_sequences")
+
+
+class Chat:
+    """Turns over one context, whose storage is shared with all other chats.
+
+    Chats of one context may answer at the same time, each in a thread of its own; one chat answers
+    one question at a time. `ids [1, N]` are the tokens of the document and of all turns kept.
+    """
+
+    def __init__(self, context: Context) -> None:
+        context.check()
+        self.context = context
+        self.ids = context.ids
+        self.reader = fork(context.cache)
+        self._before_turns: list[int] = []
+
+    @property
+    def turns(self) -> int:
+        """How many turns are kept."""
+        return len(self._before_turns)
+
+    def ask(
+        self,
+        question: str,
+        *,
+        keep: bool = True,
+        answer_prefix: str = "",
+        max_new_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        **options: Any,
+    ) -> str:
+        """The model's answer, greedy unless `options` for `model.generate` say otherwise.
+
+        `answer_prefix` are words the answer starts with, and it ends where a `stop` string would
+        begin; neither is part of what is returned. With `keep`, later turns see this one. Raises
+        KvfoldError for several answers at once, and for a second turn where the chat template has
+        none; the chat is then as before, as after every error.
+        """
+        options |= {"max_new_tokens": max_new_tokens}
+        answer = self._answer(
+            question, keep, answer_prefix, _listed(stop), _nowhere, Event(), options
+        )
+        return answer.strip()
+
+    def stream(
+        self,
+        question: str,
+        *,
+        keep: bool = True,
+        answer_prefix: str = "",
+        max_new_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        **options: Any,
+    ) -> Iterator[str]:
+        """The answer in pieces, as they come; all as for `ask`.
+
+        It begins with the first piece that is asked for. An iterator that is closed ends the
+        answer, and its turn is not kept.
+        """
+        options |= {"max_new_tokens": max_new_tokens}
+        pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+        cancelled = Event()
+
+        def work() -> None:
+            try:
+                self._answer(
+                    question, keep, answer_prefix, _listed(stop), pieces.put, cancelled, options
+                )
+            except BaseException as problem:
+                pieces.put(problem)
+            pieces.put(None)
+
+        thread = Thread(target=work, name="kvfold answer", daemon=True)
+        thread.start()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            cancelled.set()
+            thread.join()
+
+    def drop(self, turns: int = 1) -> None:
+        """Forgets the last `turns` that were kept; raises KvfoldError where there are fewer."""
+        if not 0 <= turns <= self.turns:
+            raise KvfoldError(f"{turns} turns cannot be dropped of {self.turns}")
+        if turns:
+            self._go_back(self._before_turns[-turns])
+            del self._before_turns[-turns:]
+
+    def _answer(
+        self,
+        question: str,
+        keep: bool,
+        answer_prefix: str,
+        stop: Sequence[str],
+        put: Callable[[str], Any],
+        cancelled: Event,
+        options: dict[str, Any],
+    ) -> str:
+        if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
+            raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
+        before = self.ids.shape[1]
+        asked = torch.cat([self.ids, self._asked(question, answer_prefix)], 1)
+        answer = Answer(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
+        kept = before
+        try:
+            tokens = answer.finish(self._generated(asked, answer, options))
+            if keep and not cancelled.is_set():
+                said = torch.tensor([self._without_end(tokens)], device=asked.device)
+                self.ids = torch.cat([asked, said.to(asked.dtype)], 1)
+                self._before_turns.append(before)
+                kept = self.ids.shape[1]
+        except BaseException:
+            # Layers may no longer hold the same tokens.
+            self.reader = fork(self.context.cache)
+            raise
+        self._go_back(kept)
+        return answer.text
+
+    def _asked(self, question: str, answer_prefix: str) -> Tensor:
+        """The tokens `[1, n]` of a question, and of what its answer begins with."""
+        frame = self.context.frame
+        opening = frame.between if self.turns else "\n\n"
+        if opening is None:
+            raise KvfoldError("the tokenizer's chat template has no second turn: ask without keep")
+        text = f"{opening}{question}{frame.after}{answer_prefix}"
+        return token_ids(self.context.tokenizer, text).to(self.ids.device)
+
+    def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
+        """The tokens that follow `asked [1, N]`."""
+        criteria = [*(options.pop("stopping_criteria", None) or []), answer]
+        out = compat.generate(
+            self.context.model,
+            input_ids=asked,
+            attention_mask=torch.ones_like(asked),
+            past_key_values=self.reader,
+            **({"do_sample": False} | options | {"stopping_criteria": criteria}),
+        )
+        tokens: list[int] = out[0, asked.shape[1] :].tolist()
+        return tokens
+
+    def _without_end(self, tokens: list[int]) -> list[int]:
+        """`tokens` without the one that ended the answer: the next turn's opening brings it."""
+        end = self.context.model.generation_config.eos_token_id
+        ends = end if isinstance(end, list) else [end]
+        return tokens[:-1] if tokens and tokens[-1] in ends else tokens
+
+    def _go_back(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+        self.ids = self.ids[:, :length]
+        excess = self.reader.get_seq_length() - length
+        if excess <= 0:
+            return
+        if all(isinstance(layer, CompressedLayer) for layer in self.reader.layers):
+            self.reader.crop(-excess)
+        else:
+            # Sliding and recurrent layers cannot: turns that are kept are read again.
+            self.reader = fork(self.context.cache)
+
+
+def _listed(stop: str | Sequence[str]) -> Sequence[str]:
+    return (stop,) if isinstance(stop, str) else stop
+
+
+def _nowhere(piece: str) -> None:
+    """For answers that nobody waits for piece by piece."""

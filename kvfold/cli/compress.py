@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold compress`: reads a document once and writes what is kept of it to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from kvfold.cli.console import console, kept_per_layer, progress, size, table
+from kvfold.cli.run import Compress, load
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.compat import PreTrainedModel
+
+
+def command(
+    model: Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')],
+    document: Annotated[Path, typer.Argument(help="A text file.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", dir_okay=False, help="The file to write.", show_default="*.kvfold"
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help='A name of `kvfold methods`, or "snapkv:window=16".')
+    ] = "kvzip",
+    budget: Annotated[
+        str | None,
+        typer.Option(help='What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'),
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Read the document in pieces of this many tokens.")
+    ] = None,
+    compress: Annotated[
+        Compress,
+        typer.Option(help="When: at the document's end, or per_chunk, which bounds the memory."),
+    ] = "at_end",
+    seed: Annotated[int, typer.Option(help="Fixes the choice of random methods.")] = 0,
+) -> None:
+    """Compress a document into a file; ask it questions later with `kvfold ask`."""
+    text = read_text(document)
+    path = out or document.with_suffix(".kvfold")
+    if not path.parent.is_dir():
+        raise KvfoldError(f"cannot write {path}: there is no folder {path.parent}")
+    shown = console()
+    with shown.status("importing torch and transformers"):
+        import kvfold
+    # Refused here, before a large model is loaded.
+    chosen = kvfold.parse(method)
+    limit = None if budget is None else kvfold.Budget.of(budget)
+    network, tokenizer = load(model)
+    with progress(shown) as bar, _watched(network, bar):
+        context = kvfold.compress(
+            network,
+            tokenizer,
+            text,
+            chosen,
+            limit,
+            prefill_chunk=prefill_chunk,
+            compress=compress,
+            seed=seed,
+        )
+    context.save(path)
+    stats = context.stats()
+    rows = [("tokens", f"{stats.seen:,}")]
+    rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.kept)]
+    rows += [
+        ("kept of all entries", f"{stats.kept_fraction:.1%}"),
+        ("bytes in memory", size(stats.nbytes)),
+        ("bytes of a full cache", size(stats.nbytes_full)),
+        ("bytes of the file", size(path.stat().st_size)),
+    ]
+    made = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
+    for row in rows:
+        made.add_row(*row)
+    shown.print(made)
+    shown.print(f"{path}: ask it with `kvfold ask {model} {path} QUESTION`.", soft_wrap=True)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; raises KvfoldError where there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise KvfoldError(f"cannot read {path}: {problem}") from problem
+    if not text.strip():
+        raise KvfoldError(f"{path} is empty")
+    return text
+
+
+@contextmanager
+def _watched(model: PreTrainedModel, bar: Progress) -> Iterator[None]:
+    """Counts the tokens that the model has read."""
+    task = bar.add_task("reading", total=None)
+
+    def after_forward(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+        cache = options.get("past_key_values")
+        if cache is not None:
+            bar.update(task, description=f"reading, {cache.get_seq_length():,} tokens so far")
+
+    hook = model.register_forward_hook(after_forward, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()

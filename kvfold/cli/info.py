@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold info`: what a context file holds; no model is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvfold.cli.console import console, kept_per_layer, size, table
+
+if TYPE_CHECKING:
+    from kvfold.files.format import Header
+
+
+def command(
+    context: Annotated[Path, typer.Argument(help="A file written by `kvfold compress`.")],
+) -> None:
+    """Show what a context file holds: method, what is kept, and for which model."""
+    out = console()
+    with out.status("importing torch"):
+        from kvfold.files.format import read_header
+    header = read_header(context)
+    shown = table(str(context), "what", "value")
+    for row in [*_content(header), ("bytes of the file", size(context.stat().st_size))]:
+        shown.add_row(*row)
+    out.print(shown)
+
+
+def _content(header: Header) -> list[tuple[str, str]]:
+    budget = "none" if header.budget is None else f"{header.budget.amount:g} {header.budget.kind}"
+    bits = "" if header.bits is None else ", packed into {} and {} bits".format(*header.bits)
+    rope = header.rope.parameters.get("rope_type", "as in the configuration")
+    rows = [
+        ("method", header.method),
+        ("budget", budget),
+        ("seed", str(header.seed)),
+        ("tokens", f"{header.seen:,}"),
+    ]
+    kept = kept_per_layer([[layer.kept] for layer in header.layers])
+    rows += [(f"kept in {name}", count) for name, count in kept]
+    rows += [(f"layer {other.index}", f"{other.kind}, as it is") for other in header.others]
+    if header.per_chunk is not None:
+        rows.append(("compressed", f"after each {header.per_chunk:,} tokens"))
+    rows += [
+        ("keys and values", header.dtype + bits),
+        ("model", f"{header.model.name}, configuration {header.model.config_hash}"),
+        ("RoPE", f"{rope}, keys moved by {header.rope.moved}"),
+        ("written by", f"kvfold {header.written_by}"),
+    ]
+    return rows

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a context to a file."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+import kvfold
+from kvfold.cache import CompressedCache
+from kvfold.errors import KvfoldError
+from kvfold.files import layers, others
+from kvfold.files.format import BudgetPart, Header, LayerPart, OtherPart, digest_of, metadata
+from kvfold.files.identity import model_part, rope_part
+from kvfold.layer import CompressedLayer
+from kvfold.method import parse, spelled_out
+from kvfold.store.encoded import Named
+from kvfold.store.packed import Packing
+
+if TYPE_CHECKING:
+    from kvfold.context import Context
+
+
+class Tensors:
+    """What goes into a file: each tensor once, on the CPU."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Tensor] = {}
+        self.same_as: dict[str, str] = {}
+        # With the tensors themselves, so that no address is used again.
+        self._at: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
+
+    def add(self, prefix: str, by_head: Named, whole: dict[str, Tensor]) -> None:
+        """Tensors of each head, and others."""
+        for name, of_heads in by_head.items():
+            for head, tensor in enumerate(of_heads):
+                self._add(f"{prefix}{name}.{head}", tensor)
+        for name, tensor in whole.items():
+            self._add(f"{prefix}{name}", tensor)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        place = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and place in self._at:
+            self.same_as[name] = self._at[place][0]
+            return
+        self._at[place] = name, tensor
+        self.stored[name] = tensor.detach().contiguous().cpu()
+
+
+def save(context: Context, path: str | Path) -> None:
+    """Writes `context` to `path`, at once or not at all; raises KvfoldError where it cannot.
+
+    A process that is killed meanwhile leaves what was there, and a file `.<name>.<random>.tmp`.
+    """
+    cache, path = context.cache, Path(path)
+    _check(cache)
+    context.check()
+    tensors = Tensors()
+    parts, limit = list(_layers(cache, tensors)), cache.budget
+    rope, frequencies = rope_part(context.model)
+    whole = {"ids": context.ids[0].int()}
+    if cache.turn.prefix is not None:
+        whole["prefix"] = cache.turn.prefix
+    tensors.add("", {}, whole)
+    tensors.add("rope.", {}, frequencies)
+    header = Header(
+        written_by=kvfold.__version__,
+        method=spelled_out(cache.method),
+        budget=None if limit is None else BudgetPart(kind=limit.kind, amount=limit.amount),
+        protect=list(cache.protect),
+        seed=cache.seed,
+        per_chunk=cache.per_chunk,
+        seen=cache.get_seq_length(),
+        dtype=str(cache.compressed_layers[0].dtype).removeprefix("torch."),
+        bits=_bits(cache),
+        before=context.frame.before,
+        after=context.frame.after,
+        between=context.frame.between,
+        model=model_part(context.model, context.tokenizer),
+        rope=rope,
+        has_prefix=cache.turn.prefix is not None,
+        layers=[part for part in parts if isinstance(part, LayerPart)],
+        others=[part for part in parts if isinstance(part, OtherPart)],
+        same_as=tensors.same_as,
+        checksums={name: digest_of(tensor) for name, tensor in tensors.stored.items()},
+    )
+    with replacing(path) as temporary:
+        save_file(tensors.stored, temporary, metadata(header))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to, which takes its place when the block ends well."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.touch()
+        # A library that writes by renaming leaves rights that are its owner's alone.
+        rights = temporary.stat().st_mode
+        yield temporary
+        temporary.chmod(rights)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as problem:
+        raise KvfoldError(f"cannot write {path}: {problem}") from problem
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _check(cache: CompressedCache) -> None:
+    """Raises KvfoldError for a cache that is in the middle of something, or not one document."""
+    own, turn = cache.compressed_layers, cache.turn
+    if any(layer.store is None for layer in own):
+        raise KvfoldError("there is nothing to save: the cache has read nothing yet")
+    unfinished = turn.frozen or turn.goes_on(cache.get_seq_length()) or any(x.late for x in own)
+    if unfinished or cache.owner.waiting:
+        raise KvfoldError("the cache is in the middle of a turn: save it when the turn has ended")
+    if any(len(layer.stored().keys) != 1 for layer in own):
+        raise KvfoldError("a context file holds one document, and this cache has several rows")
+    if parse(spelled_out(cache.method)) != cache.method:
+        raise KvfoldError(
+            f"{cache.method} is not a registered method, so no file could be loaded again: "
+            "register it"
+        )
+
+
+def _layers(cache: CompressedCache, tensors: Tensors) -> Iterator[LayerPart | OtherPart]:
+    """What a file says of each layer, whose tensors are added."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, CompressedLayer):
+            saved = layers.describe(layer, index)
+            tensors.add(f"layers.{index}.", saved.by_head, saved.whole)
+            yield saved.part
+        else:
+            part, by_head, whole = others.describe(layer, index)
+            tensors.add(f"others.{index}.", by_head, whole)
+            yield part
+
+
+def _bits(cache: CompressedCache) -> tuple[int, int] | None:
+    encode = cache.method.stages().encode
+    return (encode.key_bits, encode.value_bits) if isinstance(encode, Packing) else None
