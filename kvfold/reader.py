@@ -18,8 +18,7 @@ def fork(cache: CompressedCache) -> CompressedCache:
 
     It evicts and encodes nothing, and its own tokens can be cropped away. Any number of them may
     read at the same time, each in a thread of its own, for as long as `cache` reads nothing itself.
-    Copied are what a context has little of: entries that are not encoded yet beside encoded ones
-    (at most KIVI's `residual` and a few more), and the states of sliding and recurrent layers.
+    Only the states of sliding and recurrent layers, which are small, are copied.
     """
     reader = copy.copy(cache)
     reader.turn = Turn(frozen=True, prefix=cache.turn.prefix)

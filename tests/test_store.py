@@ -191,7 +191,7 @@ def test_bytes_are_those_of_the_entries_and_the_slack():
     store.keep(torch.arange(7).expand(2, 2, 7))
     assert store.nbytes(set()) == (2 * 2 * 7 * entry, 2 * 2 * 7 * 4, 2 * 2 * 16 * (entry + 4))
     store.crop(3)
-    assert store.nbytes(set()) == (2 * 2 * 4 * entry, 2 * 2 * 4 * 4, 2 * 2 * 67 * (entry + 4))
+    assert store.nbytes(set()) == (2 * 2 * 4 * entry, 2 * 2 * 4 * 4, 2 * 2 * 19 * (entry + 4))
 
 
 def test_eviction_gives_memory_back():

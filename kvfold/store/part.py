@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.store.branch import Branch
 from kvfold.store.encoded import Encoded, Named
 from kvfold.store.growing import Growing
 
@@ -86,9 +87,9 @@ class Part:
         self.tail = Growing.gathered(rows, slots, ROOM)
 
     def fork(self) -> Part:
-        """One that goes on by itself: what is encoded is shared, the tail is a copy."""
+        """One that goes on by itself, and shares all that is stored."""
         other = copy.copy(self)
-        other.alive, other.tail = list(self.alive), Growing(self.tail.rows, ROOM)
+        other.alive, other.tail = list(self.alive), Branch(self.tail.rows)
         return other
 
     def view(self) -> PartView:

@@ -110,7 +110,7 @@ class SegmentStore:
         return max(self._counts) + self._new
 
     def fork(self) -> SegmentStore:
-        """One that goes on by itself, and shares what is encoded."""
+        """One that goes on by itself, and shares all that is stored."""
         other = copy.copy(self)
         other._keys, other._values = self._keys.fork(), self._values.fork()
         return other
