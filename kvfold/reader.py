@@ -7,7 +7,8 @@ import copy
 import dataclasses
 
 from kvfold.cache import CompressedCache
-from kvfold.layer import PER_ENTRY, CompressedLayer
+from kvfold.held import PER_ENTRY
+from kvfold.layer import CompressedLayer
 from kvfold.owner import Owner
 from kvfold.recall import LastQueries
 from kvfold.turn import Turn

@@ -16,7 +16,7 @@ from kvfold.store.encoded import EntrySize
 from kvfold.store.segments import SegmentStore
 
 if TYPE_CHECKING:
-    from kvfold.layer import CompressedLayer
+    from kvfold.compression import Compression
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Turn:
     until: int = 0
     repeating: Repeating | None = None
     prefix: Tensor | None = None
-    gathered: list[tuple[CompressedLayer, Observation]] = field(default_factory=list)
-    partner: CompressedLayer | None = None
+    gathered: list[tuple[Compression, Observation]] = field(default_factory=list)
+    partner: Compression | None = None
     driving: bool = False
     watched: Observation | None = None
 
@@ -61,7 +61,7 @@ class Turn:
         """Whether more pieces of this turn are to come after `seen` tokens."""
         return self.reading or seen < self.until
 
-    def gather(self, layer: CompressedLayer, seen: Observation) -> None:
+    def gather(self, layer: Compression, seen: Observation) -> None:
         """A layer is done; the last one lets all of them compress to sizes shared across them."""
         self.gathered.append((layer, seen))
         if len(self.gathered) < layer.plan.layers:
@@ -77,9 +77,7 @@ class Turn:
         for (waiting, of_layer), count in zip(gathered, counts, strict=True):
             waiting.compress(of_layer, count)
 
-    def encode(
-        self, layer: CompressedLayer, decoding: bool, seen: Observation | None = None
-    ) -> None:
+    def encode(self, layer: Compression, decoding: bool, seen: Observation | None = None) -> None:
         """Encodes what a layer has due, or what both layers of its pair have."""
         store = layer.store
         assert isinstance(store, SegmentStore)

@@ -55,7 +55,7 @@ class RopePart(_Part):
 
 
 class LayerPart(_Part):
-    """A compressed layer: `by_head` and `whole` name its tensors, the rest is as in `layer.py`."""
+    """A compressed layer: `by_head` and `whole` name its tensors, the rest is as in `held.py`."""
 
     index: int
     store: Literal["dense", "segments"]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvfold.files.format import LayerPart
-from kvfold.layer import PER_ENTRY, CompressedLayer
+from kvfold.held import PER_ENTRY
+from kvfold.layer import CompressedLayer
 from kvfold.logical import Logical
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoded import Encode, Named

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a layer is compressed: sizes, selection, compensation, and stores of what stays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.budget import Budget
+from kvfold.compensate.eviction import Eviction, Leaving
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.held import Held
+from kvfold.method import Across, Measured
+from kvfold.observation import Observation
+from kvfold.recall import Attended
+from kvfold.select.choose import choose, leaving
+from kvfold.select.forced import with_forced
+from kvfold.store.dense import DenseStore
+from kvfold.store.encoded import Encode, EntrySize
+from kvfold.store.segments import SegmentStore
+from kvfold.store.sinks import MovingSinks
+
+
+class Compression(Held):
+    """A layer that brings itself back to its budget."""
+
+    def _end_turn(self, seen: Observation) -> None:
+        """Ends a turn: brings the layer back to its budget."""
+        stages = self.plan.stages
+        self.turns += 1
+        self.last_queries.forget()
+        own_forwards = stages.funnel or (stages.needs.rebuilding and self.rebuilding is None)
+        if own_forwards:
+            self._check_started()
+            if stages.encode is not None:
+                self._encode_all(seen)
+        elif stages.decode == "once":
+            self.late = True
+        elif isinstance(stages.allocate, Across):
+            self.turn.gather(self, self._with_candidates(seen))
+        elif stages.score is not None or stages.encode is not None:
+            self._size_and_compress(seen)
+
+    def _with_candidates(self, seen: Observation) -> Observation:
+        """Rebuilding scores in which what is kept anyway wins, and the prefix takes no part."""
+        if seen.rebuilding is None:
+            return seen
+        places = self.places()
+        forced = self.plan.stages.forced.mask(places, torch.zeros_like(self.seen_per_row()))
+        scores = with_forced(seen.rebuilding, forced, places)
+        prefix = places < self.protected().view(-1, 1, 1)
+        return dataclasses.replace(seen, rebuilding=scores.masked_fill(prefix, -torch.inf))
+
+    def _check_started(self) -> None:
+        """Raises KvfoldError for a first turn without the method's own; later ones come on top."""
+        if self.turns == 1:
+            raise KvfoldError(
+                "this method runs forwards of its own over a first prompt: use kvfold.compress or "
+                "kvfold.generate, with a cache that was given tokenizer= where it needs one"
+            )
+
+    def _size_and_compress(self, seen: Observation) -> None:
+        if self.plan.stages.score is None:
+            self._encode_all(seen)
+        else:
+            self.compress(seen, self._share(seen))
+
+    def _share(self, seen: Observation) -> Tensor:
+        """Entries per KV head, `[B]` or `[B, H]`; evenly where other layers are not known yet."""
+        if isinstance(self.plan.stages.allocate, Across):
+            return self.per_head()
+        free, heads = self.seen_per_row() - self.protected(), self.stored().keys.shape[1]
+        return self.plan.counts(seen, free, self._entry_size(), heads)
+
+    def per_head(self) -> Tensor:
+        """The budget in entries per KV head and layer `[B]`, beside protected ones."""
+        free = self.seen_per_row() - self.protected()
+        size, heads = self._entry_size(), self.stored().keys.shape[1]
+        totals = [self.plan.total(n, size, heads, len(free)) for n in free.tolist()]
+        return torch.tensor(totals, device=free.device) // self.plan.layers
+
+    def _entry_size(self) -> EntrySize:
+        keys, values = self.stored().keys, self.stored().values
+        return EntrySize(keys.shape[-1], values.shape[-1], keys.element_size())
+
+    def protected(self) -> Tensor:
+        """First tokens of each row that are kept beside the budget `[B]`."""
+        if self.turn.prefix is None:
+            return torch.zeros_like(self.seen_per_row())
+        return self.turn.prefix
+
+    def compress(self, seen: Observation, counts: Tensor) -> None:
+        """Brings the layer to `counts`, `[B]` or `[B, H]`, entries per KV head."""
+        everything = self.plan.budget == Budget.ratio(1.0)
+        counts = counts + self.protected().view(-1, *[1] * (counts.dim() - 1))
+        self.capacity = None if everything or counts.dim() > 1 else counts
+        self._evict(seen, counts)
+        self.rebuilding = None
+
+    def _hold(self, attended: Attended) -> None:
+        """After a generated token: back to the size of the last turn's end."""
+        assert self.plan.budget is not None
+        if self.capacity is None and self.turns == 0 and self.plan.budget.kind != "ratio":
+            self.capacity = self._share(self._observation(attended))
+        if self.capacity is not None:
+            self.turns += 1
+            seen = self._observation(attended)
+            if attended.row is not None:
+                self._drop_one(seen, self.capacity)
+            else:
+                self._evict(seen, self.capacity)
+
+    def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
+        """One entry of each head leaves, and what stays is not moved."""
+        stages, places, store = self.plan.stages, self.places(), self.stored()
+        assert isinstance(store, DenseStore)
+        protected = None
+        if self.turn.prefix is not None:
+            protected = places < self.turn.prefix.view(-1, 1, 1)
+        slot = leaving(stages, seen, places, protected, capacity)
+        if stages.compensate_one is not None:
+            change = stages.compensate_one(
+                Leaving(store.keys, store.values, places, slot, self.merging)
+            )
+            store.change(change.slot, change.keys, change.values)
+            self.merging = change.state
+        store.drop(slot)
+        self.surplus, self.evicted_at = 0, self.seen
+        if store.crowded:
+            self._leave_out_dead()
+
+    def _leave_out_dead(self) -> None:
+        """Copies what is alive, where entries have left without being moved."""
+        if isinstance(self.store, DenseStore) and self.store.dead:
+            self._store_only(self.store, _alive(self.store.positions))
+
+    def _evict(self, seen: Observation, counts: Tensor) -> None:
+        """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""
+        stages, places = self.plan.stages, self.places()
+        if counts.dim() > 1:
+            self._check_heads(seen)
+        stored = (places >= 0).sum(-1)
+        if bool((counts.view(len(counts), -1) >= stored).all()):
+            slots = torch.arange(places.shape[-1], device=places.device)
+            self._note_error(seen, slots.expand_as(places))
+            self._note_surplus(stored, counts)
+            if stages.encode is not None:
+                self._encode_all(seen)
+            return
+        forced = places < self.protected().view(-1, 1, 1)
+        if isinstance(self.store, SegmentStore) and not self.store.encode.evictable:
+            forced = forced | self.store.encoded
+        chosen = choose(stages, seen, places, forced & (places >= 0), counts)
+        self.over_budget = chosen.over_budget
+        self._note_error(seen, chosen.slots)
+        self._note_surplus((chosen.slots >= 0).sum(-1), counts)
+        self._keep(seen, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
+
+    def _note_surplus(self, kept: Tensor, counts: Tensor) -> None:
+        """Whether every head holds exactly its capacity now."""
+        held = self.capacity is not None and bool((kept == counts.view(len(counts), -1)).all())
+        self.surplus = 0 if held else None
+
+    def _note_error(self, seen: Observation, slots: Tensor) -> None:
+        """What a method without a budget says of its choice."""
+        allocate = self.plan.stages.allocate
+        if isinstance(allocate, Measured) and allocate.error is not None:
+            length = seen.positions.shape[-1]
+            # Holes write into one more column, which is cut off.
+            kept = F.pad(torch.zeros_like(seen.positions, dtype=torch.bool), (0, 1))
+            kept = kept.scatter(2, slots.masked_fill(slots < 0, length), True)[..., :length]
+            self.error = allocate.error(seen, kept)
+
+    def _encode_all(self, seen: Observation) -> None:
+        """Evicts nothing but padding, and encodes."""
+        self._keep(seen, _alive(self.places()), ragged=True)
+
+    def _keep(self, seen: Observation, slots: Tensor, ragged: bool) -> None:
+        """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
+        stages, store = self.plan.stages, self.stored()
+        saved = None
+        if stages.compensate is not None:
+            if self.sinks is not None and isinstance(store, DenseStore):
+                self.sinks.restore(store)
+            keys, values = store.dense()
+            eviction = Eviction(
+                keys, values, self.places(), slots, self.sums, self.merging, seen.seed
+            )
+            *saved, self.merging = stages.compensate(eviction)
+        if ragged or stages.encode is not None:
+            self._keep_in_segments(seen, slots, saved)
+        else:
+            assert isinstance(store, DenseStore)
+            self._store_only(store, slots)
+            if saved is not None:
+                store.replace(*saved)
+        self.evicted_at = self.seen
+
+    def _store_only(self, store: DenseStore, slots: Tensor) -> None:
+        """Keeps the entries at `slots [B, H, K]` of a dense store."""
+        if self.sinks is not None:
+            self.sinks.restore(store)
+        store.keep(slots)
+        self._select_per_entry(slots)
+        if self.plan.stages.positions == "reindex":
+            self.sinks = MovingSinks(store, self.plan.stages.forced.sinks, self.rotation)
+
+    def _select_per_entry(self, slots: Tensor) -> None:
+        self._per_entry(lambda x: x.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0))
+
+    def _keep_in_segments(
+        self, seen: Observation, slots: Tensor, saved: list[Tensor] | None
+    ) -> None:
+        encode, store = self.plan.stages.encode or Encode(), self.stored()
+        self._check_heads(seen)
+        if isinstance(store, SegmentStore) and not encode.evictable:
+            store.keep(slots)
+        else:
+            positions = None if self._is_everything(slots) else store.positions
+            self.store = SegmentStore(*store.dense(), positions, slots, encode)
+            if saved is not None:
+                self.store.replace(*saved)
+        # Entries stored as they came need no second look at them, which is a copy.
+        observed = seen.at(slots) if self.plan.stages.encode is not None else None
+        self.turn.encode(self, decoding=False, seen=observed)
+        self._select_per_entry(slots)
+
+    def _check_heads(self, seen: Observation) -> None:
+        """Raises UnsupportedModel where heads have no entries of their own."""
+        if seen.keys.shape[1] != self.stored().keys.shape[1]:
+            raise UnsupportedModel(
+                "this model's cache holds latents, one for all heads: budgets per head, packed, "
+                "pruned and paired entries need keys of each head"
+            )
+
+    def _is_everything(self, slots: Tensor) -> bool:
+        """Whether entry i is column i, before and after."""
+        store = self.stored()
+        untouched = isinstance(store, DenseStore) and store.stored_positions is None
+        return untouched and slots.shape[-1] == store.length and bool((slots >= 0).all())
+
+
+def _alive(places: Tensor) -> Tensor:
+    """Slots `[B, H, K]` of the entries whose place is not −1, ascending; holes on the left."""
+    slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
+    slots = slots.masked_fill(places < 0, -1).sort(-1).values
+    return slots[..., int((slots < 0).sum(-1).min()) :]

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one layer of the cache holds: entries, where they stood, and what was observed of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvfold.compat import CacheLayerMixin, Rotation
+from kvfold.errors import KvfoldError
+from kvfold.logical import Logical
+from kvfold.observation import Observation
+from kvfold.owner import Owner
+from kvfold.recall import Attended, LastQueries
+from kvfold.store.dense import DenseStore
+from kvfold.store.segments import SegmentStore
+from kvfold.store.sinks import MovingSinks
+from kvfold.turn import Plan, Turn
+
+# What a layer keeps about its entries [B, H, T], in their order.
+PER_ENTRY = ("sums", "squares", "rebuilding")
+
+
+class Held(CacheLayerMixin):
+    """A full-attention layer's state: logical lengths outwards, kept entries inwards."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, plan: Plan, turn: Turn, owner: Owner, rotation: Rotation) -> None:
+        self.plan, self.turn, self.owner, self.rotation = plan, turn, owner, rotation
+        self.reset()
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.store is None else self.store.keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.store is None else self.store.values
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.store: DenseStore | SegmentStore | None = None
+        self.is_initialized = False
+        self.logical = Logical()
+        self.turns = 0
+        self.evicted_at = 0  # tokens seen when something was last evicted or encoded
+        self.sums: Tensor | None = None  # [B, H, T], attention received so far
+        self.squares: Tensor | None = None  # [B, H, T], the same, squared
+        self.rebuilding: Tensor | None = None  # [B, H, T], most attention while repeating the text
+        self.capacity: Tensor | None = None  # [B], entries to hold while decoding
+        self.merging: Tensor | None = None  # [B, H], what the compensation remembers
+        self.surplus: int | None = None  # entries above capacity; None: not as many in all heads
+        self.error: Tensor | None = None  # [B, 1 or 2], of its output: predicted, measured
+        self.late = False  # compresses at the first generated token
+        self.over_budget = False  # the forced set was larger than the budget
+        self.last_queries = LastQueries(self.plan.stages.needs.window)
+        self.sinks: MovingSinks | None = None
+
+    def stored(self) -> DenseStore | SegmentStore:
+        """The store of a layer that has been written to."""
+        assert self.store is not None
+        return self.store
+
+    @property
+    def seen(self) -> int:
+        """Columns of the logical sequence."""
+        return self.logical.seen
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens; raises KvfoldError past an eviction."""
+        self.check_crop(tokens_to_remove)
+        count = -tokens_to_remove
+        if count == 0 or self.store is None:
+            return
+        self.store.crop(count)
+        self.logical.crop(count)
+        self.surplus = None if self.surplus is None else self.surplus - count
+        self._per_entry(lambda x: x[..., : self.stored().length].clone())
+        self.settle_sinks()
+
+    def settle_sinks(self) -> None:
+        """Moves re-indexed sinks to where all that is stored puts them."""
+        if self.sinks is not None and isinstance(self.store, DenseStore):
+            self.sinks.follow(self.store, self._evicted_per_row())
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises KvfoldError where tokens cannot be taken back."""
+        if tokens_to_remove > 0:
+            raise KvfoldError(
+                f"crop takes minus the number of tokens to drop, not {tokens_to_remove}"
+            )
+        if tokens_to_remove and self.store and self.seen + tokens_to_remove < self.evicted_at:
+            raise KvfoldError(
+                f"cannot take back {-tokens_to_remove} tokens: entries were evicted since; "
+                "generate inside `with cache.frozen():` what is to be taken back"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._index(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._index(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._index(lambda x: x[indices.to(x.device)])
+
+    def _index(self, rows: Callable[[Tensor], Tensor]) -> None:
+        if self.store is None:
+            return
+        self.store.index(rows)
+        self.logical.index(rows)
+        self.last_queries.index(rows)
+        self._per_entry(rows)
+        for name in ("capacity", "merging", "error"):
+            if getattr(self, name) is not None:
+                setattr(self, name, rows(getattr(self, name)))
+        if self.sinks is not None:
+            self.sinks.index(rows)
+
+    def _per_entry(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name in PER_ENTRY:
+            if getattr(self, name) is not None:
+                setattr(self, name, change(getattr(self, name)))
+
+    def columns(self) -> Tensor:
+        """Logical columns of the stored entries `[B, H, T]`, −1 for padding."""
+        return self.logical.real(self.stored().positions)
+
+    def places(self) -> Tensor:
+        """Each stored entry's number among its row's tokens `[B, H, T]`, −1 for padding."""
+        return self.logical.places(self.columns())
+
+    def seen_per_row(self) -> Tensor:
+        """Tokens seen by each row `[B]`, padding left out."""
+        keys = self.stored().keys
+        return self.logical.per_row(len(keys), keys.device)
+
+    def _evicted_per_row(self) -> Tensor:
+        """Tokens seen but not stored `[B]`, where all heads store the same."""
+        return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
+
+    def state_bytes(self) -> int:
+        """Bytes of all tensors beside the store."""
+        tensors = [getattr(self, name) for name in (*PER_ENTRY, "capacity", "merging", "error")]
+        tensors.append(self.logical.valid)
+        if self.sinks is not None:
+            tensors.append(self.sinks.given)
+        held = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return held + self.last_queries.nbytes()
+
+    # --- observe ----------------------------------------------------------------------------
+
+    def _add_moments(self, attended: Attended) -> None:
+        for name in ("sums", "squares"):
+            new, old = getattr(attended, name), getattr(self, name)
+            if new is not None:
+                new = self._per_stored_head(new)
+                if old is not None:
+                    new[..., : old.shape[-1]].add_(old)
+                setattr(self, name, new)
+
+    def _add_maxima(self, maxima: Tensor) -> None:
+        """Of the text's entries only: what repeats it is taken back."""
+        assert self.turn.repeating is not None
+        maxima = self._per_stored_head(maxima)[..., : self.turn.repeating.text]
+        old = self.rebuilding
+        self.rebuilding = maxima.clone() if old is None else torch.maximum(old, maxima)
+
+    def _per_stored_head(self, scores: Tensor) -> Tensor:
+        """Mean over the attention heads that one stored head serves (several for latents)."""
+        if scores.shape[1] == self.stored().keys.shape[1]:
+            return scores
+        return scores.unflatten(1, (self.stored().keys.shape[1], -1)).mean(2)
+
+    def _observation(self, attended: Attended) -> Observation:
+        if attended.row is not None and self.plan.stages.needs.window <= 1:
+            return self._observe(attended, None)
+        query, columns = self.last_queries.joined(attended, self.logical)
+        return self._observe(dataclasses.replace(attended, query=query), columns)
+
+    def _observe(self, attended: Attended, query_columns: Tensor | None) -> Observation:
+        store = self.stored()
+        latents = attended.key.shape[1] // store.keys.shape[1]
+        keys, values = (attended.key, attended.value) if latents > 1 else store.dense()
+
+        def per_head(entries: Tensor | None) -> Tensor | None:
+            if entries is None or latents == 1:
+                return entries
+            return entries.repeat_interleave(latents, 1)
+
+        places = self.places()
+        return Observation(
+            keys,
+            values,
+            places if latents == 1 else places.repeat_interleave(latents, 1),
+            attended.query,
+            None if query_columns is None else self.logical.places(query_columns),
+            attended.row,
+            column_sums=per_head(self.sums),
+            column_squares=per_head(self.squares),
+            rebuilding=per_head(self.rebuilding),
+            seen=self.seen_per_row(),
+            layer=self.plan.layer,
+            layers=self.plan.layers,
+            scale=attended.scale,
+            softcap=attended.softcap,
+            sinks=attended.sinks,
+            seed=hash((self.plan.seed, self.plan.layer, self.turns)) % 2**31,
+        )
