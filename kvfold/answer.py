@@ -3,16 +3,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from threading import Event
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvfold import compat
+
 # What a decoder writes for a character whose last bytes are still to come.
 INCOMPLETE = "\ufffd"
+
+
+Ended = Literal["end", "stop", "limit"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer as it came, white space and all.
+
+    `tokens` were generated for it. It ended at one of the model's own ("end"), at a stop string, or
+    at the most tokens that were asked for ("limit").
+    """
+
+    text: str
+    tokens: int
+    ended: Ended
+
+
+def end_tokens(model: compat.PreTrainedModel) -> list[int]:
+    """The tokens that end an answer of this model."""
+    end = model.generation_config.eos_token_id
+    return [] if end is None else end if isinstance(end, list) else [end]
 
 
 class Answer:
@@ -54,6 +79,12 @@ class Answer:
         while self.stopped and tokens and len(self._decoded(tokens)) > len(self.text):
             tokens = tokens[:-1]
         return tokens
+
+    def reply(self, generated: list[int], ends: Collection[int]) -> Reply:
+        """What was finished, of all tokens that were `generated`."""
+        by_itself = bool(generated) and generated[-1] in ends
+        ended: Ended = "stop" if self.stopped else "end" if by_itself else "limit"
+        return Reply(self.text, len(generated), ended)
 
     def _take(self, last: bool) -> None:
         before = self._decoded(self._tokens[self._start : self._read])

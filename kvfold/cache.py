@@ -39,6 +39,9 @@ class CompressedCache(compat.Cache):
 
     Raises BudgetError for a budget that is missing, superfluous, or below what must be kept;
     UnsupportedModel for a model that would be answered wrongly; KvfoldError for a bad method.
+
+    Of a model that several processes share by its heads, each one's cache holds its own heads, and
+    all of them must do the same at the same time; `ranks.py` says what they exchange.
     """
 
     def __init__(
@@ -73,6 +76,9 @@ class CompressedCache(compat.Cache):
                 f"{forced.least}"
             )
         layers = compat.stock_layers(model)
+        self.ranks = compat.ranks_of(model)
+        self.ranks.check_method(self.method)
+        stages = self.ranks.joining(stages)
         compat.enable(model)
         self.turn, self.owner = Turn(), Owner(model)
         self.dropping_length = compat.dropping_length(model)
@@ -81,7 +87,7 @@ class CompressedCache(compat.Cache):
         for place, index in enumerate(own):
             encode = stages.encode and stages.encode.of_layer(place, len(own))
             stored = replace(stages, encode=encode)
-            plan = Plan(stored, self.budget, place, len(own), seed, shared)
+            plan = Plan(stored, self.budget, place, len(own), seed, shared, self.ranks)
             rotation = compat.Rotation(model, index)
             if stages.positions == "reindex":
                 rotation.check()
@@ -144,6 +150,21 @@ class CompressedCache(compat.Cache):
         if until is None:
             for layer in self.compressed_layers:
                 layer.end_turn()
+
+    def to_budget(self, budget: Budget | float | str) -> CompressedCache:
+        """A copy in which a turn that is being read ends now, compressed to another budget.
+
+        This cache goes on reading. Raises KvfoldError once anything is compressed.
+        """
+        if not self.turn.reading or any(layer.turns for layer in self.compressed_layers):
+            raise KvfoldError("a cache takes another budget only while its first turn is read")
+        other = copy.deepcopy(self)
+        other.budget = _checked_budget(self.method, budget)
+        for layer in other.compressed_layers:
+            layer.plan = replace(layer.plan, budget=other.budget)
+        with other.reading():
+            pass
+        return other
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

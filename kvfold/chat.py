@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold import compat
-from kvfold.answer import Answer
+from kvfold.answer import Answer, Reply, end_tokens
 from kvfold.errors import KvfoldError
 from kvfold.frame import token_ids
 from kvfold.layer import CompressedLayer
@@ -60,11 +60,37 @@ class Chat:
         KvfoldError for several answers at once, and for a second turn where the chat template has
         none; the chat is then as before, as after every error.
         """
+        return self.reply(
+            question,
+            keep=keep,
+            answer_prefix=answer_prefix,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            **options,
+        ).text.strip()
+
+    def reply(
+        self,
+        question: str,
+        *,
+        keep: bool = True,
+        answer_prefix: str = "",
+        max_new_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        **options: Any,
+    ) -> Reply:
+        """The answer as it came, and how it ended; all as for `ask`."""
         options |= {"max_new_tokens": max_new_tokens}
-        answer = self._answer(
+        return self._answer(
             question, keep, answer_prefix, _listed(stop), _nowhere, Event(), options
         )
-        return answer.strip()
+
+    def add(self, question: str, answer: str, *, answer_prefix: str = "") -> None:
+        """Keeps a turn whose `answer` is given: as if the model had said it."""
+        before = self.ids.shape[1]
+        said = token_ids(self.context.tokenizer, answer).to(self.ids.device)
+        self.ids = torch.cat([self.ids, self._asked(question, answer_prefix), said], 1)
+        self._before_turns.append(before)
 
     def stream(
         self,
@@ -122,7 +148,7 @@ class Chat:
         put: Callable[[str], Any],
         cancelled: Event,
         options: dict[str, Any],
-    ) -> str:
+    ) -> Reply:
         if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
             raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
         before = self.ids.shape[1]
@@ -130,7 +156,8 @@ class Chat:
         answer = Answer(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
         kept = before
         try:
-            tokens = answer.finish(self._generated(asked, answer, options))
+            generated = self._generated(asked, answer, options)
+            tokens = answer.finish(generated)
             if keep and not cancelled.is_set():
                 said = torch.tensor([self._without_end(tokens)], device=asked.device)
                 self.ids = torch.cat([asked, said.to(asked.dtype)], 1)
@@ -141,12 +168,12 @@ class Chat:
             self.reader = fork(self.context.cache)
             raise
         self._go_back(kept)
-        return answer.text
+        return answer.reply(generated, self._ends())
 
     def _asked(self, question: str, answer_prefix: str) -> Tensor:
         """The tokens `[1, n]` of a question, and of what its answer begins with."""
         frame = self.context.frame
-        opening = frame.between if self.turns else "\n\n"
+        opening = frame.between if self.turns else frame.parting
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn: ask without keep")
         text = f"{opening}{question}{frame.after}{answer_prefix}"
@@ -167,9 +194,10 @@ class Chat:
 
     def _without_end(self, tokens: list[int]) -> list[int]:
         """`tokens` without the one that ended the answer: the next turn's opening brings it."""
-        end = self.context.model.generation_config.eos_token_id
-        ends = end if isinstance(end, list) else [end]
-        return tokens[:-1] if tokens and tokens[-1] in ends else tokens
+        return tokens[:-1] if tokens and tokens[-1] in self._ends() else tokens
+
+    def _ends(self) -> list[int]:
+        return end_tokens(self.context.model)
 
     def _go_back(self, length: int) -> None:
         """Forgets all but the first `length` tokens."""

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.ranks import Ranks
 
 __all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "PreTrainedModel"]
 
@@ -39,6 +42,9 @@ DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
 ASSISTED_FROM = Version("5.23.0")
 # The first version measured to tell a cache that `generate` was handed it, before dropping it.
 TELLS_CACHE_FROM = Version("5.23.0")
+
+# The first version measured to share a model out so that each rank's weights know their place.
+PARALLEL_FROM = Version("5.23.0")
 
 # Layers that stay transformers' own; the last of these classes came after 5.15.
 LEFT_ALONE = tuple(
@@ -109,6 +115,12 @@ def is_routed(config: Any) -> bool:
     return config._attn_implementation in NAMES.values()
 
 
+def attention_name(model: PreTrainedModel) -> str:
+    """The attention implementation that the model was loaded with."""
+    name = str(text_config(model)._attn_implementation)
+    return next((stock for stock, routed in NAMES.items() if routed == name), name)
+
+
 def stock_layers(model: PreTrainedModel) -> list[Any]:
     """The layers of transformers' own cache; raises UnsupportedModel where kvfold has no answer."""
     layers = DynamicCache(config=text_config(model)).layers
@@ -141,6 +153,67 @@ def shares_entries(model: PreTrainedModel) -> bool:
     return bool(getattr(text_config(model), "num_kv_shared_layers", 0))
 
 
+def caches_latents(model: PreTrainedModel) -> bool:
+    """Whether the cache holds latents, whose keys exist only inside a forward."""
+    return hasattr(text_config(model), "kv_lora_rank")
+
+
+def parallel_options() -> dict[str, Any]:
+    """What lets `from_pretrained` share a model out among the processes that torchrun started.
+
+    Nothing in a single process. Raises KvfoldError for what is missing, or too old, for it.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return {}
+    if Version(transformers.__version__) < PARALLEL_FROM:
+        raise KvfoldError(
+            f"several ranks need transformers {PARALLEL_FROM} or newer, this is "
+            f"{transformers.__version__}: update it, or use one process"
+        )
+    if importlib.util.find_spec("accelerate") is None:
+        raise KvfoldError("several ranks need accelerate: pip install kvfold[parallel]")
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=size)}
+
+
+def ranks_of(model: PreTrainedModel) -> Ranks:
+    """Which of the model's KV heads this process holds.
+
+    Raises UnsupportedModel where ranks would not hold equally many heads of their own.
+    """
+    size, name = getattr(model, "tp_size", None) or 1, type(model).__name__
+    if size == 1:
+        return Ranks()
+    heads = getattr(text_config(model), "num_key_value_heads", None)
+    reason = None
+    if Version(transformers.__version__) < PARALLEL_FROM:
+        reason = f"is shared out by transformers before {PARALLEL_FROM}"
+    elif torch.distributed.get_world_size() != size:
+        reason = "is not shared out among all processes"
+    elif caches_latents(model):
+        reason = "caches latents, which every rank holds whole"
+    elif any(is_recurrent(layer) for layer in stock_layers(model)):
+        reason = "has recurrent layers, whose states have no KV heads"
+    elif not isinstance(heads, int):
+        reason = "does not say how many KV heads it has"
+    elif heads % size:
+        reason = f"has {heads} KV heads, not a multiple of {size}"
+    if reason is not None:
+        raise UnsupportedModel(
+            f"{name} {reason}: {size} ranks cannot share it by its heads, load it in one process"
+        )
+    assert isinstance(heads, int)
+    return Ranks(torch.distributed.get_rank(), size, heads)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """A weight of which this process may hold a part; all ranks must ask for it."""
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full
+
+
 def dropping_length(model: PreTrainedModel) -> int | None:
     """Tokens from which on the model's `generate` drops a user's cache, or None.
 
@@ -167,7 +240,7 @@ def not_compiled_because(model: PreTrainedModel) -> str | None:
         return "is not compiled as one graph by transformers"
     if shares_entries(model):
         return "lets layers share keys and values"
-    if hasattr(config, "kv_lora_rank"):
+    if caches_latents(model):
         return "caches latents, whose keys exist only inside a forward"
     if "dynamic" in _rope_types(config):
         return "changes its rotary frequencies with the length"

@@ -72,15 +72,19 @@ class Compression(Held):
         """Entries per KV head, `[B]` or `[B, H]`; evenly where other layers are not known yet."""
         if isinstance(self.plan.stages.allocate, Across):
             return self.per_head()
-        free, heads = self.seen_per_row() - self.protected(), self.stored().keys.shape[1]
-        return self.plan.counts(seen, free, self._entry_size(), heads)
+        free = self.seen_per_row() - self.protected()
+        return self.plan.counts(seen, free, self._entry_size(), self._heads())
 
     def per_head(self) -> Tensor:
         """The budget in entries per KV head and layer `[B]`, beside protected ones."""
         free = self.seen_per_row() - self.protected()
-        size, heads = self._entry_size(), self.stored().keys.shape[1]
+        size, heads = self._entry_size(), self._heads()
         totals = [self.plan.total(n, size, heads, len(free)) for n in free.tolist()]
         return torch.tensor(totals, device=free.device) // self.plan.layers
+
+    def _heads(self) -> int:
+        """The layer's KV heads, on all ranks together."""
+        return self.stored().keys.shape[1] * self.plan.ranks.size
 
     def _entry_size(self) -> EntrySize:
         keys, values = self.stored().keys, self.stored().values
@@ -143,7 +147,7 @@ class Compression(Held):
         if counts.dim() > 1:
             self._check_heads(seen)
         stored = (places >= 0).sum(-1)
-        if bool((counts.view(len(counts), -1) >= stored).all()):
+        if self.plan.ranks.all((counts.view(len(counts), -1) >= stored).all()):
             slots = torch.arange(places.shape[-1], device=places.device)
             self._note_error(seen, slots.expand_as(places))
             self._note_surplus(stored, counts)
@@ -240,7 +244,8 @@ class Compression(Held):
         """Whether entry i is column i, before and after."""
         store = self.stored()
         untouched = isinstance(store, DenseStore) and store.stored_positions is None
-        return untouched and slots.shape[-1] == store.length and bool((slots >= 0).all())
+        whole = untouched and slots.shape[-1] == store.length
+        return self.plan.ranks.all((slots >= 0).all() & whole)
 
 
 def _alive(places: Tensor) -> Tensor:

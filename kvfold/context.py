@@ -88,11 +88,7 @@ def compress(
     also say what is raised.
     """
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
-    if cache.method.stages().decode == "once":
-        raise KvfoldError(
-            f"{cache.method} compresses at the first generated token, but what is generated for a "
-            "question is taken back: choose a variant that compresses when the prompt ends"
-        )
+    check_reusable(cache)
     frame = Frame.of(tokenizer)
     ids = token_ids(tokenizer, frame.before + document).to(model.device)
     if compress == "per_chunk":
@@ -100,3 +96,12 @@ def compress(
     else:
         read_turn(model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
     return Context(model, tokenizer, cache, frame, ids)
+
+
+def check_reusable(cache: CompressedCache) -> None:
+    """Raises KvfoldError for a method that compresses only while a question is answered."""
+    if cache.method.stages().decode == "once":
+        raise KvfoldError(
+            f"{cache.method} compresses at the first generated token, but what is generated for a "
+            "question is taken back: choose a variant that compresses when the prompt ends"
+        )

@@ -14,11 +14,13 @@ class Frame:
     """What a chat template puts before a user's message, and between it and the answer.
 
     `between` stands between an answer and the user's next message; None: the template has no such.
+    `parting` separates a document from the question about it.
     """
 
     before: str
     after: str
     between: str | None
+    parting: str = "\n\n"
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Frame:

@@ -141,7 +141,23 @@ def read_turn(
             _read(model, input_ids, cache, mask, seen, stop, chunk)
         return
     with cache.reading():
-        _read(model, input_ids, cache, mask, seen, stop, chunk)
+        read_on(model, cache, input_ids, mask, chunk)
+
+
+def read_on(
+    model: compat.PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    chunk: int,
+) -> None:
+    """Inside a `reading()` block: all of a turn but its end.
+
+    Reads what the cache has not seen of `input_ids [B, N]`, and lets a method repeat the text.
+    """
+    stop = input_ids.shape[1]
+    _read(model, input_ids, cache, mask, cache.get_seq_length(), stop, chunk)
+    if cache.rebuilding is not None:
         rebuild(model, cache, input_ids, None if mask is None else mask[:, :stop])
 
 

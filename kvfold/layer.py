@@ -18,6 +18,7 @@ class CompressedLayer(Compression):
     """What transformers writes to, and what attention asks and tells when it is done."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.plan.ranks.check_heads(key_states.shape[1])
         self.dtype, self.device = key_states.dtype, key_states.device
         self.store = DenseStore(key_states, value_states)
         self.is_initialized = True

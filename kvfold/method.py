@@ -128,6 +128,8 @@ class Method:
     paper: ClassVar[str]
     summary: ClassVar[str]
     takes_budget: ClassVar[bool] = True
+    # A KV head's scores, its statistic, and what is saved of its entries come from it alone.
+    by_head: ClassVar[bool] = False
 
     def stages(self) -> Stages:
         """The stages of this method."""
@@ -161,6 +163,11 @@ class Composition(Method):
         """Whether the part that sizes the layers does."""
         parts = zip(self.parts, self._brought(), strict=True)
         return any(part.takes_budget for part, brought in parts if brought.allocate is not None)
+
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        """Whether all parts are."""
+        return all(part.by_head for part in self.parts)
 
     def stages(self) -> Stages:
         """All parts' stages; raises IllegalComposition where two parts set the same one."""

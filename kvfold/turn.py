@@ -12,6 +12,7 @@ from torch import Tensor
 from kvfold.budget import Budget
 from kvfold.method import Across, Measured, Stages
 from kvfold.observation import Observation
+from kvfold.ranks import Ranks
 from kvfold.store.encoded import EntrySize
 from kvfold.store.segments import SegmentStore
 
@@ -103,7 +104,7 @@ class Turn:
 class Plan:
     """What a layer must know of its cache: method, budget, place, and the seed of random scores.
 
-    `shared`: other layers of the model attend to its entries as well.
+    `shared`: other layers of the model attend to its entries as well. `ranks` share its KV heads.
     """
 
     stages: Stages
@@ -112,6 +113,7 @@ class Plan:
     layers: int
     seed: int
     shared: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
 
     def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:
         """Entries per KV head that one row of so many `tokens` may keep, over all layers."""

@@ -27,7 +27,7 @@ from kvfold.bench.kernels import Kernel, Kernels, fastest
 from kvfold.bench.machine import Setup
 from kvfold.bench.peak import peak_of
 from kvfold.bench.picture import figure
-from kvfold.bench.record import Cell, Measured, Record, Store, check_setup
+from kvfold.bench.record import Cell, Measured, Record, check_setup
 from kvfold.bench.session import Session, missing_rounds
 from kvfold.bench.shapes import Folded, Subject
 from kvfold.bench.sides import AGAIN, FULL, FullSide, Label, MethodSide
@@ -37,6 +37,7 @@ from kvfold.bench.throughput import Outcome, Throughput, largest, sizes
 from kvfold.cli import app
 from kvfold.cli.console import console
 from kvfold.errors import KvfoldError
+from kvfold.jsonl import Store
 from kvfold.layer import CompressedLayer
 
 from .models import build, continuation

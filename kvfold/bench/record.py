@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One record per participant and round, and the file that they are added to."""
+"""One record per participant and round, and which of them can be compared."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from kvfold.bench.machine import Setup
 from kvfold.bench.shapes import Shape
 from kvfold.bench.sides import Label
 from kvfold.errors import KvfoldError
-
-OPENING = b'{"session":'
 
 
 class Cell(BaseModel):
@@ -89,63 +85,6 @@ class Record(Line):
 
     cell: Cell
     measured: Measured
-
-
-L = TypeVar("L", bound=Line)
-
-
-class Loaded(NamedTuple, Generic[L]):
-    """What a file holds; `torn` bytes at its end were dropped, from a line half written."""
-
-    records: list[L]
-    torn: int
-
-
-class Store(Generic[L]):
-    """A file of records of one `kind` that is only ever added to."""
-
-    def __init__(self, path: Path, kind: type[L]) -> None:
-        self.path, self.kind = path, kind
-
-    def load(self) -> Loaded[L]:
-        """All records; a last line that a killed run left half written is cut off the file.
-
-        Raises KvfoldError for a file that holds anything else.
-        """
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
-            return Loaded([], 0)
-        except OSError as problem:
-            raise KvfoldError(f"cannot read {self.path}: {problem}") from problem
-        whole, newline, rest = data.rpartition(b"\n")
-        lines = whole.split(b"\n") if newline else []
-        records = [self._parsed(number, line) for number, line in enumerate(lines, 1)]
-        if rest:
-            if rest[: len(OPENING)] != OPENING[: len(rest)]:
-                raise KvfoldError(self._foreign(len(lines) + 1))
-            os.truncate(self.path, len(data) - len(rest))
-        return Loaded(records, len(rest))
-
-    def add(self, records: Iterable[L]) -> None:
-        """Writes records, and returns when they are on the disk."""
-        with self.path.open("ab") as file:
-            for record in records:
-                file.write(record.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _parsed(self, number: int, line: bytes) -> L:
-        try:
-            return self.kind.model_validate_json(line)
-        except ValidationError as problem:
-            raise KvfoldError(self._foreign(number)) from problem
-
-    def _foreign(self, number: int) -> str:
-        return (
-            f"line {number} of {self.path} is no record of this version of kvfold bench: nothing "
-            "was changed; choose another --out"
-        )
 
 
 def check_setup(records: Iterable[Line], setups: dict[str, Setup], path: Path) -> None:

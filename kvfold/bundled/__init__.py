@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -13,10 +14,13 @@ from kvfold.compat import PreTrainedModel
 FOLDER = Path(__file__).parent
 
 
-def bundled_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The bundled model in float32 and its tokenizer, without network."""
+def bundled_model(**options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The bundled model in float32 and its tokenizer, without network.
+
+    `options` are more of `from_pretrained`, for the model.
+    """
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(
-        FOLDER, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa"
+        FOLDER, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa", **options
     )
     return model.eval(), tokenizer

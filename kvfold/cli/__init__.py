@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvfold.cli import ask, bench, compress, demo, info, methods, run
+from kvfold.cli import ask, bench, compress, demo, eval, info, inspect, methods, report, run
 from kvfold.cli.console import errors
 from kvfold.errors import KvfoldError
 
@@ -38,8 +38,11 @@ app.command("run")(run.command)
 app.command("compress")(compress.command)
 app.command("ask")(ask.command)
 app.command("info")(info.command)
+app.command("eval")(eval.command)
+app.command("inspect")(inspect.command)
 app.command("methods")(methods.command)
 app.command("bench")(bench.command)
+app.command("report")(report.command)
 
 
 def main() -> None:

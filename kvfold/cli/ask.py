@@ -32,7 +32,7 @@ def command(
         from kvfold.files.format import read_header
     # Refused here, before a large model is loaded.
     read_header(context)
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, among_ranks=True)
     held = kvfold.load(context, network, tokenizer)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
     pieces = held.stream(question, max_new_tokens=max_new_tokens, stop=stop or (), **sampling)

@@ -16,8 +16,9 @@ from kvfold.errors import KvfoldError
 
 if TYPE_CHECKING:
     from kvfold.bench.entrants import Makers, Peer
-    from kvfold.bench.record import Cell, Record, Store
+    from kvfold.bench.record import Cell, Record
     from kvfold.bench.session import Session
+    from kvfold.jsonl import Store
 
 METHODS = (
     "snapkv", "pyramidkv:window=8", "knorm", "tova", "h2o", "d2o", "kvzip", "adakv",
@@ -78,9 +79,10 @@ def command(
 
         from kvfold.bench.entrants import labels, makers
         from kvfold.bench.peers import peers
-        from kvfold.bench.record import Cell, Record, Store
+        from kvfold.bench.record import Cell, Record
         from kvfold.bench.session import Session
         from kvfold.bench.shapes import Subject
+        from kvfold.jsonl import Store
     if threads is not None:
         torch.set_num_threads(threads)
     wanted = labels(method or METHODS, words(budgets))
@@ -145,7 +147,7 @@ def _measure(
     from kvfold.bench.record import check_setup
     from kvfold.bench.session import missing_rounds
     from kvfold.bench.sides import AGAIN, Label
-    from kvfold.cli.bench_records import loaded
+    from kvfold.cli.records import loaded
 
     records = loaded(screen, store)
     check_setup(records, session.setups, store.path)

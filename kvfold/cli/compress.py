@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,10 +53,11 @@ def command(
     shown = console()
     with shown.status("importing torch and transformers"):
         import kvfold
+        from kvfold.files.format import read_header
     # Refused here, before a large model is loaded.
     chosen = kvfold.parse(method)
     limit = None if budget is None else kvfold.Budget.of(budget)
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, among_ranks=True)
     with progress(shown) as bar, _watched(network, bar):
         context = kvfold.compress(
             network,
@@ -68,13 +70,19 @@ def command(
             seed=seed,
         )
     context.save(path)
-    stats = context.stats()
+    ranks = context.cache.ranks
+    if ranks.rank > 0:
+        return
+    # Of all heads, whichever rank holds them.
+    kept = [[part.kept] for part in read_header(path).layers]
+    stats = replace(context.stats(), kept=kept)
+    where = f", first of {ranks.size} ranks" if ranks.size > 1 else ""
     rows = [("tokens", f"{stats.seen:,}")]
     rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.kept)]
     rows += [
         ("kept of all entries", f"{stats.kept_fraction:.1%}"),
-        ("bytes in memory", size(stats.nbytes)),
-        ("bytes of a full cache", size(stats.nbytes_full)),
+        (f"bytes in memory{where}", size(stats.nbytes)),
+        (f"bytes of a full cache{where}", size(stats.nbytes_full)),
         ("bytes of the file", size(path.stat().st_size)),
     ]
     made = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])

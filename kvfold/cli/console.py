@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
@@ -16,8 +17,8 @@ WIDTH = 100
 
 
 def console() -> Console:
-    """Standard output, at most 100 columns wide."""
-    out = Console(highlight=False)
+    """Standard output, at most 100 columns wide; of several ranks only the first one's."""
+    out = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     out.width = min(out.width, WIDTH)
     return out
 

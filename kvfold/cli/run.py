@@ -99,7 +99,7 @@ def command(
     chosen = kvfold.parse(method)
     limit = None if budget is None else kvfold.Budget.of(budget)
     # transformers shows its own progress.
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, among_ranks=True)
     ids = encode(tokenizer, text, chat).to(network.device)
     cache = kvfold.CompressedCache(network, chosen, limit, tokenizer=tokenizer, seed=seed)
     with progress(out) as bar:
@@ -139,21 +139,32 @@ def _generate(
     return str(tokenizer.decode(produced[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
-def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer; raises KvfoldError where there is none by that name."""
+def load(
+    name: str, *, among_ranks: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer; raises KvfoldError where there is none by that name.
+
+    With `among_ranks`, processes that torchrun started share the model; else each has all of it.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import kvfold
+    from kvfold.compat import parallel_options
 
+    shared = parallel_options() if among_ranks else {}
     try:
         if name == "bundled":
-            return kvfold.bundled_model()
+            return kvfold.bundled_model(**shared)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype="auto", attn_implementation="sdpa", **shared
+        )
     except (OSError, ValueError) as problem:
         first_line = str(problem).partition("\n")[0]
         raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
+    if shared:
+        return model.eval(), tokenizer
     # transformers' wrapper hides the signature of `to` from type checkers.
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     return model.eval(), tokenizer

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvfold.bench.record import Store, check_setup
+from kvfold.bench.record import check_setup
 from kvfold.bench.session import Session
 from kvfold.bench.shapes import Subject
 from kvfold.bench.sides import FULL
@@ -19,8 +19,9 @@ from kvfold.bench.summary import Spread
 from kvfold.bench.table import rate, spread
 from kvfold.bench.throughput import Load, Runner, Throughput, labels, sizes
 from kvfold.budget import Budget
-from kvfold.cli.bench_records import loaded
 from kvfold.cli.console import progress, size, table
+from kvfold.cli.records import loaded
+from kvfold.jsonl import Store
 
 
 def measure(

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvfold.errors import ContextFileError
+from kvfold.errors import ContextFileError, KvfoldError
 
 # Raised whenever a file of one version would be misread by the other.
 VERSION = "1"
@@ -116,6 +116,27 @@ class Header(_Part):
     others: list[OtherPart]
     same_as: dict[str, str]
     checksums: dict[str, str]
+
+
+def together(of_ranks: tuple[LayerPart | OtherPart, ...]) -> LayerPart | OtherPart:
+    """What is said of a layer whose KV heads ranks hold, in their order.
+
+    Raises KvfoldError where they differ in what all heads have in common.
+    """
+    first = of_ranks[0]
+    same: dict[str, Any] = {}
+    if isinstance(first, LayerPart):
+        layers = [part for part in of_ranks if isinstance(part, LayerPart)]
+        full = all(part.surplus is not None for part in layers)
+        same = {
+            "kept": [count for part in layers for count in part.kept],
+            "surplus": first.surplus if full else None,
+            "over_budget": any(part.over_budget for part in layers),
+        }
+    joined = first.model_copy(update=same)
+    if any(part.model_copy(update=same) != joined for part in of_ranks):
+        raise KvfoldError(f"ranks hold layer {first.index} differently: compress in one process")
+    return joined
 
 
 def digest(text: str) -> str:

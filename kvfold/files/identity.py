@@ -68,7 +68,7 @@ def _weights(model: compat.PreTrainedModel) -> str:
     """A checksum of numbers spread over every weight."""
     made = hashlib.blake2b(digest_size=16)
     for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
+        flat = compat.whole(weight.detach()).flatten()
         sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].contiguous().cpu()
         made.update(f"{name} {list(weight.shape)} ".encode())
         made.update(sample.view(torch.uint8).numpy().data)

@@ -33,10 +33,10 @@ def load(
 ) -> Context:
     """The context in the file at `path`, which goes on as if it had never been saved.
 
-    `heads` loads these KV heads only, for a model that has no others: a rank of tensor parallelism,
-    whose weights are parts, so that they are not compared. Raises ContextFileError where the file
-    is damaged, of another version, or made with another model, tokenizer, RoPE, dtype or method;
-    and what `CompressedCache` raises.
+    Ranks that share a model each load their own KV heads. `heads` loads these only, for a model cut
+    up in another way than transformers': its weights are parts, so that they are not compared.
+    Raises ContextFileError where the file is damaged, of another version, or made with another
+    model, tokenizer, RoPE, dtype or method; and what `CompressedCache` raises.
     """
     with opened(path) as file:
         header, limit = file.header, file.header.budget
@@ -49,7 +49,7 @@ def load(
             protect=header.protect,
             seed=header.seed,
         )
-        _fill(cache, file, model, heads)
+        _fill(cache, file, model, heads or cache.ranks.own_heads)
         if header.has_prefix:
             cache.turn.prefix = file.tensor("prefix").to(model.device, copy=True)
         cache.per_chunk = header.per_chunk
@@ -132,7 +132,7 @@ def _fill(
 def _of_other(file: ContextFile, part: OtherPart, heads: slice | None) -> range:
     """The heads to read of a layer that is not compressed."""
     count = sum(name.startswith(f"others.{part.index}.keys.") for name in file.header.checksums)
-    if heads is not None and not part.by_head:
+    if heads is not None and part.whole and not part.by_head:
         raise ContextFileError(
             f"layer {part.index} of {file.path} has a state without heads, so it cannot be loaded "
             "in part: leave out heads="

@@ -7,11 +7,15 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as as_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,7 +23,17 @@ import kvfold
 from kvfold.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.files import layers, others
-from kvfold.files.format import BudgetPart, Header, LayerPart, OtherPart, digest_of, metadata
+from kvfold.files.format import (
+    BudgetPart,
+    Header,
+    LayerPart,
+    ModelPart,
+    OtherPart,
+    RopePart,
+    digest_of,
+    metadata,
+    together,
+)
 from kvfold.files.identity import model_part, rope_part
 from kvfold.layer import CompressedLayer
 from kvfold.method import parse, spelled_out
@@ -31,9 +45,10 @@ if TYPE_CHECKING:
 
 
 class Tensors:
-    """What goes into a file: each tensor once, on the CPU."""
+    """What goes into a file: each tensor once, on the CPU; of `heads` only, None for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: slice | None) -> None:
+        self.first_head: int = 0 if heads is None else heads.start
         self.stored: dict[str, Tensor] = {}
         self.same_as: dict[str, str] = {}
         # With the tensors themselves, so that no address is used again.
@@ -42,7 +57,7 @@ class Tensors:
     def add(self, prefix: str, by_head: Named, whole: dict[str, Tensor]) -> None:
         """Tensors of each head, and others."""
         for name, of_heads in by_head.items():
-            for head, tensor in enumerate(of_heads):
+            for head, tensor in enumerate(of_heads, self.first_head):
                 self._add(f"{prefix}{name}.{head}", tensor)
         for name, tensor in whole.items():
             self._add(f"{prefix}{name}", tensor)
@@ -55,23 +70,51 @@ class Tensors:
         self._at[place] = name, tensor
         self.stored[name] = tensor.detach().contiguous().cpu()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled view takes all that it is a view of.
+        return {"stored": as_bytes(self.stored), "same_as": self.same_as}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.stored, self.same_as = from_bytes(state["stored"]), state["same_as"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank adds to a file: what is said of each layer, and tensors."""
+
+    parts: list[LayerPart | OtherPart]
+    tensors: Tensors
+
 
 def save(context: Context, path: str | Path) -> None:
     """Writes `context` to `path`, at once or not at all; raises KvfoldError where it cannot.
 
     A process that is killed meanwhile leaves what was there, and a file `.<name>.<random>.tmp`.
+    Ranks that share the model all save, and the first one writes what all of them hold.
     """
-    cache, path = context.cache, Path(path)
+    cache = context.cache
     _check(cache)
     context.check()
-    tensors = Tensors()
-    parts, limit = list(_layers(cache, tensors)), cache.budget
+    tensors = Tensors(cache.ranks.own_heads)
+    parts = list(_layers(cache, tensors))
     rope, frequencies = rope_part(context.model)
     whole = {"ids": context.ids[0].int()}
     if cache.turn.prefix is not None:
         whole["prefix"] = cache.turn.prefix
     tensors.add("", {}, whole)
     tensors.add("rope.", {}, frequencies)
+    model = model_part(context.model, context.tokenizer)
+    write = partial(_write, context, Path(path), model, rope)
+    cache.ranks.on_first(Share(parts, tensors), write)
+
+
+def _write(
+    context: Context, path: Path, model: ModelPart, rope: RopePart, shares: list[Share]
+) -> None:
+    """Writes what the ranks hold, in their order."""
+    cache, limit = context.cache, context.cache.budget
+    stored = {name: t for share in shares for name, t in share.tensors.stored.items()}
+    parts = [together(of_ranks) for of_ranks in zip(*(s.parts for s in shares), strict=True)]
     header = Header(
         written_by=kvfold.__version__,
         method=spelled_out(cache.method),
@@ -85,16 +128,16 @@ def save(context: Context, path: str | Path) -> None:
         before=context.frame.before,
         after=context.frame.after,
         between=context.frame.between,
-        model=model_part(context.model, context.tokenizer),
+        model=model,
         rope=rope,
         has_prefix=cache.turn.prefix is not None,
         layers=[part for part in parts if isinstance(part, LayerPart)],
         others=[part for part in parts if isinstance(part, OtherPart)],
-        same_as=tensors.same_as,
-        checksums={name: digest_of(tensor) for name, tensor in tensors.stored.items()},
+        same_as={name: other for s in shares for name, other in s.tensors.same_as.items()},
+        checksums={name: digest_of(tensor) for name, tensor in stored.items()},
     )
     with replacing(path) as temporary:
-        save_file(tensors.stored, temporary, metadata(header))
+        save_file(stored, temporary, metadata(header))
 
 
 @contextmanager

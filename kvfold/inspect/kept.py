@@ -17,6 +17,7 @@ Positions = Sequence[Sequence[Sequence[Tensor]]]
 INK = LinearSegmentedColormap.from_list("kept", ["#eef1f5", "#1f4e8c"])
 NEEDLE = "#d1495b"
 COLUMNS = 1200
+TICKS = 8  # layers with a number beside them, at most
 
 
 def kept_figure(
@@ -34,15 +35,31 @@ def kept_figure(
         needles: spans `(start, stop)` of positions, marked in red above each panel.
         row: which row of the batch is drawn.
     """
-    figure = Figure(figsize=(11, 0.7 + 1.35 * len(kept)), dpi=130, layout="constrained")
-    panels = figure.subplots(len(kept), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, (label, positions) in zip(panels, kept.items(), strict=True):
-        grid = kept_grid(positions, seen, row)
-        _draw(panel, grid, heads=len(positions[0][row]))
+    grids = {label: kept_grid(positions, seen, row) for label, positions in kept.items()}
+    heads = max(len(positions[0][row]) for positions in kept.values())
+    return maps_figure(grids, needles, heads, "layer, one line per KV head")
+
+
+def maps_figure(
+    grids: Mapping[str, np.ndarray],
+    needles: Sequence[tuple[int, int]],
+    lines: int,
+    rows: str,
+    layers: Sequence[int] | None = None,
+) -> Figure:
+    """One panel per label, its grid `[L·lines, seen]` in [0, 1]: how much of a position was kept.
+
+    `lines` of a grid make up a layer, `rows` says what they are; `layers [L]` are the layers'
+    numbers where they are not 0, 1, 2, …
+    """
+    figure = Figure(figsize=(11, 0.7 + 1.35 * len(grids)), dpi=130, layout="constrained")
+    panels = figure.subplots(len(grids), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, (label, grid) in zip(panels, grids.items(), strict=True):
+        _draw(panel, grid, lines, layers or range(len(grid) // lines))
         _mark(panel, needles)
         _caption(panel, label, grid, needles)
     panels[-1].set_xlabel("position in the document (tokens)")
-    figure.supylabel("layer, one line per KV head", fontsize=9)
+    figure.supylabel(rows, fontsize=9)
     return figure
 
 
@@ -55,7 +72,7 @@ def kept_grid(positions: Positions, seen: int, row: int = 0) -> np.ndarray:
     return grid
 
 
-def _draw(panel: Axes, grid: np.ndarray, heads: int) -> None:
+def _draw(panel: Axes, grid: np.ndarray, heads: int, names: Sequence[int]) -> None:
     lines, seen = grid.shape
     # About one column per pixel: where it covers several positions its shade is the share kept.
     edges = np.linspace(0, seen, min(seen, COLUMNS) + 1).astype(int)
@@ -70,8 +87,9 @@ def _draw(panel: Axes, grid: np.ndarray, heads: int) -> None:
         extent=(0, seen, lines, 0),
     )
     panel.hlines(range(heads, lines, heads), 0, seen, colors="white", linewidth=1.5)
-    layers = range(lines // heads)
-    panel.set_yticks([heads * (layer + 0.5) for layer in layers], [str(layer) for layer in layers])
+    layers = range(0, lines // heads, -(-lines // heads // TICKS))
+    places = [heads * (layer + 0.5) for layer in layers]
+    panel.set_yticks(places, [str(names[layer]) for layer in layers])
     panel.tick_params(length=0, labelsize=8)
     panel.spines[:].set_visible(False)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from kvfold.allocate.heads import Rule, adaptive
 from kvfold.allocate.uniform import uniform
@@ -27,6 +28,7 @@ class AdaKV(Method):
     Source: Feng et al., algorithms 1 and 2; FFY0/AdaKV `monkeypatch/snapkv_utils.py`.
     """
 
+    by_head: ClassVar[bool] = True
     window: int = 32
     kernel: int = 7
     pooling: Pooling = "max"

@@ -32,6 +32,7 @@ class Auto(Method):
     """
 
     takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
     tolerance: float = 0.05
     window: int = 32
     kernel: int = 7

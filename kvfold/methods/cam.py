@@ -34,6 +34,11 @@ class CaM(Method):
             if getattr(self, name) < least:
                 raise KvfoldError(f"cam:{name} is {least} or more, not {getattr(self, name)}")
 
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        """Whether nothing is drawn: a draw goes by the head's number."""
+        return self.deterministic
+
     def stages(self) -> Stages:
         spread = self.brings()
         return Stages(

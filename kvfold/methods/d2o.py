@@ -59,6 +59,11 @@ class D2O(Method):
         if self.sinks < 0:
             raise KvfoldError(f"d2o:sinks is 0 or more, not {self.sinks}")
 
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        """Whether each head has a threshold of its own."""
+        return self.decide == "head"
+
     def stages(self) -> Stages:
         skip, on, decide = self.skip_layers, self.similarity, self.decide
         share = partial(by_density, norm=self.norm, shape=self.allocation, skip_layers=skip)

@@ -31,6 +31,7 @@ class DBudgetKV(Method):
     """
 
     takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
     threshold: float = 0.01
     sinks: int = 4
     keep_layers: tuple[int, ...] = (0, 1)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvfold.method import Method, Stages, register
 
@@ -9,7 +10,8 @@ from kvfold.method import Method, Stages, register
 class Full(Method):
     """Keeps everything: the full cache that all others are measured against."""
 
-    takes_budget = False
+    takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     def stages(self) -> Stages:
         return Stages()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
@@ -22,6 +22,7 @@ class H2O(Method):
     Source: Zhang et al., section 4.2; FMInference/H2O `h2o_hf/utils_real_drop`.
     """
 
+    by_head: ClassVar[bool] = True
     recent: float = 0.5
     decode: Literal["hold", "append"] = "hold"
     normalize: Literal["none", "visible_queries"] = "none"

@@ -27,6 +27,7 @@ class KIVI(Method):
     key_bits: int = 0
     value_bits: int = 0
     takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._packing()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from kvfold.allocate.uniform import uniform, uniform_with_skipped
 from kvfold.method import Method, Stages, register
@@ -17,6 +18,7 @@ class KNorm(Method):
     Source: Devoto et al., section 3; alessiodevoto/l2compress.
     """
 
+    by_head: ClassVar[bool] = True
     protect_recent: int = 0
     skip_layers: tuple[int, ...] = ()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ class KVzip(Method):
     Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`.
     """
 
+    by_head: ClassVar[bool] = True
     level: Literal["pair", "uniform", "head"] = "pair"
     chunk: int = 2000
     strict: bool = False

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvfold.allocate.uniform import uniform
 from kvfold.method import Method, Stages, register
@@ -10,6 +11,8 @@ from kvfold.score.position import recency
 @dataclass(frozen=True)
 class LocalWindow(Method):
     """Keeps the most recent tokens, while reading and while decoding."""
+
+    by_head: ClassVar[bool] = True
 
     def stages(self) -> Stages:
         return Stages(score=recency, allocate=uniform, decode="hold")

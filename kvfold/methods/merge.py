@@ -21,6 +21,11 @@ class Merge(Method):
     takes_budget: ClassVar[bool] = False
     rule: Literal["d2o", "cam"] = "d2o"
 
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        """Whether nothing is drawn, as CaM does, by the head's number."""
+        return self.rule == "d2o"
+
     def stages(self) -> Stages:
         raise IllegalComposition(
             f"{self} evicts nothing itself: compose it with a method that does, for example "

@@ -27,6 +27,7 @@ class MiniCache(Method):
     start: float = 0.5
     block: int = 64
     takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._pairing()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvfold.allocate.pyramid import pyramid, pyramid_official
 from kvfold.errors import KvfoldError
@@ -22,6 +22,7 @@ class PyramidKV(Method):
     Source: Cai et al., section 4.2; Zefan-Cai/KVCache-Factory `pyramidkv_utils.py`.
     """
 
+    by_head: ClassVar[bool] = True
     window: int = 8
     kernel: int = 7
     pooling: Pooling = "max"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
@@ -27,6 +27,7 @@ class RoCo(Method):
     Source: Ren and Zhu, section 3; DRSY/EasyKV `easykv/easykv.py`.
     """
 
+    by_head: ClassVar[bool] = True
     protect_recent: int = 10
     protect_std_ratio: float = 0.3
     decode: Literal["hold", "append"] = "hold"

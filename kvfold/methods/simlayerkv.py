@@ -56,6 +56,11 @@ class SimLayerKV(Method):
                 "when=last_query or when=prefill, and keep_last_layer=false"
             )
 
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        """Whether only the sizes of single layers go by all heads."""
+        return self.strategy == "lazy"
+
     def stages(self) -> Stages:
         return Stages(
             needs=Needs(window=self.n_last if self.when == "prefill" else 1),

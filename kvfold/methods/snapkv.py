@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from kvfold.allocate.uniform import uniform
 from kvfold.method import Method, Stages, register
@@ -30,6 +31,7 @@ class SnapKV(Method):
     Source: Li et al., section 4; FasterDecoding/SnapKV `snapkv_utils.py`.
     """
 
+    by_head: ClassVar[bool] = True
     window: int = 32
     kernel: int = 7
     pooling: Pooling = "max"

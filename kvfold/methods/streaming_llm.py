@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
@@ -24,6 +24,7 @@ class StreamingLLM(Method):
     Source: Xiao et al., section 3.2; mit-han-lab/streaming-llm `kv_cache.py`.
     """
 
+    by_head: ClassVar[bool] = True
     sinks: int = 4
     positions: Literal["reindex", "original"] = "reindex"
     decode: Literal["hold", "append"] = "hold"

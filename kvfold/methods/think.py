@@ -25,6 +25,7 @@ class ThinK(Method):
     recent: int = 32
     queries: int = 32
     takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._pruning()

@@ -20,6 +20,11 @@ class TOVA(Method):
     per_head: bool = False
     keep_last: bool = False
 
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        """Whether each head goes by its own attention."""
+        return self.per_head
+
     def stages(self) -> Stages:
         return Stages(
             needs=Needs(window=1),

@@ -62,7 +62,7 @@ def _build(
 
 
 def _single(request: Request) -> Iterator[Record | Unreadable]:
-    if request.data is None:
+    if not source.has(request, "kv_retrieval"):
         return fitted(
             request, "kv_retrieval", partial(_build, "kv_retrieval", 1, False), LEAST_PAIRS
         )

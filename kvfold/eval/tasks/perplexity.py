@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of a book, to be read token by token through the compressing cache.
+"""Windows of a book: read token by token, or compressed in their first half.
 
 Source: mit-han-lab/streaming-llm `examples/eval_long_ppl.py` (Xiao et al., 2023,
 arXiv 2309.17453, section 4.1): one token at a time, evict after each, perplexity is the
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Record, Request, Task
+from kvfold.eval.tasks.record import Question, Record, Request, Task
 
 # No tokenizer of natural text makes tokens longer than this on average.
 CHARACTERS_PER_TOKEN = 12
@@ -47,6 +48,15 @@ def _records(request: Request) -> Iterator[Record]:
         start += len(piece)
 
 
+def _halves(request: Request) -> Iterator[Record]:
+    """The same windows, whose second half is what is asked about."""
+    count = request.counter()
+    for whole in _records(request):
+        first = window(whole.context, 0, request.length // 2, count)
+        rest = Question(whole.context[len(first) :], (), 0)
+        yield replace(whole, task="continuation", context=first, questions=(rest,))
+
+
 TASKS = (
     Task(
         "perplexity",
@@ -57,5 +67,16 @@ TASKS = (
         _records,
         phase="stream",
         truncation="windows",
+        by_likelihood=True,
+    ),
+    Task(
+        "continuation",
+        "the second half of a book's window, after its first was compressed",
+        "mit-han-lab/streaming-llm, arXiv 2309.17453",
+        "perplexity",
+        "language modelling",
+        _halves,
+        truncation="windows",
+        by_likelihood=True,
     ),
 )

@@ -100,7 +100,8 @@ class Task:
     """A benchmark's task: where its records come from and how predictions are scored.
 
     `metrics` are named, the first one is the task's score; there is none where a transcript or
-    a perplexity is the result. `phase` says what compression does to it: the prompt's (prefill),
+    a perplexity is the result: `by_likelihood`, of the one question's text, or of the context as it
+    is streamed. `phase` says what compression does to it: the prompt's (prefill),
     the answer's own cache (decode), or token by token (stream). `truncation` names the
     benchmark's rule for prompts that are too long; "none" forbids it. `group` is the skill that
     results are averaged by.
@@ -116,6 +117,7 @@ class Task:
     phase: Phase = "prefill"
     truncation: Literal["none", "middle", "windows"] = "none"
     generated: bool = False
+    by_likelihood: bool = False
 
     @property
     def metric(self) -> str | None:

@@ -44,7 +44,7 @@ def task(
     """One of the 13 tasks: from its own file where one is given, else by `generate`."""
 
     def records(request: Request) -> Iterator[Record | Unreadable]:
-        if request.data is None or not generated:
+        if not generated or not source.has(request, name):
             return generate(request)
         return read(name, family, request)
 

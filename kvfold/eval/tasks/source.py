@@ -54,6 +54,14 @@ def records(
             yield Unreadable(where, str(error))
 
 
+def has(request: Request, file: str) -> bool:
+    """Whether there is data for a task that is generated elsewhere; a folder may be for others."""
+    if request.data is None:
+        return False
+    path = Path(request.data)
+    return not path.is_dir() or (path / f"{file}.jsonl").is_file()
+
+
 def _picked(one: tuple[str, Any], wanted: Callable[[dict[str, Any]], bool]) -> bool:
     return not isinstance(one[1], dict) or wanted(one[1])
 

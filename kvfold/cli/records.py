@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvfold bench` says about the file it goes on with."""
+"""What a command says about the file of records it goes on with."""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from rich.console import Console
 
-from kvfold.bench.record import Line, Store
 from kvfold.errors import KvfoldError
+from kvfold.jsonl import M, Store
 
-L = TypeVar("L", bound=Line)
 
-
-def loaded(screen: Console, store: Store[L]) -> list[L]:
+def loaded(screen: Console, store: Store[M]) -> list[M]:
     """The records so far, and a word about what a killed run left behind."""
     try:
         store.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold eval`: tasks × methods × budgets, one record for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvfold.cli.bench import numbers, words
+from kvfold.cli.console import console, table
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.compat import PreTrainedModel
+    from kvfold.eval.run.plan import Plan, Wanted
+    from kvfold.eval.run.result import Result
+    from kvfold.eval.run.workers import Workers
+    from kvfold.eval.tasks import Request
+
+# A quarter of what a model reads is half of what KVzip can repeat; papers report 4096.
+SHARE, USUAL = 4, 4096
+
+
+def command(
+    task: Annotated[
+        str, typer.Option("--tasks", help='Tasks or benchmarks: "ruler,niah", "kv_retrieval".')
+    ],
+    methods: Annotated[
+        str, typer.Option(help='"snapkv,pyramidkv:window=8,snapkv + kivi"; see `kvfold methods`.')
+    ] = "snapkv,pyramidkv,kvzip",
+    budgets: Annotated[str, typer.Option(help='What to keep: "0.2,512,1GiB".')] = "0.2",
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Of each task.", show_default="the benchmark's")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of generated samples, answer included.",
+            show_default="a power of two, a quarter of what the model reads",
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help='A folder, a hub id, or "bundled".')] = "bundled",
+    question_aware: Annotated[
+        bool,
+        typer.Option(
+            "--question-aware", help="Compress with the question in view, not before it exists."
+        ),
+    ] = False,
+    gold_history: Annotated[
+        bool,
+        typer.Option("--gold-history", help="Later turns see right answers, not the model's own."),
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A JSONL file, a folder of them, a hub dataset; a text for perplexity."),
+    ] = None,
+    haystack: Annotated[
+        Path | None, typer.Option(help="Text to hide needles in: a file or a folder.")
+    ] = None,
+    word_lists: Annotated[Path | None, typer.Option("--words", help="A folder of lists.")] = None,
+    shots: Annotated[Path | None, typer.Option(help="Solved examples, JSONL.")] = None,
+    questions: Annotated[int, typer.Option(min=1, help="About each shared context.")] = 4,
+    depths: Annotated[int, typer.Option(min=1, help="Places of a needle.")] = 11,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of prompt and answer, at most.", show_default="what the model reads"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of samples and of random methods.")] = 0,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes.", show_default="as many as cores, if models fit"),
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Spread the work over the Ray cluster at this address.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", file_okay=False, help="Run again, it goes on.")
+    ] = Path("kvfold-eval"),
+) -> None:
+    """Evaluate methods at budgets, beside the full cache, random eviction, sinks and recent tokens,
+    and a context that is just cut.
+
+    Contexts are compressed before any question exists, unless asked otherwise. `kvfold report`
+    turns the records into tables, pictures and a page.
+    """
+    screen = console()
+    with screen.status("importing torch and transformers"):
+        from kvfold.cli.run import load
+        from kvfold.eval.run import plan as planning
+        from kvfold.eval.run.cell import Protocol, Subject
+        from kvfold.eval.run.processes import processes
+        from kvfold.eval.run.workers import here
+        from kvfold.eval.tasks import Request
+        from kvfold.frame import token_count
+    # Refused here, before a large model is loaded.
+    contenders = planning.contenders(planning.listed(methods), words(budgets))
+    network, tokenizer = load(model)
+    reads = getattr(network.config, "max_position_embeddings", USUAL)
+    readable = max_length or int(reads)
+    request = Request(
+        samples=samples,
+        seed=seed,
+        count=partial(token_count, tokenizer),
+        data=data,
+        haystack=haystack,
+        words=word_lists,
+        shots=shots,
+        questions=questions,
+        conversation=gold_history,
+        depths=depths,
+    )
+    sizes = (
+        numbers(lengths) if lengths else [min(USUAL, 2 ** (readable // SHARE).bit_length() // 2)]
+    )
+    plan = planning.Plan(
+        wanted=tuple(_drawn(screen, words(task), request, sizes)),
+        subject=Subject.of(model, network, tokenizer),
+        protocol=Protocol(
+            question_aware=question_aware,
+            history="gold" if gold_history else "own",
+            max_length=readable,
+        ),
+        contenders=tuple(contenders),
+    )
+    if ray is not None:
+        from kvfold.eval.run.cluster import cluster
+
+        crew = cluster(model, ray, workers)
+    elif (count := workers or _fitting(network)) > 1:
+        del network
+        crew = processes(model, count)
+    else:
+        crew = here(network, tokenizer)
+    _evaluate(screen, plan, crew, out)
+
+
+def _drawn(
+    screen: Console, names: Sequence[str], request: Request, lengths: Sequence[int]
+) -> list[Wanted]:
+    """The samples of all tasks; one that a benchmark's name stands for may want data in vain."""
+    from kvfold.eval.run.plan import Wanted
+    from kvfold.eval.tasks import select
+
+    found = []
+    with screen.status("drawing samples") as status:
+        for task in select(names):
+            status.update(f"drawing samples of {task.name}")
+            sizes = lengths if task.generated or task.phase == "stream" else lengths[:1]
+            try:
+                found += [Wanted.of(task, replace(request, length=size)) for size in sizes]
+            except KvfoldError as refused:
+                if task.name in names:
+                    raise
+                screen.print(Text(f"left out: {task.name}: {refused}", style="yellow"))
+    if not found:
+        raise KvfoldError("none of the tasks can be run: see above what they need")
+    return found
+
+
+def _fitting(network: PreTrainedModel) -> int:
+    """As many workers as there are cores, while their models take half of the memory."""
+    if network.device.type != "cpu":
+        return 1
+    weights = sum(each.numel() * each.element_size() for each in network.parameters())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(os.cpu_count() or 1, memory // 2 // weights))
+
+
+def _evaluate(screen: Console, plan: Plan, crew: Workers, out: Path) -> None:
+    """Runs what is missing, with a bar, and writes the records."""
+    from kvfold.cli.records import loaded
+    from kvfold.eval.run.session import evaluate, store, summarize, write_records
+
+    samples = store(out)
+    loaded(screen, samples)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    try:
+        with Progress(*columns, console=screen, transient=True) as bar:
+            task = bar.add_task("samples", total=plan.total)
+            for done in evaluate(plan, samples, crew):
+                bar.update(task, completed=done)
+    except KeyboardInterrupt:
+        screen.print(Text(f"stopped; run the same command again and it goes on: {out}"))
+        raise typer.Exit(130) from None
+    records = summarize(samples.load().records)
+    path = write_records(out, records)
+    cells = plan.cells()
+    for lower, title in ((False, "score, mean over tasks"), (True, "perplexity")):
+        own = [r for r in records if r.cell in cells and r.score and r.lower_is_better == lower]
+        if own:
+            screen.print(_table(title, own))
+    screen.print(Text(f"records: {path.resolve()}\ntables and a page: kvfold report {out}"))
+
+
+def _table(title: str, records: Sequence[Result]) -> Table:
+    """Each method at each budget, against the full cache on the same samples."""
+    from kvfold.report.summary import rows
+
+    names = ("score", "± error", "full", "kept", "bytes", "errors")
+    shown = table(title, "method", "budget", *names, right=("budget", *names))
+    for row in rows(records):
+        assert row.score is not None
+        shown.add_row(
+            row.method,
+            row.budget or "",
+            f"{row.score.value:.1f}",
+            "" if row.score.error is None else f"{row.score.error:.1f}",
+            "" if row.gap is None else f"{row.gap.value:+.1f}",
+            "" if row.kept is None else f"{row.kept:.1%}",
+            "" if row.bytes_ratio is None else f"{row.bytes_ratio:.1%}",
+            str(row.errors) if row.errors else "",
+        )
+    return shown

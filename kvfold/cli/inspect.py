@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold inspect`: what a model attends to, and what each method keeps, as pictures and a page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvfold.cli.compress import read_text
+from kvfold.cli.console import console, progress
+from kvfold.cli.run import load
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from transformers import PreTrainedTokenizerBase
+
+    from kvfold.budget import Budget
+    from kvfold.compat import PreTrainedModel
+    from kvfold.inspect.document import Document
+    from kvfold.inspect.holding import Holding
+    from kvfold.inspect.watch import Attention
+
+FOLDER = "kvfold-inspect"
+PAGE = "index.html"
+PICTURES = ("attention.png", "variance.png", "lazy.png", "norms.png", "kept.png")
+
+
+def command(
+    model: Annotated[str, typer.Option(help='A folder, a hub id, or "bundled".')] = "bundled",
+    methods: Annotated[
+        str, typer.Option(help="Compared side by side, separated by commas.")
+    ] = "snapkv,pyramidkv,kvzip,d2o",
+    budget: Annotated[
+        str, typer.Option(help='What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".')
+    ] = "0.2",
+    prompt: Annotated[str | None, typer.Option(help="The text that is read.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A text file with it.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", file_okay=False, help="The folder.", show_default=f"a new {FOLDER}"
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Another text with needles; another choice of random methods.")
+    ] = 0,
+) -> None:
+    """Look into a model: heatmaps, variance, lazy layers, and the text as each method keeps it."""
+    text = _text(prompt, file)
+    screen = console()
+    with screen.status("importing torch and transformers"):
+        import kvfold
+        from kvfold.cli.inspect_tables import explained, layers_table, methods_table
+        from kvfold.inspect.document import LENGTH, Document
+    # Refused here, before a large model is loaded.
+    named, limit = names(methods), kvfold.Budget.of(budget)
+    for each in named:
+        kvfold.parse(each)
+    folder = _folder(out)
+    network, tokenizer = load(model)
+    _check(network, tokenizer, named, limit)
+    most = _trained_length(network)
+    if text is None:
+        document = Document.with_needles(tokenizer, min(LENGTH, (most or LENGTH) // 2), seed)
+    else:
+        document = Document.of(tokenizer, text)
+    tokens = document.ids.shape[1]
+    if most is not None and tokens > most:
+        screen.print(
+            f"{tokens:,} tokens are more than the {most:,} this model was made for.", style="yellow"
+        )
+    _make(folder)
+    layers, holdings = _measure(screen, network, tokenizer, document, named, limit, seed)
+    screen.print(layers_table(layers))
+    screen.print(Text(explained(layers), style="dim"), end="\n\n")
+    screen.print(methods_table(document, holdings))
+    title = "bundled model" if model == "bundled" else model
+    _write(folder, title, document, layers, holdings)
+    screen.print(Text(f"Open {(folder / PAGE).resolve()}", overflow="fold"))
+    screen.print(Text(f"Pictures beside it: {', '.join(PICTURES)}", overflow="fold"))
+
+
+def _text(prompt: str | None, file: Path | None) -> str | None:
+    """The text that was given; None where one is to be generated."""
+    if prompt is not None and file is not None:
+        raise KvfoldError("give the text as --prompt TEXT or as --file PATH, not both")
+    if file is not None:
+        return read_text(file)
+    if prompt is not None and not prompt.strip():
+        raise KvfoldError("the prompt is empty")
+    return prompt
+
+
+def names(text: str) -> list[str]:
+    """The methods in `text`; a comma inside a method's options does not separate."""
+    parts = re.split(r",(?=\s*[a-z]\w*\s*(?:[:,+]|$))", text)
+    found = [part for part in (each.strip(" ,") for each in parts) if part]
+    if not found:
+        raise KvfoldError("no methods: write for example --methods snapkv,kvzip")
+    return list(dict.fromkeys(found))
+
+
+def _folder(out: Path | None) -> Path:
+    """The folder to write to; never one that holds an earlier page or picture."""
+    if out is None:
+        out = next(each for each in map(_numbered, count(1)) if not each.exists())
+    taken = [name for name in (PAGE, *PICTURES) if (out / name).exists()]
+    if taken:
+        raise KvfoldError(f"{out} already holds {taken[0]}: choose another folder with --out")
+    return out
+
+
+def _numbered(number: int) -> Path:
+    return Path(FOLDER if number == 1 else f"{FOLDER}-{number}")
+
+
+def _make(folder: Path) -> None:
+    """Makes the folder before the work starts, so that a long run cannot end without one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise KvfoldError(f"cannot write to {folder}: {problem}") from problem
+
+
+def _check(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, named: list[str], limit: Budget
+) -> None:
+    """Refuses before the work starts what a cache would refuse in the middle of it."""
+    import kvfold
+
+    for each in named:
+        own = limit if kvfold.parse(each).takes_budget else None
+        kvfold.CompressedCache(model, each, own, tokenizer=tokenizer)
+
+
+def _trained_length(model: PreTrainedModel) -> int | None:
+    from kvfold import compat
+
+    return getattr(compat.text_config(model), "max_position_embeddings", None)
+
+
+def _measure(
+    screen: Console,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    document: Document,
+    named: list[str],
+    limit: Budget,
+    seed: int,
+) -> tuple[list[Attention], list[Holding]]:
+    """Reads the text once to watch, and once by each method, with a bar."""
+    from kvfold import compat
+    from kvfold.inspect.holding import hold
+    from kvfold.inspect.watch import watch
+
+    own = sum(map(compat.is_compressible, compat.stock_layers(model)))
+    with progress(screen) as bar:
+        tokens = f"{document.ids.shape[1]:,} tokens"
+        task = bar.add_task(f"watching {own} layers read {tokens}", total=own + len(named))
+        advance: Callable[[], None] = lambda: bar.advance(task)  # noqa: E731
+        layers = watch(model, document.ids.to(model.device), advance)
+        holdings = []
+        for each in named:
+            bar.update(task, description=f"{each} compresses {tokens}")
+            holdings.append(hold(model, tokenizer, document, each, limit, seed))
+            advance()
+    return layers, holdings
+
+
+def _write(
+    folder: Path,
+    title: str,
+    document: Document,
+    layers: Sequence[Attention],
+    holdings: Sequence[Holding],
+) -> None:
+    from kvfold.inspect import pictures
+    from kvfold.inspect.page import page
+
+    indices = [layer.index for layer in layers]
+    figures: tuple[Figure, ...] = (
+        pictures.attention_figure(layers),
+        pictures.variance_figure(layers),
+        pictures.lazy_figure(layers),
+        pictures.norm_figure(layers),
+        pictures.kept_maps_figure(document, indices, holdings),
+    )
+    try:
+        for name, figure in zip(PICTURES, figures, strict=True):
+            figure.savefig(folder / name)
+        whole = page(title, document, layers, holdings)
+        (folder / PAGE).write_text(whole, encoding="utf-8")
+    except OSError as problem:
+        raise KvfoldError(f"cannot write to {folder}: {problem}") from problem

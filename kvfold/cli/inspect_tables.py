@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kvfold inspect` measured, as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from kvfold.cli.console import size, table
+from kvfold.inspect.document import Document
+from kvfold.inspect.holding import Holding
+from kvfold.inspect.watch import MOST, SINKS, THRESHOLDS, Attention, lazy_window
+
+EXPLAINED = (
+    "Means over heads. Per query: the entries that one query attends to, exp of its entropy. "
+    "Hold: the entries that received so much of all attention. Variance: of the column sums, as "
+    "D2O has it. Lazy: the last query's attention to the first {sinks} and the last {window} "
+    "tokens, as SimLayerKV has it. Keep: the sinks and newest entries that leave its norm within "
+    "1 %, as DBudgetKV has it."
+)
+
+
+def layers_table(layers: Sequence[Attention]) -> Table:
+    """A line for each layer: what the papers decide by."""
+    numbers = ("per query", f"hold {MOST:.0%}", "variance", "lazy", "keep 1 %")
+    shown = table(f"what {len(layers)} layers attend to", "layer", *numbers, right=numbers)
+    percent = THRESHOLDS.index(min(THRESHOLDS, key=lambda t: abs(t - 0.01)))
+    for layer in layers:
+        shown.add_row(
+            str(layer.index),
+            f"{float(layer.entropy.exp().mean()):,.1f}",
+            f"{float(layer.holders.float().mean()):,.0f}",
+            f"{float(layer.variance.mean()):.3g}",
+            f"{layer.lazy:.0%}",
+            f"{int(layer.kept[percent]):,}",
+        )
+    return shown
+
+
+def explained(layers: Sequence[Attention]) -> str:
+    """What the columns of `layers_table` are."""
+    return EXPLAINED.format(sinks=SINKS, window=lazy_window(len(layers[0].edges)))
+
+
+def methods_table(document: Document, holdings: Sequence[Holding]) -> Table:
+    """A line for each method: what it kept, of the needles too where there are any."""
+    asked = [needle for needle in document.needles if needle.asked]
+    numbers = ("kept", *(("of needles", "of the one asked") if asked else ()), "bytes", "of full")
+    shown = table("what each method keeps", "method", *numbers, right=numbers)
+    for holding in holdings:
+        found = (holding.kept_of(document.needles), holding.kept_of(asked)) if asked else ()
+        shown.add_row(
+            holding.method,
+            f"{holding.kept:.1%}",
+            *(f"{share:.0%}" for share in found),
+            size(holding.nbytes),
+            f"{holding.nbytes / holding.nbytes_full:.1%}",
+        )
+    return shown

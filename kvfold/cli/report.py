@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold report`: records as tables, pictures and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from kvfold.cli.console import console
+from kvfold.errors import KvfoldError
+
+
+def command(
+    records: Annotated[
+        list[Path], typer.Argument(help="Folders that `kvfold eval` wrote, or files of records.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", file_okay=False, help="The folder to write into.")
+    ] = Path("kvfold-report"),
+) -> None:
+    """Turn evaluation records into tables, Pareto pictures and one page."""
+    screen = console()
+    with screen.status("importing torch and matplotlib"):
+        from kvfold.report.load import load
+        from kvfold.report.write import write
+    results = load(records)
+    with screen.status(f"drawing {len(results):,} records"):
+        try:
+            written = write(results, out)
+        except OSError as problem:
+            raise KvfoldError(f"cannot write into {out}: {problem}") from problem
+    for title, claim in written.claims.items():
+        screen.print(Text.assemble((title, "bold"), ": ", claim.claim))
+        screen.print(Text(claim.evidence, style="dim"))
+    for path in written.paths:
+        screen.print(Text(str(path.resolve())), soft_wrap=True)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model `kvfold` of lm-evaluation-harness: its HFLM, over compressed caches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvfold import bundled
+from kvfold.budget import Budget
+from kvfold.cache import CompressedCache
+from kvfold.errors import KvfoldError
+from kvfold.eval.lm_eval.held import Held, Truncated
+from kvfold.eval.lm_eval.score import (
+    Split,
+    check_streams,
+    check_takes_back,
+    log_probs,
+    read,
+    stream,
+)
+from kvfold.generate import generate
+from kvfold.method import Method, parse, spelled_out
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils_hf import stop_sequences_criteria
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as missing:
+    raise KvfoldError(
+        f"lm-evaluation-harness needs {missing.name}: pip install 'kvfold[lm_eval]'"
+    ) from missing
+
+# Options of HFLM that would change scores in ways that are not counted or not passed on here.
+REFUSED = {
+    "truncation": "contexts are cut on the left to the model's length, and counted",
+    "mixed_precision_dtype": "load the model in the precision it is to run in, with dtype=",
+}
+
+
+@register_model("kvfold")
+class KvfoldLM(HFLM):
+    """A causal language model that answers every request from a compressed cache.
+
+    Args:
+        pretrained: as for HFLM, or "bundled".
+        method: a `Method`, or a text such as "snapkv:window=16".
+        budget: as for `CompressedCache`; a text is read as on the command line.
+        seed: fixes the choice of random methods.
+        device: as for HFLM; by default a GPU if there is one.
+        options: all others of HFLM.
+
+    Raises KvfoldError for what kvfold refuses, before any task is loaded.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        method: Method | str = "snapkv",
+        budget: Budget | float | str | None = None,
+        seed: int = 0,
+        device: str | None = None,
+        **options: Any,
+    ) -> None:
+        for name, instead in REFUSED.items():
+            if options.get(name):
+                raise KvfoldError(f"{name}= does not go with the model kvfold: {instead}")
+        # Refused here, before a large model is loaded.
+        self.method = parse(method)
+        self.budget = None if budget is None else Budget.of(budget)
+        self.seed = seed
+        self.held: dict[str, Held] = defaultdict(Held)
+        self.truncated = Truncated()
+        if pretrained == "bundled":
+            # As kvfold.bundled_model() loads it.
+            pretrained = str(bundled.FOLDER)
+            options.setdefault("dtype", "float32")
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(pretrained, device=device, **options)
+        self._new_cache()
+
+    def _new_cache(self) -> CompressedCache:
+        return CompressedCache(
+            self.model, self.method, self.budget, tokenizer=self.tokenizer, seed=self.seed
+        )
+
+    def _ids(self, tokens: tuple[int, ...] | list[int]) -> Tensor:
+        return torch.tensor([tokens], dtype=torch.long, device=self.device)
+
+    # --- log-likelihoods --------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether greedy) of each continuation; equal contexts are read once."""
+        check_takes_back(self.method)
+        splits = [Split.of(context, after, self.max_length) for _, context, after in requests]
+        sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, split in enumerate(splits):
+            self.truncated.add(split.cut)
+            sharing[split.read].append(index)
+        answers: dict[int, tuple[float, bool]] = {}
+        bar = tqdm(
+            total=len(requests),
+            disable=disable_tqdm or self.rank != 0,
+            desc="Running loglikelihood requests",
+        )
+        # The longest first: what does not fit into memory fails at once.
+        for context in sorted(sharing, key=len, reverse=True):
+            members = sharing[context]
+            scored = self._score(context, [splits[index] for index in members])
+            for index, answer in zip(members, scored, strict=True):
+                answers[index] = answer
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+            bar.update(len(members))
+        bar.close()
+        return [answers[index] for index in range(len(requests))]
+
+    def _score(self, context: tuple[int, ...], splits: list[Split]) -> list[tuple[float, bool]]:
+        """Scores what follows a context; what differs in its last token only is read once."""
+        cache = self._new_cache()
+        read(self.model, cache, self._ids(context))
+        if context:
+            self.held["log_likelihood"].add(cache.stats())
+        known: dict[tuple[int, ...], Tensor] = {}
+        answers = []
+        for split in splits:
+            if split.asked not in known:
+                asked = self._ids(split.asked)
+                known[split.asked] = log_probs(self.model, cache, asked, self.softmax_dtype)
+            likely = known[split.asked]
+            tokens = self._ids(split.continuation)[0]
+            total = float(likely.gather(-1, tokens[:, None]).sum())
+            answers.append((total, bool((likely.argmax(-1) == tokens).all())))
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, read token by token through the compressing cache.
+
+        A text is cut into HFLM's windows, each of which begins with an empty cache. Raises
+        KvfoldError for methods and budgets under which nothing would ever be evicted.
+        """
+        check_streams(self.method, self.budget)
+        totals = []
+        for request in tqdm(requests, disable=disable_tqdm or self.rank != 0):
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
+            )
+            total = 0.0
+            for given, scored in map(make_disjoint_window, windows):
+                cache, ids = self._new_cache(), self._ids(given + scored)
+                total += stream(self.model, cache, ids, len(scored), self.softmax_dtype)
+                self.held["rolling"].add(cache.stats())
+            totals.append(total)
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    # --- generation -------------------------------------------------------------------------
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """HFLM's token ids and mask `[B, N]`; what is cut off on the left is counted."""
+        ids, mask = super().tok_batch_encode(strings, padding_side, truncation=truncation)
+        if left_truncate_len is None:
+            return ids, mask
+        for length in mask.sum(-1).tolist():
+            self.truncated.add(max(0, length - left_truncate_len))
+        return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **options: Any
+    ) -> Tensor:
+        """Prompts `context [B, N]` and their answers; rows share one cache, padded on the left."""
+        if not options.get("do_sample"):
+            options["do_sample"] = False
+            options.pop("temperature", None)
+        cache = self._new_cache()
+        rows, length = context.shape
+        produced: Tensor = generate(
+            self.model,
+            context,
+            cache=cache,
+            max_length=max_length,
+            stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, length, rows),
+            pad_token_id=self.tokenizer.pad_token_id,
+            use_cache=True,
+            **options,
+        )
+        self.held["generation"].add(cache.stats())
+        return produced
+
+    # --- the record -------------------------------------------------------------------------
+
+    def get_model_info(self) -> dict[str, Any]:
+        """HFLM's, and under "kvfold" the method, the budget, and what was really kept."""
+        budget = self.budget
+        return super().get_model_info() | {
+            "kvfold": {
+                "method": spelled_out(self.method),
+                "budget": None if budget is None else str(budget),
+                "seed": self.seed,
+                # A task's context holds its question.
+                "question_aware": True,
+                "kept_nominal": budget.amount if budget and budget.kind == "ratio" else None,
+                "truncated": dataclasses.asdict(self.truncated),
+                **{kind: held.summary() for kind, held in self.held.items()},
+            }
+        }

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-likelihoods from a compressed cache: of a continuation, and of a text token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold import compat
+from kvfold.budget import Budget
+from kvfold.cache import CompressedCache
+from kvfold.errors import KvfoldError
+from kvfold.generate import read_turn
+from kvfold.method import Method
+
+
+@dataclass(frozen=True)
+class Split:
+    """A context and its continuation, as a compressed cache meets them.
+
+    `read` is compressed. `asked`, the context's last token and all of the continuation but its own
+    last, is read from what is left, so that every token of the `continuation` is predicted from the
+    compressed cache, also the first and only one. `cut` tokens were left out before.
+    """
+
+    read: tuple[int, ...]
+    asked: tuple[int, ...]
+    continuation: tuple[int, ...]
+    cut: int
+
+    @classmethod
+    def of(cls, context: Sequence[int], continuation: Sequence[int], max_length: int) -> Split:
+        """Cuts the context on the left until the model reads at most `max_length` tokens.
+
+        Raises KvfoldError for an empty context or continuation, and for a continuation that is too
+        long by itself.
+        """
+        if not context or not continuation:
+            raise KvfoldError("a context and a continuation have at least one token each")
+        if len(continuation) > max_length:
+            raise KvfoldError(
+                f"a continuation of {len(continuation)} tokens does not fit into the model's "
+                f"{max_length}: choose a model or a max_length= that it fits into"
+            )
+        whole = (*context, *continuation)
+        shown = whole[-(max_length + 1) :]
+        start = len(shown) - len(continuation) - 1
+        cut = len(whole) - len(shown)
+        return cls(shown[:start], shown[start:-1], shown[start + 1 :], cut)
+
+
+def check_takes_back(method: Method) -> None:
+    """Raises KvfoldError where several continuations cannot be scored from one context."""
+    if method.stages().decode == "once":
+        raise KvfoldError(
+            f"{method} compresses at the first generated token, but what is read for a "
+            "continuation is taken back: choose a variant that compresses when the prompt ends"
+        )
+
+
+@torch.no_grad()
+def log_probs(
+    model: compat.PreTrainedModel,
+    cache: CompressedCache,
+    asked: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Log-probabilities `[S, V]` of what follows each of `asked [1, S]`; the cache stays as it was.
+
+    Nothing is evicted on the way: several continuations see the same compressed context.
+    """
+    with cache.frozen():
+        logits: Tensor = model(asked, past_key_values=cache, use_cache=True).logits
+        cache.crop(-asked.shape[1])
+    return F.log_softmax(logits[0], -1, dtype=dtype)
+
+
+def read(model: compat.PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
+    """Fills a new cache with `ids [1, N]` and compresses it; nothing where N is 0."""
+    if ids.shape[1] > 0:
+        read_turn(model, cache, ids, None, ids.shape[1], ids.shape[1])
+
+
+def check_streams(method: Method, budget: Budget | None) -> None:
+    """Raises KvfoldError where a text that is read token by token would meet a full cache."""
+    stages = method.stages()
+    if stages.score is None and stages.encode is None and stages.funnel is None:
+        return
+    if stages.decode != "hold":
+        raise KvfoldError(
+            f"{method} compresses when a prompt ends, and a text scored token by token has "
+            "none: its perplexity would be the full cache's. Choose a method that evicts while "
+            "decoding, such as streaming_llm, h2o or tova"
+        )
+    if budget is not None and budget.kind == "ratio":
+        raise KvfoldError(
+            f"a budget of {budget} is counted when a prompt ends, and a text scored token by "
+            "token has no prompt: give the budget in tokens or bytes"
+        )
+
+
+@torch.no_grad()
+def stream(
+    model: compat.PreTrainedModel,
+    cache: CompressedCache,
+    ids: Tensor,
+    scored: int,
+    dtype: torch.dtype | None = None,
+) -> float:
+    """The log-likelihood of the last `scored` of `ids [1, N]`, read token by token.
+
+    After each token the cache returns to its budget (Xiao et al., arXiv 2309.17453, section 4.1;
+    mit-han-lab/streaming-llm `examples/eval_long_ppl.py`).
+    """
+    total, first = 0.0, ids.shape[1] - scored
+    for place in range(1, ids.shape[1]):
+        step = ids[:, place - 1 : place]
+        logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
+        if place >= first:
+            total += float(F.log_softmax(logits, -1, dtype=dtype)[ids[0, place]])
+    return total

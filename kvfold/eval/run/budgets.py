@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A context compressed to several budgets, from one reading where that is exact."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kvfold import compat
+from kvfold.bench.clock import seconds, synchronize
+from kvfold.cache import CompressedCache
+from kvfold.context import Context, check_reusable
+from kvfold.eval.run.prompt import Prompt
+from kvfold.generate import read_on, read_turn
+
+
+class Compressed(NamedTuple):
+    """A context at one budget, and the seconds that its reading and compression took."""
+
+    budget: str | None
+    context: Context
+    seconds: float
+
+
+@torch.no_grad()
+def compressed(
+    model: compat.PreTrainedModel,
+    prompt: Prompt,
+    method: str,
+    budgets: Sequence[str | None],
+    seed: int,
+) -> Iterator[Compressed]:
+    """The prompt's context, compressed by `method` to each of `budgets`, in any order.
+
+    Scores do not depend on the budget, so the text is read once, and repeated once for KVzip, and
+    each budget compresses a copy. Where a layer must compress inside the forward (pruning between
+    layers, latents), every budget reads for itself. Raises what `kvfold.compress` raises.
+    """
+    ids, length = prompt.ids.to(model.device), prompt.ids.shape[1]
+
+    def new(budget: str | None) -> CompressedCache:
+        made = CompressedCache(model, method, budget, tokenizer=prompt.tokenizer, seed=seed)
+        check_reusable(made)
+        return made
+
+    def context(cache: CompressedCache) -> Context:
+        return Context(model, prompt.tokenizer, cache, prompt.frame, ids)
+
+    # Each is refused, where it must be, before anything is read.
+    cache, *_ = [new(budget) for budget in budgets]
+    inside = cache.method.stages().funnel is not None or compat.caches_latents(model)
+    if len(budgets) == 1 or inside:
+        for budget in budgets:
+            cache = new(budget)
+            took = seconds(
+                model.device, partial(read_turn, model, cache, ids, None, length, length)
+            )
+            yield Compressed(budget, context(cache), took)
+        return
+    with cache.reading():
+        reading = seconds(model.device, lambda: read_on(model, cache, ids, None, length))
+        for budget in filter(None, budgets[1:]):
+            copies: list[CompressedCache] = []
+            took = seconds(model.device, lambda: copies.append(cache.to_budget(budget)))  # noqa: B023
+            yield Compressed(budget, context(copies.pop()), reading + took)
+        began = time.perf_counter()
+    synchronize(model.device)
+    yield Compressed(budgets[0], context(cache), reading + time.perf_counter() - began)

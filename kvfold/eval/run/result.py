@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cell's record: the samples' mean, how sure it is, and how it differs from the full cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from kvfold.bench.machine import Setup
+from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.sample import Sample
+from kvfold.eval.run.statistics import (
+    PERPLEXITY,
+    Difference,
+    Estimate,
+    breakdown,
+    difference,
+    estimate,
+)
+from kvfold.eval.tasks import Task
+
+
+class Result(BaseModel):
+    """One cell's record.
+
+    `score` is that of the task's metric in percent, or a perplexity (`lower_is_better`); `scores`
+    are all metrics'. `kept`, `nbytes`, `nbytes_full`, `peak_bytes`, seconds and `answer_tokens` are
+    means over samples, `kept_nominal` the ratio that was asked for. `truncated` samples were cut,
+    `at_limit` answers reached `max_new_tokens`; `failed` counts predictions that could not be
+    parsed or scored, `errors` samples without an answer, each by its reason.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    cell: Cell
+    benchmark: str
+    group: str
+    phase: str
+    metric: str | None
+    lower_is_better: bool
+    samples: int
+    questions: int
+    score: Estimate | None
+    scores: dict[str, Estimate]
+    difference: Difference | None
+    by: dict[str, dict[str, Estimate]]
+    kept_nominal: float | None
+    kept: float | None
+    kept_per_layer: tuple[float, ...]
+    nbytes: float | None
+    nbytes_full: float | None
+    peak_bytes: int | None
+    tokens: float | None
+    prefill_seconds: float | None
+    seconds_per_token: float | None
+    answer_tokens: float | None
+    truncation: str
+    truncated: int
+    at_limit: int
+    failed: dict[str, int]
+    errors: dict[str, int]
+    commits: tuple[str | None, ...]
+    setups: tuple[Setup, ...]
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """Measured bytes over the full cache's."""
+        if self.nbytes is None or not self.nbytes_full:
+            return None
+        return self.nbytes / self.nbytes_full
+
+
+def result(task: Task, cell: Cell, samples: Sequence[Sample], full: Sequence[Sample]) -> Result:
+    """The record of a cell; `full` are the reference cell's samples.
+
+    Samples are taken by number, so their order says nothing.
+    """
+    samples = sorted(samples, key=lambda sample: sample.index)
+    outcomes = {s.index: s.outcome for s in samples if s.outcome is not None}
+    base = {s.index: s.outcome for s in full if s.outcome is not None}
+    names = [PERPLEXITY] if task.by_likelihood else list(task.metrics)
+    scores = {name: estimate(list(outcomes.values()), name) for name in names if outcomes}
+    answers = [answer for outcome in outcomes.values() for answer in outcome.answers]
+    held = [outcome.held for outcome in outcomes.values()]
+    tokens = sum(answer.tokens for answer in answers)
+    answering = sum(outcome.answer_seconds for outcome in outcomes.values())
+    itself = cell == cell.reference
+    nominal = float(cell.budget) if cell.budget and "." in cell.budget else None
+    return Result(
+        cell=cell,
+        benchmark=task.benchmark,
+        group=task.group,
+        phase=task.phase,
+        metric=names[0] if names else None,
+        lower_is_better=task.by_likelihood,
+        samples=len(outcomes),
+        questions=len(answers),
+        score=scores[names[0]] if scores else None,
+        scores=scores,
+        difference=difference(outcomes, base, names[0]) if scores and not itself else None,
+        by=breakdown([s for s in samples if s.outcome], names[0]) if scores else {},
+        kept_nominal=nominal,
+        kept=_mean(one.kept for one in held),
+        kept_per_layer=_per_layer([one.kept_per_layer for one in held]),
+        nbytes=_mean(one.nbytes for one in held),
+        nbytes_full=_mean(one.nbytes_full for one in held),
+        peak_bytes=max((one.peak_bytes for one in held if one.peak_bytes), default=None),
+        tokens=_mean(outcome.tokens for outcome in outcomes.values()),
+        prefill_seconds=_mean(outcome.prefill_seconds for outcome in outcomes.values()),
+        seconds_per_token=answering / tokens if tokens else None,
+        answer_tokens=tokens / len(answers) if answers else None,
+        truncation=task.truncation,
+        truncated=sum(outcome.left_out > 0 for outcome in outcomes.values()),
+        at_limit=sum(answer.ended == "limit" for answer in answers),
+        failed=_counted(why for answer in answers for why in answer.failed.values()),
+        errors=_counted(sample.error for sample in samples if sample.error is not None),
+        commits=tuple(dict.fromkeys(sample.commit for sample in samples)),
+        setups=_distinct(sample.setup for sample in samples),
+    )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) / len(known) if known else None
+
+
+def _per_layer(kept: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(sum(layer) / len(layer) for layer in zip(*kept, strict=True))
+
+
+def _distinct(setups: Iterable[Setup]) -> tuple[Setup, ...]:
+    found: list[Setup] = []
+    for setup in setups:
+        if setup not in found:
+            found.append(setup)
+    return tuple(found)
+
+
+def _counted(reasons: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(reasons).most_common())

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text that is looked at: its tokens as they are read, and where its needles lie."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.errors import KvfoldError
+from kvfold.eval import ruler
+from kvfold.frame import Frame, token_count, token_ids
+
+KEYS = 6
+LENGTH = 2048
+NEEDLE = re.compile(r"One of the special magic numbers for \S+ is: \d+\.")
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Positions `start` to `stop − 1` hold what may be asked for; `asked`: what is."""
+
+    start: int
+    stop: int
+    asked: bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text behind what a chat template puts before a user's message.
+
+    `ids [1, N]` are what a model reads, `pieces` the text of each, which joined are the whole.
+    """
+
+    text: str
+    ids: Tensor
+    pieces: tuple[str, ...]
+    needles: tuple[Needle, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> Document:
+        """`text` as `kvfold.compress` reads it; raises KvfoldError for one without tokens."""
+        whole = Frame.of(tokenizer).before + text
+        ids = token_ids(tokenizer, whole)
+        if ids.shape[1] < 2:
+            raise KvfoldError("the text is shorter than two tokens: there is nothing to look at")
+        return cls(text, ids, tuple(text_of_tokens(tokenizer, whole, ids)))
+
+    @classmethod
+    def with_needles(cls, tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Document:
+        """Needles in noise, a question about one, and the first words of its answer."""
+        count = partial(token_count, tokenizer)
+        try:
+            sample = ruler.generate("multikey", length, count, random.Random(seed), keys=KEYS)
+        except ValueError as problem:
+            raise KvfoldError(f"{problem}: give a text with --file or --prompt") from problem
+        question, after = sample.questions[0], Frame.of(tokenizer).after
+        text = f"{sample.document}\n{question.text}{after}{question.prefix}"
+        made = cls.of(tokenizer, text)
+        ends = [0]
+        for piece in made.pieces:
+            ends.append(ends[-1] + len(piece))
+        needles = []
+        for match in NEEDLE.finditer("".join(made.pieces)):
+            tokens = range(len(made.pieces))
+            inside = [t for t in tokens if ends[t] < match.end() and ends[t + 1] > match.start()]
+            asked = question.answers[0] in match[0]
+            needles.append(Needle(inside[0], inside[-1] + 1, asked))
+        return cls(made.text, made.ids, made.pieces, tuple(needles))
+
+
+def text_of_tokens(tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor) -> list[str]:
+    """Each token's part of `text`; the first of several that share a character has all of it."""
+    if not tokenizer.is_fast:
+        return [str(tokenizer.decode([number])) for number in ids[0].tolist()]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    pieces, at = [], 0
+    for _, stop in encoded.offset_mapping:
+        pieces.append(text[at:stop])
+        at = max(at, stop)
+    pieces[-1] += text[at:]
+    return pieces

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured, as one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.allocate.density import densities
+from kvfold.inspect.document import Document
+from kvfold.inspect.holding import Holding
+from kvfold.inspect.pool import cuts, means
+from kvfold.inspect.watch import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window
+
+DECADES = 5  # of the logarithmic scale of attention, below 1
+STRIP = 600  # columns of a layer's strip in the lazy map, at most
+SCRIPTS = ("charts.js", "document.js", "page.js")
+
+
+def page(
+    title: str, document: Document, layers: Sequence[Attention], holdings: Sequence[Holding]
+) -> str:
+    """The page; whatever the text holds is data in it, never markup or script."""
+    template = files("kvfold.inspect") / "template"
+    parts = {
+        "title": html.escape(title),
+        "style": (template / "page.css").read_text(encoding="utf-8"),
+        "script": "\n".join((template / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "data": as_script_data(contents(title, document, layers, holdings)),
+    }
+    whole = (template / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], whole)
+
+
+def as_script_data(value: Any) -> str:
+    """JSON that a `<script>` element may hold: nothing in it ends the element or opens another."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def contents(
+    title: str, document: Document, layers: Sequence[Attention], holdings: Sequence[Holding]
+) -> dict[str, Any]:
+    """What the page's script reads; grids are bytes in base64, row by row."""
+    tokens = len(document.pieces)
+    return {
+        "facts": _facts(title, tokens, layers, holdings),
+        "pieces": document.pieces,
+        "needles": [vars(needle) for needle in document.needles],
+        "layers": [layer.index for layer in layers],
+        "heads": holdings[0].heads,
+        "methods": [{"name": h.method, "counts": _packed(h.counts)} for h in holdings],
+        "attention": [_attention(layer) for layer in layers],
+        "d2o": _share_of_d2o(layers),
+        "cuts": cuts(tokens, CELLS),
+        "thresholds": THRESHOLDS,
+        "most": MOST,
+        "sinks": SINKS,
+        "window": lazy_window(tokens),
+    }
+
+
+def _facts(
+    title: str, tokens: int, layers: Sequence[Attention], holdings: Sequence[Holding]
+) -> list[tuple[str, str]]:
+    budgets = dict.fromkeys(h.budget for h in holdings if h.budget != "none")
+    facts = [
+        ("model", title),
+        ("tokens", f"{tokens:,}"),
+        ("layers", str(len(layers))),
+        ("heads", f"{len(layers[0].entropy)} query, {len(layers[0].variance)} KV"),
+    ]
+    return facts + [("budget", budget) for budget in budgets]
+
+
+def _attention(layer: Attention) -> dict[str, Any]:
+    return {
+        "cells": _packed(logarithmic(layer.cells)),
+        "entropy": _short(layer.entropy),
+        "holders": layer.holders.tolist(),
+        "variance": _short(layer.variance),
+        "edges": _packed((255 * means(layer.edges, STRIP)).round()),
+        "lazy": layer.lazy,
+        "kept": layer.kept.tolist(),
+    }
+
+
+def logarithmic(cells: Tensor) -> Tensor:
+    """Parts of attention as 1 to 255, `DECADES` up to 1; 0 where there is none."""
+    level = (cells.clamp(min=1e-30).log10() / DECADES + 1).clamp(0, 1)
+    return torch.where(cells > 0, (1 + 254 * level).round(), 0.0)
+
+
+def _share_of_d2o(layers: Sequence[Attention]) -> list[float]:
+    """D2O's budget of each layer over an even one (equation 5, normalised across layers)."""
+    density = densities([layer.variance[None] for layer in layers], "across_layers")[:, 0]
+    return _short((-density).softmax(0) * len(layers))
+
+
+def _short(values: Tensor) -> list[float]:
+    return [float(f"{value:.5g}") for value in values.tolist()]
+
+
+def _packed(grid: Tensor) -> str:
+    return base64.b64encode(grid.to(torch.uint8).numpy().tobytes()).decode()

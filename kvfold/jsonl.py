@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of records, one JSON object a line, that are only ever added to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from kvfold.errors import KvfoldError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Loaded(NamedTuple, Generic[M]):
+    """What a file holds; `torn` bytes at its end were dropped, from a line half written."""
+
+    records: list[M]
+    torn: int
+
+
+class Store(Generic[M]):
+    """A file of records of one `kind` that is only ever added to."""
+
+    def __init__(self, path: Path, kind: type[M]) -> None:
+        self.path, self.kind = path, kind
+
+    def load(self) -> Loaded[M]:
+        """All records; a last line that a killed run left half written is cut off the file.
+
+        Raises KvfoldError for a file that holds anything else.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return Loaded([], 0)
+        except OSError as problem:
+            raise KvfoldError(f"cannot read {self.path}: {problem}") from problem
+        whole, newline, rest = data.rpartition(b"\n")
+        lines = whole.split(b"\n") if newline else []
+        records = [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+        if rest:
+            opening = f'{{"{next(iter(self.kind.model_fields))}":'.encode()
+            if rest[: len(opening)] != opening[: len(rest)]:
+                raise KvfoldError(self._foreign(len(lines) + 1))
+            os.truncate(self.path, len(data) - len(rest))
+        return Loaded(records, len(rest))
+
+    def add(self, records: Iterable[M]) -> None:
+        """Writes records, and returns when they are on the disk."""
+        with self.path.open("ab") as file:
+            for record in records:
+                file.write(record.model_dump_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _parsed(self, number: int, line: bytes) -> M:
+        try:
+            return self.kind.model_validate_json(line)
+        except ValidationError as problem:
+            raise KvfoldError(self._foreign(number)) from problem
+
+    def _foreign(self, number: int) -> str:
+        return (
+            f"line {number} of {self.path} is no record that this version of kvfold writes there: "
+            "nothing was changed; choose another --out"
+        )

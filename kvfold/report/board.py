@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may stand side by side: one model under one protocol, whole or seen by group and task."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from kvfold.eval.run.cell import Subject
+from kvfold.eval.run.result import Result
+from kvfold.report.summary import Row, rows
+
+Kind = Literal["overall", "group", "task"]
+OVERALL = "all tasks"
+
+
+class View(NamedTuple):
+    """Rows over one group or task, at every length (None) or at one."""
+
+    kind: Kind
+    name: str
+    length: int | None
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Board:
+    """The results of one model under one protocol; perplexities are never averaged with scores."""
+
+    subject: Subject
+    question_aware: bool
+    history: str
+    results: tuple[Result, ...]
+
+    @property
+    def protocol(self) -> str:
+        """In words."""
+        asked = "question-aware" if self.question_aware else "question-agnostic"
+        return asked if self.history == "own" else f"{asked}, right answers as history"
+
+    @property
+    def scored(self) -> list[Result]:
+        """Those of tasks with a score, errors included."""
+        return [r for r in self.results if r.metric is not None and not r.lower_is_better]
+
+    @property
+    def perplexities(self) -> list[Result]:
+        """Those where less is better."""
+        return [r for r in self.results if r.lower_is_better]
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Task groups, and the tasks of each."""
+        found: dict[str, dict[str, None]] = {}
+        for result in self.scored:
+            found.setdefault(result.group, {})[result.cell.task] = None
+        return {group: list(tasks) for group, tasks in found.items()}
+
+    def lengths(self, results: Sequence[Result]) -> list[int]:
+        """Lengths of generated samples, ascending."""
+        return sorted({r.cell.length for r in results if r.cell.length is not None})
+
+    def overall(self) -> list[Row]:
+        """Rows over all tasks."""
+        return rows(self.scored)
+
+    def views(self) -> list[View]:
+        """Rows over everything, each group and each task; for each length apart where there are
+        several."""
+        members: list[tuple[Kind, str, list[Result]]] = [("overall", OVERALL, self.scored)]
+        for group, tasks in self.groups.items():
+            members.append(("group", group, [r for r in self.scored if r.group == group]))
+            members += [("task", t, [r for r in self.scored if r.cell.task == t]) for t in tasks]
+        found = []
+        for kind, name, own in members:
+            found.append(View(kind, name, None, rows(own)))
+            lengths = self.lengths(self.scored)
+            for length in lengths if len(lengths) > 1 else []:
+                at = [r for r in own if r.cell.length == length]
+                found += [View(kind, name, length, rows(at))] if at else []
+        return found
+
+
+def boards(results: Sequence[Result]) -> list[Board]:
+    """One for each model and protocol, question-agnostic ones first."""
+    found: dict[tuple[Subject, bool, str], list[Result]] = {}
+    for result in results:
+        protocol = result.cell.protocol
+        key = (result.cell.subject, protocol.question_aware, protocol.history)
+        found.setdefault(key, []).append(result)
+    made = [Board(*key, results=tuple(members)) for key, members in found.items()]
+    return sorted(made, key=lambda board: board.question_aware)
+
+
+def titles(all_boards: Sequence[Board]) -> list[str]:
+    """A different name for each board: its protocol, its model where several are there."""
+    models = list(dict.fromkeys(board.subject for board in all_boards))
+    names = [model.name for model in models]
+
+    def title(board: Board) -> str:
+        model = board.subject.name
+        if names.count(model) > 1:
+            model = f"{model} ({models.index(board.subject) + 1})"
+        return f"{model}, {board.protocol}" if len(models) > 1 else board.protocol
+
+    return [title(board) for board in all_boards]
+
+
+def slugs(names: Sequence[str]) -> list[str]:
+    """A different part of a file name for each of `names`."""
+    made = [re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") for name in names]
+    return [
+        one if one and made.count(one) == 1 else f"{one}-{number}".strip("-")
+        for number, one in enumerate(made, 1)
+    ]

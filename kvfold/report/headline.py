@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one sentence that a board comes to, and what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvfold.eval.run.cell import FULL
+from kvfold.report.look import BASELINES
+from kvfold.report.summary import Row
+
+# Points that may be lost, with 95 % confidence.
+MARGINS = (2, 5, 10)
+# Letters of a name in a sentence.
+LONGEST = 60
+
+
+class Headline(NamedTuple):
+    """A claim, its evidence, and the smaller caches that more loss would buy."""
+
+    claim: str
+    evidence: str
+    further: tuple[str, ...] = ()
+
+
+def headline(rows: Sequence[Row]) -> Headline:
+    """The smallest cache that loses few points for certain; else the nearest to the full one."""
+    full = next((row for row in rows if row.method == FULL), None)
+    known = [
+        row
+        for row in rows
+        if row.method not in BASELINES
+        and row.complete
+        and row.gap
+        and row.bytes_ratio
+        and row.score
+    ]
+    if not any(row.score for row in rows):
+        return Headline(
+            "No scores to average.", "Perplexities and transcripts are in no mean; see below."
+        )
+    if full is not None and full.score is not None and not known:
+        return Headline("No method to compare.", "None was run on every task of the full cache.")
+    if full is None or full.score is None:
+        return Headline(
+            "Nothing to compare with.",
+            "There are no records of the full cache on the same samples.",
+        )
+    smallest: dict[str, tuple[int, Row]] = {}
+    for margin in MARGINS:
+        safe = [row for row in known if _loss(row) <= margin]
+        if safe:
+            best = min(safe, key=lambda row: row.bytes_ratio or 0)
+            smallest.setdefault(_name(best), (margin, best))
+    if smallest:
+        (margin, best), *others = smallest.values()
+        claim = (
+            f"{_name(best)} holds {_percent(best)} of the full cache’s bytes "
+            f"and loses at most {margin} points."
+        )
+        further = [
+            f"For at most {points} points, {_name(row)} holds {_percent(row)}."
+            for points, row in others
+        ]
+        return Headline(claim, _evidence(best, full), tuple(further))
+    best = min(known, key=_loss)
+    if all(_unseen(row) > MARGINS[-1] for row in known):
+        claim = "Too few samples to tell what is lost."
+    else:
+        claim = f"No method is certain to stay within {MARGINS[-1]} points of the full cache."
+    nearest = f"Nearest is {_name(best)}, with {_percent(best)} of the bytes."
+    return Headline(claim, f"{nearest} {_evidence(best, full)}")
+
+
+def _loss(row: Row) -> float:
+    """Points lost at most, with 95 % confidence.
+
+    No resample loses what no sample lost; still 3 of n may be lost where none of n was. Source:
+    Hanley and Lippman-Hand, JAMA 249 (1983), the rule of three.
+    """
+    assert row.gap
+    return max(-row.gap.low, _unseen(row))
+
+
+def _unseen(row: Row) -> float:
+    return 100 * 3 / row.samples
+
+
+def _name(row: Row) -> str:
+    name = row.method if len(row.method) <= LONGEST else f"{row.method[: LONGEST - 1]}…"
+    return name if row.budget is None else f"{name} at {row.budget}"
+
+
+def _percent(row: Row) -> str:
+    share = 100 * (row.bytes_ratio or 0)
+    return f"{share:.0f} %" if share >= 10 else f"{share:.1f} %"
+
+
+def _evidence(row: Row, full: Row) -> str:
+    assert row.score and row.gap and full.score
+    tasks = "one task" if row.units == 1 else f"{row.units} tasks and lengths"
+    return (
+        f"It scores {row.score.value:.1f} where the full cache scores {full.score.value:.1f}: a "
+        f"difference of {signed(row.gap.value)} points, 95 % interval {signed(row.gap.low)} to "
+        f"{signed(row.gap.high)}, over {row.samples:,} samples of {tasks}."
+    )
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """With its sign, a true minus, and no sign on what rounds to zero."""
+    text = f"{value:.{digits}f}"
+    if float(text) == 0:
+        return text.lstrip("-")
+    return f"+{text}" if value > 0 else text.replace("-", "−")

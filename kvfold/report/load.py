@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of one or several evaluations, each cell once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from kvfold.errors import KvfoldError
+from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.result import Result
+from kvfold.eval.run.session import RECORDS
+
+
+def load(paths: Iterable[Path]) -> list[Result]:
+    """All results of `paths`: files of them, or folders that hold such files at any depth.
+
+    Raises KvfoldError for a line that is no record, and for a cell recorded twice with different
+    outcomes, naming file and line.
+    """
+    found: dict[Cell, tuple[Result, str]] = {}
+    for path in dict.fromkeys(file for given in paths for file in _files(given)):
+        for number, line in enumerate(_lines(path), 1):
+            if line.strip():
+                _add(found, _parsed(line, path, number), f"line {number} of {path}")
+    if not found:
+        raise KvfoldError("no records in what was given: `kvfold eval` writes them")
+    return [result for result, _ in found.values()]
+
+
+def _files(given: Path) -> list[Path]:
+    if not given.is_dir():
+        return [given]
+    files = sorted(given.rglob(RECORDS))
+    if not files:
+        raise KvfoldError(f"no {RECORDS} in {given}: `kvfold eval` writes it")
+    return files
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\n")
+    except OSError as problem:
+        raise KvfoldError(f"cannot read {path}: {problem}") from problem
+
+
+def _parsed(line: bytes, path: Path, number: int) -> Result:
+    try:
+        return Result.model_validate_json(line)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise KvfoldError(
+            f"line {number} of {path} is no record of this version of kvfold eval: "
+            f"{f'{where}: ' if where else ''}{first['msg']}"
+        ) from problem
+
+
+def _add(found: dict[Cell, tuple[Result, str]], result: Result, place: str) -> None:
+    known, before = found.setdefault(result.cell, (result, place))
+    if known != result:
+        raise KvfoldError(
+            f"{result.cell}: recorded twice, with different outcomes, in {before} and in {place}: "
+            "give one of the two"
+        )

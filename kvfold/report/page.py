@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page: one file that holds its data, style and script, and asks nothing of a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from kvfold.eval.run.cell import FULL
+from kvfold.eval.run.result import Result
+from kvfold.report.board import Board, titles
+from kvfold.report.doubts import near_guessing, of_board
+from kvfold.report.headline import headline
+from kvfold.report.look import BASELINES, COLORS, Look
+from kvfold.report.pictures import by_depth
+from kvfold.report.summary import Row, budgets, frontier, rows
+
+SCRIPTS = ("base.js", "controls.js", "chart.js", "tables.js", "needles.js", "page.js")
+FIELDS = (
+    "method", "budget", "score", "error", "gap", "low", "high", "first", "last", "nominal", "kept",
+    "bytes", "prefill", "samples", "units", "expected", "truncated", "failed", "errors", "edge",
+)  # fmt: skip
+
+
+def page(boards: Sequence[Board], looks: dict[str, Look]) -> str:
+    """The whole HTML. Names come from users: they are data here, and text on the page."""
+    style = _read("page.css")
+    script = "\n".join(_read(name) for name in SCRIPTS)
+    subjects = list(dict.fromkeys(board.subject.name for board in boards))
+    filled = {
+        "TITLE": html.escape(f"{', '.join(subjects)}: kvfold report"),
+        "STYLE_HASH": _hash(style),
+        "SCRIPT_HASH": _hash(script),
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": embedded(payload(boards, looks)),
+    }
+    parts = _read("page.html").split("@@")
+    return "".join(filled[part] if number % 2 else part for number, part in enumerate(parts))
+
+
+def payload(boards: Sequence[Board], looks: dict[str, Look]) -> dict[str, Any]:
+    """What the page shows, as plain values."""
+    order = list(looks)
+    return {
+        "fields": FIELDS,
+        "colors": len(COLORS),
+        "methods": [
+            {"name": name, "label": BASELINES.get(name, name), "baseline": name in BASELINES,
+             "full": name == FULL, "color": look.color, "shape": look.shape}
+            for name, look in looks.items()
+        ],
+        "boards": [
+            _board(board, title, order)
+            for board, title in zip(boards, titles(boards), strict=True)
+        ],
+    }  # fmt: skip
+
+
+def embedded(data: Any) -> str:
+    """JSON that no HTML parser can leave: it holds no <, > or &."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text
+
+
+def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
+    overall = board.overall()
+    views = board.views()
+    claim = headline(overall)
+    weak = sorted({r.cell.task for r in board.scored if r.cell.method == FULL and near_guessing(r)})
+    caution = [
+        "These means hold tasks on which the full cache itself is near guessing: "
+        f"{len(weak)} of {sum(map(len, board.groups.values()))}."
+    ]
+    return {
+        "title": title,
+        "claim": claim.claim,
+        "evidence": " ".join([claim.evidence, *claim.further, *(caution if weak else [])]),
+        "aware": board.question_aware,
+        "budgets": budgets(board.results),
+        "lengths": board.lengths(board.scored),
+        "groups": board.groups,
+        "weak": weak,
+        "views": [
+            {"kind": v.kind, "name": v.name, "length": v.length, "rows": _rows(v.rows, order)}
+            for v in views
+        ],
+        "perplexity": _rows(rows(board.perplexities), order, lower=True),
+        "needles": _needles(board.scored, order),
+        "doubts": [doubt._asdict() for doubt in of_board(board)],
+        "facts": _facts(board),
+    }
+
+
+def _rows(shown: Sequence[Row], order: list[str], lower: bool = False) -> list[list[Any]]:
+    points = [r for r in shown if r.complete and r.bytes_ratio is not None and r.score]
+    edge = frontier([(r.bytes_ratio or 0, r.score.value) for r in points if r.score], lower)
+    best = {id(points[index]) for index in edge}
+    return [[_short(value) for value in _row(row, order, id(row) in best)] for row in shown]
+
+
+def _row(row: Row, order: list[str], edge: bool) -> list[Any]:
+    score = (row.score.value, row.score.error) if row.score else (None, None)
+    gap = (row.gap.value, row.gap.low, row.gap.high) if row.gap else (None, None, None)
+    return [
+        order.index(row.method), row.budget, *score, *gap, *(row.place or (None, None)),
+        row.kept_nominal, row.kept, row.bytes_ratio, row.prefill, row.samples, row.units,
+        row.expected, row.truncated, row.failed, row.errors, int(edge),
+    ]  # fmt: skip
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _needles(results: Sequence[Result], order: list[str]) -> list[dict[str, Any]]:
+    """By task, method and budget: scores by depth (down) and length (across)."""
+    found: dict[tuple[str, str, str | None], list[Result]] = {}
+    for result in results:
+        if "depth" in result.by:
+            key = (result.cell.task, result.cell.method, result.cell.budget)
+            found.setdefault(key, []).append(result)
+    maps = []
+    for (task, method, budget), own in found.items():
+        lengths, depths, values = by_depth(own)
+        maps.append({
+            "task": task, "method": order.index(method), "budget": budget, "lengths": lengths,
+            "depths": depths, "values": [[_short(v) for v in line] for line in values],
+        })  # fmt: skip
+    return maps
+
+
+def _facts(board: Board) -> list[tuple[str, list[str]]]:
+    """How it was run: names and values."""
+    subject, results = board.subject, board.results
+    setups = [setup for result in results for setup in result.setups]
+    machines = [f"{s.gpu or s.cpu}, {s.cores} cores, {s.threads} threads" for s in setups]
+    versions = [
+        ", ".join([f"python {s.python}", *(f"{name} {v}" for name, v in s.versions.items())])
+        for s in setups
+    ]
+    ruled = [(r.truncation, r.cell.task) for r in results if r.truncation != "none"]
+    rules = [
+        f"{rule}: {', '.join(dict.fromkeys(task for other, task in ruled if other == rule))}"
+        for rule, _ in ruled
+    ]
+    facts = [
+        ("Model", [f"{subject.name}, {subject.dtype}, attention {subject.attention}"]),
+        ("Weights", [f"{subject.weights}, configuration {subject.config}"]),
+        ("Vocabulary", [subject.vocabulary]),
+        ("Protocol", [
+            "the context and each question are compressed together" if board.question_aware else
+            "the context is compressed before any question exists",
+            "later turns see the model’s own answers" if board.history == "own" else
+            "later turns see the right answers",
+        ]),
+        ("Compression acts on", [{"prefill": "the prompt’s cache", "decode": "the cache while the "
+         "answer is written", "stream": "every token of a text"}.get(r.phase, r.phase)
+         for r in results]),
+        ("Longest prompt", [f"{r.cell.protocol.max_length:,} tokens" for r in results]),
+        ("Cut prompts by rule", rules),
+        ("Seed", [str(r.cell.seed) for r in results]),
+        ("Data", [name for r in results for name in r.cell.data]),
+        ("Machine", machines),
+        ("Versions", versions),
+        ("Commit", [str(commit) for r in results for commit in r.commits]),
+    ]  # fmt: skip
+    return [(name, list(dict.fromkeys(values))) for name, values in facts if values]
+
+
+def _read(name: str) -> str:
+    return files("kvfold.report").joinpath("template", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pareto pictures and needle heatmaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvfold.eval.run.cell import FULL
+from kvfold.eval.run.result import Result
+from kvfold.report.board import Board
+from kvfold.report.look import BASELINES, COLORS, GREY, Look
+from kvfold.report.summary import Row, budgets, frontier, rows
+
+MARKERS = {
+    "circle": "o", "square": "s", "triangle": "^", "diamond": "D",
+    "star": "*", "cross": "x", "plus": "+", "dash": "$=$",
+}  # fmt: skip
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+WIDE = 3
+
+
+def pareto(board: Board, looks: dict[str, Look]) -> Figure:
+    """Score against measured bytes: a panel for everything, one per task group, one of perplexity.
+
+    Bars are standard errors, the thick line is the frontier, grey are the baselines.
+    """
+    panels = [("all tasks", board.scored, False)] if board.scored else []
+    if len(board.groups) > 1:
+        panels += [(g, [r for r in board.scored if r.group == g], False) for g in board.groups]
+    if board.perplexities:
+        panels.append(("perplexity (lower is better)", board.perplexities, True))
+    down = -(-len(panels) // WIDE)
+    drawn = Figure(figsize=(4.6 * min(len(panels), WIDE), 3.7 * down + 1.2), layout="constrained")
+    axes = drawn.subplots(down, min(len(panels), WIDE), squeeze=False).flatten()
+    for panel, (title, results, lower) in zip(axes, panels, strict=False):
+        _panel(panel, rows(results), looks, lower)
+        panel.set_title(_plain(title), loc="left", fontsize=11)
+    for spare in axes[len(panels) :]:
+        spare.set_visible(False)
+    handles = {
+        label: handle
+        for panel in axes
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    drawn.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8,
+        frameon=False,
+    )  # fmt: skip
+    return drawn
+
+
+def _panel(panel: Axes, shown: Sequence[Row], looks: dict[str, Look], lower: bool) -> None:
+    points = [(r, r.bytes_ratio, r.score) for r in shown if r.bytes_ratio and r.score]
+    for method in dict.fromkeys(row.method for row, *_ in points):
+        own = sorted((x, s.value, s.error or 0) for row, x, s in points if row.method == method)
+        look = looks[method]
+        x, y, error = zip(*own, strict=True)
+        panel.errorbar(
+            x, y, yerr=error, label=_label(method), marker=MARKERS[look.shape],
+            color=GREY if look.color is None else COLORS[look.color],
+            linestyle="--" if look.color is None else "-",
+            markersize=9 if method == FULL else 5, linewidth=0.9, elinewidth=0.9, alpha=0.9,
+        )  # fmt: skip
+        if method == FULL:
+            panel.axhline(y[0], color=GREY, linewidth=0.9, zorder=0)
+    whole = [(x, s.value) for row, x, s in points if row.complete]
+    edge = [whole[index] for index in frontier(whole, lower)]
+    if edge:
+        panel.plot(*zip(*edge, strict=True), color="#888888", linewidth=6, alpha=0.25, zorder=0)
+    panel.set_xscale("log")
+    least = min((x for _, x, _ in points), default=TICKS[0])
+    ticks = [tick for tick in TICKS if tick >= least / 1.5]
+    panel.set_xticks(ticks, [f"{100 * tick:.0f} %" for tick in ticks], fontsize=8)
+    panel.minorticks_off()
+    panel.set_xlabel("bytes of the full cache, measured", fontsize=8)
+    panel.tick_params(length=0, labelsize=8)
+    panel.grid(color="#ececec", linewidth=0.8)
+    panel.spines[:].set_visible(False)
+
+
+def needles(results: Sequence[Result], looks: dict[str, Look]) -> dict[str, Figure]:
+    """By task: a row per method and a column per budget of length × depth maps."""
+    hidden = [result for result in results if "depth" in result.by]
+    tasks = dict.fromkeys(result.cell.task for result in hidden)
+    return {task: _maps([r for r in hidden if r.cell.task == task], looks) for task in tasks}
+
+
+def by_depth(results: Sequence[Result]) -> tuple[list[int], list[float], list[list[float | None]]]:
+    """Lengths, depths in percent, and the score at `[depth][length]`."""
+    lengths = sorted({r.cell.length or 0 for r in results})
+    depths = sorted({float(depth) for r in results for depth in r.by["depth"]})
+    known: dict[tuple[int, float], list[float]] = {}
+    for result in results:
+        for depth, score in result.by["depth"].items():
+            known.setdefault((result.cell.length or 0, float(depth)), []).append(score.value)
+    at = {key: sum(values) / len(values) for key, values in known.items()}
+    return lengths, depths, [[at.get((n, depth)) for n in lengths] for depth in depths]
+
+
+def _maps(results: Sequence[Result], looks: dict[str, Look]) -> Figure:
+    columns: list[str | None] = list(budgets(results))
+    columns = [None, *columns] if any(r.cell.budget is None for r in results) else columns
+    methods = [method for method in looks if any(r.cell.method == method for r in results)]
+    drawn = Figure(
+        figsize=(1.5 * len(columns) + 2.2, 1.35 * len(methods) + 0.8), layout="constrained"
+    )
+    axes = drawn.subplots(len(methods), len(columns), squeeze=False)
+    image = None
+    for line, method in zip(axes, methods, strict=True):
+        for panel, budget in zip(line, columns, strict=True):
+            own = [r for r in results if (r.cell.method, r.cell.budget) == (method, budget)]
+            panel.set_xticks([])
+            panel.set_yticks([])
+            panel.spines[:].set_visible(False)
+            if own:
+                lengths, depths, values = by_depth(own)
+                numbers = [[float("nan") if v is None else v for v in row] for row in values]
+                image = panel.imshow(numbers, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+                panel.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=6)
+                panel.set_yticks(
+                    [0, len(depths) - 1], [f"{d:.0f} %" for d in (depths[0], depths[-1])],
+                    fontsize=6,
+                )  # fmt: skip
+                panel.tick_params(length=0)
+        line[0].set_ylabel(_label(method), rotation=0, ha="right", fontsize=8)
+    for panel, budget in zip(axes[0], columns, strict=True):
+        panel.set_title("no budget" if budget is None else f"kept {budget}", fontsize=9)
+    if image is not None:
+        bar = drawn.colorbar(image, ax=axes[0], location="right", aspect=8)
+        bar.set_label("score, %", fontsize=7)
+        bar.ax.tick_params(labelsize=6, length=0)
+        bar.outline.set_visible(False)
+    task = _plain(results[0].cell.task)
+    drawn.suptitle(f"{task}: length in tokens across, depth down", fontsize=9)
+    return drawn
+
+
+def _label(method: str) -> str:
+    return _plain(BASELINES.get(method, method))
+
+
+def _plain(text: str) -> str:
+    """A name as matplotlib shows it letter by letter."""
+    return text.replace("$", r"\$")

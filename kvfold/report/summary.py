@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means over tasks, with what is known of their errors. Pure functions on records."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvfold.eval.run.cell import FULL, Cell
+from kvfold.eval.run.result import Result
+from kvfold.eval.run.statistics import Estimate
+
+# Two means are told apart beyond this many standard errors of their difference.
+CLEAR = 2.0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What a method scores above the full cache on the same samples, and a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the interval holds zero."""
+        return self.low <= 0 <= self.high
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one budget, over `units` of the `expected` tasks and lengths.
+
+    `place` is the best and the worst rank among the methods of this budget that two standard
+    errors leave open. `kept` and `bytes_ratio` are means over units, `prefill` is the whole time of
+    reading and compressing over the full cache's, None where the two ran on different machines.
+    """
+
+    method: str
+    budget: str | None
+    units: int
+    expected: int
+    score: Estimate | None
+    gap: Gap | None
+    kept_nominal: float | None
+    kept: float | None
+    bytes_ratio: float | None
+    prefill: float | None
+    samples: int
+    questions: int
+    truncated: int
+    at_limit: int
+    failed: int
+    errors: int
+    place: tuple[int, int] | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether its means are over the same tasks as the others'."""
+        return self.units == self.expected
+
+
+def rows(results: Sequence[Result]) -> list[Row]:
+    """One row per method and budget, in the order of the records.
+
+    `results` are of one model and one protocol, and point the same way. A row's mean is over tasks,
+    a task's over its lengths, all with equal weight; errors combine as independent ones.
+    """
+    full = {result.cell: result for result in results if result.cell.method == FULL}
+    expected = len({result.cell.reference for result in results})
+    subjects = dict.fromkeys((result.cell.method, result.cell.budget) for result in results)
+    made = [
+        _row([r for r in results if (r.cell.method, r.cell.budget) == subject], full, expected)
+        for subject in subjects
+    ]
+    lower = any(result.lower_is_better for result in results)
+    return [replace(row, place=_place(row, made, lower)) for row in made]
+
+
+def mean(results: Sequence[Result]) -> Estimate | None:
+    """Over tasks, and within a task over its lengths; the error is None where one is unknown."""
+    scored = [(result, result.score) for result in results if result.score is not None]
+    weights = _weights([result for result, _ in scored])
+    if not scored:
+        return None
+    pairs = list(zip(weights, (score for _, score in scored), strict=True))
+    errors = [score.error for _, score in scored if score.error is not None]
+    error = None
+    if len(errors) == len(scored):
+        error = _root(weight * one for weight, one in zip(weights, errors, strict=True))
+    return Estimate(value=sum(weight * score.value for weight, score in pairs), error=error)
+
+
+def gap(results: Sequence[Result]) -> Gap | None:
+    """The mean difference to the full cache; None unless every result knows its own and how sure.
+
+    The tasks' intervals combine as those of independent estimates, each side for itself: one task
+    keeps its own. Source: Zou and Donner, Statistics in Medicine 27 (2008), the MOVER.
+    """
+    known = [r.difference for r in results if r.difference is not None and r.difference.samples > 1]
+    if not known or len(known) < len(results):
+        return None
+    weights = _weights(results)
+    parts = list(zip(weights, known, strict=True))
+    value = sum(weight * part.value for weight, part in parts)
+    return Gap(
+        value,
+        value - _root(weight * (part.value - part.low) for weight, part in parts),
+        value + _root(weight * (part.high - part.value) for weight, part in parts),
+    )
+
+
+def clearly_better(one: Estimate, other: Estimate, lower: bool) -> bool:
+    """Whether `one` is ahead by more than two standard errors of the difference.
+
+    Samples are shared, so errors taken as independent are too large rather than too small.
+    """
+    if one.error is None or other.error is None:
+        return False
+    ahead = other.value - one.value if lower else one.value - other.value
+    return ahead > CLEAR * math.hypot(one.error, other.error)
+
+
+def frontier(points: Sequence[tuple[float, float]], lower: bool = False) -> list[int]:
+    """The indices of (bytes, score) that no other point beats in both, by ascending bytes."""
+    sign = -1 if lower else 1
+    order = sorted(range(len(points)), key=lambda i: (points[i][0], -sign * points[i][1]))
+    best, found = -math.inf, list[int]()
+    for index in order:
+        if sign * points[index][1] > best:
+            best = sign * points[index][1]
+            found.append(index)
+    return found
+
+
+def budgets(results: Iterable[Result]) -> list[str]:
+    """Every budget, the one that keeps most first."""
+    kept: dict[str, list[float]] = {}
+    for result in results:
+        if result.cell.budget is not None:
+            known = kept.setdefault(result.cell.budget, [])
+            asked = result.kept if result.kept_nominal is None else result.kept_nominal
+            known += [] if asked is None else [asked]
+    return sorted(kept, key=lambda budget: -sum(kept[budget]) / max(len(kept[budget]), 1))
+
+
+def _row(members: Sequence[Result], full: dict[Cell, Result], expected: int) -> Row:
+    scored = [result for result in members if result.score is not None]
+    return Row(
+        method=members[0].cell.method,
+        budget=members[0].cell.budget,
+        units=len(scored),
+        expected=expected,
+        score=mean(scored),
+        gap=gap(scored),
+        kept_nominal=members[0].kept_nominal,
+        kept=_average(result.kept for result in scored),
+        bytes_ratio=_average(result.bytes_ratio for result in scored),
+        prefill=_prefill([(result, full.get(result.cell.reference)) for result in scored]),
+        samples=sum(result.samples for result in members),
+        questions=sum(result.questions for result in members),
+        truncated=sum(result.truncated for result in members),
+        at_limit=sum(result.at_limit for result in members),
+        failed=sum(sum(result.failed.values()) for result in members),
+        errors=sum(sum(result.errors.values()) for result in members),
+    )
+
+
+def _place(row: Row, others: Sequence[Row], lower: bool) -> tuple[int, int] | None:
+    if not _ranked(row) or row.score is None:
+        return None
+    scores = [o.score for o in others if o.budget == row.budget and _ranked(o) and o.score]
+    ahead = sum(clearly_better(score, row.score, lower) for score in scores)
+    behind = sum(clearly_better(row.score, score, lower) for score in scores)
+    return 1 + ahead, len(scores) - behind
+
+
+def _ranked(row: Row) -> bool:
+    known = row.score is not None and row.score.error is not None
+    return known and row.complete and row.budget is not None
+
+
+def _weights(results: Sequence[Result]) -> list[float]:
+    count = Counter(result.cell.task for result in results)
+    return [1 / (len(count) * count[result.cell.task]) for result in results]
+
+
+def _prefill(pairs: Sequence[tuple[Result, Result | None]]) -> float | None:
+    """Seconds over the full cache's, where one machine measured both."""
+    ours = theirs = 0.0
+    for result, full in pairs:
+        if full is None or not full.prefill_seconds or result.prefill_seconds is None:
+            return None
+        if any(setup != full.setups[0] for setup in (*result.setups, *full.setups)):
+            return None
+        ours, theirs = ours + result.prefill_seconds, theirs + full.prefill_seconds
+    return ours / theirs if theirs else None
+
+
+def _average(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    numbers = [value for value in known if value is not None]
+    return sum(numbers) / len(numbers) if numbers and len(numbers) == len(known) else None
+
+
+def _root(values: Iterable[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as Markdown for people and as CSV for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from kvfold.eval.run.result import Result
+from kvfold.report.board import Board, titles
+from kvfold.report.doubts import of_board
+from kvfold.report.headline import headline, signed
+from kvfold.report.summary import Row, rows
+
+COLUMNS = (
+    "method", "budget", "score", "− full (95 %)", "place", "kept", "bytes", "prefill", "samples",
+    "errors / failed / cut",
+)  # fmt: skip
+READING = (
+    "score: percent ± standard error; − full: against the full cache on the same samples, ≈ where "
+    "the interval holds zero; place: what two standard errors leave open among methods of a "
+    "budget; kept: asked → measured; bytes, prefill: over the full cache's; cut: truncated prompts"
+)
+_ESCAPED = str.maketrans(
+    {mark: f"\\{mark}" for mark in "\\`*|[]"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+)
+
+
+def markdown(boards: Sequence[Board]) -> str:
+    """A summary, the task groups and what to doubt."""
+    parts = ["# Results"]
+    for board, title in zip(boards, titles(boards), strict=True):
+        subject = board.subject
+        parts.append(f"## {_safe(title)}")
+        parts.append(f"{_safe(subject.name)}, {subject.dtype}, {subject.attention}; {READING}.")
+        overall = board.overall()
+        if overall:
+            said = headline(overall)
+            parts.append(_safe(" ".join([said.claim, said.evidence, *said.further])))
+        for view in (v for v in board.views() if v.length is None and v.kind != "task"):
+            parts += [f"### {_safe(view.name)}", _table(view.rows)]
+        if board.perplexities:
+            parts += [
+                "### Perplexity (lower is better)",
+                _table(rows(board.perplexities), lower=True),
+            ]
+        doubts = of_board(board)
+        parts += ["### What to doubt"] if doubts else []
+        for doubt in doubts:
+            lines = "\n".join(f"- {_safe(line)}" for line in doubt.lines)
+            parts.append(f"{_safe(doubt.about)}:\n\n{lines}")
+    return "\n\n".join(parts) + "\n"
+
+
+def by_task(boards: Sequence[Board]) -> str:
+    """A table for each task, over its lengths."""
+    parts = ["# Results by task"]
+    for board, title in zip(boards, titles(boards), strict=True):
+        parts.append(f"## {_safe(title)}")
+        for view in (v for v in board.views() if v.length is None and v.kind == "task"):
+            parts += [f"### {_safe(view.name)}", _table(view.rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_csv(results: Sequence[Result]) -> str:
+    """One row per record, one column per field.
+
+    What has fields is flattened ("cell.subject.name"); what has varying keys or length (`scores`,
+    `by`, `errors`, …) is JSON in its column. An empty column is None.
+    """
+    out = io.StringIO()
+    lines = [_flat(result, Result) for result in results]
+    writer = csv.DictWriter(out, list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _flat(model: BaseModel | None, kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """The same columns for each `model` of a `kind`, and for None."""
+    found: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        value = None if model is None else getattr(model, name)
+        fields = _with_fields(field.annotation)
+        if fields is not None:
+            found |= _flat(value, fields, f"{prefix}{name}.")
+        elif model is not None and isinstance(value, dict | tuple):
+            plain = model.model_dump(mode="json", include={name})[name]
+            found[prefix + name] = json.dumps(plain, ensure_ascii=False)
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _with_fields(annotation: Any) -> type[BaseModel] | None:
+    """The model that a value of this type is, if it is there; not one of many in a collection."""
+    several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    for kind in (annotation, *several):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _table(shown: Sequence[Row], lower: bool = False) -> str:
+    lines = [COLUMNS, ("---", "---", *["---:"] * (len(COLUMNS) - 2))]
+    return "\n".join(
+        f"| {' | '.join(line)} |" for line in [*lines, *map(cells, by_budget(shown, lower))]
+    )
+
+
+def by_budget(shown: Sequence[Row], lower: bool = False) -> list[Row]:
+    """Rows without a budget, then budget by budget from the largest cache on, the best first."""
+    sizes: dict[str | None, list[float]] = {}
+    for row in shown:
+        sizes.setdefault(row.budget, []).append(row.kept_nominal or row.bytes_ratio or 0.0)
+    order = sorted(sizes, key=lambda b: (b is not None, -sum(sizes[b]) / len(sizes[b])))
+
+    def rank(row: Row) -> tuple[int, float]:
+        worst = math.inf if row.score is None else row.score.value if lower else -row.score.value
+        return order.index(row.budget), worst
+
+    return sorted(shown, key=rank)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row's columns."""
+    return (
+        _safe(row.method) + ("" if row.complete else f" ({row.units} of {row.expected})"),
+        row.budget or "–",
+        "–" if row.score is None else _score(row.score.value, row.score.error),
+        _gap(row),
+        "–" if row.place is None else "–".join(dict.fromkeys(map(str, row.place))),
+        "–" if row.kept is None else _kept(row),
+        "–" if row.bytes_ratio is None else f"{row.bytes_ratio:.1%}",
+        "–" if row.prefill is None else f"{row.prefill:.2f}×",
+        f"{row.samples:,}",
+        f"{row.errors} / {row.failed} / {row.truncated}",
+    )
+
+
+def _score(value: float, error: float | None) -> str:
+    return f"{value:.1f}" if error is None else f"{value:.1f} ± {error:.1f}"
+
+
+def _gap(row: Row) -> str:
+    if row.gap is None:
+        return "–"
+    mark = "≈ " if row.gap.is_noise else ""
+    return f"{mark}{signed(row.gap.value)} ({signed(row.gap.low)} to {signed(row.gap.high)})"
+
+
+def _kept(row: Row) -> str:
+    measured = f"{row.kept:.3f}"
+    return measured if row.kept_nominal is None else f"{row.kept_nominal:g} → {measured}"
+
+
+def _safe(text: str) -> str:
+    """Names come from users: nothing in them is Markdown or HTML."""
+    return " ".join(text.translate(_ESCAPED).split())

@@ -1,0 +1,114 @@
+"use strict";
+// The data, the state of the page, and how elements and numbers are made.
+// Names come from users: they only ever become text nodes and attribute values.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const svgSpace = document.querySelector("svg").namespaceURI;
+
+const state = {
+  board: data.boards[0],
+  view: "overall\nall tasks",
+  length: null,
+  hiddenBudgets: new Set(),
+  hiddenMethods: new Set(),
+  sort: { column: null, ascending: false },
+  budget: null, // of the matrix
+  columns: "group", // of the matrix
+  needle: null,
+};
+
+const byId = (id) => document.getElementById(id);
+
+function make(name, attributes = {}, ...children) {
+  return fill(document.createElement(name), attributes, children);
+}
+
+function draw(name, attributes = {}, ...children) {
+  return fill(document.createElementNS(svgSpace, name), attributes, children);
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+// Rows of a view as objects.
+const unpacked = new Map();
+function unpack(rows) {
+  if (!unpacked.has(rows)) {
+    unpacked.set(rows, rows.map((values) => {
+      const row = Object.fromEntries(data.fields.map((field, i) => [field, values[i]]));
+      row.look = data.methods[row.method];
+      row.noise = row.low !== null && row.low <= 0 && row.high >= 0;
+      return row;
+    }));
+  }
+  return unpacked.get(rows);
+}
+
+function viewRows(kind, name, length) {
+  const same = (view) => view.kind === kind && view.name === name && view.length === length;
+  const found = state.board.views.find(same);
+  return found ? unpack(found.rows) : [];
+}
+
+function currentRows() {
+  const [kind, name] = state.view.split("\n");
+  return viewRows(kind, name, state.length);
+}
+
+const isShown = (row) =>
+  !state.hiddenMethods.has(row.method) && (row.budget === null || !state.hiddenBudgets.has(row.budget));
+
+const minus = (text) => (Number(text) === 0 ? text.replace("-", "") : text.replace("-", "−"));
+const fixed = (value, digits = 1) => (value === null ? "–" : minus(value.toFixed(digits)));
+const signed = (value) => (Number(value.toFixed(1)) > 0 ? "+" : "") + fixed(value);
+const count = (value) => value.toLocaleString("en");
+const plural = (value, one) => `${count(value)} ${one}${value === 1 ? "" : "s"}`;
+
+function percent(ratio) {
+  if (ratio === null) return "–";
+  return `${fixed(100 * ratio, ratio < 0.0995 ? 1 : 0)} %`;
+}
+
+function kept(row) {
+  if (row.kept === null) return "–";
+  const measured = percent(row.kept);
+  return row.nominal === null ? measured : `${percent(row.nominal)} → ${measured}`;
+}
+
+const withError = (row) => fixed(row.score) + (row.error === null ? "" : ` ± ${fixed(row.error)}`);
+const interval = (row) => (row.low === null ? "" : `${signed(row.low)} to ${signed(row.high)}`);
+const place = (row) =>
+  row.first === null ? "–" : row.first === row.last ? `${row.first}` : `${row.first}–${row.last}`;
+const atBudget = (row) => (row.budget === null ? row.look.label : `${row.look.label} at ${row.budget}`);
+
+// One shape for a method, everywhere.
+const shapes = {
+  circle: "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z",
+  square: "M-3.6,-3.6h7.2v7.2h-7.2Z",
+  triangle: "M0,-4.8L4.6,3.4H-4.6Z",
+  diamond: "M0,-5L5,0L0,5L-5,0Z",
+  star: "M0,-6.5L1.7,-2.1L6.4,-1.9L2.7,1L4,5.6L0,3L-4,5.6L-2.7,1L-6.4,-1.9L-1.7,-2.1Z",
+  cross: "M-3.5,-3.5L3.5,3.5M3.5,-3.5L-3.5,3.5",
+  plus: "M0,-4.5V4.5M-4.5,0H4.5",
+  dash: "M-4.5,-2.2H4.5M-4.5,2.2H4.5",
+};
+const isOpen = (look) => ["cross", "plus", "dash"].includes(look.shape);
+const colorClass = (look) => (look.color === null ? "baseline" : `c${look.color}`);
+
+function mark(look, attributes = {}) {
+  const kind = isOpen(look) ? "mark open" : "mark";
+  return draw("path", { d: shapes[look.shape], class: `${kind} ${colorClass(look)}`, ...attributes });
+}
+
+function key(look) {
+  return draw("svg", { class: "key", viewBox: "-7 -7 14 14", "aria-hidden": true }, mark(look));
+}
+
+const named = (look) => make("span", { class: "named" }, key(look), make("span", {}, look.label));

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+from kvfold.eval.run.result import Result
+from kvfold.report.board import boards, slugs, titles
+from kvfold.report.headline import Headline, headline
+from kvfold.report.look import looks
+from kvfold.report.page import page
+from kvfold.report.pictures import needles, pareto
+from kvfold.report.summary import rows
+from kvfold.report.tables import by_task, markdown, to_csv
+
+
+class Written(NamedTuple):
+    """The files, the page first, and what each board comes to."""
+
+    paths: list[Path]
+    claims: dict[str, Headline]
+
+
+def write(results: Sequence[Result], folder: Path) -> Written:
+    """Page, tables and pictures of `results`, into `folder`; raises OSError where that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    every = boards(results)
+    look = looks([row for board in every for row in board.overall() + rows(board.perplexities)])
+    texts = {
+        "index.html": page(every, look),
+        "report.md": markdown(every),
+        "tasks.md": by_task(every),
+        "records.csv": to_csv(results),
+    }
+    paths = []
+    for name, text in texts.items():
+        paths.append(folder / name)
+        paths[-1].write_text(text, encoding="utf-8", newline="")
+    for board, part in zip(every, slugs(titles(every)), strict=True):
+        if board.scored or board.perplexities:
+            drawn = pareto(board, look)
+            paths += [folder / f"pareto-{part}.png", folder / f"pareto-{part}.svg"]
+            drawn.savefig(paths[-2], dpi=130)
+            with matplotlib.rc_context({"svg.hashsalt": part}):
+                drawn.savefig(paths[-1], metadata={"Date": None})
+        maps = needles(board.scored, look)
+        for name, figure in zip(slugs(list(maps)), maps.values(), strict=True):
+            paths.append(folder / f"needles-{name}-{part}.png")
+            figure.savefig(paths[-1], dpi=130)
+    claims = {
+        title: headline(board.overall()) for board, title in zip(every, titles(every), strict=True)
+    }
+    return Written(paths, claims)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two Ray nodes on this machine give the records of one process, though an actor is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+import kvfold
+from kvfold.errors import KvfoldError
+from kvfold.eval.run.cell import Protocol, Subject
+from kvfold.eval.run.cluster import Actors, cluster
+from kvfold.eval.run.plan import Plan, Wanted, contenders
+from kvfold.eval.run.sample import Sample
+from kvfold.eval.run.workers import here, together
+from kvfold.eval.tasks import Request, select
+from kvfold.frame import token_count
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes.add_node(num_cpus=1)
+    yield nodes.address
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def told(samples: list[Sample]) -> list[str]:
+    """All that does not depend on who ran it, and when."""
+    apart = {"at", "setup", "outcome"}
+    times = {"prefill_seconds", "answer_seconds"}
+    lines = [
+        f"{sample.model_dump_json(exclude=apart)} {sample.outcome.model_dump_json(exclude=times)}"
+        for sample in samples
+    ]
+    return sorted(lines)
+
+
+def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
+    address: str,
+) -> None:
+    model, tokenizer = kvfold.bundled_model()
+    request = Request(samples=3, length=512, count=partial(token_count, tokenizer))
+    (task,) = select(["ruler_niah_multikey_1"])
+    plan = Plan(
+        (Wanted.of(task, request),),
+        Subject.of("bundled", model, tokenizer),
+        Protocol(max_length=4096),
+        tuple(contenders(["snapkv"], ["0.2", "0.1"])),
+    )
+    jobs = list(plan.jobs({}))
+    alone = [sample for samples in here(model, tokenizer)(jobs) for sample in samples]
+
+    crew = Actors("bundled", address, None)
+    hired = []
+
+    class Watched:
+        count = crew.count
+        give, ready, take, dismiss = crew.give, crew.ready, crew.take, crew.dismiss
+
+        def hire(self):
+            hired.append(crew.hire())
+            return hired[-1]
+
+    spread = []
+    for done, samples in enumerate(together(Watched())(jobs)):
+        spread += samples
+        if done == 2:
+            ray.kill(hired[0].handle)
+    assert len(ray.nodes()) == 2
+    assert len(hired) == 3, "one was killed, and another took its place"
+    assert told(spread) == told(alone)
+
+
+def test_where_no_cluster_is_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(KvfoldError, match=r"no Ray cluster at 192\.0\.2\.1:6379: nobody there"):
+        cluster("bundled", "192.0.2.1:6379", None)
