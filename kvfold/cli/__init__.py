@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvfold.cli import ask, bench, compress, demo, eval, info, inspect, methods, report, run
+from kvfold.cli import ask, bench, compress, demo, eval, info, inspect, methods, report, run, serve
 from kvfold.cli.console import errors
 from kvfold.errors import KvfoldError
 
@@ -43,6 +43,7 @@ app.command("inspect")(inspect.command)
 app.command("methods")(methods.command)
 app.command("bench")(bench.command)
 app.command("report")(report.command)
+app.command("serve")(serve.command)
 
 
 def main() -> None:

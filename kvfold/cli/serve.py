@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold serve`: an OpenAI-compatible endpoint with compressed contexts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvfold.cli.console import console, errors, size
+from kvfold.cli.run import load
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.serve.settings import Settings
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def command(
+    model: Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="KVFOLD_API_KEY", help="Clients must send it; better set as variable."),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="Of contexts that name none: as for `kvfold compress`.")
+    ] = "kvzip",
+    budget: Annotated[
+        str, typer.Option(help='The same: "512" tokens, "0.2" or "20%" of them, "2GiB".')
+    ] = "0.5",
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Read texts in pieces of this many tokens.")
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="Contexts in memory; beyond it, the least used go to disk.")
+    ] = "4GiB",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where contexts are found at the start, moved to, and left at the end.",
+            show_default="a private one, removed at the end",
+        ),
+    ] = None,
+    contexts: Annotated[int, typer.Option(min=1, help="Contexts held, on disk included.")] = 1000,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Requests computed at a time, each in a thread.")
+    ] = 1,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a worker.")] = 64,
+    body: Annotated[str, typer.Option(help="The largest request.")] = "32MiB",
+    context_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="The longest text.", show_default="the model's own length"),
+    ] = None,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 1024,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that answers may go on after a stop.")
+    ] = 30.0,
+) -> None:
+    """Serve a model and compressed contexts over OpenAI's API, with transformers in process.
+
+    Each worker answers one request after the other; requests are not batched together. Contexts
+    are shared: a request costs its question and its answer.
+    """
+    out = console()
+    with out.status("importing torch and transformers"):
+        try:
+            from kvfold.serve.engine import Engine
+            from kvfold.serve.server import Server, listening
+            from kvfold.serve.settings import Settings
+        except ModuleNotFoundError as missing:
+            raise KvfoldError(
+                f"serving needs {missing.name}: pip install 'kvfold[serve]'"
+            ) from missing
+        from kvfold.budget import Budget
+    settings = Settings(
+        method=method,
+        budget=budget,
+        prefill_chunk=prefill_chunk,
+        memory=int(Budget.bytes(memory).amount),
+        folder=folder,
+        contexts=contexts,
+        workers=workers,
+        queue=queue,
+        body=int(Budget.bytes(body).amount),
+        context_tokens=context_tokens,
+        answer_tokens=answer_tokens,
+        api_key=api_key,
+        grace=grace,
+    )
+    # Refused here, before a large model is loaded.
+    bound = listening(host, port)
+    network, tokenizer = load(model)
+    name = Path(model).name if Path(model).is_dir() else model
+    engine = Engine(name, network, tokenizer, settings)
+    for problem in engine.contexts.adopt():
+        errors().print(f"left out: {problem}")
+    Server(engine, lambda: _announce(bound, name, settings)).run([bound])
+
+
+def _announce(bound: socket.socket, name: str, settings: Settings) -> None:
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    console().print(
+        f"{name} at http://{shown}:{port}/v1, contexts by {settings.method} within "
+        f"{settings.budget}, {size(settings.memory)} of them in memory",
+        markup=False,
+        soft_wrap=True,
+    )
+    if settings.api_key is None and host not in LOCAL:
+        errors().print("no API key is set: whoever reaches this address can use it")

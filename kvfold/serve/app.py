@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint as an ASGI application."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import kvfold
+from kvfold.serve.engine import Engine
+from kvfold.serve.errors import ApiError, invalid
+from kvfold.serve.gate import Gate
+from kvfold.serve.metrics import Metrics
+from kvfold.serve.responses import ErrorBody
+from kvfold.serve.routes import answers, contexts, status
+from kvfold.serve.routes.hangup import HungUp
+
+# nginx's number for a client that went away; nobody reads it.
+GONE = 499
+log = logging.getLogger(__name__)
+
+
+def build(engine: Engine) -> FastAPI:
+    """The application that answers for `engine`."""
+    refusal: dict[int | str, dict[str, Any]] = {
+        "default": {"model": ErrorBody, "description": "What was refused, and why."}
+    }
+    app = FastAPI(
+        title="kvfold",
+        version=kvfold.__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=refusal,
+        exception_handlers={
+            ApiError: _refused,
+            RequestValidationError: _invalid,
+            HTTPException: _http,
+            HungUp: _gone,
+            ClientDisconnect: _gone,
+            torch.OutOfMemoryError: _out_of_memory,
+            Exception: _failed,
+        },
+    )
+    metrics = Metrics(engine)
+    app.include_router(answers.router(engine, metrics))
+    app.include_router(contexts.router(engine))
+    app.include_router(status.router(engine, metrics))
+    settings = engine.settings
+    app.add_middleware(Gate, api_key=settings.api_key, body=settings.body, workers=engine.workers)
+    app.add_middleware(Counted, metrics=metrics)
+    return app
+
+
+class Counted:
+    """Counts requests by route and status, and how long they took."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request through."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, started = GONE, time.perf_counter()
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
+
+
+async def _refused(request: Request, refused: Any) -> Response:
+    return refused.response()
+
+
+async def _invalid(request: Request, problem: Any) -> Response:
+    return invalid(problem.errors()).response()
+
+
+async def _http(request: Request, problem: Any) -> Response:
+    """What the framework refuses: unknown paths, other verbs, broken forms."""
+    response = ApiError(problem.status_code, str(problem.detail)).response()
+    response.headers.update(problem.headers or {})
+    return response
+
+
+async def _gone(request: Request, problem: Any) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _out_of_memory(request: Request, problem: Any) -> Response:
+    log.error("out of memory: %s", problem)
+    message = "the server is out of memory: send less, or try again later"
+    return ApiError(503, message, code="out_of_memory", retry_after=10).response()
+
+
+async def _failed(request: Request, problem: Any) -> Response:
+    """The traceback is in the server's log."""
+    return ApiError(500, "the server failed: see its log").response()

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contexts of a server: in memory under a cap, the least recently used ones on disk.
+
+One lock guards all that is known; it is released while a file is written or read. A thread waits
+for memory only while it reads no context itself, so that those who read always come to an end.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Condition, Lock
+
+from kvfold.context import Context
+from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.serve.errors import ApiError
+from kvfold.serve.folder import Folder
+from kvfold.serve.held import Held, size_of
+from kvfold.serve.prefixes import Key, Prefixes
+
+TOKENS, TEXT = "tokens", "text"
+log = logging.getLogger(__name__)
+
+
+class Contexts:
+    """At most `most` contexts, of which those in memory take at most `memory` bytes.
+
+    `load` reads a context's file. A context that is deleted while it is read takes no new readers,
+    and goes, with its file, when its last one ends.
+    """
+
+    def __init__(
+        self, load: Callable[[Path], Context], folder: Folder, memory: int, most: int
+    ) -> None:
+        self.load, self.folder, self.memory, self.most = load, folder, memory, most
+        self.nbytes = 0
+        self.to_disk = self.to_memory = 0
+        self._changed = Condition(Lock())
+        # The least recently used first; those that were deleted and are still read or moved.
+        self._held: OrderedDict[str, Held] = OrderedDict()
+        self._leaving: dict[str, Held] = {}
+        self._prefixes = {TOKENS: Prefixes(), TEXT: Prefixes()}
+
+    # --- what is there ----------------------------------------------------------------------
+
+    def all(self) -> list[Held]:
+        """Every context, the most recently used last."""
+        with self._changed:
+            return list(self._held.values())
+
+    def get(self, name: str) -> Held:
+        """The context of that id; raises ApiError where there is none."""
+        with self._changed:
+            return self._named(name)
+
+    def longest(self, kind: str, data: bytes) -> Held | None:
+        """The context with the longest key of a kind that `data` goes on after."""
+        with self._changed:
+            name = self._prefixes[kind].longest(data)
+            return None if name is None else self._held[name]
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Context]:
+        """The context, in memory for as long as the block lasts."""
+        with self._changed:
+            held = self._named(name)
+            held.readers += 1
+            self._held.move_to_end(name)
+            try:
+                context = self._in_memory(held)
+            except BaseException:
+                self._end(held)
+                raise
+        try:
+            yield context
+        finally:
+            with self._changed:
+                self._end(held)
+
+    # --- come and go ------------------------------------------------------------------------
+
+    def check_new(self, name: str | None) -> None:
+        """Raises ApiError where a context, of that id, would be refused."""
+        with self._changed:
+            self._check_new(name)
+
+    def add(
+        self,
+        context: Context,
+        name: str | None = None,
+        text: str | None = None,
+        file: Path | None = None,
+    ) -> Held:
+        """Holds a context, by a new id where it has none; raises ApiError where there is no room.
+
+        `text` is what its tokens were made from, where that is known; `file` one that holds it.
+        """
+        keys = {TOKENS: key_of_tokens(context.ids[0].tolist())}
+        if text is not None:
+            keys[TEXT] = Key.of(text.encode())
+        name = name or f"ctx-{uuid.uuid4().hex}"
+        held = Held(name, context.stats(), size_of(context), keys, context, file)
+        with self._changed:
+            self._check_new(name, file)
+            self._make_room(held.size)
+            try:
+                # Room is made with the lock released.
+                self._check_new(name, file)
+            except ApiError:
+                self._give_back(held.size)
+                raise
+            self._held[name] = held
+            for kind, key in keys.items():
+                self._prefixes[kind].add(key, name)
+        return held
+
+    def delete(self, name: str) -> None:
+        """Forgets a context; raises ApiError where there is none."""
+        with self._changed:
+            held = self._named(name)
+            del self._held[name]
+            for kind, key in held.keys.items():
+                self._prefixes[kind].remove(key, name)
+            self._leaving[name] = held
+            self._forget_if_unused(held)
+
+    def adopt(self) -> Iterator[KvfoldError | ApiError]:
+        """Holds what the folder has already; yields what is wrong with files that it leaves."""
+        for name, file in self.folder.found():
+            try:
+                self.add(self.load(file), name, file=file)
+            except (KvfoldError, ApiError) as problem:
+                yield problem
+
+    def close(self) -> None:
+        """Writes what is only in memory to a folder that stays; nobody reads any more."""
+        with self._changed:
+            if not self.folder.private:
+                for held in self._held.values():
+                    if held.context is not None and held.file is None:
+                        try:
+                            held.context.save(self.folder.file(held.id))
+                        except KvfoldError as problem:
+                            log.error("context %s is lost: %s", held.id, problem)
+        self.folder.close()
+
+    # --- with the lock held -----------------------------------------------------------------
+
+    def _named(self, name: str) -> Held:
+        if name not in self._held:
+            raise ApiError(
+                404, f"there is no context {name!r}", code="context_not_found", param="context_id"
+            )
+        return self._held[name]
+
+    def _check_new(self, name: str | None, file: Path | None = None) -> None:
+        taken = name is not None and (name in self._held or name in self._leaving)
+        if taken or (name is not None and file is None and self.folder.file(name).exists()):
+            raise ApiError(409, f"there is a context {name!r} already", code="context_exists")
+        if len(self._held) >= self.most:
+            message = f"the server holds its {self.most} contexts: delete one"
+            raise ApiError(429, message, code="too_many_contexts", retry_after=60)
+
+    def _in_memory(self, held: Held) -> Context:
+        """The context of `held`, which has a reader already, so that it stays."""
+        while held.moving:
+            self._changed.wait()
+        if held.context is not None:
+            return held.context
+        assert held.file is not None
+        held.moving = True
+        try:
+            while held.context is None:
+                self._make_room(held.size)
+                reserved = held.size
+                try:
+                    with self._released():
+                        context = self.load(held.file)
+                        held.size = size_of(context)
+                    if held.size <= reserved:
+                        held.context, reserved = context, reserved - held.size
+                finally:
+                    self._give_back(reserved)
+            self.to_memory += 1
+            return held.context
+        except ContextFileError as problem:
+            raise ApiError(
+                410, f"the file of context {held.id!r} is gone or damaged: create it again"
+            ) from problem
+        finally:
+            held.moving = False
+            self._changed.notify_all()
+
+    def _make_room(self, size: int) -> None:
+        """Takes `size` bytes of the memory, moving contexts to disk, or waiting for readers."""
+        if size > self.memory:
+            raise ApiError(
+                413,
+                f"the context takes {size} bytes of memory, and the server has {self.memory} for "
+                "all: choose a smaller budget, or a shorter text",
+                code="context_too_large",
+            )
+        while self.nbytes + size > self.memory:
+            movable = (h for h in self._held.values() if h.context is not None and h.idle)
+            oldest = next(movable, None)
+            if oldest is None:
+                self._changed.wait()
+            else:
+                self._move_to_disk(oldest)
+        self.nbytes += size
+
+    def _give_back(self, size: int) -> None:
+        self.nbytes -= size
+        self._changed.notify_all()
+
+    def _move_to_disk(self, held: Held) -> None:
+        assert held.context is not None
+        held.moving = True
+        try:
+            if held.file is None:
+                file = self.folder.file(held.id)
+                with self._released():
+                    held.context.save(file)
+                held.file = file
+            held.context = None
+            self._give_back(held.size)
+            self.to_disk += 1
+        except KvfoldError as problem:
+            raise ApiError(
+                503, "the server cannot move contexts to its disk", retry_after=60
+            ) from problem
+        finally:
+            held.moving = False
+            self._forget_if_unused(held)
+            self._changed.notify_all()
+
+    def _end(self, held: Held) -> None:
+        held.readers -= 1
+        self._forget_if_unused(held)
+        self._changed.notify_all()
+
+    def _forget_if_unused(self, held: Held) -> None:
+        if not held.idle or self._leaving.get(held.id) is not held:
+            return
+        if held.context is not None:
+            held.context = None
+            self._give_back(held.size)
+        if held.file is not None:
+            try:
+                held.file.unlink(missing_ok=True)
+            except OSError as problem:
+                log.warning("cannot remove the file of context %s: %s", held.id, problem)
+        del self._leaving[held.id]
+
+    @contextmanager
+    def _released(self) -> Iterator[None]:
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+
+
+def key_of_tokens(ids: list[int]) -> Key:
+    """The key of a text's tokens."""
+    return Key.of(token_bytes(ids))
+
+
+def token_bytes(ids: list[int]) -> bytes:
+    """Tokens as bytes, four each."""
+    return array("I", ids).tobytes()

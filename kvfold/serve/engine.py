@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers requests in the threads of its workers, from contexts where there are any."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from threading import Event, local
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+import kvfold
+from kvfold import compat
+from kvfold.budget import Budget
+from kvfold.cache import CompressedCache
+from kvfold.context import Context
+from kvfold.errors import KvfoldError
+from kvfold.frame import Frame
+from kvfold.method import parse
+from kvfold.reader import fork
+from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
+from kvfold.serve.errors import ApiError
+from kvfold.serve.folder import Folder
+from kvfold.serve.generation import Finished, Started, answer
+from kvfold.serve.held import Held
+from kvfold.serve.prompts import AFTER_DOCUMENT, Prompts
+from kvfold.serve.requests import ChatRequest, CompletionRequest, ContextRequest
+from kvfold.serve.sampling import Sampling
+from kvfold.serve.settings import Settings
+from kvfold.serve.workers import Workers, stopping
+
+Put = Callable[[Any], None]
+MOST = 2**53
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One model with its contexts; `name` is what clients call it.
+
+    Raises KvfoldError where the default method or budget cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: compat.PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Settings,
+    ) -> None:
+        self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
+        config, frame = compat.text_config(model), Frame.of(tokenizer)
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.prompts = Prompts(tokenizer, frame, config.vocab_size)
+        method = parse(settings.method)
+        budget = settings.budget if method.takes_budget else None
+        CompressedCache(model, method, budget, tokenizer=tokenizer)
+        self._of_thread = local()
+        self._hook = model.register_forward_pre_hook(self._check_wanted)
+        self.workers = Workers(settings.workers, settings.queue)
+        self.contexts = Contexts(
+            partial(kvfold.load, model=model, tokenizer=tokenizer),
+            Folder(settings.folder),
+            settings.memory,
+            settings.contexts,
+        )
+
+    # --- answers ----------------------------------------------------------------------------
+
+    def answer(self, request: ChatRequest | CompletionRequest, put: Put, cancelled: Event) -> None:
+        """Puts `Started`, pieces of text, and `Finished`; raises ApiError before the first."""
+        self._begin(cancelled)
+        sampling = Sampling.of(request)
+        with self._begun(request) as (cache, ids, cached):
+            most = self._most(len(ids), request)
+            put(Started(len(ids), cached))
+            done: Finished = answer(
+                self.model,
+                self.tokenizer,
+                cache,
+                ids,
+                sampling,
+                most,
+                self.settings.prefill_chunk,
+                put,
+                cancelled,
+            )
+        self._check_wanted()
+        put(done)
+
+    @contextmanager
+    def _begun(
+        self, request: ChatRequest | CompletionRequest
+    ) -> Iterator[tuple[CompressedCache, list[int], int]]:
+        """The cache to go on from, all tokens, and how many of them the cache has read."""
+        if request.context_id is not None:
+            with self.contexts.reading(request.context_id) as context:
+                rest = self._rest(request, context)
+                self._check_length(len(rest))
+                yield fork(context.cache), context.ids[0].tolist() + rest, context.ids.shape[1]
+            return
+        if isinstance(request, ChatRequest):
+            text = self.prompts.conversation(request.messages)
+            ids = self.prompts.ids(text)
+        else:
+            prompt = request.text_or_tokens
+            text = prompt if isinstance(prompt, str) else ""
+            ids = self.prompts.prompt(prompt)
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        self._check_length(len(ids))
+        with ExitStack() as stack:
+            found = self._longest(ids, text) if request.prefix_cache else None
+            if found is None:
+                yield CompressedCache(self.model, "full"), ids, 0
+                return
+            held, rest = found
+            try:
+                context = stack.enter_context(self.contexts.reading(held.id))
+            except ApiError as gone:
+                log.warning("a prompt begins with context %s, but %s", held.id, gone)
+                yield CompressedCache(self.model, "full"), ids, 0
+            else:
+                yield fork(context.cache), context.ids[0].tolist() + rest, context.ids.shape[1]
+
+    def _rest(self, request: ChatRequest | CompletionRequest, context: Context) -> list[int]:
+        """What follows a context that the request names."""
+        if isinstance(request, ChatRequest):
+            return self.prompts.turns(request.messages, context.frame)
+        prompt = request.text_or_tokens
+        tokens = self.prompts.ids(prompt) if isinstance(prompt, str) else prompt
+        if not tokens:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        return self.prompts.checked(tokens)
+
+    def _longest(self, ids: list[int], text: str) -> tuple[Held, list[int]] | None:
+        """The longest context that a prompt begins with, and the tokens of what follows it.
+
+        Tokens at the end of a document often join with the blank line after it, so that texts
+        are compared too, and then split there, as `Context.ask` does.
+        """
+        data = text.encode()
+        by_tokens = self.contexts.longest(TOKENS, token_bytes(ids))
+        by_text = self.contexts.longest(TEXT, data)
+        if by_text is not None and (by_tokens is None or by_tokens.stats.seen < by_text.stats.seen):
+            rest = data[by_text.keys[TEXT].length :].decode()
+            return by_text, self.prompts.ids(AFTER_DOCUMENT + rest)
+        return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
+
+    def _most(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
+        """How many tokens may be generated; raises ApiError where that is fewer than wanted."""
+        allowed, wanted = self.settings.answer_tokens, request.most_tokens
+        if wanted is not None and wanted > allowed:
+            raise ApiError(
+                400, f"at most {allowed} tokens are generated, not {wanted}", param="max_tokens"
+            )
+        left = allowed if self.positions is None else self.positions - prompt
+        if left < (wanted or 1):
+            raise ApiError(
+                400,
+                f"the model reads and writes {self.positions} tokens: {prompt} of the prompt leave "
+                f"{max(0, left)}, and {wanted or 1} are asked for",
+                code="context_length_exceeded",
+            )
+        return wanted or min(allowed, left, request.usual_tokens or allowed)
+
+    def _check_length(self, tokens: int) -> None:
+        limits = [n for n in (self.settings.context_tokens, self.positions) if n is not None]
+        if limits and tokens > min(limits):
+            raise ApiError(
+                400,
+                f"the text has {tokens} tokens, and the server takes {min(limits)}",
+                code="context_length_exceeded",
+            )
+
+    # --- contexts ---------------------------------------------------------------------------
+
+    def create(self, request: ContextRequest, put: Put, cancelled: Event) -> None:
+        """Compresses a text and puts the `Held` context; raises ApiError."""
+        self._begin(cancelled)
+        self.contexts.check_new(request.id)
+        before = self.prompts.frame.before
+        tokens = len(self.prompts.ids(before + request.text))
+        self._check_length(tokens)
+        if not tokens:
+            raise ApiError(400, "the text has no tokens", param="text")
+        try:
+            method = parse(request.method or self.settings.method)
+            budget = request.budget
+            if budget is None and method.takes_budget:
+                budget = self.settings.budget
+            context = kvfold.compress(
+                self.model,
+                self.tokenizer,
+                request.text,
+                method,
+                None if budget is None else _checked(Budget.of(budget)),
+                prefill_chunk=self.settings.prefill_chunk,
+            )
+        except KvfoldError as refused:
+            raise ApiError(400, str(refused)) from refused
+        self._check_wanted()
+        put(self.contexts.add(context, request.id, before + request.text + AFTER_DOCUMENT))
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends what runs, and leaves nothing behind."""
+        self.workers.cancel()
+        self.workers.close()
+        self._hook.remove()
+        self.contexts.close()
+
+    def _begin(self, cancelled: Event) -> None:
+        """Notes what tells that the job of this thread is no longer wanted."""
+        self._of_thread.cancelled = cancelled
+        self._check_wanted()
+
+    def _check_wanted(self, *_: Any) -> None:
+        """Raises ApiError, where the client has not hung up, because the server's grace is over.
+
+        Called before every forward too: a long text is not read to its end for nobody.
+        """
+        cancelled = getattr(self._of_thread, "cancelled", None)
+        if cancelled is not None and cancelled.is_set():
+            raise stopping()
+
+
+def _checked(budget: Budget) -> Budget:
+    """A budget that can be computed with."""
+    if budget.amount > MOST:
+        raise ApiError(400, f"a budget of {budget} is beyond any text", param="budget")
+    return budget

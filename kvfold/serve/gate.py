@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every request to the API passes first: the key, whether the server stops, its size."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from kvfold.serve.errors import ApiError
+from kvfold.serve.workers import Workers
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+GUARDED = "/v1/"
+
+
+class Gate:
+    """An ASGI application around another one; it reads no body itself, and keeps none.
+
+    Bodies are counted as they come in, whatever length a client gave; those of a full queue are
+    not read.
+    """
+
+    def __init__(self, app: App, *, api_key: str | None, body: int, workers: Workers) -> None:
+        self.app, self.body, self.workers = app, body, workers
+        self.api_key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Lets a request through, or answers it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            if scope["path"].startswith(GUARDED):
+                self._check_key(headers.get(b"authorization", b""))
+                posted = scope["method"] == "POST"
+                self.workers.check_room() if posted else self.workers.check_open()
+            length = headers.get(b"content-length", b"0")
+            if not length.isdigit() or int(length[:20]) > self.body:
+                raise self._too_large()
+        except ApiError as refused:
+            await refused.response()(scope, receive, send)
+            return
+        await self.app(scope, self._counted(receive), send)
+
+    def _counted(self, receive: Receive) -> Receive:
+        total = 0
+
+        async def counted() -> Message:
+            nonlocal total
+            message = await receive()
+            total += len(message.get("body", b""))
+            if total > self.body:
+                raise self._too_large()
+            return message
+
+        return counted
+
+    def _check_key(self, header: bytes) -> None:
+        scheme, _, given = header.partition(b" ")
+        if self.api_key is None:
+            return
+        right = hmac.compare_digest(given.strip(), self.api_key)
+        if scheme.lower() != b"bearer" or not right:
+            message = "give the server's API key as `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than the {self.body} bytes that the server takes"
+        return ApiError(413, message, code="body_too_large")

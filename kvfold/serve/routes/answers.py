@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/chat/completions` and `/v1/completions`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvfold.serve.answers import TextWriter, Writer, events, whole
+from kvfold.serve.engine import Engine
+from kvfold.serve.errors import ApiError
+from kvfold.serve.generation import Finished, Started
+from kvfold.serve.metrics import Metrics
+from kvfold.serve.requests import ChatRequest, CompletionRequest
+from kvfold.serve.responses import ChatCompletion, Completion
+from kvfold.serve.routes.hangup import unless_gone
+from kvfold.serve.workers import Job
+
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+class Events(StreamingResponse):
+    """Server-sent events of a job, which ends when they are sent, or the client hangs up."""
+
+    def __init__(self, job: Job, writer: Writer, with_usage: bool) -> None:
+        self.job = job
+        super().__init__(
+            events(job, writer, with_usage),
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            media_type="text/event-stream",
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.close()
+
+
+def router(engine: Engine, metrics: Metrics) -> APIRouter:
+    """The paths that answer."""
+    made = APIRouter(prefix="/v1")
+
+    async def answer(
+        request: Request, asked: ChatRequest | CompletionRequest, kind: type[Writer]
+    ) -> Any:
+        if asked.model != engine.name:
+            message = f"there is no model {asked.model!r}: this server has {engine.name!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        job = Job(engine.workers, partial(engine.answer, asked))
+        # Only when it begins is it known whether the request can be answered.
+        started: Started = await unless_gone(request, job, job.next())
+        metrics.tokens.labels("prompt").inc(started.prompt)
+        metrics.tokens.labels("cached").inc(started.cached)
+        if asked.context_id is None and asked.prefix_cache:
+            metrics.prefixes.labels("hit" if started.cached else "miss").inc()
+        writer = kind(engine.name, started, counted)
+        if asked.stream:
+            return Events(job, writer, asked.usage_wanted)
+        return await unless_gone(request, job, whole(job, writer))
+
+    def counted(done: Finished) -> None:
+        metrics.tokens.labels("generated").inc(done.tokens)
+
+    @made.post("/chat/completions", response_model=ChatCompletion, responses=STREAM)
+    async def chat_completions(request: Request, body: ChatRequest) -> Any:
+        """Answers a conversation."""
+        return await answer(request, body, Writer)
+
+    @made.post("/completions", response_model=Completion, responses=STREAM)
+    async def completions(request: Request, body: CompletionRequest) -> Any:
+        """Goes on with a prompt."""
+        return await answer(request, body, TextWriter)
+
+    return made

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/contexts`: compress a text, see what is held, delete it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from pydantic import ValidationError
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+
+from kvfold.serve.engine import Engine
+from kvfold.serve.errors import ApiError, invalid
+from kvfold.serve.held import Held
+from kvfold.serve.requests import CONTEXT_ID, ContextRequest
+from kvfold.serve.responses import ContextDeleted, ContextDetail, ContextInfo, ContextList
+from kvfold.serve.routes.hangup import unless_gone
+from kvfold.serve.workers import Job
+
+JSON, FORM = "application/json", "multipart/form-data"
+NAME = Annotated[str, Path(pattern=CONTEXT_ID)]
+_TEXT = {"type": "string"}
+_UPLOAD = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "A text in UTF-8."},
+        "id": _TEXT | {"pattern": CONTEXT_ID},
+        "method": _TEXT,
+        "budget": _TEXT,
+    },
+}
+BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            JSON: {"schema": ContextRequest.model_json_schema()},
+            FORM: {"schema": _UPLOAD},
+        },
+    }
+}
+
+
+def router(engine: Engine) -> APIRouter:
+    """The paths of contexts."""
+    made = APIRouter(prefix="/v1/contexts")
+
+    @made.post("", response_model=ContextDetail, status_code=201, openapi_extra=BODY)
+    async def create(request: Request) -> Any:
+        """Compresses a text, given as JSON or as a file."""
+        asked = await _asked(request)
+        job = Job(engine.workers, partial(engine.create, asked))
+        held: Held = await unless_gone(request, job, job.next())
+        return held.info(engine.name)
+
+    @made.get("", response_model=ContextList)
+    def every() -> Any:
+        """All contexts, the most recently used last."""
+        held = engine.contexts.all()
+        return ContextList(data=[ContextInfo(**_brief(one, engine.name)) for one in held])
+
+    @made.get("/{context_id}", response_model=ContextDetail)
+    def inspect(context_id: NAME) -> Any:
+        """One context, and what it keeps in each layer and KV head."""
+        return engine.contexts.get(context_id).info(engine.name)
+
+    @made.delete("/{context_id}", response_model=ContextDeleted)
+    def delete(context_id: NAME) -> Any:
+        """Forgets a context; answers that are being read from it go on."""
+        engine.contexts.delete(context_id)
+        return ContextDeleted(id=context_id)
+
+    return made
+
+
+def _brief(held: Held, model: str) -> dict[str, Any]:
+    return held.info(model).model_dump(exclude={"kept_per_layer"})
+
+
+async def _asked(request: Request) -> ContextRequest:
+    """The request's body, of either kind; raises ApiError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        if kind == JSON:
+            return ContextRequest.model_validate_json(await request.body())
+        if kind == FORM:
+            return ContextRequest.model_validate(await _form(request))
+    except ValidationError as problem:
+        raise invalid(problem.errors()) from None
+    raise ApiError(415, f"send {JSON}, or {FORM} with a file")
+
+
+async def _form(request: Request) -> dict[str, Any]:
+    """The fields of an upload, with the file's text as `text`."""
+    async with request.form(max_files=1, max_fields=10) as form:
+        fields: dict[str, Any] = dict(form)
+        file = fields.pop("file", None)
+        if not isinstance(file, UploadFile):
+            raise ApiError(400, "the form has no file in the field `file`", param="file")
+        try:
+            text = (await file.read()).decode()
+        except UnicodeDecodeError:
+            raise ApiError(400, "the file is no text in UTF-8", param="file") from None
+    return fields | {"text": text}

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that go away before they have their answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from kvfold.serve.workers import Job
+
+Result = TypeVar("Result")
+
+
+class HungUp(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def unless_gone(request: Request, job: Job, coming: Coroutine[Any, Any, Result]) -> Result:
+    """What comes of a job; raises HungUp, and ends the job, where the client goes away before."""
+    waiting, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise HungUp
+        return waiting.result()
+    except BaseException:
+        job.close()
+        raise
+    finally:
+        waiting.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Waits until the client has hung up; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process: one port, and a stop that lets answers end."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from kvfold.errors import KvfoldError
+from kvfold.serve.app import build
+from kvfold.serve.engine import Engine
+
+# For clients that do not take what is ready for them, after the grace is over.
+LAST_BYTES = 5
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A bound socket; raises KvfoldError where the address is taken or not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as problem:
+        bound.close()
+        raise KvfoldError(f"cannot listen on {host} port {port}: {problem}") from problem
+    return bound
+
+
+class Server(uvicorn.Server):
+    """Answers until it is told to stop: then what was accepted ends, and what comes gets a 503.
+
+    `announce` is called when it takes requests.
+    """
+
+    def __init__(self, engine: Engine, announce: Callable[[], None] = lambda: None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                build(engine),
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=LAST_BYTES,
+            )
+        )
+        self.engine, self.announce = engine, announce
+        self._until: float | None = None
+
+    def stop(self) -> None:
+        """Ends when all answers have ended, or the grace is over; at once when called again."""
+        grace = self.engine.settings.grace if self._until is None else 0.0
+        self.engine.workers.closing = True
+        self._until = time.monotonic() + grace
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGINT and SIGTERM."""
+        self.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        self.announce()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; whether to exit."""
+        if self._until is not None:
+            over = time.monotonic() > self._until
+            if over:
+                self.engine.workers.cancel()
+            self.should_exit |= over or not self.engine.workers.admitted
+        return await super().on_tick(counter)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> Any:
+        """Serves on bound sockets until it was stopped; then closes the engine."""
+        try:
+            return super().run(sockets)
+        finally:
+            self.engine.close()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server is told when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfold.errors import KvfoldError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults of contexts, and limits; sizes are in bytes, lengths in tokens, times in seconds.
+
+    `method` and `budget` are used where a request names none. `memory` bounds the contexts held in
+    memory. `folder` keeps contexts beyond the server's life; None: a private one that is removed.
+    `workers` answers are generated at a time, and `queue` requests may wait for them.
+    `context_tokens` bounds documents and prompts, None: by what the model was made for.
+    """
+
+    method: str = "kvzip"
+    budget: float | str | None = 0.5
+    prefill_chunk: int | None = None
+    memory: int = 4 * 2**30
+    folder: Path | None = None
+    contexts: int = 1000
+    workers: int = 1
+    queue: int = 64
+    body: int = 32 * 2**20
+    context_tokens: int | None = None
+    answer_tokens: int = 1024
+    api_key: str | None = None
+    grace: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "contexts", "workers", "body", "answer_tokens"):
+            if getattr(self, name) < 1:
+                raise KvfoldError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.queue < 0 or self.grace < 0:
+            raise KvfoldError("queue and grace cannot be negative")
+        if self.api_key is not None and not self.api_key.strip():
+            raise KvfoldError("the API key is empty: set one, or leave it out")
