@@ -21,6 +21,9 @@ UNITS = {
     "GIB": 2**30,
 }
 
+# What a 64-bit number holds.
+MOST = 2**63
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -38,6 +41,10 @@ class Budget:
             raise BudgetError(f"a budget is a finite number, not {self.amount!r}")
         if self.kind != "ratio" and self.amount != int(self.amount):
             raise BudgetError(f"{self.kind} are counted in whole numbers, not {self.amount}")
+        if self.amount >= MOST:
+            raise BudgetError(
+                f"a budget of {self.amount:.3g} {self.kind} is more than can be counted"
+            )
         if not self.amount > 0:
             raise BudgetError(f"a budget must be positive, not {self.amount}")
         if self.kind == "ratio" and self.amount > 1:

@@ -55,7 +55,7 @@ class CompressedCache(compat.Cache):
         seed: int = 0,
     ) -> None:
         self.method = parse(method)
-        self.budget, self.seed = _checked_budget(self.method, budget), seed
+        self.seed = seed
         stages = self.method.stages()
         if stages.needs.rebuilding is not None and tokenizer is None:
             raise KvfoldError(
@@ -69,12 +69,7 @@ class CompressedCache(compat.Cache):
         self.protect = spans
         forced = replace(stages.forced, spans=stages.forced.spans + spans)
         stages = replace(stages, forced=forced)
-        if self.budget and self.budget.kind == "tokens" and self.budget.amount < forced.least:
-            raise BudgetError(
-                f"{self.method} always keeps {forced.least} entries per KV head (sinks, window, "
-                f"protected spans), the budget is {int(self.budget.amount)}: raise it to at least "
-                f"{forced.least}"
-            )
+        self.budget = _checked_budget(self.method, budget, forced.least)
         layers = compat.stock_layers(model)
         self.ranks = compat.ranks_of(model)
         self.ranks.check_method(self.method)
@@ -159,7 +154,8 @@ class CompressedCache(compat.Cache):
         if not self.turn.reading or any(layer.turns for layer in self.compressed_layers):
             raise KvfoldError("a cache takes another budget only while its first turn is read")
         other = copy.deepcopy(self)
-        other.budget = _checked_budget(self.method, budget)
+        least = other.compressed_layers[0].plan.stages.forced.least
+        other.budget = _checked_budget(self.method, budget, least)
         for layer in other.compressed_layers:
             layer.plan = replace(layer.plan, budget=other.budget)
         with other.reading():
@@ -333,11 +329,22 @@ class CompressedCache(compat.Cache):
         )
 
 
-def _checked_budget(method: Method, budget: Budget | float | str | None) -> Budget | None:
+def _checked_budget(
+    method: Method, budget: Budget | float | str | None, least: int
+) -> Budget | None:
+    """The budget of a method that keeps `least` entries per KV head whatever it is."""
     if method.takes_budget and budget is None:
         raise BudgetError(
             f"{method} needs a budget: an int for tokens, a float for the part kept, or a size"
         )
     if not method.takes_budget and budget is not None:
         raise BudgetError(f"{method} takes no budget: leave it out")
-    return None if budget is None else Budget.of(budget)
+    if budget is None:
+        return None
+    made = Budget.of(budget)
+    if made.kind == "tokens" and made.amount < least:
+        raise BudgetError(
+            f"{method} always keeps {least} entries per KV head (sinks, window, protected spans), "
+            f"the budget is {int(made.amount)}: raise it to at least {least}"
+        )
+    return made

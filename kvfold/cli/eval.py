@@ -143,6 +143,11 @@ def command(
         crew = processes(model, count)
     else:
         crew = here(network, tokenizer)
+    idle = [method for method in dict(contenders) if not planning.streams(method)]
+    if idle and any(each.task.phase == "stream" for each in plan.wanted):
+        names = ", ".join(idle)
+        note = f"left out where a text is streamed, since they only compress prompts: {names}"
+        screen.print(Text(note, style="yellow"))
     _evaluate(screen, plan, crew, out)
 
 

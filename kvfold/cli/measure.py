@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import re
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from kvfold.compat import PreTrainedModel
 from kvfold.context import Context
 from kvfold.eval import ruler
 from kvfold.frame import Frame, token_count
+from kvfold.inspect.document import Document, needles_in
 from kvfold.stats import Stats
 
 KEYS = 6
 WARM_UP = 2
 STEPS = 16
-NEEDLE = re.compile(r"One of the special magic numbers for \S+ is: \d+\.")
 
 
 @dataclass(frozen=True)
@@ -113,17 +112,8 @@ class Trial:
 
     def needles(self) -> list[tuple[int, int]]:
         """Spans of positions that the needles take in the cache."""
-        text = Frame.of(self.tokenizer).before + self.sample.document
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = []
-        for match in NEEDLE.finditer(text):
-            inside = [
-                index
-                for index, (start, stop) in enumerate(encoded.offset_mapping)
-                if start < match.end() and stop > match.start()
-            ]
-            spans.append((inside[0], inside[-1] + 1))
-        return spans
+        pieces = Document.of(self.tokenizer, self.sample.document).pieces
+        return [(start, stop) for start, stop, _ in needles_in(pieces)]
 
 
 @torch.no_grad()

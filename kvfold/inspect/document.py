@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,16 +63,20 @@ class Document:
         question, after = sample.questions[0], Frame.of(tokenizer).after
         text = f"{sample.document}\n{question.text}{after}{question.prefix}"
         made = cls.of(tokenizer, text)
-        ends = [0]
-        for piece in made.pieces:
-            ends.append(ends[-1] + len(piece))
-        needles = []
-        for match in NEEDLE.finditer("".join(made.pieces)):
-            tokens = range(len(made.pieces))
-            inside = [t for t in tokens if ends[t] < match.end() and ends[t + 1] > match.start()]
-            asked = question.answers[0] in match[0]
-            needles.append(Needle(inside[0], inside[-1] + 1, asked))
+        needles = [
+            Needle(start, stop, asked=question.answers[0] in needle)
+            for start, stop, needle in needles_in(made.pieces)
+        ]
         return cls(made.text, made.ids, made.pieces, tuple(needles))
+
+
+def needles_in(pieces: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Where needles lie among the tokens that have these `pieces`, `stop` excluded, and each."""
+    ends = list(itertools.accumulate(map(len, pieces), initial=0))
+    for match in NEEDLE.finditer("".join(pieces)):
+        tokens = range(len(pieces))
+        inside = [t for t in tokens if ends[t] < match.end() and ends[t + 1] > match.start()]
+        yield inside[0], inside[-1] + 1, match[0]
 
 
 def text_of_tokens(tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor) -> list[str]:

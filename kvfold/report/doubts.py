@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvfold.bench.machine import Setup
-from kvfold.eval.run.cell import FULL, RANDOM
+from kvfold.eval.run.cell import FULL, RANDOM, Cell
 from kvfold.eval.run.result import Result
 from kvfold.report.board import Board
 from kvfold.report.look import BASELINES
@@ -102,16 +102,13 @@ def _few(results: Sequence[Result]) -> list[str]:
 
 def _incomplete(board: Board) -> list[str]:
     units = {result.cell.reference: _unit(result) for result in board.scored}
-    present: dict[str, set[str]] = {}
+    present: dict[str, set[Cell]] = {}
     for result in board.scored:
-        name = _subject(result)
-        present.setdefault(name, set())
-        if result.score is not None:
-            present[name].add(units[result.cell.reference])
-    everything = list(dict.fromkeys(units.values()))
+        known = present.setdefault(_subject(result), set())
+        known |= {result.cell.reference} if result.score is not None else set()
     lacking: dict[tuple[str, ...], list[str]] = {}
     for name, known in present.items():
-        missing = tuple(unit for unit in everything if unit not in known)
+        missing = tuple(unit for cell, unit in units.items() if cell not in known)
         lacking.setdefault(missing, []).append(name)
     return [
         f"{_listed(names)}: without {_listed(missing)}; in no frontier and without a place"

@@ -16,7 +16,7 @@ from kvfold.eval.run.result import Result
 from kvfold.report.board import Board, titles
 from kvfold.report.doubts import near_guessing, of_board
 from kvfold.report.headline import headline
-from kvfold.report.look import BASELINES, COLORS, Look
+from kvfold.report.look import BASELINES, Look
 from kvfold.report.pictures import by_depth
 from kvfold.report.summary import Row, budgets, frontier, rows
 
@@ -49,7 +49,6 @@ def payload(boards: Sequence[Board], looks: dict[str, Look]) -> dict[str, Any]:
     order = list(looks)
     return {
         "fields": FIELDS,
-        "colors": len(COLORS),
         "methods": [
             {"name": name, "label": BASELINES.get(name, name), "baseline": name in BASELINES,
              "full": name == FULL, "color": look.color, "shape": look.shape}
@@ -83,7 +82,6 @@ def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
         "title": title,
         "claim": claim.claim,
         "evidence": " ".join([claim.evidence, *claim.further, *(caution if weak else [])]),
-        "aware": board.question_aware,
         "budgets": budgets(board.results),
         "lengths": board.lengths(board.scored),
         "groups": board.groups,

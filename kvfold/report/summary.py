@@ -50,9 +50,7 @@ class Row:
     bytes_ratio: float | None
     prefill: float | None
     samples: int
-    questions: int
     truncated: int
-    at_limit: int
     failed: int
     errors: int
     place: tuple[int, int] | None = None
@@ -161,9 +159,7 @@ def _row(members: Sequence[Result], full: dict[Cell, Result], expected: int) -> 
         bytes_ratio=_average(result.bytes_ratio for result in scored),
         prefill=_prefill([(result, full.get(result.cell.reference)) for result in scored]),
         samples=sum(result.samples for result in members),
-        questions=sum(result.questions for result in members),
         truncated=sum(result.truncated for result in members),
-        at_limit=sum(result.at_limit for result in members),
         failed=sum(sum(result.failed.values()) for result in members),
         errors=sum(sum(result.errors.values()) for result in members),
     )

@@ -61,6 +61,15 @@ def written(budget: Budget) -> str:
     return f"{int(budget.amount)}{'B' if budget.kind == 'bytes' else ''}"
 
 
+def streams(method: str) -> bool:
+    """Whether a text without a prompt is compressed at all: while it is read, token by token."""
+    if method == CUT:
+        return False
+    stages = parse(method).stages()
+    only_encoded = stages.score is None and stages.encode is not None
+    return method == FULL or stages.decode == "hold" or only_encoded
+
+
 @dataclass(frozen=True)
 class Wanted:
     """A task at a length, where it has one, and its samples."""
@@ -79,7 +88,7 @@ class Wanted:
     def cells(
         self, subject: Subject, protocol: Protocol, contenders: Sequence[Contender]
     ) -> list[Cell]:
-        """What these samples meet; a text that is read from its first token on cannot be cut."""
+        """What these samples meet; of a text that is streamed, those that then do something."""
         request = self.request
         data = (request.data, request.haystack, request.words, request.shots)
         return [
@@ -94,7 +103,7 @@ class Wanted:
                 budget=budget,
             )
             for method, budget in contenders
-            if method != CUT or self.task.phase != "stream"
+            if self.task.phase != "stream" or streams(method)
         ]
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -59,25 +58,27 @@ def together(crew: Crew[W]) -> Workers:
     """Several jobs at a time; that of a worker that dies is run again, `TRIES` times in all."""
 
     def work(jobs: Iterable[Job]) -> Iterator[list[Sample]]:
-        waiting, lost, tries = iter(jobs), list[Job](), Counter[int]()
-        idle, busy = [crew.hire() for _ in range(crew.count)], dict[W, Job]()
+        waiting = ((job, 1) for job in jobs)
+        lost: list[tuple[Job, int]] = []
+        idle: list[W] = []
+        busy: dict[W, tuple[Job, int]] = {}
         try:
             while True:
-                while idle and (job := lost.pop() if lost else next(waiting, None)):
-                    worker = idle.pop()
-                    crew.give(worker, job)
-                    busy[worker] = job
+                while len(busy) < crew.count and (
+                    given := lost.pop() if lost else next(waiting, None)
+                ):
+                    worker = idle.pop() if idle else crew.hire()
+                    crew.give(worker, given[0])
+                    busy[worker] = given
                 if not busy:
                     return
                 for worker in crew.ready(list(busy)):
-                    job = busy.pop(worker)
+                    job, tried = busy.pop(worker)
                     try:
                         samples = crew.take(worker)
                     except Died:
-                        idle.append(crew.hire())
-                        tries[id(job)] += 1
-                        if tries[id(job)] < TRIES:
-                            lost.append(job)
+                        if tried < TRIES:
+                            lost.append((job, tried + 1))
                             continue
                         samples = _given_up(job)
                     else:

@@ -90,13 +90,16 @@ def _rows(
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield where, f"no UTF-8: {error}"
+                continue
             except json.JSONDecodeError as error:
                 yield where, f"no JSON: {error}"
                 continue
@@ -128,4 +131,7 @@ def text(path: Path) -> str:
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise KvfoldError(f"there is no text at {path}")
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+    try:
+        return "\n".join(file.read_text(encoding="utf-8") for file in files)
+    except UnicodeDecodeError as error:
+        raise KvfoldError(f"the text at {path} is not UTF-8: {error}") from error

@@ -29,7 +29,7 @@ function strips() {
       track.append(holder);
     }
     return make("div", { class: "strip" },
-      make("div", { class: "budget" }, make("b", {}, budget), make("span", {}, keptRange(own))),
+      make("div", { class: "budget" }, make("b", {}, budget), make("span", {}, bytesHeld(own))),
       track, verdict(leaders, own));
   });
   const scale = make("div", { class: "strip ends" }, make("div", { class: "budget" }, "budget"),
@@ -39,24 +39,25 @@ function strips() {
   byId("strips").replaceChildren(scale, ...lines);
 }
 
-function keptRange(rows) {
+function bytesHeld(rows) {
   const bytes = rows.filter((row) => row.bytes !== null && !row.look.baseline).map((row) => row.bytes);
   if (!bytes.length) return "";
   const [low, high] = [percent(Math.min(...bytes)), percent(Math.max(...bytes))];
   return `${low === high ? high : `${low.replace(" %", "")}–${high}`} of bytes`;
 }
 
+// The best method, and everything that two standard errors do not tell from it.
 function verdict(leaders, own) {
   if (!leaders.length) {
     const best = own.find((row) => row.first === 1);
     return make("div", { class: "verdict" }, make("b", {}, best ? best.look.label : "–"),
-      make("small", {}, best ? "a baseline is not beaten" : "errors are unknown"));
+      make("small", {}, best ? "no method beats it" : "errors are unknown"));
   }
-  const [best, ...rest] = leaders;
-  const names = rest.length > 2 ? `with ${rest.length} others` : rest.map((row) => row.look.label).join(", ");
+  const best = leaders[0], alike = own.filter((row) => row.first === 1 && row !== best);
+  const names = alike.length > 2 ? `${alike.length} others` : alike.map((row) => row.look.label).join(", ");
   return make("div", { class: "verdict" }, named(best.look),
     make("small", {}, [withError(best), best.gap === null ? "" : `${signed(best.gap)} to full`,
-      rest.length ? `not told apart from ${names.replace("with ", "")}` : ""].filter(Boolean).join(" · ")));
+      names && `not told apart from ${names}`].filter(Boolean).join(" · ")));
 }
 
 const columns = [
