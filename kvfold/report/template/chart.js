@@ -11,7 +11,7 @@ function chart(holder, rows, lower) {
   const width = Math.max(holder.clientWidth, 280), narrow = width < 620;
   const height = Math.round(Math.min(Math.max(width * 0.5, 340), 540));
   const frame = { left: narrow ? 30 : 40, right: narrow ? 8 : 20, top: 14, bottom: 44 };
-  const scale = scales(points, width, height, frame, narrow);
+  const scale = scales(points, width, height, frame, narrow, lower);
   const svg = draw("svg", {
     viewBox: `0 0 ${width} ${height}`, width, height, tabindex: 0, role: "application",
     "aria-label": `${lower ? "Perplexity" : "Score"} against measured bytes, ${points.length} points. ` +
@@ -31,11 +31,12 @@ function chart(holder, rows, lower) {
   holder.replaceChildren(svg);
 }
 
-function scales(points, width, height, frame, narrow) {
+function scales(points, width, height, frame, narrow, lower) {
   const bytes = points.map((row) => row.bytes);
   const least = Math.min(...bytes) / (narrow ? 1.3 : 1.75), most = Math.max(...bytes, 0.5) * 1.12;
   const lows = points.map((row) => row.score - (row.error ?? 0));
-  const highs = points.map((row) => row.score + (row.error ?? 0));
+  const top = lower ? Infinity : 100;
+  const highs = points.map((row) => Math.min(row.score + (row.error ?? 0), top));
   const [low, high, step] = rounded(Math.min(...lows), Math.max(...highs));
   const wide = width - frame.left - frame.right, tall = height - frame.top - frame.bottom;
   return {
