@@ -360,7 +360,7 @@ def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
         (("--tasks", "nothing"), "unknown task 'nothing'"),
         (("--tasks", "niah", "--methods", "snapvk"), "did you mean 'snapkv'"),
         (("--tasks", "niah", "--budgets", "1.5"), "at most 1.0"),
-        (("--tasks", "niah", "--lengths", "12"), "12 tokens cannot hold"),
+        (("--tasks", "niah_magic", "--lengths", "12"), "12 tokens cannot hold"),
         (("--tasks", "niah", "--lengths", "many"), "'many' is no positive whole number"),
         (("--tasks", "mt_bench", "--data", "nowhere.jsonl"), "there is no file nowhere.jsonl"),
     ],

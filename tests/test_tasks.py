@@ -64,7 +64,7 @@ def test_every_task_says_what_it_is():
         assert task.name == name
         assert task.summary and task.source and task.group
         assert "\n" not in task.summary
-        assert task.metric or name in ("mt_bench", "perplexity")
+        assert bool(task.metric) != (task.by_likelihood or name == "mt_bench")
         assert not task.generated or task.truncation == "none"
 
 
@@ -294,7 +294,7 @@ def test_questions_are_asked_among_other_passages(name, file, data, tmp_path):
 
 
 def test_a_needle_goes_to_every_depth():
-    records = made("niah", samples=6, depths=3)
+    records = made("niah_sandwich", samples=6, depths=3)
     assert [record.metadata["depth"] for record in records] == [0, 50, 100] * 2
     places = [record.context.index(needles.SANDWICH.text) for record in records[:3]]
     size = len(records[0].context)
@@ -688,3 +688,14 @@ def test_records_cannot_be_changed():
     record = made("ruler_niah_single_1", 1)[0]
     with pytest.raises(dataclasses.FrozenInstanceError):
         record.context = ""
+
+
+def test_the_second_half_of_a_window_is_asked_about(tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    options = {"data": str(book), "length": 128, "samples": 2}
+    whole = made("perplexity", **options)
+    halves = made("continuation", **options)
+    assert [r.context for r in whole] == [r.prompt(r.questions[0]) for r in halves]
+    for record in halves:
+        assert 0 < count(record.context) <= 64 < count(record.prompt(record.questions[0])) <= 128
