@@ -9,12 +9,13 @@ from functools import partial
 import pytest
 
 import kvfold
+from kvfold.crew.cluster import Actors, cluster
+from kvfold.crew.workers import here, together
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import Protocol, Subject
-from kvfold.eval.run.cluster import Actors, cluster
+from kvfold.eval.run.job import work
 from kvfold.eval.run.plan import Plan, Wanted, contenders
 from kvfold.eval.run.sample import Sample
-from kvfold.eval.run.workers import here, together
 from kvfold.eval.tasks import Request, select
 from kvfold.frame import token_count
 
@@ -55,10 +56,10 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
         Protocol(max_length=4096),
         tuple(contenders(["snapkv"], ["0.2", "0.1"])),
     )
-    jobs = list(plan.jobs({}))
-    alone = [sample for samples in here(model, tokenizer)(jobs) for sample in samples]
+    jobs, doing = list(plan.jobs({})), work("bundled")
+    alone = [sample for samples in here(doing, model, tokenizer)(jobs) for sample in samples]
 
-    crew = Actors("bundled", address, None)
+    crew = Actors(doing, address, None)
     hired = []
 
     class Watched:
@@ -70,7 +71,7 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
             return hired[-1]
 
     spread = []
-    for done, samples in enumerate(together(Watched())(jobs)):
+    for done, samples in enumerate(together(doing, Watched())(jobs)):
         spread += samples
         if done == 2:
             ray.kill(hired[0].handle)
@@ -86,4 +87,4 @@ def test_where_no_cluster_is_the_error_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(KvfoldError, match=r"no Ray cluster at 192\.0\.2\.1:6379: nobody there"):
-        cluster("bundled", "192.0.2.1:6379", None)
+        cluster(work("bundled"), "192.0.2.1:6379", None)

@@ -18,19 +18,24 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvfold.cli import app
+from kvfold.crew import workers
+from kvfold.crew.processes import processes
+from kvfold.crew.workers import Died, here, together
 from kvfold.errors import KvfoldError
-from kvfold.eval.run import workers
-from kvfold.eval.run.job import Job, run
+from kvfold.eval.run.job import Job, run, work
 from kvfold.eval.run.plan import Contender, Plan, Wanted, contenders
-from kvfold.eval.run.processes import processes
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.run.session import evaluate, store, summarize, write_records
-from kvfold.eval.run.workers import Died, here, together
 from kvfold.eval.tasks import Request, tasks
 from kvfold.frame import token_count
 from tests.evaluation import Setting, record, wanted
 
 FEW: list[Contender] = [("full", None), ("knorm", "0.5"), ("knorm", "0.25")]
+
+
+def by_itself(setting: Setting):
+    """Workers that are this process."""
+    return here(work("tiny"), setting.model, setting.tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def records(samples: list[Sample]) -> list[dict[str, Any]]:
 def finish(setting: Setting, plan: Plan, out: Path) -> list[Sample]:
     """All samples of a folder, after what was missing was run here."""
     out.mkdir(exist_ok=True)
-    counts = list(evaluate(plan, store(out), here(setting.model, setting.tokenizer)))
+    counts = list(evaluate(plan, store(out), by_itself(setting)))
     assert counts == sorted(counts) and counts[-1] == plan.total
     return store(out).load().records
 
@@ -135,7 +140,7 @@ def test_a_foreign_line_is_refused_and_the_file_is_left_alone(setting, plan, tmp
     for foreign in (b'{"other": 1}\n', b"notes\n", b"half a note", b'{"cell": {}}\n'):
         file.write_bytes(foreign)
         with pytest.raises(KvfoldError, match=r"line 1 of .*samples\.jsonl"):
-            list(evaluate(plan, store(tmp_path), here(setting.model, setting.tokenizer)))
+            list(evaluate(plan, store(tmp_path), by_itself(setting)))
         assert file.read_bytes() == foreign
 
 
@@ -148,7 +153,7 @@ def test_more_of_the_same_goes_on_in_the_same_folder(setting, tmp_path):
     assert len(found) == 9
     # What another plan left there is not this one's.
     other = setting.plan(FEW[1:2], wanted([record("shared_kv", 2, new=2)]))
-    assert list(evaluate(other, store(tmp_path), here(setting.model, setting.tokenizer))) == [0, 1]
+    assert list(evaluate(other, store(tmp_path), by_itself(setting))) == [0, 1]
     assert len(summarize(store(tmp_path).load().records)) == 4
 
 
@@ -182,9 +187,9 @@ class Deadly(str):
 
 def test_processes_that_are_killed_lose_nothing(setting, folder):
     todo = jobs(setting)
-    alone = [s for each in here(setting.model, setting.tokenizer)(todo) for s in each]
+    alone = [s for each in by_itself(setting)(todo) for s in each]
     killer = replace(todo[0], sample=record(context=Deadly("text")))
-    running = processes(str(folder), 2)([todo[0], killer, *todo[1:]])
+    running = processes(work(str(folder)), 2)([todo[0], killer, *todo[1:]])
     found = list(next(running))
     # Busy or idle: which of the two it is is not known.
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -231,7 +236,7 @@ class Fragile:
 def test_a_job_whose_worker_always_dies_is_an_error_and_the_others_are_done(setting):
     todo = [replace(job, index=i) for i, job in enumerate(jobs(setting, 3))]
     crew = Fragile(setting, 2, {1: 1, 3: 1000})
-    found = [sample for samples in together(crew)(iter(todo)) for sample in samples]
+    found = [sample for samples in together(work("tiny"), crew)(iter(todo)) for sample in samples]
     keys = [(sample.cell, sample.index) for sample in found]
     assert len(keys) == len(set(keys)) == sum(len(job.cells) for job in todo)
     failed = [sample for sample in found if sample.error is not None]
@@ -244,7 +249,7 @@ def test_a_job_whose_worker_always_dies_is_an_error_and_the_others_are_done(sett
 
 def test_workers_are_dismissed_when_the_run_is_stopped(setting):
     crew = Fragile(setting, 3, {})
-    running: Iterator[list[Sample]] = together(crew)(jobs(setting))
+    running: Iterator[list[Sample]] = together(work("tiny"), crew)(jobs(setting))
     next(running)
     running.close()
     assert crew.dismissed == 3

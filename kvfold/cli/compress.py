@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold compress`: reads a document once and writes what is kept of it to a file."""
+"""`kvfold compress`: reads documents once and writes what is kept of each to a file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import Progress
 
 from kvfold.cli.console import console, kept_per_layer, progress, size, table
@@ -18,15 +19,19 @@ from kvfold.errors import KvfoldError
 
 if TYPE_CHECKING:
     from kvfold.compat import PreTrainedModel
+    from kvfold.files.many import Settings
 
 
 def command(
     model: Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')],
-    document: Annotated[Path, typer.Argument(help="A text file.")],
+    documents: Annotated[list[Path], typer.Argument(help="Text files.")],
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", dir_okay=False, help="The file to write.", show_default="*.kvfold"
+            "--out",
+            "-o",
+            help="The file to write; of several documents, the folder.",
+            show_default="*.kvfold",
         ),
     ] = None,
     method: Annotated[
@@ -44,30 +49,51 @@ def command(
         typer.Option(help="When: at the document's end, or per_chunk, which bounds the memory."),
     ] = "at_end",
     seed: Annotated[int, typer.Option(help="Fixes the choice of random methods.")] = 0,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Share several documents out over the Ray cluster at this address."),
+    ] = None,
 ) -> None:
-    """Compress a document into a file; ask it questions later with `kvfold ask`."""
-    text = read_text(document)
-    path = out or document.with_suffix(".kvfold")
-    if not path.parent.is_dir():
-        raise KvfoldError(f"cannot write {path}: there is no folder {path.parent}")
+    """Compress documents into files; ask them questions later with `kvfold ask`."""
     shown = console()
     with shown.status("importing torch and transformers"):
         import kvfold
-        from kvfold.files.format import read_header
+        from kvfold.files.many import Settings
     # Refused here, before a large model is loaded.
     chosen = kvfold.parse(method)
     limit = None if budget is None else kvfold.Budget.of(budget)
+    settings = Settings(chosen, limit, prefill_chunk, compress, seed)
+    if len(documents) == 1 and ray is None:
+        _compress_one(shown, model, documents[0], out, settings)
+    else:
+        from kvfold.cli.compress_many import compress_many
+
+        compress_many(shown, model, documents, out, settings, ray)
+
+
+def _compress_one(
+    shown: Console, model: str, document: Path, out: Path | None, settings: Settings
+) -> None:
+    """One document, with a word about what is kept of it."""
+    import kvfold
+    from kvfold.files.format import read_header
+
+    text = read_text(document)
+    path = out or document.with_suffix(".kvfold")
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise KvfoldError(f"cannot write {path}: {what}")
     network, tokenizer = load(model, among_ranks=True)
     with progress(shown) as bar, _watched(network, bar):
         context = kvfold.compress(
             network,
             tokenizer,
             text,
-            chosen,
-            limit,
-            prefill_chunk=prefill_chunk,
-            compress=compress,
-            seed=seed,
+            settings.method,
+            settings.budget,
+            prefill_chunk=settings.prefill_chunk,
+            compress=settings.compress,
+            seed=settings.seed,
         )
     context.save(path)
     ranks = context.cache.ranks

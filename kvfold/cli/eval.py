@@ -22,9 +22,11 @@ from kvfold.errors import KvfoldError
 
 if TYPE_CHECKING:
     from kvfold.compat import PreTrainedModel
+    from kvfold.crew.workers import Workers
+    from kvfold.eval.run.job import Job
     from kvfold.eval.run.plan import Plan, Wanted
     from kvfold.eval.run.result import Result
-    from kvfold.eval.run.workers import Workers
+    from kvfold.eval.run.sample import Sample
     from kvfold.eval.tasks import Request
 
 # A quarter of what a model reads is half of what KVzip can repeat; papers report 4096.
@@ -98,10 +100,11 @@ def command(
     screen = console()
     with screen.status("importing torch and transformers"):
         from kvfold.cli.run import load
+        from kvfold.crew.processes import processes
+        from kvfold.crew.workers import here
         from kvfold.eval.run import plan as planning
         from kvfold.eval.run.cell import Protocol, Subject
-        from kvfold.eval.run.processes import processes
-        from kvfold.eval.run.workers import here
+        from kvfold.eval.run.job import work
         from kvfold.eval.tasks import Request
         from kvfold.frame import token_count
     # Refused here, before a large model is loaded.
@@ -135,14 +138,14 @@ def command(
         contenders=tuple(contenders),
     )
     if ray is not None:
-        from kvfold.eval.run.cluster import cluster
+        from kvfold.crew.cluster import cluster
 
-        crew = cluster(model, ray, workers)
+        crew = cluster(work(model), ray, workers)
     elif (count := workers or _fitting(network)) > 1:
         del network
-        crew = processes(model, count)
+        crew = processes(work(model), count)
     else:
-        crew = here(network, tokenizer)
+        crew = here(work(model), network, tokenizer)
     idle = [method for method in dict(contenders) if not planning.streams(method)]
     if idle and any(each.task.phase == "stream" for each in plan.wanted):
         names = ", ".join(idle)
@@ -183,7 +186,7 @@ def _fitting(network: PreTrainedModel) -> int:
     return max(1, min(os.cpu_count() or 1, memory // 2 // weights))
 
 
-def _evaluate(screen: Console, plan: Plan, crew: Workers, out: Path) -> None:
+def _evaluate(screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out: Path) -> None:
     """Runs what is missing, with a bar, and writes the records."""
     from kvfold.cli.records import loaded
     from kvfold.eval.run.session import evaluate, store, summarize, write_records

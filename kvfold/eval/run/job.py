@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvfold import compat
 from kvfold.bench.machine import Setup, commit
+from kvfold.crew.workers import Work
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.apart import apart
 from kvfold.eval.run.cell import CUT, Cell
@@ -68,6 +69,15 @@ def run(
     if alone and before is not None:
         outcomes = {cell: _with_peak(model, outcome, before) for cell, outcome in outcomes.items()}
     return [job.line(cell, outcomes[cell]) for cell in job.cells]
+
+
+def work(name: str) -> Work[Job, list[Sample]]:
+    """What workers with the model `name` do with jobs."""
+    return Work(name, run, _given_up)
+
+
+def _given_up(job: Job, why: str) -> list[Sample]:
+    return [job.line(cell, None, why) for cell in job.cells]
 
 
 def _outcomes(

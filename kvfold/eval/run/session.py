@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvfold.crew.workers import Workers
 from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.job import Job
 from kvfold.eval.run.plan import Plan
 from kvfold.eval.run.result import Result, result
 from kvfold.eval.run.sample import Sample
-from kvfold.eval.run.workers import Workers
 from kvfold.eval.tasks import tasks
 from kvfold.jsonl import Store
 
@@ -23,7 +24,9 @@ def store(folder: Path) -> Store[Sample]:
     return Store(folder / SAMPLES, Sample)
 
 
-def evaluate(plan: Plan, samples: Store[Sample], workers: Workers) -> Iterator[int]:
+def evaluate(
+    plan: Plan, samples: Store[Sample], workers: Workers[Job, list[Sample]]
+) -> Iterator[int]:
     """Runs what `samples` does not hold yet; yields how many of the plan's are done.
 
     A job's samples are on the disk before the next is asked for, so that a run that is killed

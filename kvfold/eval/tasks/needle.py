@@ -116,6 +116,10 @@ def task(name: str, summary: str, draw: Draw) -> Task:
 
 
 TASKS = (
-    task("niah_sandwich", "the sandwich in Dolores Park, at every depth", lambda rng, request: SANDWICH),
+    task(
+        "niah_sandwich",
+        "the sandwich in Dolores Park, at every depth",
+        lambda *drawn: SANDWICH,
+    ),
     task("niah_magic", "a new number for a new key, at every depth", magic),
 )

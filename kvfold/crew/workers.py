@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs the jobs: this process, several of this machine, or those of a cluster."""
+"""What workers are given to do, and what happens to the job of one that dies."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,15 +14,37 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvfold import compat
 from kvfold.cli.run import load
-from kvfold.eval.run.job import Job, run
-from kvfold.eval.run.sample import Sample
 
-# Yields each job's samples as they are done, in any order.
-Workers = Callable[[Iterable[Job]], Iterator[list[Sample]]]
 # A job that has taken so many workers with it is not tried again.
 TRIES = 2
+GIVEN_UP = f"its worker died {TRIES} times while it ran, perhaps for want of memory"
 
+J = TypeVar("J")
+R = TypeVar("R")
 W = TypeVar("W")
+
+# Yields what comes of each job as it is done, in any order.
+Workers = Callable[[Iterable[J]], Iterator[R]]
+
+
+@dataclass(frozen=True)
+class Work(Generic[J, R]):
+    """What is done with a job, by the model `name`.
+
+    `run` takes model, tokenizer and job; other processes find it by its module. `given_up` is what
+    comes of a job that its workers did not survive: it takes the job, and why.
+    """
+
+    name: str
+    run: Callable[[compat.PreTrainedModel, PreTrainedTokenizerBase, J], R]
+    given_up: Callable[[J, str], R]
+
+
+def here(
+    work: Work[J, R], model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Workers[J, R]:
+    """One job after the other, in this process."""
+    return lambda jobs: (work.run(model, tokenizer, job) for job in jobs)
 
 
 class Died(Exception):
@@ -29,39 +52,34 @@ class Died(Exception):
 
 
 class Crew(Protocol, Generic[W]):
-    """`count` workers at a time, of which each runs one job after the other."""
+    """`count` workers at a time, of which each does one job after the other."""
 
     count: int
 
     def hire(self) -> W:
         """A new worker."""
 
-    def give(self, worker: W, job: Job) -> None:
+    def give(self, worker: W, job: Any) -> None:
         """Hands a job to an idle worker."""
 
     def ready(self, busy: Sequence[W]) -> list[W]:
         """Those of the busy ones that are done, or gone: at least one."""
 
-    def take(self, worker: W) -> list[Sample]:
-        """What a worker has made of its job; raises Died."""
+    def take(self, worker: W) -> Any:
+        """What came of a worker's job; raises Died."""
 
     def dismiss(self, idle: Sequence[W], busy: Sequence[W]) -> None:
         """Ends all workers, whatever they are doing."""
 
 
-def here(model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Workers:
-    """One job after the other, in this process."""
-    return lambda jobs: (run(model, tokenizer, job) for job in jobs)
-
-
-def together(crew: Crew[W]) -> Workers:
+def together(work: Work[J, R], crew: Crew[W]) -> Workers[J, R]:
     """Several jobs at a time; that of a worker that dies is run again, `TRIES` times in all."""
 
-    def work(jobs: Iterable[Job]) -> Iterator[list[Sample]]:
+    def run(jobs: Iterable[J]) -> Iterator[R]:
         waiting = ((job, 1) for job in jobs)
-        lost: list[tuple[Job, int]] = []
+        lost: list[tuple[J, int]] = []
         idle: list[W] = []
-        busy: dict[W, tuple[Job, int]] = {}
+        busy: dict[W, tuple[J, int]] = {}
         try:
             while True:
                 while len(busy) < crew.count and (
@@ -75,30 +93,25 @@ def together(crew: Crew[W]) -> Workers:
                 for worker in crew.ready(list(busy)):
                     job, tried = busy.pop(worker)
                     try:
-                        samples = crew.take(worker)
+                        made = crew.take(worker)
                     except Died:
                         if tried < TRIES:
                             lost.append((job, tried + 1))
                             continue
-                        samples = _given_up(job)
+                        made = work.given_up(job, GIVEN_UP)
                     else:
                         idle.append(worker)
-                    yield samples
+                    yield made
         finally:
             crew.dismiss(idle, list(busy))
 
-    return work
+    return run
 
 
 def start(name: str, count: int) -> tuple[compat.PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of one of `count` workers, which share the cores unless the environment does."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    # The bar at the terminal is that of the samples.
+    # The bar at the terminal is that of the jobs.
     disable_progress_bar()
     return load(name)
-
-
-def _given_up(job: Job) -> list[Sample]:
-    why = f"its worker died {TRIES} times while it ran, perhaps for want of memory"
-    return [job.line(cell, None, why) for cell in job.cells]

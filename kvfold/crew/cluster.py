@@ -7,19 +7,17 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from kvfold.crew.workers import Died, J, R, Work, Workers, start, together
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.job import Job, run
-from kvfold.eval.run.sample import Sample
-from kvfold.eval.run.workers import Died, Workers, start, together
 
 
-def cluster(name: str, address: str, count: int | None) -> Workers:
+def cluster(work: Work[J, R], address: str, count: int | None) -> Workers[J, R]:
     """`count` actors, by default one for each of the cluster's GPUs, or cores where it has none.
 
-    Every machine needs kvfold and the model `name`. Raises KvfoldError where Ray is missing, or
+    Every machine needs kvfold and the model. Raises KvfoldError where Ray is missing, or
     nothing answers at `address`.
     """
-    return together(Actors(name, address, count))
+    return together(work, Actors(work, address, count))
 
 
 class _Actor:
@@ -33,12 +31,12 @@ class _Actor:
 class Actors:
     """A cluster's crew."""
 
-    def __init__(self, name: str, address: str, count: int | None) -> None:
+    def __init__(self, work: Work[Any, Any], address: str, count: int | None) -> None:
         try:
             import ray
         except ImportError as missing:
             raise KvfoldError("a cluster needs Ray: pip install 'kvfold[ray]'") from missing
-        self.name, self.ray = name, ray
+        self.work, self.ray = work, ray
         if not ray.is_initialized():
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -50,21 +48,20 @@ class Actors:
         self.count = count or gpus or int(resources["CPU"])
 
     def hire(self) -> _Actor:
-        return _Actor(self.ray.remote(_Runner).options(**self.needs).remote(self.name, self.count))
+        return _Actor(self.ray.remote(_Runner).options(**self.needs).remote(self.work, self.count))
 
-    def give(self, worker: _Actor, job: Job) -> None:
+    def give(self, worker: _Actor, job: Any) -> None:
         worker.asked = worker.handle.run.remote(job)
 
     def ready(self, busy: Sequence[_Actor]) -> list[_Actor]:
         done, _ = self.ray.wait([worker.asked for worker in busy])
         return [worker for worker in busy if worker.asked in done]
 
-    def take(self, worker: _Actor) -> list[Sample]:
+    def take(self, worker: _Actor) -> Any:
         try:
-            samples: list[Sample] = self.ray.get(worker.asked)
+            return self.ray.get(worker.asked)
         except self.ray.exceptions.RayActorError as gone:
             raise Died from gone
-        return samples
 
     def dismiss(self, idle: Sequence[_Actor], busy: Sequence[_Actor]) -> None:
         for worker in (*idle, *busy):
@@ -74,8 +71,9 @@ class Actors:
 class _Runner:
     """What runs in an actor."""
 
-    def __init__(self, name: str, count: int) -> None:
-        self.model, self.tokenizer = start(name, count)
+    def __init__(self, work: Work[Any, Any], count: int) -> None:
+        self.work = work
+        self.model, self.tokenizer = start(work.name, count)
 
-    def run(self, job: Job) -> list[Sample]:
-        return run(self.model, self.tokenizer, job)
+    def run(self, job: Any) -> Any:
+        return self.work.run(self.model, self.tokenizer, job)

@@ -7,37 +7,36 @@ import multiprocessing
 import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
-from kvfold.eval.run.job import Job, run
-from kvfold.eval.run.sample import Sample
-from kvfold.eval.run.workers import Died, Workers, start, together
+from kvfold.crew.workers import Died, J, R, Work, Workers, start, together
 
 
-def processes(name: str, count: int) -> Workers:
-    """`count` processes, each with the model `name` and its share of the cores."""
-    return together(_Processes(name, count))
+def processes(work: Work[J, R], count: int) -> Workers[J, R]:
+    """`count` processes, each with the model and its share of the cores."""
+    return together(work, _Processes(work, count))
 
 
 class _Worker:
     """A process, and our end of the pipe to it."""
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, work: Work[Any, Any], count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, name, count), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, work, count), daemon=True)
         self.process.start()
         # The process holds the only other end: the pipe is at its end when the process dies.
         theirs.close()
 
 
 class _Processes:
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count = name, count
+    def __init__(self, work: Work[Any, Any], count: int) -> None:
+        self.work, self.count = work, count
 
     def hire(self) -> _Worker:
-        return _Worker(self.name, self.count)
+        return _Worker(self.work, self.count)
 
-    def give(self, worker: _Worker, job: Job) -> None:
+    def give(self, worker: _Worker, job: Any) -> None:
         try:
             worker.connection.send(job)
         except OSError:
@@ -48,12 +47,11 @@ class _Processes:
         done = wait([worker.connection for worker in busy])
         return [worker for worker in busy if worker.connection in done]
 
-    def take(self, worker: _Worker) -> list[Sample]:
+    def take(self, worker: _Worker) -> Any:
         try:
-            samples: list[Sample] = worker.connection.recv()
+            return worker.connection.recv()
         except (EOFError, OSError) as gone:
             raise Died from gone
-        return samples
 
     def dismiss(self, idle: Sequence[_Worker], busy: Sequence[_Worker]) -> None:
         for worker in busy:
@@ -64,13 +62,13 @@ class _Processes:
             worker.process.join()
 
 
-def _serve(connection: Connection, name: str, count: int) -> None:
+def _serve(connection: Connection, work: Work[Any, Any], count: int) -> None:
     # Ctrl-C is for the process that waits for this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    model, tokenizer = start(name, count)
+    model, tokenizer = start(work.name, count)
     while True:
         try:
             job = connection.recv()
         except EOFError:
             return
-        connection.send(run(model, tokenizer, job))
+        connection.send(work.run(model, tokenizer, job))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold compress` of several documents: what is there already is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from kvfold.cli.compress import read_text
+from kvfold.cli.console import size, table
+from kvfold.cli.run import load
+from kvfold.errors import KvfoldError
+from kvfold.files.many import Document, Made, Settings, work
+
+
+def compress_many(
+    shown: Console,
+    model: str,
+    documents: Sequence[Path],
+    out: Path | None,
+    settings: Settings,
+    ray: str | None,
+) -> None:
+    """A file for each document that has none, or an older one; run again, it goes on.
+
+    What goes wrong with one document is said at the end, and the exit code is then 1.
+    """
+    from kvfold.crew.workers import here
+
+    if out is not None and not out.is_dir():
+        raise KvfoldError(f"cannot write into {out}: there is no such folder")
+    paths = [(out or path.parent) / f"{path.stem}.kvfold" for path in documents]
+    twice = {path for path in paths if paths.count(path) > 1}
+    if twice:
+        raise KvfoldError(f"several documents would become {min(twice)}: rename them")
+    pairs = list(zip(documents, paths, strict=True))
+    waiting = [pair for pair in pairs if not _is_newer(*pair)]
+    if len(waiting) < len(pairs):
+        shown.print(f"{len(pairs) - len(waiting)} of {len(pairs)} files are there already")
+    jobs = [Document(read_text(text), path.resolve(), settings) for text, path in waiting]
+    if not jobs:
+        return
+    if ray is None:
+        workers = here(work(model), *load(model))
+    else:
+        from kvfold.crew.cluster import cluster
+
+        workers = cluster(work(model), ray, None)
+    columns = (TextColumn("documents"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    found: list[Made] = []
+    with Progress(*columns, console=shown, transient=True) as bar:
+        task = bar.add_task("documents", total=len(jobs))
+        for made in workers(jobs):
+            found.append(made)
+            bar.advance(task)
+    _show(shown, found)
+    if any(made.why for made in found):
+        raise typer.Exit(1)
+
+
+def _is_newer(document: Path, file: Path) -> bool:
+    """Whether the file was made from the document as it is."""
+    if not (file.is_file() and document.is_file()):
+        return False
+    return file.stat().st_mtime >= document.stat().st_mtime
+
+
+def _show(shown: Console, found: Sequence[Made]) -> None:
+    numbers = ("tokens", "kept", "bytes of the file")
+    made_table = table("compressed", "file", *numbers, right=numbers)
+    for made in sorted(found, key=lambda made: made.path):
+        if made.stats is not None:
+            kept, taken = made.stats.kept_fraction, size(made.path.stat().st_size)
+            made_table.add_row(made.path.name, f"{made.stats.seen:,}", f"{kept:.1%}", taken)
+    if made_table.row_count:
+        shown.print(made_table)
+    for made in found:
+        if made.why:
+            shown.print(Text(f"{made.path.name}: {made.why}", style="red"))

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many documents into files, each by whichever worker is free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from kvfold import compat, context
+from kvfold.budget import Budget
+from kvfold.crew.workers import Work
+from kvfold.errors import KvfoldError
+from kvfold.generate import Compress
+from kvfold.method import Method
+from kvfold.stats import Stats
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How documents are compressed, as for `kvfold.compress`."""
+
+    method: Method
+    budget: Budget | None
+    prefill_chunk: int | None
+    compress: Compress
+    seed: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and the file that is written of it; a worker elsewhere needs the same folder."""
+
+    text: str
+    path: Path
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Made:
+    """What came of a document: what its file holds, or why there is none."""
+
+    path: Path
+    stats: Stats | None
+    why: str | None = None
+
+
+def work(name: str) -> Work[Document, Made]:
+    """What workers with the model `name` do with documents."""
+    return Work(name, make, _given_up)
+
+
+def _given_up(document: Document, why: str) -> Made:
+    return Made(document.path, None, why)
+
+
+def make(
+    model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document
+) -> Made:
+    """Compresses a document and writes its file."""
+    how = document.settings
+    try:
+        made = context.compress(
+            model,
+            tokenizer,
+            document.text,
+            how.method,
+            how.budget,
+            prefill_chunk=how.prefill_chunk,
+            compress=how.compress,
+            seed=how.seed,
+        )
+        made.save(document.path)
+    except (KvfoldError, RuntimeError) as problem:
+        # A RuntimeError is memory that is used up: the other documents may be shorter.
+        return Made(document.path, None, str(problem).partition("\n")[0])
+    return Made(document.path, made.stats())

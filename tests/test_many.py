@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several documents into files: each as if alone, once, and errors do not stop the others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import kvfold
+from kvfold.cli import app
+from kvfold.files.format import read_header
+from kvfold.files.many import Document, Settings, make
+
+TEXTS = {
+    "bell": "The grass is green. " * 12 + "The special magic number for soft-bell is: 2241461.",
+    "lamp": "The sky is blue. Here we go. " * 10,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in TEXTS.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    return tmp_path
+
+
+def held(path: Path) -> tuple[object, dict[str, list[object]]]:
+    """The header and all numbers; the order of tensors in a file is not fixed."""
+    return read_header(path), {k: v.tolist() for k, v in load_file(path).items()}
+
+
+def command(*words: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["compress", "bundled", *map(str, words)])
+    return done.exit_code, done.output
+
+
+def test_each_file_is_that_of_its_document_alone(folder: Path) -> None:
+    out = folder / "contexts"
+    out.mkdir()
+    documents = [folder / "bell.txt", folder / "lamp.txt"]
+    how = ("--method", "snapkv:window=8", "--budget", "0.4", "--out", out)
+    assert command(*documents, *how)[0] == 0
+    model, tokenizer = kvfold.bundled_model()
+    for name, text in TEXTS.items():
+        alone = kvfold.compress(model, tokenizer, text, "snapkv:window=8", 0.4)
+        alone.save(folder / "alone.kvfold")
+        assert held(out / f"{name}.kvfold") == held(folder / "alone.kvfold")
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    code, said = command(*documents, *how)
+    assert code == 0 and "2 of 2 files are there already" in said
+    later = before[out / "lamp.kvfold"] + 10**9
+    os.utime(documents[1], ns=(later, later))
+    assert command(*documents, *how)[0] == 0
+    changed = {path.name for path in out.iterdir() if path.stat().st_mtime_ns != before[path]}
+    assert changed == {"lamp.kvfold"}, "only the document that changed is read again"
+
+
+def test_one_that_cannot_be_compressed_is_said_and_the_others_are(folder: Path) -> None:
+    method = kvfold.parse("snapkv:window=8")
+    settings = Settings(method, kvfold.Budget.of(16), None, "at_end", 0)
+    model, tokenizer = kvfold.bundled_model()
+    found = [
+        make(model, tokenizer, Document(TEXTS["bell"], folder / place, settings))
+        for place in ("nowhere/bell.kvfold", "bell.kvfold")
+    ]
+    assert found[0].stats is None and "nowhere" in str(found[0].why)
+    assert found[1].stats is not None and found[1].why is None
+    assert kvfold.load(folder / "bell.kvfold", model, tokenizer).stats().kept[0][0][0] == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("bell.txt", "bell.txt"), "several documents would become"),
+        (("bell.txt", "lamp.txt", "--out", "nowhere"), "there is no such folder"),
+        (("bell.txt", "none.txt"), "cannot read"),
+    ],
+)
+def test_what_cannot_be_begun_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(folder)
+    code, shown = command(*words, "--budget", "0.4")
+    assert code == 2 and said in shown
+    assert not list(folder.glob("*.kvfold"))
