@@ -21,8 +21,8 @@ UNITS = {
     "GIB": 2**30,
 }
 
-# What a 64-bit number holds.
-MOST = 2**63
+# Up to here a float counts every whole number.
+MOST = 2**53
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+# Between a document and the question about it.
+PARTING = "\n\n"
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -20,7 +23,7 @@ class Frame:
     before: str
     after: str
     between: str | None
-    parting: str = "\n\n"
+    parting: str = PARTING
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Frame:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -60,12 +60,36 @@ def command(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that answers may go on after a stop.")
     ] = 30.0,
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option(help="vllm: a stock vLLM answers from the files of --folder."),
+    ] = "transformers",
+    vllm: Annotated[str, typer.Option(help='Arguments for vLLM: "--max-model-len 8192".')] = "",
 ) -> None:
     """Serve a model and compressed contexts over OpenAI's API, with transformers in process.
 
     Each worker answers one request after the other; requests are not batched together. Contexts
-    are shared: a request costs its question and its answer.
+    are shared: a request costs its question and its answer. With --engine vllm only model, host,
+    port, api-key, folder and body apply.
     """
+    from kvfold.budget import Budget
+
+    largest = int(Budget.bytes(body).amount)
+    if engine == "vllm":
+        from kvfold.serve.vllm.cli import serve
+
+        serve(
+            model,
+            host=host,
+            port=port,
+            api_key=api_key,
+            folder=folder,
+            body=largest,
+            arguments=vllm,
+        )
+        return
+    if vllm:
+        raise KvfoldError("--vllm are arguments for --engine vllm")
     out = console()
     with out.status("importing torch and transformers"):
         try:
@@ -76,7 +100,6 @@ def command(
             raise KvfoldError(
                 f"serving needs {missing.name}: pip install 'kvfold[serve]'"
             ) from missing
-        from kvfold.budget import Budget
     settings = Settings(
         method=method,
         budget=budget,
@@ -86,7 +109,7 @@ def command(
         contexts=contexts,
         workers=workers,
         queue=queue,
-        body=int(Budget.bytes(body).amount),
+        body=largest,
         context_tokens=context_tokens,
         answer_tokens=answer_tokens,
         api_key=api_key,
@@ -96,10 +119,10 @@ def command(
     bound = listening(host, port)
     network, tokenizer = load(model)
     name = Path(model).name if Path(model).is_dir() else model
-    engine = Engine(name, network, tokenizer, settings)
-    for problem in engine.contexts.adopt():
+    answering = Engine(name, network, tokenizer, settings)
+    for problem in answering.contexts.adopt():
         errors().print(f"left out: {problem}")
-    Server(engine, lambda: _announce(bound, name, settings)).run([bound])
+    Server(answering, lambda: _announce(bound, name, settings)).run([bound])
 
 
 def _announce(bound: socket.socket, name: str, settings: Settings) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,15 +60,15 @@ def model_part(model: compat.PreTrainedModel, tokenizer: Any) -> ModelPart:
         name=type(model).__name__,
         config=kept,
         config_hash=digest(json.dumps(kept, sort_keys=True)),
-        weights=_weights(model),
+        weights=checksum(model.named_parameters()),
         vocabulary=digest(json.dumps(sorted(tokenizer.get_vocab().items()))),
     )
 
 
-def _weights(model: compat.PreTrainedModel) -> str:
-    """A checksum of numbers spread over every weight."""
+def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """A checksum of numbers spread over every one of a model's weights, by name."""
     made = hashlib.blake2b(digest_size=16)
-    for name, weight in model.named_parameters():
+    for name, weight in weights:
         flat = compat.whole(weight.detach()).flatten()
         sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].contiguous().cpu()
         made.update(f"{name} {list(weight.shape)} ".encode())

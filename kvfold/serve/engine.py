@@ -18,7 +18,7 @@ from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
 from kvfold.context import Context
 from kvfold.errors import KvfoldError
-from kvfold.frame import Frame
+from kvfold.frame import PARTING, Frame
 from kvfold.method import parse
 from kvfold.reader import fork
 from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
@@ -26,14 +26,13 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.folder import Folder
 from kvfold.serve.generation import Finished, Started, answer
 from kvfold.serve.held import Held
-from kvfold.serve.prompts import AFTER_DOCUMENT, Prompts
+from kvfold.serve.prompts import Prompts
 from kvfold.serve.requests import ChatRequest, CompletionRequest, ContextRequest
 from kvfold.serve.sampling import Sampling
 from kvfold.serve.settings import Settings
 from kvfold.serve.workers import Workers, stopping
 
 Put = Callable[[Any], None]
-MOST = 2**53
 log = logging.getLogger(__name__)
 
 
@@ -146,7 +145,7 @@ class Engine:
         by_text = self.contexts.longest(TEXT, data)
         if by_text is not None and (by_tokens is None or by_tokens.stats.seen < by_text.stats.seen):
             rest = data[by_text.keys[TEXT].length :].decode()
-            return by_text, self.prompts.ids(AFTER_DOCUMENT + rest)
+            return by_text, self.prompts.ids(PARTING + rest)
         return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
 
     def _most(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
@@ -196,13 +195,13 @@ class Engine:
                 self.tokenizer,
                 request.text,
                 method,
-                None if budget is None else _checked(Budget.of(budget)),
+                None if budget is None else Budget.of(budget),
                 prefill_chunk=self.settings.prefill_chunk,
             )
         except KvfoldError as refused:
             raise ApiError(400, str(refused)) from refused
         self._check_wanted()
-        put(self.contexts.add(context, request.id, before + request.text + AFTER_DOCUMENT))
+        put(self.contexts.add(context, request.id, before + request.text + PARTING))
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -226,10 +225,3 @@ class Engine:
         cancelled = getattr(self._of_thread, "cancelled", None)
         if cancelled is not None and cancelled.is_set():
             raise stopping()
-
-
-def _checked(budget: Budget) -> Budget:
-    """A budget that can be computed with."""
-    if budget.amount > MOST:
-        raise ApiError(400, f"a budget of {budget} is beyond any text", param="budget")
-    return budget

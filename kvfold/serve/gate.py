@@ -27,7 +27,7 @@ class Gate:
 
     def __init__(self, app: App, *, api_key: str | None, body: int, workers: Workers) -> None:
         self.app, self.body, self.workers = app, body, workers
-        self.api_key = None if api_key is None else api_key.encode()
+        self.api_key = api_key
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it."""
@@ -37,12 +37,12 @@ class Gate:
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
             if scope["path"].startswith(GUARDED):
-                self._check_key(headers.get(b"authorization", b""))
+                check_key(headers.get(b"authorization", b""), self.api_key)
                 posted = scope["method"] == "POST"
                 self.workers.check_room() if posted else self.workers.check_open()
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length[:20]) > self.body:
-                raise self._too_large()
+                raise too_large(self.body)
         except ApiError as refused:
             await refused.response()(scope, receive, send)
             return
@@ -56,20 +56,24 @@ class Gate:
             message = await receive()
             total += len(message.get("body", b""))
             if total > self.body:
-                raise self._too_large()
+                raise too_large(self.body)
             return message
 
         return counted
 
-    def _check_key(self, header: bytes) -> None:
-        scheme, _, given = header.partition(b" ")
-        if self.api_key is None:
-            return
-        right = hmac.compare_digest(given.strip(), self.api_key)
-        if scheme.lower() != b"bearer" or not right:
-            message = "give the server's API key as `Authorization: Bearer KEY`"
-            raise ApiError(401, message, code="invalid_api_key")
 
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than the {self.body} bytes that the server takes"
-        return ApiError(413, message, code="body_too_large")
+def check_key(header: bytes, api_key: str | None) -> None:
+    """Raises ApiError where an Authorization header does not hold the key, if one is set."""
+    scheme, _, given = header.partition(b" ")
+    if api_key is None:
+        return
+    right = hmac.compare_digest(given.strip(), api_key.encode())
+    if scheme.lower() != b"bearer" or not right:
+        message = "give the server's API key as `Authorization: Bearer KEY`"
+        raise ApiError(401, message, code="invalid_api_key")
+
+
+def too_large(most: int) -> ApiError:
+    """Of a body of more than `most` bytes."""
+    message = f"the body is larger than the {most} bytes that the server takes"
+    return ApiError(413, message, code="body_too_large")

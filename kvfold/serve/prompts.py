@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.frame import Frame
+from kvfold.frame import PARTING, Frame
 from kvfold.serve.errors import ApiError
 from kvfold.serve.requests import Message
 
 # What `Chat` puts between a document and the first question.
-AFTER_DOCUMENT = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Prompts:
             if message.role == "assistant":
                 tokens += self.ids(message.text)
             else:
-                opening = frame.between if index else AFTER_DOCUMENT
+                opening = frame.between if index else PARTING
                 tokens += self.ids(f"{opening}{message.text}{frame.after}")
         return tokens
 

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's completions as the answers of a chat, whose prompt was tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+DATA, DONE = "data: ", "[DONE]"
+
+
+def message(completion: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer."""
+    choices = [
+        _choice(choice) | {"message": {"role": "assistant", "content": choice["text"]}}
+        for choice in completion["choices"]
+    ]
+    return _renamed(completion, "chat.completion", choices)
+
+
+async def chunks(lines: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events of a stream, piece by piece; errors of vLLM's pass as they are."""
+    begun = False
+    async for line in lines:
+        if not line.startswith(DATA):
+            continue
+        content = line.removeprefix(DATA)
+        if content == DONE or "choices" not in (piece := json.loads(content)):
+            yield f"{line}\n\n"
+            continue
+        choices = [
+            _choice(choice) | {"delta": _delta(choice["text"], begun)}
+            for choice in piece["choices"]
+        ]
+        begun = True
+        made = _renamed(piece, "chat.completion.chunk", choices)
+        yield f"{DATA}{json.dumps(made, ensure_ascii=False)}\n\n"
+
+
+def _delta(text: str, begun: bool) -> dict[str, str]:
+    return {"content": text} if begun else {"role": "assistant", "content": text}
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "index": choice["index"],
+        "logprobs": None,
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+def _renamed(
+    completion: dict[str, Any], kind: str, choices: list[dict[str, Any]]
+) -> dict[str, Any]:
+    kept = {name: completion[name] for name in ("created", "model")}
+    name = str(completion["id"]).replace("cmpl-", "chatcmpl-", 1)
+    made = {"id": name, "object": kind, **kept, "choices": choices}
+    return made | ({"usage": completion["usage"]} if completion.get("usage") else {})

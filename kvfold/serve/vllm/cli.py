@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold serve --engine vllm`."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from pathlib import Path
+from typing import Any
+
+from kvfold.cli.console import console, errors
+from kvfold.errors import KvfoldError
+
+NEEDED = ("vllm", "fastapi", "uvicorn", "httpx")
+
+
+def serve(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    folder: Path | None,
+    body: int,
+    arguments: str,
+) -> None:
+    """Serves the context files of `folder` with vLLM, which gets `arguments` of its own.
+
+    Raises KvfoldError without a folder, where something is not installed, where the model's
+    contexts cannot be served so, and where vLLM ends.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise KvfoldError(
+            f"serving with vLLM needs {', '.join(missing)}: pip install 'kvfold[vllm]'"
+        )
+    if folder is None:
+        raise KvfoldError(
+            "name the folder of the contexts, made with `kvfold compress`: --folder PATH"
+        )
+    out = console()
+    with out.status("importing torch and transformers"):
+        from transformers import AutoTokenizer
+
+        from kvfold.serve.server import listening
+        from kvfold.serve.vllm.fitting import Fitting
+        from kvfold.serve.vllm.launch import Engine
+        from kvfold.serve.vllm.launch import serve as run
+        from kvfold.serve.vllm.placeholders import Shelf
+        from kvfold.serve.vllm.questions import Contexts
+        from kvfold.serve.vllm.skeleton import Skeleton
+    place, config, dtype = _model(model)
+    shelf = Shelf(folder)
+    fitting = Fitting(shelf, Skeleton(config, place), dtype)
+    contexts = Contexts(shelf, fitting, AutoTokenizer.from_pretrained(place))
+    bound = listening(host, port)
+    for about in contexts.all():
+        if "refused" in about:
+            errors().print(f"refused: {about['id']}: {about['refused']}", markup=False)
+        elif about["lost"]:
+            lost = f"{about['id']} loses {about['lost']:.1%} of its entries: counts are levelled"
+            errors().print(lost, markup=False)
+    name = Path(model).name if Path(model).is_dir() else model
+    engine = Engine(place, name, dtype, folder, api_key, shlex.split(arguments))
+    address = bound.getsockname()
+    out.print(
+        f"{name} at http://{address[0]}:{address[1]}/v1 once vLLM is ready, contexts of {folder}",
+        markup=False,
+        soft_wrap=True,
+    )
+    run(engine, contexts, bound, body=body)
+
+
+def _model(name: str) -> tuple[str, Any, str]:
+    """Where the model is, its configuration, and the dtype in which kvfold loads it."""
+    from transformers import AutoConfig
+
+    from kvfold.bundled import FOLDER
+
+    if name == "bundled":
+        return str(FOLDER), AutoConfig.from_pretrained(FOLDER), "float32"
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as problem:
+        first_line = str(problem).partition("\n")[0]
+        raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
+    return name, config, str(config.dtype or "float32").removeprefix("torch.")

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's view of it all: a connector, named by its module path, that it loads unmodified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvfold.errors import KvfoldError
+from kvfold.serve.vllm.admission import Admission, Load, Step, logger
+from kvfold.serve.vllm.filling import Filling
+from kvfold.serve.vllm.fitting import Fitting
+from kvfold.serve.vllm.guard import check_engine
+from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.skeleton import Skeleton
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    """A step on its way to the workers."""
+
+    step: Step
+
+
+class KvfoldConnector(KVConnectorBase_V1):
+    """Gives requests the entries of the context that they name.
+
+    `kv_connector_extra_config` names the folder of the context files: `{"contexts": path}`.
+    """
+
+    Admission = Admission
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        check_engine(vllm_config, self.kinds(kv_cache_config))
+        folder = self._kv_transfer_config.get_from_extra_config("contexts", None)
+        if folder is None:
+            raise KvfoldError('name the folder of contexts: kv_connector_extra_config["contexts"]')
+        model = vllm_config.model_config
+        block = vllm_config.cache_config.block_size
+        shelf, skeleton = self.shelf(folder, block), Skeleton(model.hf_config, model.model)
+        # One of the two, by the process it is in.
+        self.admission: Any = None
+        self.filling: Any = None
+        if role == KVConnectorRole.SCHEDULER:
+            dtype = str(model.dtype).removeprefix("torch.")
+            self.admission = self.Admission(shelf, Fitting(shelf, skeleton, dtype), block)
+        else:
+            rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            self.filling = Filling(shelf, skeleton, model.dtype, block, rank, size)
+        self._failed: set[int] = set()
+        self._refused: set[str] = set()
+
+    def kinds(self, kv_cache_config: Any) -> int:
+        """How many kinds of pages there are to fill."""
+        return len(kv_cache_config.kv_cache_groups)
+
+    def shelf(self, folder: str, block: int) -> Shelf:
+        """The contexts, for pages of `block` entries."""
+        return Shelf(folder)
+
+    # --- in the scheduler ------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return self.admission.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.admission.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        return Metadata(self.admission.take())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        self.admission.forget(request)
+        return False, None
+
+    # --- in a worker -----------------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._get_connector_metadata().step
+        for name, blocks in step.refused.items():
+            self._refused.add(name)
+            self._failed.update(blocks)
+        if not step.loads:
+            return
+        layers = {
+            extract_layer_index(name): layer
+            for name, layer in forward_context.no_compile_layers.items()
+            if getattr(layer, "kv_cache", None) is not None
+        }
+        for load in step.loads:
+            try:
+                self.filling.fill(layers, load)
+            except KvfoldError as problem:
+                logger.error("context %s could not be loaded: %s", load.context, problem)
+                self.load_failed(load, problem)
+
+    def load_failed(self, load: Load, problem: KvfoldError) -> None:
+        """Fails the requests that have these pages."""
+        self._failed.update(load.blocks)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        refused, self._refused = self._refused, set()
+        return None, refused or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Everything was loaded before the step began."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""

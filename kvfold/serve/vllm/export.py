@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's pages get of a context file: equally many entries of each head, moved.
+
+vLLM numbers a request's tokens anew: M entries stand for N tokens, and a question that follows
+begins at position M instead of N. RoPE scores depend on distances alone, so every key is rotated by
+−(N − M) positions, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.files.format import ContextFile, LayerPart
+from kvfold.files.layers import BY_HEAD
+from kvfold.method import parse
+from kvfold.serve.vllm.level import Level, voted, votes
+from kvfold.serve.vllm.skeleton import Skeleton
+from kvfold.store.dense import DenseStore
+from kvfold.store.encoded import Encode, Named
+from kvfold.store.segments import SegmentStore
+
+# What a store holds that keeps entries as they came.
+PLAIN = {
+    "dense": {"keys", "values", "positions"},
+    "segments": {
+        "columns", "keys.rows", "keys.tail", "values.rows", "values.tail",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A layer as stored: keys and values `[H, T, D]`, places `[H, T]`, −1 for holes."""
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A layer for vLLM: keys `[M, H, D]` float32, values `[M, H, Dv]`."""
+
+    layer: int
+    keys: Tensor
+    values: Tensor
+
+
+def check_plain(file: ContextFile) -> None:
+    """Raises KvfoldError for entries that are packed, pruned or paired, and for other layers."""
+    header = file.header
+    for part in header.layers:
+        foreign = set(part.by_head) - PLAIN[part.store] - set(BY_HEAD)
+        if foreign:
+            raise KvfoldError(
+                f"{header.method} stores entries encoded ({', '.join(sorted(foreign))}), and "
+                "vLLM's pages hold them as they came: compress the document without that, and "
+                "choose vLLM's kv_cache_dtype to quantise"
+            )
+    if header.others:
+        raise KvfoldError(
+            f"layer {header.others[0].index} is a {header.others[0].kind}, which kvfold does not "
+            "fill in vLLM: ask this context with kvfold's own server"
+        )
+    if header.rope.moved:
+        raise KvfoldError(f"keys were moved by {header.rope.moved} positions already")
+
+
+def entries(file: ContextFile, part: LayerPart, heads: range) -> Entries:
+    """What a file holds of these heads of a layer."""
+    names = [name for name in part.by_head if name not in BY_HEAD]
+    by_head: Named = {
+        name: [file.tensor(f"layers.{part.index}.{name}.{head}") for head in heads]
+        for name in names
+    }
+    store: DenseStore | SegmentStore
+    if part.store == "dense":
+        store = DenseStore.from_named(by_head, len(heads), part.dead)
+        keys, values = store.keys, store.values
+    else:
+        store = SegmentStore.from_named(by_head, len(heads), Encode(), part.new, part.first_new)
+        keys, values = store.dense()
+    return Entries(keys[0], values[0], store.positions[0])
+
+
+def pages(file: ContextFile, skeleton: Skeleton, heads: slice, level: Level) -> Iterator[Pages]:
+    """Layer after layer of these heads; raises what `check_plain` raises."""
+    check_plain(file)
+    header = file.header
+    kept = votes(file) if level.lost else torch.zeros(header.seen)
+    for part, count in zip(header.layers, level.layers, strict=True):
+        held = entries(file, part, range(len(part.kept))[heads])
+        keys = skeleton.move(part.index, held.keys, level.count - header.seen)
+        sinks = _moving_sinks(file, part)
+        if sinks:
+            # As the cache does: up to the oldest recent token.
+            first = (held.places >= 0) & (held.places < sinks)
+            up = skeleton.move(part.index, held.keys, level.count - part.kept[0])
+            keys = torch.where(first[..., None], up, keys)
+        slots = voted(kept, held.places, count)[..., None]
+        yield Pages(part.index, _chosen(keys, slots), _chosen(held.values, slots))
+
+
+def _chosen(rows: Tensor, slots: Tensor) -> Tensor:
+    """`[M, H, D]` of rows `[H, T, D]` at `slots [H, M, 1]`."""
+    chosen = rows.gather(1, slots.expand(*slots.shape[:2], rows.shape[-1]))
+    return chosen.transpose(0, 1).contiguous()
+
+
+def _moving_sinks(file: ContextFile, part: LayerPart) -> int:
+    """How many first tokens are stored as given, because the cache moves them."""
+    if part.store != "dense" or "positions" not in part.by_head:
+        return 0
+    stages = parse(file.header.method).stages()
+    return stages.forced.sinks if stages.positions == "reindex" else 0

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector for layers that hold parts: `kv_connector="PartsConnector"`, with the flag set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvfold.errors import KvfoldError
+from kvfold.serve.vllm.admission import Load
+from kvfold.serve.vllm.connector import KvfoldConnector
+from kvfold.serve.vllm.per_layer.admission import Group, PartsAdmission
+from kvfold.serve.vllm.per_layer.pages import PartSpec
+from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
+from kvfold.serve.vllm.placeholders import Shelf
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError as problem:
+    raise KvfoldError(
+        "layers that hold parts need a vLLM in which one request of several kinds of pages can "
+        "fail alone: take 0.32.0"
+    ) from problem
+
+
+class PartsConnector(KvfoldConnector, SupportsHMA):
+    """Fills the pages that each group of layers holds; a load that fails ends the engine."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        groups: Sequence[Any] = kv_cache_config.kv_cache_groups
+        if vllm_config.cache_config.enable_prefix_caching:
+            raise KvfoldError("layers that hold parts have no prefix cache: switch it off")
+        if not all(isinstance(group.kv_cache_spec, PartSpec) for group in groups):
+            raise KvfoldError(f"layers hold no parts: set {VARIABLE}, or use KvfoldConnector")
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.admission is not None:
+            self.admission.groups = [
+                Group([extract_layer_index(n) for n in group.layer_names], group.kv_cache_spec.part)
+                for group in groups
+            ]
+
+    Admission = PartsAdmission
+
+    def kinds(self, kv_cache_config: Any) -> int:
+        """They differ by their part alone."""
+        return 1
+
+    def shelf(self, folder: str, block: int) -> Shelf:
+        """Files, levelled layer by layer."""
+        return Shelf(folder, Parts.of(os.environ[VARIABLE], block).level)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return self.request_finished(request, [])
+
+    def load_failed(self, load: Load, problem: KvfoldError) -> None:
+        """vLLM takes no failed pages of several groups."""
+        raise problem
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        _, refused = self.get_finished(finished_req_ids)
+        failed = refused or set()
+        return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Requests that fail are named instead."""
+        self._failed.clear()
+        return set()

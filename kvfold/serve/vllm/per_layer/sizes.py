@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a context's positions each layer holds, in whole pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvfold.errors import KvfoldError
+from kvfold.files.format import Header
+from kvfold.serve.vllm.level import Level
+
+# The flag: parts of all layers, as in "1,1,0.5,0.25".
+VARIABLE = "KVFOLD_VLLM_PARTS"
+
+
+def skipped(count: int, part: float, block: int) -> int:
+    """How many of a context's `count` first positions a layer does not hold: whole pages."""
+    return int((1 - part) * count) // block * block
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The part of each layer, and the entries of a page."""
+
+    layers: tuple[float, ...]
+    block: int
+
+    @classmethod
+    def of(cls, text: str, block: int) -> Parts:
+        """From the variable's text; raises KvfoldError for anything but numbers in (0, 1]."""
+        return cls(parse(text), block)
+
+    def level(self, header: Header) -> Level:
+        """The most positions for which every layer has enough; raises what `Level.checked` does."""
+        if len(header.layers) != len(self.layers):
+            raise KvfoldError(
+                f"{VARIABLE} names {len(self.layers)} layers, and the context has "
+                f"{len(header.layers)}"
+            )
+        least = [min(layer.kept) for layer in header.layers]
+        most = min(int(kept / part) for kept, part in zip(least, self.layers, strict=True))
+        for count in range(most, 0, -1):
+            sizes = tuple(count - skipped(count, part, self.block) for part in self.layers)
+            if all(size <= kept for size, kept in zip(sizes, least, strict=True)):
+                return Level.checked(header, count, sizes)
+        return Level.checked(header, 0, (0,) * len(least))
+
+
+def parse(text: str) -> tuple[float, ...]:
+    """The parts that a text names; raises KvfoldError for anything but numbers in (0, 1]."""
+    try:
+        parts = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        parts = ()
+    if not parts or not all(0 < part <= 1 for part in parts):
+        raise KvfoldError(
+            f"{VARIABLE}={text!r}: name the part of every layer, above 0 and up to 1, as in "
+            '"1,1,0.5,0.25"'
+        )
+    return parts

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands for a context in a prompt of vLLM: as many tokens as it keeps, and a salt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvfold.errors import KvfoldError
+from kvfold.files.format import ContextFile, Header, digest, opened
+from kvfold.frame import Frame
+from kvfold.serve.folder import SUFFIX
+from kvfold.serve.requests import CONTEXT_ID
+from kvfold.serve.vllm.export import check_plain
+from kvfold.serve.vllm.level import Level, voted, votes
+
+# Of every salt.
+PREFIX = "kvfold:"
+
+
+class UnknownContext(KvfoldError):
+    """A context that is not there."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A context as requests name it.
+
+    `tokens` are M placeholders, kept tokens of the document, so that penalties for repetition see
+    words of the text. `salt` is of the file's content: two contexts never share pages, nor do two
+    versions of one file. `lost` is the part of kept entries that levelling takes.
+    """
+
+    id: str
+    salt: str
+    tokens: list[int]
+    seen: int
+    lost: float
+    frame: Frame
+    vocabulary: str
+
+    @property
+    def kept(self) -> int:
+        """Entries of each head and layer: positions that the context takes in vLLM."""
+        return len(self.tokens)
+
+    @classmethod
+    def of(cls, name: str, file: ContextFile, level: Level) -> Card:
+        """The card of an open file; raises what `check_plain` raises."""
+        check_plain(file)
+        header = file.header
+        return cls(
+            id=name,
+            salt=salt(header),
+            tokens=_tokens(file, level.count),
+            seen=header.seen,
+            lost=level.lost,
+            frame=Frame(header.before, header.after, header.between),
+            vocabulary=header.model.vocabulary,
+        )
+
+
+def salt(header: Header) -> str:
+    """What tells the pages of this very file from all others."""
+    return PREFIX + digest(header.model_dump_json())
+
+
+def _tokens(file: ContextFile, count: int) -> list[int]:
+    """Those `count` tokens of the document, in order, that most heads keep."""
+    chosen = voted(votes(file), torch.arange(file.header.seen)[None], count)[0]
+    tokens: list[int] = file.tensor("ids")[chosen].tolist()
+    return tokens
+
+
+class Shelf:
+    """The context files of a folder, `<id>.kvfold`; cards are made once for each version.
+
+    `level` says what goes over of a file, and raises KvfoldError where that is too little.
+    """
+
+    def __init__(self, folder: str | Path, level: Callable[[Header], Level] = Level.of) -> None:
+        self.folder, self.level = Path(folder), level
+        if not self.folder.is_dir():
+            raise KvfoldError(f"there is no folder {self.folder} of contexts")
+        self._cards: dict[str, tuple[tuple[int, int, int], Card]] = {}
+
+    def ids(self) -> list[str]:
+        """All contexts, in order."""
+        names = (path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
+        return sorted(name for name in names if re.fullmatch(CONTEXT_ID, name))
+
+    def path(self, name: object) -> Path:
+        """The file of a context; raises UnknownContext."""
+        found = isinstance(name, str) and re.fullmatch(CONTEXT_ID, name)
+        path = self.folder / f"{name}{SUFFIX}"
+        if not found or not path.is_file():
+            raise UnknownContext(f"there is no context {name!r} in {self.folder}")
+        return path
+
+    def card(self, name: object) -> Card:
+        """The card of a context; raises UnknownContext, ContextFileError, KvfoldError."""
+        path = self.path(name)
+        try:
+            state = path.stat()
+        except OSError as problem:
+            raise UnknownContext(f"there is no context {name!r} any more: {problem}") from problem
+        version = (state.st_mtime_ns, state.st_size, state.st_ino)
+        known = self._cards.get(path.name)
+        if known is None or known[0] != version:
+            with opened(path) as file:
+                made = Card.of(path.name.removesuffix(SUFFIX), file, self.level(file.header))
+                known = version, made
+            self._cards[path.name] = known
+        return known[1]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In front of vLLM: requests that name a context become placeholders, all others pass unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvfold.serve.errors import ApiError, invalid
+from kvfold.serve.requests import ChatRequest, CompletionRequest
+from kvfold.serve.requests import Request as Asking
+from kvfold.serve.vllm.chat import chunks, message
+from kvfold.serve.vllm.door import Door
+from kvfold.serve.vllm.questions import Contexts
+from kvfold.serve.vllm.request import Asked
+
+VERBS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
+# Of one connection, not of what passes through it.
+HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "upgrade"}
+SAMPLING = ("model", "temperature", "top_p", "seed", "stop", "stream", "user")
+# nginx's number for a client that went away; nobody reads it.
+GONE = 499
+A = TypeVar("A", bound=Asking)
+Result = TypeVar("Result")
+
+
+class Proxy:
+    """Answers for the vLLM that `client` reaches; `longest` is its `max_model_len`."""
+
+    def __init__(
+        self, contexts: Contexts, client: httpx.AsyncClient, door: Door, longest: int
+    ) -> None:
+        self.contexts, self.client, self.door, self.longest = contexts, client, door, longest
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        body = await self.door.read(request)
+        asking = _naming_a_context(body, ChatRequest)
+        if asking is None:
+            return await self._forward(request, body)
+        asked = await run_in_threadpool(self.contexts.chat, asking)
+        answer = await self._complete(request, asking, asked)
+        if answer.status_code != 200:
+            return _passed(answer)
+        if asking.stream:
+            return _events(answer)
+        try:
+            return JSONResponse(message(json.loads(await answer.aread())))
+        finally:
+            await answer.aclose()
+
+    async def complete(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        body = await self.door.read(request)
+        asking = _naming_a_context(body, CompletionRequest)
+        if asking is None:
+            return await self._forward(request, body)
+        asked = await run_in_threadpool(self.contexts.complete, asking)
+        return _passed(await self._complete(request, asking, asked))
+
+    async def held(self, request: Request) -> dict[str, Any]:
+        """`GET /v1/contexts`: what can be asked, and what cannot, with the reason."""
+        self.door.check(request)
+        return {"object": "list", "data": await run_in_threadpool(self.contexts.all)}
+
+    async def other(self, request: Request) -> Response:
+        """Everything else, as it is."""
+        return await self._forward(request, await self.door.read(request))
+
+    async def _complete(self, request: Request, asking: Asking, asked: Asked) -> httpx.Response:
+        """vLLM's answer to the tokens of a question."""
+        room = max(1, self.longest - len(asked.token_ids))
+        tokens = asking.most_tokens or asking.usual_tokens or room
+        given = {name: getattr(asking, name) for name in SAMPLING}
+        body = {name: value for name, value in given.items() if value is not None}
+        if asking.stream_options is not None:
+            body["stream_options"] = asking.stream_options.model_dump()
+        content = json.dumps(body | {"max_tokens": tokens, **asked.body}).encode()
+        return await self._send(request, httpx.URL("/v1/completions"), content)
+
+    async def _forward(self, request: Request, body: bytes) -> Response:
+        query = request.scope["query_string"]
+        path = request.scope["raw_path"] + (b"?" + query if query else b"")
+        url = self.client.base_url.copy_with(raw_path=path)
+        return _passed(await self._send(request, url, body))
+
+    async def _send(self, request: Request, url: httpx.URL, body: bytes) -> httpx.Response:
+        headers = [(name, value) for name, value in request.headers.items() if name not in HOP]
+        sent = self.client.build_request(request.method, url, headers=headers, content=body)
+        try:
+            return await _unless_gone(request, self.client.send(sent, stream=True))
+        except httpx.HTTPError as problem:
+            raise ApiError(503, f"vLLM cannot be reached: {problem}", retry_after=10) from problem
+
+
+def build(proxy: Proxy) -> FastAPI:
+    """The application."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await proxy.client.aclose()
+
+    app = FastAPI(title="kvfold", openapi_url=None, lifespan=lifespan)
+    app.add_exception_handler(ApiError, _refused)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_api_route("/v1/chat/completions", proxy.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/completions", proxy.complete, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/contexts", proxy.held, methods=["GET"])
+    app.add_api_route("/{path:path}", proxy.other, methods=VERBS, response_model=None)
+    return app
+
+
+def _naming_a_context(body: bytes, kind: type[A]) -> A | None:
+    """The request, or None where it names no context and is vLLM's own business."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("context_id") is None:
+        return None
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as problem:
+        raise invalid(problem.errors()) from None
+
+
+async def _unless_gone(request: Request, coming: Coroutine[Any, Any, Result]) -> Result:
+    """What comes; raises ClientDisconnect, and ends it, where nobody waits for it any more."""
+    waiting, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise ClientDisconnect
+        return waiting.result()
+    finally:
+        waiting.cancel()
+        gone.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    """Waits for that; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Passing(StreamingResponse):
+    """What vLLM sends, as it comes; when the client goes away, vLLM is told so."""
+
+    def __init__(self, answer: httpx.Response, pieces: AsyncIterator[Any], **options: Any) -> None:
+        super().__init__(pieces, **options)
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.answer.aclose()
+
+
+def _passed(answer: httpx.Response) -> Response:
+    """vLLM's answer unchanged."""
+    headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP}
+    return Passing(answer, answer.aiter_raw(), status_code=answer.status_code, headers=headers)
+
+
+def _events(answer: httpx.Response) -> Response:
+    """vLLM's stream as that of a chat."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    pieces = chunks(answer.aiter_lines())
+    return Passing(answer, pieces, headers=headers, media_type="text/event-stream")
+
+
+async def _refused(request: Request, refused: Any) -> Response:
+    response: Response = refused.response()
+    return response
+
+
+async def _gone(request: Request, problem: Any) -> Response:
+    return Response(status_code=GONE)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the proxy knows: contexts that fit the served model, and how questions become tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.errors import KvfoldError
+from kvfold.frame import Frame
+from kvfold.serve.errors import ApiError
+from kvfold.serve.prompts import Prompts
+from kvfold.serve.requests import ChatRequest, CompletionRequest
+from kvfold.serve.vllm.fitting import Fitting
+from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
+from kvfold.serve.vllm.request import Asked, check_vocabulary, vocabulary
+
+
+class Contexts:
+    """Turns requests into prompts of vLLM; raises ApiError, with the reason, where it cannot."""
+
+    def __init__(self, shelf: Shelf, fitting: Fitting, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.shelf, self.fitting = shelf, fitting
+        self.prompts = Prompts(tokenizer, Frame.of(tokenizer), fitting.skeleton.config.vocab_size)
+        self.vocabulary = vocabulary(tokenizer)
+
+    def chat(self, asking: ChatRequest) -> Asked:
+        """Questions and answers that follow the document."""
+        card = self._card(asking.context_id)
+        return Asked(card, self.prompts.turns(asking.messages, card.frame))
+
+    def complete(self, asking: CompletionRequest) -> Asked:
+        """A text, or tokens, that go on from the document."""
+        card, prompt = self._card(asking.context_id), asking.text_or_tokens
+        ids = self.prompts.ids(prompt) if isinstance(prompt, str) else self.prompts.checked(prompt)
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        return Asked(card, ids)
+
+    def all(self) -> list[dict[str, Any]]:
+        """All contexts: tokens, entries kept, the part of them lost to levelling, or why not."""
+        return [self._about(name) for name in self.shelf.ids()]
+
+    def _about(self, name: str) -> dict[str, Any]:
+        about: dict[str, Any] = {"id": name, "object": "context"}
+        try:
+            card = self._fitting(name)
+        except KvfoldError as problem:
+            return about | {"refused": str(problem)}
+        return about | {"tokens": card.seen, "kept": card.kept, "lost": card.lost}
+
+    def _card(self, name: str | None) -> Card:
+        try:
+            return self._fitting(name)
+        except UnknownContext as problem:
+            message = f"there is no context {name!r}"
+            raise ApiError(404, message, code="context_not_found", param="context_id") from problem
+        except KvfoldError as problem:
+            code = "context_refused"
+            raise ApiError(400, str(problem), code=code, param="context_id") from problem
+
+    def _fitting(self, name: str | None) -> Card:
+        card = self.shelf.card(name)
+        check_vocabulary(card, self.vocabulary)
+        self.fitting.check(card)
+        return card

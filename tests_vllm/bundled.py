@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts of the bundled model, and what kvfold answers in process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvfold
+from kvfold.eval import ruler
+from kvfold.frame import token_count
+from kvfold.serve.vllm.placeholders import Shelf
+
+TOKENS, NEW = 700, 24
+# Method and budget; vLLM's pages hold 128 entries.
+CONTEXTS: dict[str, tuple[str, Any]] = {
+    "whole-pages": ("snapkv", 256),
+    "broken-page": ("snapkv", 300),
+    "same-count": ("knorm", 256),
+    "less-than-a-page": ("h2o", 100),
+    "moving-sinks": ("streaming_llm", 200),
+    "segments": ("kvzip:level=uniform", 0.3),
+    "everything": ("full", None),
+}
+QUESTIONS = ("What is this text about?", "Which number is it?")
+
+
+@dataclass(frozen=True)
+class Kvfold:
+    """The model, a document, its contexts, and three questions."""
+
+    model: Any
+    tokenizer: Any
+    document: str
+    contexts: dict[str, kvfold.Context]
+    questions: tuple[str, ...]
+
+    @classmethod
+    def with_files_in(cls, folder: Path) -> Kvfold:
+        """All contexts, and `packed`, which vLLM cannot hold, and `stranger`, of other weights."""
+        model, tokenizer = kvfold.bundled_model()
+        count = partial(token_count, tokenizer)
+        sample = ruler.generate("single", TOKENS, count, random.Random(1))
+        read = partial(kvfold.compress, document=sample.document)
+        contexts = {
+            name: read(model, tokenizer, method=method, budget=budget)
+            for name, (method, budget) in CONTEXTS.items()
+        }
+        for name, context in contexts.items():
+            context.save(folder / f"{name}.kvfold")
+        read(model, tokenizer, method="kivi").save(folder / "packed.kvfold")
+        other, _ = kvfold.bundled_model()
+        with torch.no_grad():
+            other.model.norm.weight.mul_(1.01)
+        read(other, tokenizer, method="snapkv", budget=256).save(folder / "stranger.kvfold")
+        return cls(
+            model, tokenizer, sample.document, contexts, (sample.questions[0].text, *QUESTIONS)
+        )
+
+    def question(self, name: str, question: str) -> list[int]:
+        """The tokens that a chat reads after the document."""
+        tokens: list[int] = self.contexts[name].chat()._asked(question, "")[0].tolist()
+        return tokens
+
+    def answer(self, name: str, question: str, new: int = NEW) -> list[int]:
+        """Greedy tokens, whatever they are."""
+        chat = self.contexts[name].chat()
+        asked = torch.cat([chat.ids, chat._asked(question, "")], 1)
+        return self.greedy(asked, new, chat.reader)
+
+    def greedy(self, ids: torch.Tensor, new: int = NEW, cache: Any = None) -> list[int]:
+        """So many tokens after `ids [1, N]`."""
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=[],
+            pad_token_id=0,
+        )
+        tokens: list[int] = out[0, ids.shape[1] :].tolist()
+        return tokens
+
+
+def asked(shelf: Shelf, made: Kvfold, name: str, question: str) -> Any:
+    """The request for a question."""
+    from kvfold.serve.vllm.request import Asked
+
+    return Asked(shelf.card(name), made.question(name, question))

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM itself, unmodified, answers from compressed contexts as kvfold does in process."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+from kvfold.bundled import FOLDER
+from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.request import CONTEXT, Asked
+from tests_vllm.bundled import CONTEXTS, NEW, Kvfold, asked
+
+PLAIN = list(range(5, 105))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("contexts")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> Kvfold:
+    return Kvfold.with_files_in(folder)
+
+
+@pytest.fixture(scope="module")
+def shelf(made: Kvfold, folder: Path) -> Shelf:
+    return Shelf(folder)
+
+
+@contextmanager
+def engine(folder: Path, policy: str = "fail", **options: Any) -> Iterator[LLM]:
+    """vLLM with the connector."""
+    transfer = KVTransferConfig(
+        kv_connector="KvfoldConnector",
+        kv_connector_module_path="kvfold.serve.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"contexts": str(folder)},
+    )
+    settings = {
+        "model": str(FOLDER),
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "disable_log_stats": False,
+    }
+    llm = LLM(**(settings | options), kv_transfer_config=transfer)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path, made: Kvfold) -> Iterator[LLM]:
+    with engine(folder) as started:
+        yield started
+
+
+def sampling(new: int = NEW, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, **options)
+
+
+def answers(llm: LLM, requests: list[Asked | list[int]], new: int = NEW) -> list[list[int]]:
+    """Greedy tokens of requests in one batch; plain ones are lists of tokens."""
+    prompts = [r.prompt if isinstance(r, Asked) else {"prompt_token_ids": r} for r in requests]
+    extra = [r.extra_args if isinstance(r, Asked) else None for r in requests]
+    how = [sampling(new, extra_args=args) for args in extra]
+    outputs = llm.generate(prompts, how, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def counters(llm: LLM) -> dict[str, int]:
+    names = ("prefix_cache_hits", "external_prefix_cache_hits", "num_preemptions")
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    return {name: found[f"vllm:{name}"].value for name in names}
+
+
+def assert_answers_as_kvfold(llm: LLM, made: Kvfold, shelf: Shelf, name: str) -> None:
+    """24 of 24 greedy tokens, three questions, two rounds, with an ordinary request each time."""
+    expected = [made.answer(name, question) for question in made.questions]
+    plain = made.greedy(torch.tensor([PLAIN]))
+    requests = [asked(shelf, made, name, question) for question in made.questions]
+    for _ in range(2):
+        assert answers(llm, [*requests, PLAIN]) == [*expected, plain]
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_vllm_answers_as_kvfold_does(llm, made, shelf, name):
+    assert_answers_as_kvfold(llm, made, shelf, name)
+
+
+def test_the_contexts_would_be_told_apart(made):
+    found = {name: made.answer(name, made.questions[1]) for name in CONTEXTS}
+    assert len({tuple(tokens) for tokens in found.values()}) >= 5
+    assert found["whole-pages"] != found["same-count"]
+
+
+def test_contexts_take_turns_in_one_batch(llm, made, shelf):
+    question = made.questions[0]
+    requests = [asked(shelf, made, name, question) for name in CONTEXTS]
+    assert answers(llm, requests) == [made.answer(name, question) for name in CONTEXTS]
+
+
+def test_the_first_question_loads_and_the_others_find_it_cached(llm, made, shelf):
+    llm.reset_prefix_cache()
+    before = counters(llm)
+    rounds = []
+    for question in made.questions:
+        answers(llm, [asked(shelf, made, "whole-pages", question)])
+        after = counters(llm)
+        rounds.append({name: after[name] - before[name] for name in after})
+        before = after
+    loaded = [found["external_prefix_cache_hits"] for found in rounds]
+    cached = [found["prefix_cache_hits"] for found in rounds]
+    assert loaded == [256, 0, 0] and cached == [0, 256, 256]
+
+
+def test_of_a_broken_page_only_the_rest_is_loaded_again(llm, made, shelf):
+    llm.reset_prefix_cache()
+    before = counters(llm)
+    for question in made.questions[:2]:
+        answers(llm, [asked(shelf, made, "broken-page", question)])
+    after = counters(llm)
+    assert after["external_prefix_cache_hits"] - before["external_prefix_cache_hits"] == 300 + 44
+    assert after["prefix_cache_hits"] - before["prefix_cache_hits"] == 256
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+WRONG = {
+    "no salt": {"salt": None},
+    "another's salt": {"salt": "same-count"},
+    "no context": {"args": {}},
+    "another context": {"args": {CONTEXT: "same-count"}},
+    "an unknown context": {"args": {CONTEXT: "none"}},
+    "a path": {"args": {CONTEXT: "../whole-pages"}},
+    "packed entries": {"args": {CONTEXT: "packed"}},
+    "other weights": {"name": "stranger"},
+    "other placeholders": {"tokens": [5] * 300},
+    "few placeholders": {"tokens": [5]},
+    "nothing asked": {"question": []},
+    "prompt logprobs": {"options": {"prompt_logprobs": 1}},
+    "no cached pages": {"options": {"skip_reading_prefix_cache": True}},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_request_that_would_be_answered_wrongly_fails_alone(llm, made, shelf, case):
+    wrong: dict[str, Any] = WRONG[case]
+    question = made.questions[0]
+    card = shelf.card(wrong.get("name", "whole-pages"))
+    right = asked(shelf, made, "whole-pages", question)
+    tokens = wrong.get("tokens", [*card.tokens, *wrong.get("question", right.question)])
+    salt = wrong.get("salt", card.id)
+    prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+    if salt is not None:
+        prompt["cache_salt"] = shelf.card(salt).salt
+    extra = {"kv_transfer_params": wrong.get("args", {CONTEXT: card.id})}
+    how = sampling(extra_args=extra, **wrong.get("options", {}))
+    beside = [sampling(), sampling(extra_args=right.extra_args)]
+    prompts = [prompt, {"prompt_token_ids": PLAIN}, right.prompt]
+    failed, plain, fine = (
+        output.outputs[0] for output in llm.generate(prompts, [how, *beside], use_tqdm=False)
+    )
+    assert failed.finish_reason == "error" and list(failed.token_ids) == []
+    assert list(plain.token_ids) == made.greedy(torch.tensor([PLAIN]))
+    assert list(fine.token_ids) == made.answer("whole-pages", question)
+
+
+def test_a_file_that_goes_away_fails_its_requests_only(llm, made, shelf, folder):
+    path = folder / "gone.kvfold"
+    path.write_bytes(shelf.path("whole-pages").read_bytes())
+    made.contexts["gone"] = made.contexts["whole-pages"]
+    llm.reset_prefix_cache()
+    request = asked(shelf, made, "gone", made.questions[0])
+    path.unlink()
+    (output,) = llm.generate([request.prompt], sampling(extra_args=request.extra_args))
+    assert output.outputs[0].finish_reason == "error"
+    del made.contexts["gone"]
+    assert_answers_as_kvfold(llm, made, shelf, "whole-pages")
+
+
+def test_a_new_version_of_a_file_is_never_answered_from_the_old_ones_pages(
+    llm, made, shelf, folder
+):
+    path, question = folder / "changing.kvfold", made.questions[1]
+    for name in ("whole-pages", "same-count"):
+        path.write_bytes(shelf.path(name).read_bytes())
+        made.contexts["changing"] = made.contexts[name]
+        request = asked(shelf, made, "changing", question)
+        assert answers(llm, [request]) == [made.answer(name, question)]
+    stale = dataclasses.replace(request, card=shelf.card("whole-pages"))
+    extra = {"kv_transfer_params": {CONTEXT: "changing"}}
+    (output,) = llm.generate([stale.prompt], sampling(extra_args=extra))
+    assert output.outputs[0].finish_reason == "error"
+    del made.contexts["changing"]
+
+
+# --- other engines -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["broken-page", "segments"])
+def test_two_ranks_answer_as_kvfold_does(ranks, made, shelf, name):
+    assert_answers_as_kvfold(ranks, made, shelf, name)
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, made: Kvfold) -> Iterator[LLM]:
+    with engine(folder, tensor_parallel_size=2) as started:
+        yield started
+
+
+def test_preempted_requests_are_loaded_again(folder, made, shelf):
+    new = 220
+    with engine(folder, num_gpu_blocks_override=9) as small:
+        requests = [asked(shelf, made, "broken-page", question) for question in made.questions]
+        expected = [made.answer("broken-page", question, new) for question in made.questions]
+        assert answers(small, requests, new) == expected
+        assert counters(small)["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "recompute"}, {"model": "gemma3"}, {"folder": "none"}],
+    ids=str,
+)
+def test_an_engine_that_would_fill_pages_wrongly_does_not_start(folder, tmp_path, options):
+    options = dict(options)
+    if options.get("model"):
+        options["model"] = sliding_model(tmp_path)
+    where = folder / options.pop("folder", "")
+    with pytest.raises((RuntimeError, ValueError)), engine(where, **options):
+        pytest.fail("it has started")
+
+
+def sliding_model(folder: Path) -> str:
+    """A tiny random Gemma 3, most of whose layers have a window."""
+    from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=64,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(FOLDER).save_pretrained(folder)
+    return str(folder)

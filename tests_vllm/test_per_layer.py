@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of vLLM that hold different parts of a context (experimental)."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+import kvfold
+from kvfold import KvfoldError
+from kvfold.bundled import FOLDER
+from kvfold.files.format import opened, read_header
+from kvfold.serve.vllm.export import pages
+from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
+from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.request import CONTEXT
+from kvfold.serve.vllm.skeleton import Skeleton
+from tests_vllm.bundled import NEW, Kvfold, asked
+
+pytest.importorskip("kvfold.serve.vllm.per_layer.connector", exc_type=KvfoldError)
+BLOCK, PLAIN = 32, list(range(5, 105))
+
+
+def truth(made: Kvfold, path: Path, level: Any, question: list[int]) -> list[int]:
+    """Greedy tokens of transformers, token by token: its masks know one length for all layers."""
+    cache, skeleton = DynamicCache(), Skeleton(made.model.config, str(FOLDER))
+    with opened(path) as file:
+        for page in pages(file, skeleton, slice(None), level):
+            keys, values = (rows.transpose(0, 1)[None] for rows in (page.keys, page.values))
+            cache.update(keys, values, page.layer)
+    pending, found = list(question), list[int]()
+    kvfold.disable(made.model)
+    for place in range(level.count, level.count + len(question) + NEW - 1):
+        with torch.no_grad():
+            out = made.model(
+                torch.tensor([[pending.pop(0)]]),
+                past_key_values=cache,
+                position_ids=torch.tensor([[place]]),
+            )
+        if not pending:
+            found.append(int(out.logits[0, -1].argmax()))
+            pending = found[-1:]
+    return found
+
+
+def test_layers_hold_their_parts(tmp_path, monkeypatch):
+    made = Kvfold.with_files_in(tmp_path)
+    context = kvfold.compress(made.model, made.tokenizer, made.document, "pyramidkv", 200)
+    path = tmp_path / "pyramid.kvfold"
+    context.save(path)
+    made.contexts["pyramid"] = context
+    kept = [min(layer.kept) for layer in read_header(path).layers]
+    assert max(kept) > 3 * min(kept)
+    text = ",".join(f"{count / max(kept):.3f}" for count in kept)
+    monkeypatch.setenv(VARIABLE, text)
+    parts = Parts.of(text, BLOCK)
+    shelf = Shelf(tmp_path, parts.level)
+    card, level = shelf.card("pyramid"), parts.level(read_header(path))
+    assert len(set(level.layers)) > 2 and level.lost < 0.2
+    expected = [truth(made, path, level, made.question("pyramid", q)) for q in made.questions]
+    plain = made.greedy(torch.tensor([PLAIN]))
+    requests = [asked(shelf, made, "pyramid", question) for question in made.questions]
+    transfer = KVTransferConfig(
+        kv_connector="PartsConnector",
+        kv_connector_module_path="kvfold.serve.vllm.per_layer.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"contexts": str(tmp_path)},
+    )
+    llm = LLM(
+        model=str(FOLDER),
+        dtype="float32",
+        max_model_len=1024,
+        enforce_eager=True,
+        max_num_seqs=8,
+        block_size=BLOCK,
+        enable_prefix_caching=False,
+        disable_hybrid_kv_cache_manager=False,
+        kv_transfer_config=transfer,
+    )
+    how = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    args = {"kv_transfer_params": {CONTEXT: card.id}}
+    drawn = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, extra_args=args)
+    try:
+        for _ in range(2):
+            prompts = [*(r.prompt for r in requests), {"prompt_token_ids": PLAIN}]
+            outputs = llm.generate(prompts, [drawn, drawn, drawn, how], use_tqdm=False)
+            found = [list(output.outputs[0].token_ids) for output in outputs]
+            assert found == [*expected, plain]
+            # Without its salt it fails, and the one beside it does not.
+            wrong = {"prompt_token_ids": requests[0].token_ids}
+            failed, fine = llm.generate([wrong, prompts[1]], [drawn, drawn], use_tqdm=False)
+            assert failed.outputs[0].finish_reason == "error"
+            assert list(fine.outputs[0].token_ids) == expected[1]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
