@@ -19,6 +19,7 @@ from kvfold.kernels.single import attend_packed, attend_with_row
 from kvfold.layer import CompressedLayer
 from kvfold.mask import physical_mask, valid_columns
 from kvfold.recall import Attended
+from kvfold.store.dense import DenseStore
 from kvfold.store.segments import Segments, SegmentStore
 
 
@@ -96,7 +97,10 @@ def _attention(
         out = attend_to_segments(query, view, newest, scale=scale, softcap=softcap, sinks=sinks)
         out = out.transpose(1, 2).contiguous()
     else:
-        mask = physical_mask(attention_mask, view, query, layer.seen)
+        # A layer that shares entries may see them as they were before.
+        store = layer.stored()
+        holes = store.holes if owns and isinstance(store, DenseStore) else None
+        mask = physical_mask(attention_mask, view, query, layer.seen, holes)
         plain = kind == "sdpa" and mask is None and softcap is None and sinks is None
         if plain and view is not None and query.shape[2] == 1:
             # Nothing left of the stock cache to be identical to, and faster than the delegate.

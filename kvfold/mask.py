@@ -16,18 +16,24 @@ def valid_columns(mask: Tensor) -> Tensor | None:
 
 
 def physical_mask(
-    mask: Tensor | None, positions: Tensor | None, query: Tensor, seen: int
+    mask: Tensor | None,
+    positions: Tensor | None,
+    query: Tensor,
+    seen: int,
+    holes: bool | None = None,
 ) -> Tensor | None:
     """The logical mask `[B, 1 or Hq, S, N]` → the mask of what is stored `[B, Hq, S, T]`.
 
     `positions [B, H, T]` are those of the keys handed out, None while nothing was evicted; the
-    last of the `query [B, Hq, S, D]` is at column `seen − 1`. None means that causality is all.
+    last of the `query [B, Hq, S, D]` is at column `seen − 1`. `holes`: whether a position is −1,
+    where it is known. None means that causality is all.
     """
     if positions is None:
         return mask
     batch, heads, stored = positions.shape
     query_heads, new = query.shape[1:3]
-    holes = bool((positions < 0).any())
+    if holes is None:
+        holes = bool((positions < 0).any())
     if mask is None and new == 1 and not holes:
         return None
     if new > 1 and not holes and _only_causal(mask, new, seen):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -54,22 +56,23 @@ def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
     assert isinstance(keys, Flat) and isinstance(values, Flat)
     shares = _shares()
     # Torch's kernel gives its threads whole heads: here, equal shares of a segment.
-    rows = grouped.expand(-1, shares, -1, -1)
-    nothing = rows.new_zeros(1, *rows.shape[1:]), rows.new_full((1, *rows.shape[1:3]), -torch.inf)
-    old = [
-        _fused(one, key.view(1, shares, -1, size), value.view(1, shares, -1, size), None, scale)
-        if len(key)
-        else nothing
-        for one, key, value in zip(rows.split(1), keys.segments, values.segments, strict=True)
-    ]
-    new = _fused(
-        grouped.view(batch, -1, *grouped.shape[2:]), *_tails(stored), _holes(stored, query), scale
+    rows = grouped.expand(-1, shares, -1, -1) if shares > 1 else grouped
+    old = zip(rows.split(1), keys.in_shares(shares), values.in_shares(shares), strict=True)
+    parts = [_fused(*each, None, scale) if each[1].numel() else _nothing(each[0]) for each in old]
+    new = _fused(grouped.view(batch, -1, *grouped.shape[2:]), *_tails(stored), scale)
+    tails = (part.reshape(segments, 1, *part.shape[2:]).split(1) for part in new)
+    # A segment's shares, then its tail, segment by segment.
+    outs, totals = (
+        torch.cat([part for pair in zip(of_old, tail, strict=True) for part in pair], 1)
+        for of_old, tail in zip(zip(*parts, strict=True), tails, strict=True)
     )
-    outs, sums = (torch.cat(parts) for parts in zip(*old, strict=True))
-    out, total = (part.flatten(0, 1)[:, None] for part in new)
-    return _merged(torch.cat([outs, out], 1), torch.cat([sums, total], 1)).view(
-        batch, query_heads, 1, -1
-    )
+    outs = outs.view(segments, shares + 1, *outs.shape[2:])
+    return _merged(outs, totals.view(outs.shape[:3])).view(batch, query_heads, 1, -1)
+
+
+def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of `query [1, P, G, D]` to no entry, and its log-sum-exp."""
+    return torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
 
 
 def _one_step_on_gpu(
@@ -110,38 +113,39 @@ def _tail(
     query: Tensor, stored: Segments, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention `[S, G, Dv]` of `query [B, H, G, D]` to the tails, and log-sum-exp `[S, G]`."""
-    keys, values = _tails(stored)
+    keys, values, hidden = _tails(stored)
     logits = (query @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    holes = _holes(stored, query)
-    if holes is not None:
-        logits = logits + holes
+    if hidden is not None:
+        logits = logits + hidden
     out = logits.softmax(-1) @ values.float()
     return out.flatten(0, 1), logits.logsumexp(-1).flatten(0, 1)
 
 
-def _tails(stored: Segments) -> tuple[Tensor, Tensor]:
-    """Keys and values `[B, H, T, D]` of the tails, as long as the longest of them."""
-    width = max(stored.keys.alive)
-    keys, values = (part.tail for part in (stored.keys, stored.values))
-    return keys[:, :, keys.shape[2] - width :], values[:, :, values.shape[2] - width :]
+def _tails(stored: Segments) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values `[B, H, T, D]` of the tails, and the mask of what is no entry there."""
+    keys, values, alive = stored.keys.tail, stored.values.tail, stored.keys.alive
+    width = keys.shape[2]
+    if min(alive) == width:
+        return keys, values, None
+    gaps = tuple(width - count for count in alive)
+    room = -(-width // BLOCK) * BLOCK
+    hidden = _hidden(gaps, room, keys.dtype, keys.device)
+    return keys, values, hidden.view(*keys.shape[:2], 1, room)[..., :width]
+
+
+@lru_cache(maxsize=128)
+def _hidden(gaps: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Additive mask `[B·H, T]` of tails that begin with `gaps`: the same for many steps."""
+    first = torch.tensor(gaps, device=device)[:, None]
+    seen = torch.zeros((), dtype=dtype, device=device)
+    return seen.where(torch.arange(width, device=device) >= first, -torch.inf)
 
 
 def _shares() -> int:
     """Equal parts of a segment's whole blocks, enough for every thread."""
     return min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
-
-
-def _holes(stored: Segments, query: Tensor) -> Tensor | None:
-    """Additive mask `[B, H, 1, T]` of a tail that holds more of some segments than of others."""
-    alive = stored.keys.alive
-    width = max(alive)
-    if min(alive) == width:
-        return None
-    missing = torch.tensor([width - count for count in alive], device=query.device)
-    gone = torch.arange(width, device=query.device) < missing.view(len(query), -1, 1, 1)
-    return query.new_zeros(gone.shape).masked_fill_(gone, -torch.inf)
 
 
 def _fused(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.store.branch import Branch
+from kvfold.store.columns import BranchOfColumns, Columns
 from kvfold.store.encoded import Named
 from kvfold.store.growing import Growing, slack
 
@@ -20,13 +21,14 @@ class DenseStore:
     `positions` are columns of the logical sequence, ascending, int32 `[B, H, T]`; they are only
     held once something was evicted. Rows that keep fewer than T entries are filled up on the left
     with position −1. While decoding, an entry that leaves keeps its place, with position −1 too:
-    `dead` counts these, one per head each, until the next copy leaves them out.
+    `dead` counts these, one per head each, until the next copy leaves them out. `holes`: whether
+    any position is −1.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = Growing(keys), Growing(values)
-        self._positions: Growing | None = None
-        self.dead = 0
+        self._positions: Columns | BranchOfColumns | None = None
+        self.dead, self.holes = 0, False
 
     @classmethod
     def from_named(cls, parts: Named, heads: int, dead: int) -> DenseStore:
@@ -35,7 +37,9 @@ class DenseStore:
             n: torch.stack(of_heads).unflatten(0, (-1, heads)) for n, of_heads in parts.items()
         }
         store = cls(tensors["keys"], tensors["values"])
-        store._positions = Growing(tensors["positions"]) if "positions" in tensors else None
+        if "positions" in tensors:
+            store._positions = Columns(tensors["positions"])
+            store.holes = bool((tensors["positions"] < 0).any())
         store.dead = dead
         return store
 
@@ -75,7 +79,7 @@ class DenseStore:
         other = copy.copy(self)
         other._keys, other._values = Branch(self.keys), Branch(self.values)
         if self._positions is not None:
-            other._positions = Branch(self._positions.rows)
+            other._positions = BranchOfColumns(self._positions.rows)
         return other
 
     def view(self) -> Tensor | None:
@@ -91,9 +95,7 @@ class DenseStore:
         self._keys.append(keys)
         self._values.append(values)
         if self._positions is not None:
-            batch, heads, new = keys.shape[:3]
-            columns = torch.arange(first, first + new, dtype=torch.int32, device=keys.device)
-            self._positions.append(columns.expand(batch, heads, new))
+            self._positions.follow(first, keys.shape[2])
 
     def reserve(self, room: int) -> tuple[Tensor, Tensor]:
         """Buffers of keys and values with `room` for more entries: write there, then append."""
@@ -101,10 +103,11 @@ class DenseStore:
 
     def drop(self, slot: Tensor) -> None:
         """Marks one entry of each head, at `slot [B, H, 1]`, as gone; nothing is moved."""
-        positions = Growing(self.positions.int()) if self._positions is None else self._positions
+        held = self._positions
+        positions = held if isinstance(held, Columns) else Columns(self.positions)
         # Earlier views keep their own marks.
         self._positions = positions.replaced(slot, -1)
-        self.dead += 1
+        self.dead, self.holes = self.dead + 1, True
 
     @property
     def crowded(self) -> bool:
@@ -122,15 +125,16 @@ class DenseStore:
         Earlier views of the store stay intact: layers that share it may still read them.
         """
         positions = self.positions.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, -1)
-        self._positions = Growing(positions.int())
+        self._positions = Columns(positions)
         self._keys = Growing.gathered(self.keys, slots)
         self._values = Growing.gathered(self.values, slots)
-        self.dead = 0
+        self.dead, self.holes = 0, bool((slots < 0).any())
 
     def place(self, columns: Tensor) -> None:
         """Says where each entry stands: `columns [B, T]`, ascending, −1 for holes on the left."""
         batch, heads = self.keys.shape[:2]
-        self._positions = Growing(columns.int()[:, None].expand(batch, heads, -1))
+        self._positions = Columns(columns[:, None].expand(batch, heads, -1))
+        self.holes = bool((columns < 0).any())
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
         """Puts `keys` and `values` `[B, H, T, D]` in the place of those stored."""

@@ -68,6 +68,20 @@ class Flat:
         return self.rows.split(self.lengths)
 
     @cached_property
+    def _in_shares(self) -> dict[int, tuple[Tensor, ...]]:
+        return {}
+
+    def in_shares(self, shares: int) -> tuple[Tensor, ...]:
+        """Each segment's entries in equal parts `[1, shares, n / shares, …]`."""
+        known = self._in_shares
+        if shares not in known:
+            known[shares] = tuple(
+                segment.view(1, shares, len(segment) // shares, *segment.shape[1:])
+                for segment in self.segments
+            )
+        return known[shares]
+
+    @cached_property
     def starts(self) -> Tensor:
         """Where each segment begins, and where the last one ends: int32, on the rows' device."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.rows.device)

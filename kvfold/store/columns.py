@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where stored entries came from; columns to come are written ahead, as they are consecutive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.store.branch import Branch
+from kvfold.store.growing import Growing
+
+
+class Columns(Growing):
+    """Columns of the logical sequence, int32 `[B, H, T]`, −1 for holes.
+
+    All the room is filled at once, so that a token that comes only makes the rows longer.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows.int())
+        # In the room, slot i holds column i + offset, where it was filled.
+        self._offset: int | None = None
+
+    def follow(self, first: int, new: int) -> None:
+        """Adds `new` entries to every head, in columns from `first` on."""
+        end = self.length + new
+        if end > self._buffer.shape[2]:
+            self._buffer, self._offset = self._copied(self.rows, end), None
+        if self._offset != first - self.length:
+            room = self._buffer[:, :, self.length :]
+            room.copy_(_from(first, room.shape[2], room))
+            self._offset = first - self.length
+        self.length = end
+
+    def crop(self, count: int) -> None:
+        buffer = self._buffer
+        super().crop(count)
+        if self._buffer is not buffer:
+            self._offset = None
+
+
+class BranchOfColumns(Branch):
+    """Columns that go on from those of somebody else."""
+
+    def follow(self, first: int, new: int) -> None:
+        """Adds `new` entries to every head, in columns from `first` on."""
+        columns = _from(first, new, self.trunk)
+        self.append(columns.expand(*self.trunk.shape[:2], new))
+
+
+def _from(first: int, count: int, like: Tensor) -> Tensor:
+    return torch.arange(first, first + count, dtype=like.dtype, device=like.device)
