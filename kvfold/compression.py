@@ -119,8 +119,11 @@ class Compression(Held):
 
     def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
         """One entry of each head leaves, and what stays is not moved."""
-        stages, places, store = self.plan.stages, self.places(), self.stored()
+        stages, store = self.plan.stages, self.stored()
         assert isinstance(store, DenseStore)
+        # Of latents, attention heads see the entries as their own.
+        same = seen.positions.shape[1] == store.keys.shape[1]
+        places = seen.positions if same else self.places()
         protected = None
         if self.turn.prefix is not None:
             protected = places < self.turn.prefix.view(-1, 1, 1)

@@ -18,7 +18,7 @@ from kvfold.kernels import segments as kernel
 from kvfold.kernels import varlen
 from kvfold.kernels.segments import QUERIES, attend_to_segments
 from kvfold.store.encoded import BLOCK, Encoded, Flat
-from kvfold.store.packed import PackedKeys
+from kvfold.store.packed import PackedKeys, PackedValues
 from kvfold.store.part import PartView
 from kvfold.store.segments import Segments
 from tests.budgets import compressed
@@ -146,6 +146,25 @@ def test_segments_are_attended_to_as_dense_entries_are(queries, options, kind, g
         given["sinks"] = options["sinks"][:query_heads]
     got = attend_to_segments(query, segments, mask, scale=SCALE, **given)
     assert_close(got, dense(query, keys, values, hidden, **given))
+
+
+@GROUPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("old", "values_old"), [(64, 48), (32, 0), (0, 0)])
+def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, monkeypatch):
+    """Packed keys and values, each with an end of its own, or none encoded yet."""
+    monkeypatch.setattr(kernel, "_in_blocks", None)
+    query = noise(BATCH, HEADS * groups, 1, 16, seed=99, dtype=dtype)
+    whole, parts = [], []
+    for packed, count, seed in ((PackedKeys, old, 1), (PackedValues, values_old, 50)):
+        rows = [noise(67, 16, seed=seed + i, dtype=dtype) for i in range(BATCH * HEADS)]
+        encoded = packed.of([each[:count] for each in rows], 8, 16)
+        whole.append([torch.cat([encoded.segment(i), r[count:]]) for i, r in enumerate(rows)])
+        tail = [67 - count] * len(rows)
+        parts.append(PartView(encoded, view(rows, tail).tail, tail))
+    got = attend_to_segments(query, Segments(*parts, 1), None, scale=SCALE)
+    hidden = later(1).expand(BATCH, HEADS * groups, -1, -1)
+    assert_close(got, dense(query, *whole, hidden), 2e-6 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("path", ["triton", "varlen"])

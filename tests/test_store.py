@@ -65,6 +65,7 @@ def assert_holds(store, lists):
     assert torch.equal(store.keys[real], keys[real])
     assert torch.equal(store.values[real], values[real])
     assert sum(store.nbytes(set())) == real_bytes(store)
+    assert store.holes or bool(real.all())
 
 
 def real_bytes(store):

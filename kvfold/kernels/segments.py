@@ -40,6 +40,9 @@ def attend_to_segments(
         same = query.shape[-1] == stored.values.tail.shape[-1]
         if softcap is None and sinks is None and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
+    plain = mask is None and softcap is None and sinks is None
+    if query.shape[2] == 1 and plain and stored.keys.even and stored.values.even:
+        return _one_step_even(query, stored, scale)
     return _in_blocks(query, stored, mask, scale, softcap, sinks)
 
 
@@ -68,6 +71,20 @@ def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
     )
     outs = outs.view(segments, shares + 1, *outs.shape[2:])
     return _merged(outs, totals.view(outs.shape[:3])).view(batch, query_heads, 1, -1)
+
+
+def _one_step_even(query: Tensor, stored: Segments, scale: float) -> Tensor:
+    """A single query per row over segments of one length, all of them at once."""
+    batch, query_heads, _, size = query.shape
+    grouped = (query * scale).reshape(len(stored.keys.alive), -1, size)
+    logits = [grouped @ keys.transpose(1, 2) for keys in stored.keys.rectangles()]
+    weights = _softmax(torch.cat(logits, -1), None).to(query.dtype)
+    values = stored.values.rectangles()
+    of_old, *of_new = weights.split([piece.shape[1] for piece in values], -1)
+    mixed = of_old @ values[0]
+    for of_piece, piece in zip(of_new, values[1:], strict=True):
+        mixed = torch.baddbmm(mixed, of_piece, piece)
+    return mixed.view(batch, query_heads, 1, -1)
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,12 @@ class Encoded(Protocol):
         """Entries `[lengths[i], D]`, decoded to the dtype they came in."""
 
     @property
+    def rows(self) -> Tensor:
+        """All entries `[sum of lengths, D]`, decoded together."""
+
+    @property
     def segments(self) -> tuple[Tensor, ...]:
-        """All of them, decoded together."""
+        """The same, segment by segment."""
 
     def extended(self, new: Self) -> Self:
         """Each segment followed by `new`'s; nothing is encoded a second time."""

@@ -103,10 +103,12 @@ class _Packed:
         return self._decoded(*(part.segment(i) for part in parts))
 
     @property
+    def rows(self) -> Tensor:
+        return self._decoded(self.words.rows, self.scale.rows, self.minimum.rows)
+
+    @property
     def segments(self) -> tuple[Tensor, ...]:
-        return self._decoded(self.words.rows, self.scale.rows, self.minimum.rows).split(
-            self.lengths
-        )
+        return self.rows.split(self.lengths)
 
     @property
     def lengths(self) -> list[int]:

@@ -96,6 +96,10 @@ class Paired:
         return self.magnitudes.lengths
 
     @property
+    def rows(self) -> Tensor:
+        return torch.cat(self.segments)
+
+    @property
     def segments(self) -> tuple[Tensor, ...]:
         return tuple(self.segment(i) for i in range(len(self.lengths)))
 

@@ -26,6 +26,19 @@ class PartView:
     tail: Tensor
     alive: list[int]
 
+    @property
+    def even(self) -> bool:
+        """Whether all segments have equally many encoded entries, and newer ones."""
+        lengths = [] if self.encoded is None else self.encoded.lengths
+        return len(set(self.alive)) == 1 and len(set(lengths)) <= 1
+
+    def rectangles(self) -> list[Tensor]:
+        """The entries `[B·H, n, D]` of even segments in order, in one or two pieces."""
+        tail = self.tail[:, :, self.tail.shape[2] - self.alive[0] :].flatten(0, 1)
+        if self.encoded is None:
+            return [tail]
+        return [self.encoded.rows.view(len(tail), self.encoded.lengths[0], tail.shape[-1]), tail]
+
     def length(self, i: int) -> int:
         """Entries of segment i."""
         return self.alive[i] + (0 if self.encoded is None else self.encoded.lengths[i])
@@ -125,9 +138,13 @@ class Part:
         """Each segment's oldest rows `[n, D]` of the tail, up to `count(entries, encoded)`."""
         encoded = [0] * len(self.alive) if self.encoded is None else self.encoded.lengths
         new = [count(n + alive, n) - n for n, alive in zip(encoded, self.alive, strict=True)]
-        heads, width = self.tail.rows.shape[1:3]
+        rows = self.tail.rows
+        heads, width = rows.shape[1:3]
+        if not any(new):
+            # The usual case while decoding.
+            return [rows[0, 0, :0]] * len(new)
         return [
-            self.tail.rows[i // heads, i % heads, width - alive : width - alive + n]
+            rows[i // heads, i % heads, width - alive : width - alive + n]
             for i, (n, alive) in enumerate(zip(new, self.alive, strict=True))
         ]
 

@@ -62,6 +62,10 @@ class PrunedKeys:
         return self.kept.lengths
 
     @property
+    def rows(self) -> Tensor:
+        return torch.cat(self.segments)
+
+    @property
     def segments(self) -> tuple[Tensor, ...]:
         return tuple(self.segment(i) for i in range(len(self.lengths)))
 
