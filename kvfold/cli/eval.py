@@ -58,6 +58,9 @@ def command(
             "--question-aware", help="Compress with the question in view, not before it exists."
         ),
     ] = False,
+    conversation: Annotated[
+        bool, typer.Option("--conversation", help="SCBench's queries as turns of a conversation.")
+    ] = False,
     gold_history: Annotated[
         bool,
         typer.Option("--gold-history", help="Later turns see right answers, not the model's own."),
@@ -121,7 +124,7 @@ def command(
         words=word_lists,
         shots=shots,
         questions=questions,
-        conversation=gold_history,
+        conversation=conversation,
         depths=depths,
     )
     sizes = (
