@@ -170,7 +170,10 @@ def _measure(
         holdings = []
         for each in named:
             bar.update(task, description=f"{each} compresses {tokens}")
-            holdings.append(hold(model, tokenizer, document, each, limit, seed))
+            try:
+                holdings.append(hold(model, tokenizer, document, each, limit, seed))
+            except KvfoldError as refused:
+                raise KvfoldError(f"{each}: {refused}") from refused
             advance()
     return layers, holdings
 

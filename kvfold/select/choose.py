@@ -11,8 +11,10 @@ from torch import Tensor
 
 from kvfold.method import Stages
 from kvfold.observation import Observation
-from kvfold.select.forced import with_forced
+from kvfold.select.forced import Forced, with_forced
 from kvfold.select.top import lowest, top
+
+NOTHING = Forced()
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ def leaving(
 
     places and forced `[B, H, T]` are as for `choose`, which would keep all the others.
     """
-    staying = stages.forced.mask(places, capacity) | (places < 0)
+    staying = places < 0
+    if stages.forced != NOTHING:
+        staying |= stages.forced.mask(places, capacity)
     if forced is not None:
         staying |= forced
     scores = _scores(stages, dataclasses.replace(seen, budget=capacity), places.shape[1])
