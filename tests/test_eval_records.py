@@ -15,12 +15,12 @@ from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.eval.run.cell import Cell, Protocol, Subject
 from kvfold.eval.run.job import Job
-from kvfold.eval.run.plan import contenders, listed, streams, written
+from kvfold.eval.run.plan import Wanted, contenders, listed, streams, written
 from kvfold.eval.run.result import result
 from kvfold.eval.run.sample import Answer, Outcome, Sample, digest
 from kvfold.eval.run.session import summarize
 from kvfold.eval.run.statistics import PERPLEXITY, breakdown, difference, estimate
-from kvfold.eval.tasks import Unreadable, tasks
+from kvfold.eval.tasks import Request, Unreadable, tasks
 from tests.evaluation import HELD, outcome, record
 
 SUBJECT = Subject(name="m", config="c", weights="w", vocabulary="v", dtype="d", attention="a")
@@ -336,3 +336,16 @@ def test_what_only_compresses_prompts_is_left_out_of_a_stream():
     streamed = {name for name in ("full", "h2o", "streaming_llm", "kivi", "d2o") if streams(name)}
     assert streamed == {"full", "h2o", "streaming_llm", "kivi", "d2o"}
     assert not any(map(streams, ("cut", "random", "snapkv", "kvzip", "simlayerkv")))
+
+
+def test_data_is_called_by_its_name_wherever_it_lies(tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("the quick brown fox " * 200)
+    request = Request(samples=1, length=64, count=lambda text: len(text.split()), data=str(book))
+    subject = Subject(
+        name="m", config="", weights="", vocabulary="", dtype="float32", attention="sdpa"
+    )
+    (cell,) = Wanted.of(tasks()["perplexity"], request).cells(
+        subject, Protocol(max_length=64), [("full", None)]
+    )
+    assert cell.data == ("book.txt",)

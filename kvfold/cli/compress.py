@@ -75,7 +75,6 @@ def _compress_one(
     shown: Console, model: str, document: Path, out: Path | None, settings: Settings
 ) -> None:
     """One document, with a word about what is kept of it."""
-    import kvfold
     from kvfold.files.format import read_header
 
     text = read_text(document)
@@ -85,16 +84,7 @@ def _compress_one(
         raise KvfoldError(f"cannot write {path}: {what}")
     network, tokenizer = load(model, among_ranks=True)
     with progress(shown) as bar, _watched(network, bar):
-        context = kvfold.compress(
-            network,
-            tokenizer,
-            text,
-            settings.method,
-            settings.budget,
-            prefill_chunk=settings.prefill_chunk,
-            compress=settings.compress,
-            seed=settings.seed,
-        )
+        context = settings.compressed(network, tokenizer, text)
     context.save(path)
     ranks = context.cache.ranks
     if ranks.rank > 0:

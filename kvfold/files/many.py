@@ -27,6 +27,21 @@ class Settings:
     compress: Compress
     seed: int
 
+    def compressed(
+        self, model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> context.Context:
+        """A document, compressed so; raises what `kvfold.compress` raises."""
+        return context.compress(
+            model,
+            tokenizer,
+            text,
+            self.method,
+            self.budget,
+            prefill_chunk=self.prefill_chunk,
+            compress=self.compress,
+            seed=self.seed,
+        )
+
 
 @dataclass(frozen=True)
 class Document:
@@ -59,18 +74,8 @@ def make(
     model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document
 ) -> Made:
     """Compresses a document and writes its file."""
-    how = document.settings
     try:
-        made = context.compress(
-            model,
-            tokenizer,
-            document.text,
-            how.method,
-            how.budget,
-            prefill_chunk=how.prefill_chunk,
-            compress=how.compress,
-            seed=how.seed,
-        )
+        made = document.settings.compressed(model, tokenizer, document.text)
         made.save(document.path)
     except (KvfoldError, RuntimeError) as problem:
         # A RuntimeError is memory that is used up: the other documents may be shorter.

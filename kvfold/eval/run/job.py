@@ -44,7 +44,7 @@ class Job:
             metadata=dict(self.sample.metadata) if isinstance(self.sample, Record) else {},
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=_commit(),
-            setup=Setup.here(),
+            setup=_setup(),
         )
 
 
@@ -129,6 +129,11 @@ def _words(problem: Exception) -> str:
     """What went wrong; other than a refusal, with its kind."""
     said = str(problem).partition("\n")[0]
     return said if isinstance(problem, KvfoldError) else f"{type(problem).__name__}: {said}"
+
+
+@cache
+def _setup() -> Setup:
+    return Setup.here()
 
 
 @cache

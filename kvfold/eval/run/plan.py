@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
 
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
@@ -97,7 +98,7 @@ class Wanted:
                 task=self.task.name,
                 length=self.length,
                 seed=request.seed,
-                data=tuple(str(path) for path in data if path is not None),
+                data=tuple(_name(source) for source in data if source is not None),
                 protocol=protocol,
                 method=method,
                 budget=budget,
@@ -105,6 +106,12 @@ class Wanted:
             for method, budget in contenders
             if self.task.phase != "stream" or streams(method)
         ]
+
+
+def _name(source: str | Path) -> str:
+    """What data is called: a hub's own name, or a file's or folder's, wherever it lies here."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else str(source)
 
 
 @dataclass(frozen=True)
