@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvfold import compat
@@ -88,8 +89,7 @@ def _attention(
     attended = Attended(query, key, value, scale, softcap, sinks)
     weights = None
     if owns and layer.evicts_one(query.shape[2]):
-        assert not isinstance(view, Segments)
-        out, attended = _observed_one(layer, attended, attention_mask, view)
+        out, attended = _observed_one(layer, attended, attention_mask)
     elif owns and (layer.sums_wanted or layer.turn.repeating is not None):
         out, attended = _observed(layer, attended, attention_mask)
     elif isinstance(view, Segments):
@@ -151,31 +151,37 @@ def _observed(
 
 
 def _observed_one(
-    layer: CompressedLayer, attended: Attended, mask: Tensor | None, positions: Tensor | None
+    layer: CompressedLayer, attended: Attended, mask: Tensor | None
 ) -> tuple[Tensor, Attended]:
     """The attention of a single query, by a kernel that shows its row."""
-    query, key = attended.query, attended.key
-    visible = None if positions is None else (positions >= 0)[:, :, None]
-    if mask is not None:
-        mask = physical_mask(mask, positions, query, layer.seen)
-        assert mask is not None
-        heads = key.shape[1] if mask.shape[1] > 1 else 1
-        visible = mask[:, :, 0].unflatten(1, (heads, -1))
+    a, store = attended, layer.stored()
+    assert isinstance(store, DenseStore)
+    heads = a.key.shape[1]
+    if mask is None:
+        hidden = store.hidden
+        hidden = None if hidden is None else hidden[:, :, None]
+    else:
+        hidden = _added(physical_mask(mask, store.view(), a.query, layer.seen), a.query)
+        hidden = hidden[:, :, 0].unflatten(1, (heads if hidden.shape[1] > 1 else 1, -1))
     out, row = attend_with_row(
-        query,
-        key,
-        attended.value,
-        visible,
-        scale=attended.scale,
-        softcap=attended.softcap,
-        sinks=attended.sinks,
+        a.query, a.key, a.value, hidden, scale=a.scale, softcap=a.softcap, sinks=a.sinks
     )
     sums = squares = None
     if layer.sums_wanted:
-        sums = row[:, :, 0].unflatten(1, (key.shape[1], -1)).mean(2)
+        sums = row.view(len(row), heads, -1, row.shape[-1]).mean(2)
         squares = sums.square() if layer.plan.stages.needs.column_squares else None
-    seen = dataclasses.replace(attended, row=row, sums=sums, squares=squares)
+    seen = Attended(
+        a.query, a.key, a.value, a.scale, a.softcap, a.sinks, row=row, sums=sums, squares=squares
+    )
     return out.transpose(1, 2), seen
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor:
+    """A mask as what is added to logits."""
+    assert mask is not None
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _expanded(layer: CompressedLayer, key: Tensor, same_layer: bool) -> bool:

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
-from kvfold.compensate.eviction import Eviction, Leaving
+from kvfold.compensate.eviction import Eviction
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.held import Held
 from kvfold.method import Across, Measured
 from kvfold.observation import Observation
-from kvfold.recall import Attended
-from kvfold.select.choose import choose, leaving
+from kvfold.select.choose import choose
 from kvfold.select.forced import with_forced
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoded import Encode, EntrySize
@@ -104,46 +103,6 @@ class Compression(Held):
         self._evict(seen, counts)
         self.rebuilding = None
 
-    def _hold(self, attended: Attended) -> None:
-        """After a generated token: back to the size of the last turn's end."""
-        assert self.plan.budget is not None
-        if self.capacity is None and self.turns == 0 and self.plan.budget.kind != "ratio":
-            self.capacity = self._share(self._observation(attended))
-        if self.capacity is not None:
-            self.turns += 1
-            seen = self._observation(attended)
-            if attended.row is not None:
-                self._drop_one(seen, self.capacity)
-            else:
-                self._evict(seen, self.capacity)
-
-    def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
-        """One entry of each head leaves, and what stays is not moved."""
-        stages, store = self.plan.stages, self.stored()
-        assert isinstance(store, DenseStore)
-        # Of latents, attention heads see the entries as their own.
-        same = seen.positions.shape[1] == store.keys.shape[1]
-        places = seen.positions if same else self.places()
-        protected = None
-        if self.turn.prefix is not None:
-            protected = places < self.turn.prefix.view(-1, 1, 1)
-        slot = leaving(stages, seen, places, protected, capacity)
-        if stages.compensate_one is not None:
-            change = stages.compensate_one(
-                Leaving(store.keys, store.values, places, slot, self.merging)
-            )
-            store.change(change.slot, change.keys, change.values)
-            self.merging = change.state
-        store.drop(slot)
-        self.surplus, self.evicted_at = 0, self.seen
-        if store.crowded:
-            self._leave_out_dead()
-
-    def _leave_out_dead(self) -> None:
-        """Copies what is alive, where entries have left without being moved."""
-        if isinstance(self.store, DenseStore) and self.store.dead:
-            self._store_only(self.store, _alive(self.store.positions))
-
     def _evict(self, seen: Observation, counts: Tensor) -> None:
         """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""
         stages, places = self.plan.stages, self.places()
@@ -183,7 +142,7 @@ class Compression(Held):
 
     def _encode_all(self, seen: Observation) -> None:
         """Evicts nothing but padding, and encodes."""
-        self._keep(seen, _alive(self.places()), ragged=True)
+        self._keep(seen, alive(self.places()), ragged=True)
 
     def _keep(self, seen: Observation, slots: Tensor, ragged: bool) -> None:
         """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
@@ -251,7 +210,7 @@ class Compression(Held):
         return self.plan.ranks.all((slots >= 0).all() & whole)
 
 
-def _alive(places: Tensor) -> Tensor:
+def alive(places: Tensor) -> Tensor:
     """Slots `[B, H, K]` of the entries whose place is not −1, ascending; holes on the left."""
     slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
     slots = slots.masked_fill(places < 0, -1).sort(-1).values

@@ -53,6 +53,8 @@ class Held(CacheLayerMixin):
         self.squares: Tensor | None = None  # [B, H, T], the same, squared
         self.rebuilding: Tensor | None = None  # [B, H, T], most attention while repeating the text
         self.capacity: Tensor | None = None  # [B], entries to hold while decoding
+        # A capacity, its least and its most; what asks for them asks the device only once.
+        self._asked: tuple[Tensor | None, int, int] = (None, 0, 0)
         self.merging: Tensor | None = None  # [B, H], what the compensation remembers
         self.surplus: int | None = None  # entries above capacity; None: not as many in all heads
         self.error: Tensor | None = None  # [B, 1 or 2], of its output: predicted, measured
@@ -153,6 +155,13 @@ class Held(CacheLayerMixin):
         """Tokens seen but not stored `[B]`, where all heads store the same."""
         return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
 
+    def capacities(self) -> tuple[int, int]:
+        """The least and the most entries that a row holds while decoding; 0 if none is set."""
+        if self._asked[0] is not self.capacity:
+            rows = [0] if self.capacity is None else self.capacity.tolist()
+            self._asked = self.capacity, min(rows), max(rows)
+        return self._asked[1:]
+
     def state_bytes(self) -> int:
         """Bytes of all tensors beside the store."""
         tensors = [getattr(self, name) for name in (*PER_ENTRY, "capacity", "merging", "error")]
@@ -219,5 +228,9 @@ class Held(CacheLayerMixin):
             scale=attended.scale,
             softcap=attended.softcap,
             sinks=attended.sinks,
-            seed=hash((self.plan.seed, self.plan.layer, self.turns)) % 2**31,
+            seed=self._draw(),
         )
+
+    def _draw(self) -> int:
+        """The seed of what is drawn now."""
+        return hash((self.plan.seed, self.plan.layer, self.turns)) % 2**31

@@ -6,15 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.compression import Compression
 from kvfold.errors import UnsupportedModel
+from kvfold.holding import Holding
 from kvfold.logical import Logical
 from kvfold.recall import Attended
 from kvfold.store.dense import DenseStore
 from kvfold.store.segments import SegmentStore
 
 
-class CompressedLayer(Compression):
+class CompressedLayer(Holding):
     """What transformers writes to, and what attention asks and tells when it is done."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -44,18 +44,6 @@ class CompressedLayer(Compression):
     def sums_wanted(self) -> bool:
         """Whether this forward's column sums will be used."""
         return self.plan.stages.needs.column_sums and not self.turn.frozen
-
-    def evicts_one(self, new: int) -> bool:
-        """Whether one entry of each head leaves after this forward of `new` tokens."""
-        stages, turn, valid = self.plan.stages, self.turn, self.logical.valid
-        if new > 1 or self.surplus != 1 or stages.decode != "hold":
-            return False
-        if turn.frozen or turn.driving or turn.ends(self.seen, new) or turn.goes_on(self.seen):
-            return False
-        cheaply = stages.compensate_one is not None and self.sinks is None and not self.plan.shared
-        if stages.compensate is not None and not cheaply:
-            return False
-        return valid is None or bool(valid[:, -1].all())
 
     def counted(self, new: int) -> Tensor | None:
         """Which of the last `new` queries are tokens `[B, S]`; None: all are."""

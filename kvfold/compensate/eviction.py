@@ -32,12 +32,13 @@ class Eviction:
 class Leaving:
     """The one entry of each head that leaves after a generated token, at `slot [B, H, 1]`.
 
-    Everything else is as in an `Eviction`.
+    hidden `[B, H, T]` is −∞ there and where entries left before, 0 elsewhere. Everything else is as
+    in an `Eviction`.
     """
 
     keys: Tensor
     values: Tensor
-    positions: Tensor
+    hidden: Tensor
     slot: Tensor
     state: Tensor | None = None
 

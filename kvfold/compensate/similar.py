@@ -66,21 +66,40 @@ def merge_one(
     decide: Decide = "head",
 ) -> Change:
     """`merge_similar` of the one entry that leaves while decoding: one kept entry may change."""
-    stored = leaving.keys if on == "keys" else leaving.values
-    similarity, nearest = _nearest_to_one(stored.float(), leaving.slot, leaving.positions)
-    candidates = similarity > -torch.inf
-    merged, threshold = _reached(similarity, candidates, leaving.state, beta, decide)
-    merge = _Merge(leaving.slot, nearest, merged, similarity, weights)
-    both, shares = torch.cat([nearest, leaving.slot], -1), merge.shares_of_one()
-    keys, values = (_mixed(rows, both, shares) for rows in (leaving.keys, leaving.values))
-    return Change(nearest, keys, values, threshold)
+    keys, values = leaving.keys, leaving.values
+    own_key, own_value = _entry(keys, leaving.slot), _entry(values, leaving.slot)
+    stored, own = (keys, own_key) if on == "keys" else (values, own_value)
+    similarity, nearest = _nearest_to_one(stored, own, leaving.hidden)
+    judged = similarity
+    if decide == "head_mean":
+        judged = similarity.double().mean(1, keepdim=True).float().expand_as(similarity)
+    threshold = judged.squeeze(-1)
+    if leaving.state is not None:
+        moved = torch.lerp(leaving.state, threshold, beta)
+        threshold = moved.where(leaving.state == leaving.state, threshold)  # NaN is no state
+    merged = judged >= threshold[..., None]
+    if weights == "softmax":
+        share = (similarity - 1).sigmoid() * merged
+    else:
+        share = 0.5 * merged
+        if weights == "official":
+            own_key, own_value = own_key * similarity[..., None], own_value * similarity[..., None]
+    return Change(
+        nearest,
+        _blended(_entry(keys, nearest), own_key, share[..., None]),
+        _blended(_entry(values, nearest), own_value, share[..., None]),
+        threshold,
+    )
 
 
-def _mixed(stored: Tensor, slots: Tensor, shares: Tensor) -> Tensor:
-    """One entry `[B, H, 1, D]` of those in `slots [B, H, E]`, by their shares `[B, H, E, 1]`."""
-    exact = torch.promote_types(stored.dtype, torch.float32)
-    picked = stored.gather(2, _wide(slots, stored)).to(exact)
-    return (picked * shares.to(exact)).sum(2, keepdim=True).to(stored.dtype)
+def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
+    """The kept entry `[B, H, 1, D]` with a `share [B, H, 1, 1]` of the evicted one in it."""
+    exact = torch.promote_types(kept.dtype, torch.float32)
+    return torch.lerp(kept.to(exact), evicted.to(exact), share.to(exact)).to(kept.dtype)
+
+
+def _entry(stored: Tensor, slot: Tensor) -> Tensor:
+    return stored.gather(2, _wide(slot, stored))
 
 
 def _reached(
@@ -127,14 +146,17 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
     return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
 
 
-def _nearest_to_one(stored: Tensor, slot: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_nearest` for the entry at `slot [B, H, 1]`, without a copy of `stored`."""
-    own = stored.gather(2, _wide(slot, stored))
-    norms = torch.linalg.vector_norm(stored, dim=-1).clamp_(min=1e-12)
-    cosines = (own @ stored.transpose(-1, -2)).squeeze(2).div_(norms)
-    cosines.masked_fill_(positions < 0, -torch.inf).scatter_(2, slot, -torch.inf)
-    best, nearest = cosines.max(-1, keepdim=True)
-    return best.div_(norms.gather(2, slot)).clamp_(max=1.0), nearest
+def _nearest_to_one(stored: Tensor, own: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_nearest` for the entry `own [B, H, 1, D]`, among those that are not hidden."""
+    batch, heads, count, size = stored.shape
+    rows, one = stored.flatten(0, 1), own.view(-1, 1, size)
+    if stored.dtype != torch.float32:
+        rows, one = rows.float(), one.float()
+    norms = torch.linalg.vector_norm(rows, dim=-1).clamp_(min=1e-12)
+    cosines = torch.bmm(one, rows.transpose(1, 2)).view(batch, heads, count)
+    best, nearest = cosines.div_(norms.view_as(cosines)).add_(hidden).max(-1, keepdim=True)
+    length = torch.linalg.vector_norm(one, dim=-1).clamp_(min=1e-12)
+    return best.div_(length.view_as(best)).clamp_(max=1.0), nearest
 
 
 def _per_tile(numbers: int) -> int:
@@ -170,13 +192,6 @@ class _Merge:
     def into(self, kept: Tensor, stored: Tensor) -> Tensor:
         """`kept [B, H, K, D]` with the merged entries of `stored [B, H, T, D]` added."""
         return self._added(kept, stored, self.nearest.where(self.merged, kept.shape[2]))
-
-    def shares_of_one(self) -> Tensor:
-        """What the nearest entry and the evicted one contribute `[B, H, 2, 1]`, one of each."""
-        own, each, counted = self._weights()
-        shares = torch.cat([torch.full_like(each, own), each], -1) / (own + counted)
-        alone = shares.new_tensor([1.0, 0.0])
-        return torch.where(self.merged, shares, alone)[..., None]
 
     def _added(self, kept: Tensor, stored: Tensor, places: Tensor) -> Tensor:
         """Weighted sums; `places [B, H, E]` past the last kept entry are thrown away."""

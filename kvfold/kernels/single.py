@@ -22,7 +22,7 @@ def attend_with_row(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    hidden: Tensor | None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -30,27 +30,28 @@ def attend_with_row(
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, 1, Dv]` and the row of weights `[B, Hq, 1, T]` it is made of.
 
-    query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; mask, bool or
-    additive, `[B, H or 1, G or 1, T]`; None: everything is seen. A query that sees nothing gets 0.
-    Weights are float32, or float64 for such a query.
+    query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; hidden `[B, H or 1, G or 1,
+    T]` is added to the logits and must leave something to see. Weights are float32, or float64 for
+    such a query.
     """
     batch, query_heads, _, size = query.shape
     heads, stored = key.shape[1:3]
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)
-    grouped = (query * scale).reshape(batch * heads, -1, size)
-    logits = torch.bmm(grouped, keys.transpose(1, 2))
+    keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
+    grouped = query.reshape(batch * heads, -1, size)
+    if hidden is not None:
+        hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1)
+    if hidden is not None and softcap is None:
+        logits = torch.baddbmm(hidden, grouped, keys, alpha=scale)
+    else:
+        logits = torch.bmm(grouped * scale, keys)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    if mask is not None:
-        by_head = logits.view(batch, heads, -1, stored)
-        by_head.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else by_head.add_(mask)
+        logits = logits if hidden is None else logits + hidden
     if sinks is None:
         weights = logits.softmax(-1)
     else:
         extra = sinks.to(logits.dtype).view(heads, -1, 1).repeat(batch, 1, 1)
         weights = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
-    if mask is not None:
-        weights = weights.nan_to_num_(0.0)
     out = torch.bmm(weights.to(value.dtype), values)
     return out.view(batch, query_heads, 1, -1), weights.reshape(batch, query_heads, 1, stored)

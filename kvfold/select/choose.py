@@ -52,15 +52,33 @@ def leaving(
 ) -> Tensor:
     """The slot `[B, H, 1]` that leaves where every head stores one entry more than `capacity [B]`.
 
-    places and forced `[B, H, T]` are as for `choose`, which would keep all the others.
+    places and forced `[B, H, T]` are as for `choose`, which would keep all the others; `seen` tells
+    the budget.
     """
     staying = places < 0
     if stages.forced != NOTHING:
         staying |= stages.forced.mask(places, capacity)
     if forced is not None:
         staying |= forced
-    scores = _scores(stages, dataclasses.replace(seen, budget=capacity), places.shape[1])
+    scores = _scores(stages, seen, places.shape[1])
     return lowest(scores.masked_fill(staying, torch.inf))
+
+
+def leaving_between(
+    stages: Stages, seen: Observation, hidden: Tensor | None, first: int, last: int, heads: int
+) -> Tensor:
+    """As `leaving` of `heads`, where what is forced are the `first` and the `last` slots.
+
+    hidden `[B, H, T]` is −∞ where an entry is gone, 0 elsewhere; None: nothing is.
+    """
+    scores = _scores(stages, seen, heads)
+    end = scores.shape[-1] - last
+    scores = scores[..., first:end]
+    if hidden is not None:
+        # First made finite: −∞ less −∞ would be NaN, which is lower than all else.
+        finite = scores.clamp(min=torch.finfo(scores.dtype).min)
+        scores = finite - hidden[..., first:end]
+    return lowest(scores, first)
 
 
 def _scores(stages: Stages, seen: Observation, heads: int) -> Tensor:

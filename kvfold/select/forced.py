@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-9  # so that a part that is a whole number stays one
+
 
 @dataclass(frozen=True)
 class Share:
@@ -36,6 +38,17 @@ class Forced:
             inside |= set(range(start, stop))
         return len(inside) + (0 if isinstance(self.recent, Share) else self.recent)
 
+    def ends(self, kept: int) -> tuple[int, int] | None:
+        """How many of the first and of the last of `kept + 1` entries are forced to stay.
+
+        None where others are as well, or all. Rows must have no padding and have kept as many
+        before, so that what is missing among their entries lies between these ends.
+        """
+        recent = self.recent
+        if isinstance(recent, Share):
+            recent = min(_part(kept, recent), max(0, kept - self.sinks))
+        return None if self.spans or self.sinks + recent > kept else (self.sinks, recent)
+
     def mask(self, places: Tensor, counts: Tensor) -> Tensor:
         """Which stored entries are forced, bool `[B, H, T]`.
 
@@ -51,11 +64,15 @@ class Forced:
         recent = torch.full_like(counts, 0 if isinstance(self.recent, Share) else self.recent)
         if isinstance(self.recent, Share):
             room = (counts - forced.sum(-1).amax(-1)).clamp(min=0)
-            share = (counts.double() * self.recent.of_kept + 1e-9).long()
+            share = (counts.double() * self.recent.of_kept + ROUNDING).long()
             recent = torch.minimum(share, room)
         # Counted from the right end, so that padding never uses up recent tokens.
         age = stored.flip(-1).cumsum(-1).flip(-1)
         return forced | (stored & (age <= recent.view(-1, 1, 1)))
+
+
+def _part(kept: int, share: Share) -> int:
+    return int(kept * share.of_kept + ROUNDING)
 
 
 def with_forced(scores: Tensor, forced: Tensor, places: Tensor) -> Tensor:

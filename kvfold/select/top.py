@@ -29,6 +29,10 @@ def _all_but_lowest(scores: Tensor) -> Tensor:
     return slots + (slots >= lowest(scores))
 
 
-def lowest(scores: Tensor) -> Tensor:
-    """Slot `[B, H, 1]` of each head's lowest score; of equal ones the latest."""
-    return scores.shape[-1] - 1 - scores.flip(-1).argmin(-1, keepdim=True)
+def lowest(scores: Tensor, first: int = 0) -> Tensor:
+    """Slot `[B, H, 1]` of each head's lowest score, of equal ones the latest.
+
+    The scores `[B, H, T]` are those of slots from `first` on.
+    """
+    last = first + scores.shape[-1] - 1
+    return last - scores.flip(-1).argmin(-1, keepdim=True)

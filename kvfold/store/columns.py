@@ -32,6 +32,10 @@ class Columns(Growing):
             self._offset = first - self.length
         self.length = end
 
+    def put(self, slots: Tensor, column: int) -> None:
+        """Writes `column` at `slots [B, H, K]`; what was looked at before shows what it showed."""
+        self._buffer = self._buffer.scatter(2, slots, column)
+
     def crop(self, count: int) -> None:
         buffer = self._buffer
         super().crop(count)

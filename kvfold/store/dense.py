@@ -28,6 +28,7 @@ class DenseStore:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = Growing(keys), Growing(values)
         self._positions: Columns | BranchOfColumns | None = None
+        self._hidden: Tensor | None = None  # with room, made when it is first asked for
         self.dead, self.holes = 0, False
 
     @classmethod
@@ -74,9 +75,21 @@ class DenseStore:
         batch, heads = self.keys.shape[:2]
         return torch.arange(self.length, device=self.keys.device).expand(batch, heads, -1)
 
+    @property
+    def hidden(self) -> Tensor | None:
+        """0, and −∞ at holes `[B, H, T]`, to be added to logits; None where there are no holes."""
+        if not self.holes:
+            return None
+        if self._hidden is None or self._hidden.shape[2] < self.length:
+            gone = self.positions < 0
+            self._hidden = self.keys.new_zeros(*gone.shape[:2], self.length + slack(self.length))
+            self._hidden[..., : self.length].masked_fill_(gone, -torch.inf)
+        return self._hidden[..., : self.length]
+
     def fork(self) -> DenseStore:
         """One that goes on by itself, and shares all that is stored."""
         other = copy.copy(self)
+        other._hidden = None
         other._keys, other._values = Branch(self.keys), Branch(self.values)
         if self._positions is not None:
             other._positions = BranchOfColumns(self._positions.rows)
@@ -103,10 +116,11 @@ class DenseStore:
 
     def drop(self, slot: Tensor) -> None:
         """Marks one entry of each head, at `slot [B, H, 1]`, as gone; nothing is moved."""
-        held = self._positions
-        positions = held if isinstance(held, Columns) else Columns(self.positions)
-        # Earlier views keep their own marks.
-        self._positions = positions.replaced(slot, -1)
+        if not isinstance(self._positions, Columns):
+            self._positions = Columns(self.positions)
+        self._positions.put(slot, -1)
+        if self._hidden is not None:
+            self._hidden.scatter_(2, slot, -torch.inf)
         self.dead, self.holes = self.dead + 1, True
 
     @property
@@ -128,12 +142,14 @@ class DenseStore:
         self._positions = Columns(positions)
         self._keys = Growing.gathered(self.keys, slots)
         self._values = Growing.gathered(self.values, slots)
+        self._hidden = None
         self.dead, self.holes = 0, bool((slots < 0).any())
 
     def place(self, columns: Tensor) -> None:
         """Says where each entry stands: `columns [B, T]`, ascending, −1 for holes on the left."""
         batch, heads = self.keys.shape[:2]
         self._positions = Columns(columns[:, None].expand(batch, heads, -1))
+        self._hidden = None
         self.holes = bool((columns < 0).any())
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
@@ -143,18 +159,22 @@ class DenseStore:
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries."""
+        self._hidden = None
         for part in self._parts():
             part.crop(count)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a copying selection along the batch axis, to everything stored."""
+        self._hidden = None
         for part in self._parts():
             part.index(rows)
 
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
         """Bytes of keys and values, of positions, and of slack; `counted` is left as it is."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
-        where = (0, 0) if self._positions is None else self._positions.nbytes()
+        where = [0, 0] if self._positions is None else list(self._positions.nbytes())
+        if self._hidden is not None:
+            where[0] += self._hidden.numel() * self._hidden.element_size()
         dead = (keys[0] + values[0]) // max(1, self.length) * self.dead
         return keys[0] + values[0] - dead, where[0], keys[1] + values[1] + where[1] + dead
 

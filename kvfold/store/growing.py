@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -53,12 +51,6 @@ class Growing:
             self._buffer[:, :, : self.length] = old[:, :, : self.length]
         self._buffer[:, :, self.length :] = 0
         return self._buffer
-
-    def replaced(self, slots: Tensor, value: float) -> Self:
-        """A copy of a `[B, H, T]` one with `value` at `slots [B, H, K]`."""
-        other = copy.copy(self)
-        other._buffer = self._buffer.scatter(2, slots, value)
-        return other
 
     def crop(self, count: int) -> None:
         """Drops the last `count`; gives room back where it is more than twice the usual."""
