@@ -93,7 +93,8 @@ def state(layer: Any) -> dict[str, Any]:
         for name, tensors in store.named().items()
         for i, tensor in enumerate(tensors)
     }
-    skipped = ("plan", "turn", "owner", "rotation", "store", "last_queries", "sinks", "logical")
+    skipped = {"plan", "turn", "owner", "rotation", "store", "last_queries", "sinks", "logical"}
+    skipped.add("_asked")  # derived from the capacity
     held |= {name: value for name, value in vars(layer).items() if name not in skipped}
     held |= {"seen": layer.logical.seen, "valid": layer.logical.valid}
     held |= {"given": None if layer.sinks is None else layer.sinks.given}
