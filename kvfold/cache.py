@@ -118,12 +118,11 @@ class CompressedCache(compat.Cache):
         """Stores new keys and values of one layer; returns what its attention is to see."""
         forget_pending()
         layer = self.layers[layer_idx]
-        if isinstance(layer, CompressedLayer):
-            self.owner.asked()
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if isinstance(layer, CompressedLayer):
-            keys = hand_out(keys, layer_idx, layer)
-        return keys, values
+        if not isinstance(layer, CompressedLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.owner.asked()
+        keys, values = layer.update(key_states, value_states)
+        return hand_out(keys, layer_idx, layer), values
 
     # --- turns ------------------------------------------------------------------------------
 

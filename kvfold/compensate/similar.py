@@ -94,8 +94,9 @@ def merge_one(
 
 def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
     """The kept entry `[B, H, 1, D]` with a `share [B, H, 1, 1]` of the evicted one in it."""
-    exact = torch.promote_types(kept.dtype, torch.float32)
-    return torch.lerp(kept.to(exact), evicted.to(exact), share.to(exact)).to(kept.dtype)
+    if kept.dtype not in (torch.float32, torch.float64):
+        return torch.lerp(kept.float(), evicted.float(), share).to(kept.dtype)
+    return torch.lerp(kept, evicted.to(kept.dtype), share.to(kept.dtype))
 
 
 def _entry(stored: Tensor, slot: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ class Columns(Growing):
         """Adds `new` entries to every head, in columns from `first` on."""
         end = self.length + new
         if end > self._buffer.shape[2]:
-            self._buffer, self._offset = self._copied(self.rows, end), None
+            self._put(self._copied(self.rows, end))
+            self._offset = None
         if self._offset != first - self.length:
             room = self._buffer[:, :, self.length :]
             room.copy_(_from(first, room.shape[2], room))
@@ -34,13 +35,30 @@ class Columns(Growing):
 
     def put(self, slots: Tensor, column: int) -> None:
         """Writes `column` at `slots [B, H, K]`; what was looked at before shows what it showed."""
-        self._buffer = self._buffer.scatter(2, slots, column)
+        self._put(self._buffer.scatter(2, slots, column))
 
     def crop(self, count: int) -> None:
         buffer = self._buffer
         super().crop(count)
         if self._buffer is not buffer:
             self._offset = None
+
+
+class Hidden(Growing):
+    """What is added to logits `[B, H, T]`: −∞ at holes, 0 elsewhere."""
+
+    def __init__(self, holes: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(torch.zeros_like(holes, dtype=dtype).masked_fill_(holes, -torch.inf))
+        self.reserve(0)  # fills the room with 0
+
+    def shows(self, length: int) -> bool:
+        """Goes on to `length` entries, as long as there is room for them."""
+        self.length = min(length, self._buffer.shape[2])
+        return self.length == length
+
+    def put(self, slots: Tensor) -> None:
+        """Hides the entries at `slots [B, H, K]` as well."""
+        self._buffer.scatter_(2, slots, -torch.inf)
 
 
 class BranchOfColumns(Branch):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.store.branch import Branch
-from kvfold.store.columns import BranchOfColumns, Columns
+from kvfold.store.columns import BranchOfColumns, Columns, Hidden
 from kvfold.store.encoded import Named
 from kvfold.store.growing import Growing, slack
 
@@ -28,7 +28,7 @@ class DenseStore:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = Growing(keys), Growing(values)
         self._positions: Columns | BranchOfColumns | None = None
-        self._hidden: Tensor | None = None  # with room, made when it is first asked for
+        self._hidden: Hidden | None = None  # made when it is first asked for
         self.dead, self.holes = 0, False
 
     @classmethod
@@ -80,11 +80,9 @@ class DenseStore:
         """0, and −∞ at holes `[B, H, T]`, to be added to logits; None where there are no holes."""
         if not self.holes:
             return None
-        if self._hidden is None or self._hidden.shape[2] < self.length:
-            gone = self.positions < 0
-            self._hidden = self.keys.new_zeros(*gone.shape[:2], self.length + slack(self.length))
-            self._hidden[..., : self.length].masked_fill_(gone, -torch.inf)
-        return self._hidden[..., : self.length]
+        if self._hidden is None or not self._hidden.shows(self.length):
+            self._hidden = Hidden(self.positions < 0, self.keys.dtype)
+        return self._hidden.rows
 
     def fork(self) -> DenseStore:
         """One that goes on by itself, and shares all that is stored."""
@@ -120,7 +118,7 @@ class DenseStore:
             self._positions = Columns(self.positions)
         self._positions.put(slot, -1)
         if self._hidden is not None:
-            self._hidden.scatter_(2, slot, -torch.inf)
+            self._hidden.put(slot)
         self.dead, self.holes = self.dead + 1, True
 
     @property
@@ -172,9 +170,8 @@ class DenseStore:
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
         """Bytes of keys and values, of positions, and of slack; `counted` is left as it is."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
-        where = [0, 0] if self._positions is None else list(self._positions.nbytes())
-        if self._hidden is not None:
-            where[0] += self._hidden.numel() * self._hidden.element_size()
+        of_columns = [p.nbytes() for p in (self._positions, self._hidden) if p is not None]
+        where = [sum(each) for each in zip(*of_columns, strict=True)] or [0, 0]
         dead = (keys[0] + values[0]) // max(1, self.length) * self.dead
         return keys[0] + values[0] - dead, where[0], keys[1] + values[1] + where[1] + dead
 

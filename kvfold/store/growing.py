@@ -18,7 +18,7 @@ class Growing:
     def __init__(self, rows: Tensor, room: int | None = None) -> None:
         self.length = rows.shape[2]
         self.room = room
-        self._buffer = self._copied(rows)
+        self._put(self._copied(rows))
 
     @classmethod
     def gathered(cls, rows: Tensor, slots: Tensor, room: int | None = None) -> Growing:
@@ -27,19 +27,27 @@ class Growing:
         grown.length, grown.room = slots.shape[-1], room
         room = grown._capacity(grown.length) - grown.length
         # The room is filled with whatever lies first, so that everything is one copy.
-        grown._buffer = take(rows, F.pad(slots, (0, room)))
+        grown._put(take(rows, F.pad(slots, (0, room))))
         return grown
+
+    def _put(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._shown: Tensor | None = None
 
     @property
     def rows(self) -> Tensor:
         """What is stored `[B, H, T, …]`."""
-        return self._buffer[:, :, : self.length]
+        # Asked for several times in every step, and each view takes a microsecond.
+        shown = self._shown
+        if shown is None or shown.size(2) != self.length:
+            shown = self._shown = self._buffer[:, :, : self.length]
+        return shown
 
     def append(self, rows: Tensor) -> None:
         """Adds `rows [B, H, S, …]`."""
         end = self.length + rows.shape[2]
         if end > self._buffer.shape[2]:
-            self._buffer = self._copied(self.rows, end)
+            self._put(self._copied(self.rows, end))
         self._buffer[:, :, self.length : end] = rows
         self.length = end
 
@@ -47,7 +55,7 @@ class Growing:
         """The whole buffer `[B, H, ≥ T + room, …]`, which is 0 after what is stored."""
         old, end = self._buffer, self.length + room
         if end > old.shape[2]:
-            self._buffer = old.new_empty(*old.shape[:2], end, *old.shape[3:])
+            self._put(old.new_empty(*old.shape[:2], end, *old.shape[3:]))
             self._buffer[:, :, : self.length] = old[:, :, : self.length]
         self._buffer[:, :, self.length :] = 0
         return self._buffer
@@ -57,11 +65,11 @@ class Growing:
         self.length -= count
         usual = self._capacity(self.length) - self.length
         if self._buffer.shape[2] > self.length + 2 * usual:
-            self._buffer = self._copied(self.rows)
+            self._put(self._copied(self.rows))
 
     def index(self, select: Callable[[Tensor], Tensor]) -> None:
         """Applies `select`, a copying selection along the batch axis."""
-        self._buffer = select(self._buffer)
+        self._put(select(self._buffer))
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of what is stored, and of the room left."""
