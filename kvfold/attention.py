@@ -16,7 +16,7 @@ from kvfold.fixed import FixedLayer
 from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments
-from kvfold.kernels.single import attend_packed, attend_with_row
+from kvfold.kernels.single import attend_packed, attend_with_row, mean_of_heads
 from kvfold.layer import CompressedLayer
 from kvfold.mask import physical_mask, valid_columns
 from kvfold.recall import Attended
@@ -168,7 +168,7 @@ def _observed_one(
     )
     sums = squares = None
     if layer.sums_wanted:
-        sums = row.view(len(row), heads, -1, row.shape[-1]).mean(2)
+        sums = mean_of_heads(row, heads)
         squares = sums.square() if layer.plan.stages.needs.column_squares else None
     seen = Attended(
         a.query, a.key, a.value, a.scale, a.softcap, a.sinks, row=row, sums=sums, squares=squares

@@ -3,12 +3,12 @@
 
 from torch import Tensor
 
+from kvfold.kernels.single import mean_of_heads
 from kvfold.observation import Observation
 
 
 def newest_row(seen: Observation, per_head: bool) -> Tensor:
     """The last query's attention `[B, H, T]`: mean over all query heads, or over each group."""
-    row = seen.window_attention(1)[:, :, 0]
-    if per_head:
-        return seen.group_mean(row)
-    return row.mean(1, keepdim=True).expand(-1, seen.keys.shape[1], -1)
+    heads = seen.keys.shape[1]
+    mean = mean_of_heads(seen.window_attention(1), heads if per_head else 1)
+    return mean.expand(-1, heads, -1)
