@@ -37,10 +37,12 @@ _pending = _Pending()
 def hand_out(keys: Tensor, index: int, layer: CompressedLayer) -> Tensor:
     """Marks keys on their way to attention with the layer they come from.
 
-    The mark is on an alias, so that the stored tensor can be copied and saved.
+    The mark is on an alias, so that the stored tensor can be copied and saved. Layers that share
+    entries may see them as they are now when they have become others.
     """
     alias = keys.view(keys.shape)
-    alias._kvfold = (weakref.ref(layer), layer.stored().view())  # type: ignore[attr-defined]
+    view = layer.stored().view() if layer.plan.shared else None
+    alias._kvfold = (weakref.ref(layer), view)  # type: ignore[attr-defined]
     _pending.index, _pending.layer = index, layer
     return alias
 
@@ -75,11 +77,13 @@ def _attention(
     if mark is not None:
         layer, view = mark[0](), mark[1]
     elif pending is not None and _expanded(pending, key, index == module.layer_idx):
-        layer, view = pending, pending.stored().view()
+        layer = pending
     if layer is None:
         return attend(module, query, key, value, attention_mask, **kwargs)
     # A layer that shares another's keys attends to them, but does not decide about them.
-    owns = layer is pending
+    owns, store = layer is pending, layer.stored()
+    if owns or not layer.plan.shared:
+        view = store.view()
     if owns:
         layer.owner.check(module)
         if attention_mask is not None:
@@ -98,7 +102,6 @@ def _attention(
         out = out.transpose(1, 2).contiguous()
     else:
         # A layer that shares entries may see them as they were before.
-        store = layer.stored()
         holes = store.holes if owns and isinstance(store, DenseStore) else None
         mask = physical_mask(attention_mask, view, query, layer.seen, holes)
         plain = kind == "sdpa" and mask is None and softcap is None and sinks is None

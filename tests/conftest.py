@@ -4,6 +4,7 @@
 import contextlib
 import os
 
+import pytest
 import torch
 import transformers
 
@@ -16,3 +17,14 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError):
         import kvfold.kernels.triton  # noqa: F401
     del os.environ["TRITON_INTERPRET"]
+
+from kvfold.kernels import dispatch  # noqa: E402
+
+dispatch.INTERPRETED = False
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels are chosen on a CPU, and interpreted."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)

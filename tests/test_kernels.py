@@ -317,11 +317,11 @@ def test_inputs_are_left_as_they_were(kernel):
     [("triton", False), ("triton", True), ("flash", False), ("torch", False), ("torch", True)],
 )
 @pytest.mark.parametrize("queries", [40, 12])
+@pytest.mark.usefixtures("interpreted")
 def test_every_path_to_column_sums_gives_the_same(queries, path, squares, monkeypatch):
     """Torch's GPU kernel with a stand-in, Triton interpreted."""
     monkeypatch.setattr(columns, "columns_path", lambda *_, **__: path)
     monkeypatch.setattr(swapped, "flash", flash_stand_in)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     dtype = torch.float32 if path == "torch" else torch.float16
     noise = torch.Generator().manual_seed(0)
     query = torch.randn(2, 8, queries, 16, generator=noise).to(dtype)

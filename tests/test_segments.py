@@ -170,13 +170,13 @@ def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, m
 @pytest.mark.parametrize("path", ["triton", "varlen"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("new", [1, 6])
-def test_a_step_on_a_gpu_is_that_of_dense_entries(new, options, path, monkeypatch):
+def test_a_step_on_a_gpu_is_that_of_dense_entries(new, options, path, monkeypatch, request):
     """Triton interpreted; torch's kernel, which takes no softcap, with a stand-in."""
     given = {"softcap": options.get("softcap") if path == "triton" else None}
     if "sinks" in options:
         given["sinks"] = options["sinks"][: HEADS * 4].float()
     if path == "triton":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        request.getfixturevalue("interpreted")
     else:
         monkeypatch.setattr(kernel, "rows_path", lambda *_, **__: "varlen")
         monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in)

@@ -34,9 +34,9 @@ BITS = pytest.mark.parametrize("bits", [2, 4, 8])
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch):
+def interpreter(request):
     if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        request.getfixturevalue("interpreted")
 
 
 @pytest.fixture(autouse=True)
@@ -467,9 +467,9 @@ def test_paths_on_a_cpu(monkeypatch):
             dispatch.gather_path(query),
         ]
 
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     assert paths() == ["torch"] * 4
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
     assert paths() == ["triton"] * 4
     assert dispatch.rows_path(query, rows, softcap=None, masked=True) == "torch"
     assert dispatch.rows_path(query.double(), rows, softcap=None, masked=False) == "torch"

@@ -20,11 +20,13 @@ HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)
 # Bytes of a row: programs hold whole rows in shared memory, and flash kernels know no larger heads.
 LARGEST = 512
+# Triton runs on a CPU where it was told so before it was imported.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_available(tensor: Tensor) -> bool:
     """Whether Triton is installed, and runs where `tensor` is: on a GPU, or interpreted."""
-    interpreted = tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = INTERPRETED and tensor.device.type == "cpu"
     return (tensor.is_cuda or interpreted) and _installed("triton")
 
 

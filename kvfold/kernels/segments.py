@@ -63,14 +63,12 @@ def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
     old = zip(rows.split(1), keys.in_shares(shares), values.in_shares(shares), strict=True)
     parts = [_fused(*each, None, scale) if each[1].numel() else _nothing(each[0]) for each in old]
     new = _fused(grouped.view(batch, -1, *grouped.shape[2:]), *_tails(stored), scale)
-    tails = (part.reshape(segments, 1, *part.shape[2:]).split(1) for part in new)
-    # A segment's shares, then its tail, segment by segment.
+    # Of every segment: its shares, then its tail.
     outs, totals = (
-        torch.cat([part for pair in zip(of_old, tail, strict=True) for part in pair], 1)
-        for of_old, tail in zip(zip(*parts, strict=True), tails, strict=True)
+        torch.cat([torch.cat(of_old), of_new.reshape(segments, 1, *of_new.shape[2:])], 1)
+        for of_old, of_new in zip(zip(*parts, strict=True), new, strict=True)
     )
-    outs = outs.view(segments, shares + 1, *outs.shape[2:])
-    return _merged(outs, totals.view(outs.shape[:3])).view(batch, query_heads, 1, -1)
+    return _merged(outs, totals).view(batch, query_heads, 1, -1)
 
 
 def _one_step_even(query: Tensor, stored: Segments, scale: float) -> Tensor:
@@ -169,7 +167,7 @@ def _fused(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention `[·, H, G, Dv]` and the log-sum-exp of its logits `[·, H, G]`."""
-    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, total = torch._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, attn_mask=mask, scale=scale
     )
     return out, total
