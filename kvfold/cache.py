@@ -120,7 +120,7 @@ class CompressedCache(compat.Cache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.owner.asked()
+        self.owner.asked(first=layer.plan.layer == 0)
         keys, values = layer.update(key_states, value_states)
         return hand_out(keys, layer_idx, layer), values
 

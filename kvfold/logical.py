@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ class Logical:
         """Tokens of each row `[B]`, padding left out."""
         tokens = self.tokens()
         if tokens is None:
-            return torch.full((rows,), self.seen, device=device)
+            return _each(self.seen, rows, device)
         return tokens.sum(-1)
 
     def real(self, columns: Tensor) -> Tensor:
@@ -59,3 +60,9 @@ class Logical:
         """Applies `rows`, a selection along the batch axis."""
         if self.valid is not None:
             self.valid = rows(self.valid)
+
+
+@lru_cache(maxsize=2)
+def _each(seen: int, rows: int, device: torch.device) -> Tensor:
+    """The same for all layers of a forward; nobody writes into it."""
+    return torch.full((rows,), seen, device=device)

@@ -25,9 +25,13 @@ class Owner:
         if self.modules and id(module) not in self.modules:
             raise UnsupportedModel(f"this cache was made for another model (a {self.name})")
 
-    def asked(self) -> None:
-        """A layer hands out keys; raises UnsupportedModel if the last ones went elsewhere."""
-        if self.waiting or (self.config is not None and not compat.is_routed(self.config)):
+    def asked(self, first: bool) -> None:
+        """A layer hands out keys, or the first one of a forward does.
+
+        Raises UnsupportedModel if the last ones went elsewhere, or these will.
+        """
+        lost = first and self.config is not None and not compat.is_routed(self.config)
+        if self.waiting or lost:
             raise UnsupportedModel(
                 "this cache's keys did not come back to kvfold's attention: the last forward "
                 "failed, kvfold.disable(model) was called, or another model used the cache; "

@@ -66,10 +66,10 @@ def merge_one(
     decide: Decide = "head",
 ) -> Change:
     """`merge_similar` of the one entry that leaves while decoding: one kept entry may change."""
-    keys, values = leaving.keys, leaving.values
-    own_key, own_value = _entry(keys, leaving.slot), _entry(values, leaving.slot)
+    keys, values, slot = leaving.keys, leaving.values, leaving.slot
+    own_key, own_value = _entry(keys, slot), _entry(values, slot)
     stored, own = (keys, own_key) if on == "keys" else (values, own_value)
-    similarity, nearest = _nearest_to_one(stored, own, leaving.hidden)
+    similarity, nearest = _nearest_to_one(stored, own, slot, leaving.hidden)
     judged = similarity
     if decide == "head_mean":
         judged = similarity.double().mean(1, keepdim=True).float().expand_as(similarity)
@@ -147,17 +147,18 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
     return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
 
 
-def _nearest_to_one(stored: Tensor, own: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_nearest` for the entry `own [B, H, 1, D]`, among those that are not hidden."""
-    batch, heads, count, size = stored.shape
-    rows, one = stored.flatten(0, 1), own.view(-1, 1, size)
+def _nearest_to_one(
+    stored: Tensor, own: Tensor, slot: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `_nearest` for the entry `own [B, H, 1, D]` at `slot`, among those that are not hidden."""
+    rows, one = stored.flatten(0, 1), own.flatten(0, 1)
     if stored.dtype != torch.float32:
         rows, one = rows.float(), one.float()
-    norms = torch.linalg.vector_norm(rows, dim=-1).clamp_(min=1e-12)
-    cosines = torch.bmm(one, rows.transpose(1, 2)).view(batch, heads, count)
-    best, nearest = cosines.div_(norms.view_as(cosines)).add_(hidden).max(-1, keepdim=True)
-    length = torch.linalg.vector_norm(one, dim=-1).clamp_(min=1e-12)
-    return best.div_(length.view_as(best)).clamp_(max=1.0), nearest
+    norms = torch.linalg.vector_norm(rows, dim=-1).clamp_(min=1e-12).view(hidden.shape)
+    cosines = torch.bmm(one, rows.transpose(1, 2)).view(hidden.shape).div_(norms)
+    nearest = cosines.add_(hidden).argmax(-1, keepdim=True)
+    best = cosines.gather(2, nearest).div_(norms.gather(2, slot))
+    return best.clamp_(max=1.0), nearest
 
 
 def _per_tile(numbers: int) -> int:
