@@ -157,7 +157,7 @@ def test_appending_within_the_slack_moves_nothing(tokens, evicted):
         store.keep(slots)
         lists.keep(slots.tolist())
     at, size = store.keys.data_ptr(), real_bytes(store)
-    room = max(16, (tokens if evicted else tokens + 1) // 32)
+    room = max(16, (tokens if evicted else tokens + 1) // 48)
     for _ in range(room):
         store.append(*lists.append(1), first=lists.seen - 1)
     assert store.keys.data_ptr() == at
@@ -169,9 +169,9 @@ def test_appending_within_the_slack_moves_nothing(tokens, evicted):
 
 
 @pytest.mark.parametrize(
-    ("entries", "room"), [(0, 16), (1, 16), (512, 16), (543, 16), (544, 17), (32_000, 1000)]
+    ("entries", "room"), [(0, 16), (1, 16), (768, 16), (815, 16), (816, 17), (48_000, 1000)]
 )
-def test_slack_is_the_larger_of_16_and_a_32nd(entries, room):
+def test_slack_is_the_larger_of_16_and_a_48th(entries, room):
     assert slack(entries) == room
 
 
