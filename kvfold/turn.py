@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,9 @@ class Turn:
 
     def gather(self, layer: Compression, seen: Observation) -> None:
         """A layer is done; the last one lets all of them compress to sizes shared across them."""
-        self.gathered.append((layer, seen))
+        # As a view, the last queries would keep alive those of the whole prompt.
+        queries = None if seen.queries is None else seen.queries.clone()
+        self.gathered.append((layer, dataclasses.replace(seen, queries=queries)))
         if len(self.gathered) < layer.plan.layers:
             return
         gathered, self.gathered = self.gathered, []

@@ -18,6 +18,7 @@ from kvfold import (
     UnsupportedModel,
     parse,
 )
+from kvfold.turn import Turn
 from tests.budgets import SMALL, needs_driver
 from tests.models import build
 from tests.models import continuation as steps_of
@@ -455,3 +456,19 @@ def test_groups_that_do_not_fill_the_head_are_refused(group):
     message = rf"groups of {group} channels do not fill.*head size 8: choose a group that divides 8"
     with pytest.raises(KvfoldError, match=message):
         Reader(model, cache)(prompts(ALONE)[0])
+
+
+@torch.no_grad()
+def test_layers_that_wait_for_the_others_do_not_keep_the_prompt_s_queries(monkeypatch):
+    held = []
+    gather = Turn.gather
+
+    def watched(turn, layer, seen):
+        gather(turn, layer, seen)
+        held.extend(of_layer.queries for _, of_layer in turn.gathered)
+
+    monkeypatch.setattr(Turn, "gather", watched)
+    model = build("llama")
+    cache = kvfold.CompressedCache(model, "d2o", 0.3)
+    model(torch.randint(5, 190, (1, 60)), past_key_values=cache)
+    assert held and all(q.untyped_storage().nbytes() == q.nbytes for q in held)
