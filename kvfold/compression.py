@@ -117,7 +117,7 @@ class Compression(Held):
                 self._encode_all(seen)
             return
         forced = places < self.protected().view(-1, 1, 1)
-        if isinstance(self.store, SegmentStore) and not self.store.encode.evictable:
+        if isinstance(self.store, SegmentStore) and not self.store.encode.as_they_came:
             forced = forced | self.store.encoded
         chosen = choose(stages, seen, places, forced & (places >= 0), counts)
         self.over_budget = chosen.over_budget
@@ -182,13 +182,18 @@ class Compression(Held):
     ) -> None:
         encode, store = self.plan.stages.encode or Encode(), self.stored()
         self._check_heads(seen)
-        if isinstance(store, SegmentStore) and not encode.evictable:
+        if isinstance(store, SegmentStore) and not encode.as_they_came:
             store.keep(slots)
         else:
             positions = None if self._is_everything(slots) else store.positions
-            self.store = SegmentStore(*store.dense(), positions, slots, encode)
+            entries, taken = store.dense(), slots
             if saved is not None:
-                self.store.replace(*saved)
+                # Changed on the way: one for each of the slots, and taken from there.
+                entries = saved[0], saved[1]
+                positions = store.positions.gather(2, slots.clamp(min=0))
+                places = torch.arange(slots.shape[-1], device=slots.device)
+                taken = places.expand_as(slots).masked_fill(slots < 0, -1)
+            self.store = SegmentStore(*entries, positions, taken, encode)
         # Entries stored as they came need no second look at them, which is a copy.
         observed = seen.at(slots) if self.plan.stages.encode is not None else None
         self.turn.encode(self, decoding=False, seen=observed)

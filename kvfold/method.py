@@ -280,6 +280,16 @@ def parse(spec: str | Method) -> Method:
     return composed
 
 
+def listed(text: str) -> list[str]:
+    """The methods in "snapkv:window=16,kernel=5, knorm:skip_layers=0,1, h2o + merge".
+
+    A comma parts methods where a name follows it, and not an option or a number.
+    """
+    parts = re.split(r",(?=\s*[a-z]\w*\s*(?:[:,+]|$))", text)
+    found = (re.sub(r"\s+,", ",", part.strip(" ,")) for part in parts)
+    return [part for part in found if part]
+
+
 def _parse_one(text: str) -> Method:
     name, _, options = text.partition(":")
     if not name:

@@ -330,7 +330,7 @@ def test_a_packing_packs_keys_and_values_in_their_bits():
     keys, values = packing.keys(segments, None, None), packing.values(segments)
     assert isinstance(keys, PackedKeys) and keys.bits == 2
     assert isinstance(values, PackedValues) and values.bits == 8
-    assert not packing.evictable
+    assert not packing.as_they_came
 
 
 def test_groups_must_fill_the_head_size():
@@ -459,7 +459,7 @@ def test_recent_keys_and_generated_ones_stay_whole():
         assert count(20, 0, False) == 0
         assert count(100, 80, False) == 80
         assert count(500, 68, True) == 68
-    assert not pruning.evictable
+    assert not pruning.as_they_came
 
 
 @DTYPES
@@ -646,7 +646,7 @@ def test_a_turn_is_paired_whole_and_generated_entries_in_blocks():
         assert count(163, 100, True) == 128
         assert count(120, 100, True) == 100
         assert count(10, 0, True) == 0
-    assert pairing.pairs and not pairing.evictable
+    assert pairing.pairs and not pairing.as_they_came
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.eval.run.cell import Cell, Protocol, Subject
 from kvfold.eval.run.job import Job
-from kvfold.eval.run.plan import Wanted, contenders, listed, streams, written
+from kvfold.eval.run.plan import Wanted, contenders, streams, written
 from kvfold.eval.run.result import result
 from kvfold.eval.run.sample import Answer, Outcome, Sample, digest
 from kvfold.eval.run.session import summarize
@@ -244,14 +244,6 @@ def test_samples_and_records_survive_their_files():
 
 
 # --- what is run -------------------------------------------------------------------------------
-
-
-def test_commas_part_methods_and_their_options():
-    text = "snapkv,pyramidkv:window=8,beta=20,h2o + merge:rule=d2o"
-    assert listed(text) == ["snapkv", "pyramidkv:window=8,beta=20", "h2o + merge:rule=d2o"]
-    assert listed(" a , b:c=1 , d=2,e") == ["a", "b:c=1, d=2", "e"]
-    assert listed("") == listed(" , ") == []
-    assert listed("knorm:skip_layers=0/1,h2o") == ["knorm:skip_layers=0/1", "h2o"]
 
 
 def test_everything_is_compared_with_the_same_four():

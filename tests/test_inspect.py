@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 import kvfold
 from kvfold.allocate.density import by_density
 from kvfold.cli import app
-from kvfold.cli.inspect import PAGE, PICTURES, names
+from kvfold.cli.inspect import PAGE, PICTURES
 from kvfold.inspect import pictures
 from kvfold.inspect.document import Document, Needle
 from kvfold.inspect.holding import Holding, heads_per_token, hold
@@ -395,14 +395,3 @@ def test_what_cannot_be_done_is_refused_at_once(
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_commas_inside_options_do_not_separate_methods() -> None:
-    text = "snapkv:window=16,kernel=5, knorm:skip_layers=0,1,kivi:bits=4 + h2o,d2o_official,d2o"
-    assert names(text) == [
-        "snapkv:window=16,kernel=5",
-        "knorm:skip_layers=0,1",
-        "kivi:bits=4 + h2o",
-        "d2o_official",
-        "d2o",
-    ]

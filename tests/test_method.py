@@ -9,7 +9,7 @@ import pytest
 
 import kvfold
 from kvfold import H2O, TOVA, IllegalComposition, KNorm, KvfoldError, PyramidKV, SnapKV, parse
-from kvfold.method import Composition, Method, preset
+from kvfold.method import Composition, Method, listed, preset
 
 NAMES = pytest.mark.parametrize("name", kvfold.methods())
 
@@ -226,3 +226,29 @@ def test_two_methods_cannot_bring_the_same_stage(spec, stage):
 def test_a_composition_made_by_hand_is_checked_too():
     with pytest.raises(IllegalComposition):
         Composition((KNorm(), TOVA())).stages()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "snapkv:window=16,kernel=5, knorm:skip_layers=0,1,kivi:bits=4 + h2o,d2o_official",
+            [
+                "snapkv:window=16,kernel=5",
+                "knorm:skip_layers=0,1",
+                "kivi:bits=4 + h2o",
+                "d2o_official",
+            ],
+        ),
+        (
+            "snapkv,pyramidkv:window=8,beta=20,h2o + merge:rule=d2o",
+            ["snapkv", "pyramidkv:window=8,beta=20", "h2o + merge:rule=d2o"],
+        ),
+        (" a , b:c=1 , d=2,e", ["a", "b:c=1, d=2", "e"]),
+        ("knorm:skip_layers=0/1,h2o", ["knorm:skip_layers=0/1", "h2o"]),
+        ("", []),
+        (" , ", []),
+    ],
+)
+def test_commas_part_methods_and_their_options(text, expected):
+    assert listed(text) == expected

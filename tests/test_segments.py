@@ -167,6 +167,30 @@ def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, m
     assert_close(got, dense(query, *whole, hidden), 2e-6 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("old", "values_old"), [(64, 40), (32, 48), (32, 0)])
+def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkeypatch):
+    """Triton interpreted: nothing is unpacked but what is packed in keys, or in values, alone."""
+    for elsewhere in ("_in_blocks", "_one_step_even"):
+        monkeypatch.setattr(kernel, elsewhere, None)
+    given = {"softcap": options.get("softcap")}
+    if "sinks" in options:
+        given["sinks"] = options["sinks"][: HEADS * 4].float()
+    query = noise(BATCH, HEADS * 4, 1, 16, seed=99, dtype=torch.float32)
+    whole, parts = [], []
+    for packed, count, seed in ((PackedKeys, old, 1), (PackedValues, values_old, 50)):
+        rows = [noise(67, 16, seed=seed + i, dtype=torch.float32) for i in range(BATCH * HEADS)]
+        encoded = packed.of([each[:count] for each in rows], 4, 16)
+        whole.append([torch.cat([encoded.segment(i), r[count:]]) for i, r in enumerate(rows)])
+        tail = [67 - count] * len(rows)
+        parts.append(PartView(encoded, view(rows, tail).tail, tail))
+        monkeypatch.setattr(packed, "rows", None)  # all of it at once
+    got = attend_to_segments(query, Segments(*parts, 1), None, scale=SCALE, **given)
+    hidden = later(1).expand(BATCH, HEADS * 4, -1, -1)
+    assert_close(got, dense(query, *whole, hidden, **given), 5e-6)
+
+
 @pytest.mark.parametrize("path", ["triton", "varlen"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("new", [1, 6])

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from kvfold.kernels import dispatch, swapped, varlen
-from kvfold.store.encoded import Flat
+from kvfold.store import packed as store
+from kvfold.store import rows as rows_of
+from kvfold.store.encoded import Encode, Flat
 from kvfold.store.packed import PackedKeys, PackedValues
+from kvfold.store.segments import SegmentStore
 
 pytest.importorskip("triton")
 from kvfold.kernels.triton import (
@@ -199,7 +202,7 @@ def check_packed(keys, values, query, dtype, softcap=None, size=None, tolerance=
     both = None
     if size is not None:
         lengths = list(map(min, packed_keys.lengths, packed_values.lengths))
-        automatic = BothPacked.of(packed_keys, packed_values)
+        automatic = BothPacked.of(packed_keys.lengths, packed_values.lengths, DEVICE)
         starts = automatic.key_starts, automatic.value_starts, automatic.lengths
         both = BothPacked(*starts, Splits.of(lengths, size, DEVICE))
     out, lse = attend_to_packed(query, packed_keys, packed_values, SCALE, softcap, both=both)
@@ -242,7 +245,8 @@ def test_what_is_packed_in_keys_alone_is_not_looked_at():
 @SIZES
 @BITS
 @pytest.mark.parametrize("group", [32, 128])
-def test_packing_is_that_of_the_store_to_the_bit(size, bits, group):
+def test_packing_is_that_of_plain_torch_to_the_bit(size, bits, group, monkeypatch):
+    monkeypatch.setattr(store, "pack_path", lambda *_: "torch")
     rows = 3 * noise(2 * group, size, seed=bits)
     rows[:group, 3] = 0.7  # constant, in a group of keys
     rows[5] = -2.5  # and in those of values
@@ -270,6 +274,23 @@ def test_packing_bfloat16_is_within_half_a_step(bits):
         error = (kind(*stored, bits, 32).segment(0).double() - rows.double()).abs()
         # A scale of 8 bits may fall short of the whole range by 2⁻⁸ of it.
         assert (error <= scale.max().double() * (0.5 + 2**bits / 2**8) + 0.02).all()
+
+
+def test_what_the_store_packs_goes_through_the_kernel(monkeypatch):
+    """Both kinds, and what is read back since an entry in the middle of a group."""
+    segments = [noise(64, 32, seed=seed) for seed in range(3)]
+    kinds = (PackedKeys, PackedValues)
+    with monkeypatch.context() as patch:
+        for reference in ("quantise", "pack"):
+            patch.setattr(store, reference, None)
+        of_kernel = [kind.of(segments, 4, 32) for kind in kinds]
+    monkeypatch.setattr(store, "pack_path", lambda *_: "torch")
+    expected = [kind.of([rows.cpu() for rows in segments], 4, 32) for kind in kinds]
+    for mine, plain in zip(of_kernel, expected, strict=True):
+        check_same(mine.tensors(), plain)
+        for first in (0, 32, 41, 64):
+            whole = torch.stack([mine.segment(i)[first:] for i in range(3)])
+            assert torch.equal(mine.since(first), whole)
 
 
 def test_packing_nothing():
@@ -363,6 +384,22 @@ def test_gathering_kept_entries(size, value_size, dtype):
         ]
         assert torch.equal(flat, torch.stack(expected))
     assert got[2].tolist() == starts_of(counts).tolist()
+
+
+def test_segments_are_gathered_by_the_kernel(monkeypatch):
+    """Holes, a broken block, and a segment without a whole one."""
+    monkeypatch.setattr(rows_of, "_flat", None)
+    keys, values = noise(1, 3, 60, 32, seed=1), noise(1, 3, 60, 32, seed=2)
+    slots = torch.arange(10, 60, device=DEVICE).repeat(1, 3, 1)
+    slots[0, 1, :40] = slots[0, 2, :18] = -1
+    positions = torch.arange(60, device=DEVICE).expand(1, 3, -1)
+    held = SegmentStore(keys, values, positions, slots, Encode())
+    parts = (held.view().keys, keys), (held.view().values, values)
+    for part, rows in parts:
+        assert part.encoded.lengths == [48, 0, 32] and part.alive == [2, 10, 0]
+        for i in range(3):
+            expected = rows[0, i, slots[0, i][slots[0, i] >= 0]]
+            assert torch.equal(torch.cat(part.pieces(i)), expected)
 
 
 def test_gathering_nothing():

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from kvfold.cli.compress import read_text
-from kvfold.cli.console import size, table
+from kvfold.cli.console import counted, size, table
 from kvfold.cli.run import load
 from kvfold.errors import KvfoldError
 from kvfold.files.many import Document, Made, Settings, work
@@ -51,13 +50,11 @@ def compress_many(
         from kvfold.crew.cluster import cluster
 
         workers = cluster(work(model), ray, None)
-    columns = (TextColumn("documents"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found: list[Made] = []
-    with Progress(*columns, console=shown, transient=True) as bar:
-        task = bar.add_task("documents", total=len(jobs))
+    with counted(shown, "documents", len(jobs)) as done:
         for made in workers(jobs):
             found.append(made)
-            bar.advance(task)
+            done(len(found))
     _show(shown, found)
     if any(made.why for made in found):
         raise typer.Exit(1)

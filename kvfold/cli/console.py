@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Literal
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 WIDTH = 100
@@ -32,6 +40,15 @@ def progress(out: Console) -> Progress:
     """A bar that says what is being done, and goes away when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=out, transient=True)
+
+
+@contextmanager
+def counted(out: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of `total` samples, documents, …, which is told how many are done."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:

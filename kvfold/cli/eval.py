@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
-from kvfold.cli.console import console, table
+from kvfold.cli.console import console, counted, table
 from kvfold.errors import KvfoldError
 
 if TYPE_CHECKING:
@@ -110,8 +109,9 @@ def command(
         from kvfold.eval.run.job import work
         from kvfold.eval.tasks import Request
         from kvfold.frame import token_count
+        from kvfold.method import listed
     # Refused here, before a large model is loaded.
-    contenders = planning.contenders(planning.listed(methods), words(budgets))
+    contenders = planning.contenders(listed(methods), words(budgets))
     network, tokenizer = load(model)
     reads = getattr(network.config, "max_position_embeddings", USUAL)
     readable = max_length or int(reads)
@@ -196,17 +196,10 @@ def _evaluate(screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out
 
     samples = store(out)
     loaded(screen, samples)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
     try:
-        with Progress(*columns, console=screen, transient=True) as bar:
-            task = bar.add_task("samples", total=plan.total)
+        with counted(screen, "samples", plan.total) as show:
             for done in evaluate(plan, samples, crew):
-                bar.update(task, completed=done)
+                show(done)
     except KeyboardInterrupt:
         screen.print(Text(f"stopped; run the same command again and it goes on: {out}"))
         raise typer.Exit(130) from None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -100,9 +99,10 @@ def _text(prompt: str | None, file: Path | None) -> str | None:
 
 
 def names(text: str) -> list[str]:
-    """The methods in `text`; a comma inside a method's options does not separate."""
-    parts = re.split(r",(?=\s*[a-z]\w*\s*(?:[:,+]|$))", text)
-    found = [part for part in (each.strip(" ,") for each in parts) if part]
+    """The methods in `text`, each once."""
+    from kvfold.method import listed
+
+    found = listed(text)
     if not found:
         raise KvfoldError("no methods: write for example --methods snapkv,kvzip")
     return list(dict.fromkeys(found))

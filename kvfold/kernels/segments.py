@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvfold.kernels.dispatch import Path, rows_path
+from kvfold.kernels.dispatch import Path, packed_path, rows_path
 from kvfold.kernels.varlen import attend_to_rows_varlen
 from kvfold.store.encoded import BLOCK, Flat
+from kvfold.store.packed import PackedKeys, PackedValues
 from kvfold.store.segments import Segments
+
+if TYPE_CHECKING:
+    from kvfold.kernels.triton.packed import BothPacked
 
 QUERIES = 128
 
@@ -36,12 +41,16 @@ def attend_to_segments(
     if flat and query.shape[2] == 1 and mask is None and min(stored.keys.alive) > 0:
         path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
         if path != "torch":
-            return _one_step_on_gpu(query, stored, scale, softcap, sinks, path)
+            return _one_step_of_rows(query, stored, scale, softcap, sinks, path)
         same = query.shape[-1] == stored.values.tail.shape[-1]
         if softcap is None and sinks is None and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
-    plain = mask is None and softcap is None and sinks is None
-    if query.shape[2] == 1 and plain and stored.keys.even and stored.values.even:
+    even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
+    if even and _both_packed(stored):
+        size = stored.values.tail.shape[-1]
+        if packed_path(query, value_size=size, masked=False) == "triton":
+            return _one_step_of_packed(query, stored, scale, softcap, sinks)
+    if even and softcap is None and sinks is None:
         return _one_step_even(query, stored, scale)
     return _in_blocks(query, stored, mask, scale, softcap, sinks)
 
@@ -90,7 +99,7 @@ def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
 
 
-def _one_step_on_gpu(
+def _one_step_of_rows(
     query: Tensor,
     stored: Segments,
     scale: float,
@@ -98,8 +107,8 @@ def _one_step_on_gpu(
     sinks: Tensor | None,
     path: Path,
 ) -> Tensor:
-    """As `_one_step`, all segments in one launch; softcap and sinks too."""
-    batch, query_heads, _, size = query.shape
+    """As `_one_step`, all segments in one launch on a GPU; softcap and sinks too."""
+    batch, _, _, size = query.shape
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, Flat) and isinstance(values, Flat)
     rows = query.reshape(len(keys.lengths), -1, size)
@@ -114,28 +123,81 @@ def _one_step_on_gpu(
         out, total = attend_to_rows_varlen(
             rows, keys.rows, values.rows, keys.starts, longest, scale
         )
-    tail = _tail(rows.unflatten(0, (batch, -1)), stored, scale, softcap)
-    outs, totals = [out.float(), tail[0]], [total, tail[1]]
+    tail = _attended(rows.unflatten(0, (batch, -1)), *_tails(stored), scale, softcap)
+    newest = tail[0].flatten(0, 1), tail[1].flatten(0, 1)
+    return _joined(query, (out, total), newest, sinks)
+
+
+def _both_packed(stored: Segments) -> bool:
+    keys, values = stored.keys.encoded, stored.values.encoded
+    return isinstance(keys, PackedKeys) and isinstance(values, PackedValues)
+
+
+def _one_step_of_packed(
+    query: Tensor, stored: Segments, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """As `_one_step_even`, in one launch on a GPU over all that is packed, which stays packed.
+
+    Beside it are the entries of which the key or the value is not packed: few at any length.
+    """
+    from kvfold.kernels.triton.packed import attend_to_packed
+
+    keys, values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(keys, PackedKeys) and isinstance(values, PackedValues)
+    segments, lengths = len(keys.lengths), (keys.lengths[0], values.lengths[0])
+    rows = query.reshape(segments, -1, query.shape[-1])
+    both = _even_lengths(segments, *lengths, query.device)
+    packed = attend_to_packed(rows, keys, values, scale, softcap, both=both)
+    new_keys, new_values = (
+        torch.cat([encoded.since(min(lengths)), part.newest], 1)
+        for encoded, part in ((keys, stored.keys), (values, stored.values))
+    )
+    newest = _attended(rows, new_keys, new_values, None, scale, softcap)
+    return _joined(query, packed, newest, sinks)
+
+
+@lru_cache(maxsize=16)
+def _even_lengths(segments: int, keys: int, values: int, device: torch.device) -> BothPacked:
+    from kvfold.kernels.triton.packed import BothPacked
+
+    return BothPacked.of([keys] * segments, [values] * segments, device)
+
+
+def _joined(
+    query: Tensor,
+    old: tuple[Tensor, Tensor],
+    newest: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention `[B, Hq, 1, Dv]` from that to old and newest entries.
+
+    Each is an output `[S, G, Dv]` with the log-sum-exp `[S, G]` of its logits.
+    """
+    outs, totals = [old[0].float(), newest[0]], [old[1], newest[1]]
     if sinks is not None:
         # They take their share of the weight and have nothing to give.
-        outs.append(torch.zeros_like(tail[0]))
-        totals.append(sinks.float().view(-1, rows.shape[1]).repeat(batch, 1))
+        outs.append(torch.zeros_like(newest[0]))
+        groups = newest[1].shape[1]
+        totals.append(sinks.float().view(-1, groups).repeat(len(query), 1))
     merged = _merged(torch.stack(outs, 1), torch.stack(totals, 1))
-    return merged.to(query.dtype).view(batch, query_heads, 1, -1)
+    return merged.to(query.dtype).view(*query.shape[:3], -1)
 
 
-def _tail(
-    query: Tensor, stored: Segments, scale: float, softcap: float | None
+def _attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    hidden: Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention `[S, G, Dv]` of `query [B, H, G, D]` to the tails, and log-sum-exp `[S, G]`."""
-    keys, values, hidden = _tails(stored)
+    """Attention `[…, G, Dv]` of `query […, G, D]`, and the log-sum-exp `[…, G]`, float32."""
     logits = (query @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:
         logits = logits + hidden
-    out = logits.softmax(-1) @ values.float()
-    return out.flatten(0, 1), logits.logsumexp(-1).flatten(0, 1)
+    return logits.softmax(-1) @ values.float(), logits.logsumexp(-1)
 
 
 def _tails(stored: Segments) -> tuple[Tensor, Tensor, Tensor | None]:

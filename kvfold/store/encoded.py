@@ -136,12 +136,12 @@ class EntrySize:
 class Encode:
     """How a layer's entries are stored; this one leaves them as they came, in whole blocks.
 
-    Counts are of a segment's oldest entries; the newer ones wait outside, as they came. `evictable`
-    says whether later turns may evict what is encoded, `pairs` whether two layers are encoded
-    together.
+    Counts are of a segment's oldest entries; the newer ones wait outside, as they came.
+    `as_they_came` says whether the older ones lie there so as well, and may be evicted by later
+    turns, `pairs` whether two layers are encoded together.
     """
 
-    evictable: ClassVar[bool] = True
+    as_they_came: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
 
     def of_layer(self, layer: int, layers: int) -> Encode | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
+from kvfold.kernels.dispatch import pack_path
 from kvfold.observation import Observation
 from kvfold.store.encoded import POSITION_BYTES, Encode, Encoded, EntrySize, Flat, Named
 
@@ -72,6 +73,26 @@ def _spread(words: Tensor, bits: int) -> Tensor:
     return codes
 
 
+def _pack_keys(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Words `[n·bits/32, D]`, scale and minimum `[n/group, D]` of keys `[n, D]`."""
+    if pack_path(rows, group) == "triton":
+        from kvfold.kernels.triton.pack import pack_keys
+
+        return pack_keys(rows, bits, group)
+    codes, scale, minimum = quantise(rows.unflatten(0, (len(rows) // group, group)), bits, 1)
+    return pack(codes.flatten(0, 1), bits, 0), scale.squeeze(1), minimum.squeeze(1)
+
+
+def _pack_values(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Words `[n, Dv·bits/32]`, scale and minimum `[n, Dv/group]` of values `[n, Dv]`."""
+    if pack_path(rows, group) == "triton":
+        from kvfold.kernels.triton.pack import pack_values
+
+        return pack_values(rows, bits, group)
+    codes, scale, minimum = quantise(rows.unflatten(1, (-1, group)), bits, 2)
+    return pack(codes.flatten(1), bits, 1), scale.squeeze(2), minimum.squeeze(2)
+
+
 @dataclass(frozen=True)
 class _Packed:
     """Packed codes, and scale and minimum of each group of `group` numbers."""
@@ -110,8 +131,23 @@ class _Packed:
     def segments(self) -> tuple[Tensor, ...]:
         return self.rows.split(self.lengths)
 
+    def since(self, first: int) -> Tensor:
+        """Entries from `first` on `[S, n, D]` of segments that all have the same length."""
+        words, groups, surplus = self._at(first)
+        parts = zip((self.words, self.scale, self.minimum), (words, groups, groups), strict=True)
+        of_segments = (
+            part.rows.view(len(part.lengths), -1, part.rows.shape[1])[:, start:]
+            for part, start in parts
+        )
+        rows = self._decoded(*(part.flatten(0, 1) for part in of_segments))
+        return rows.view(len(self.lengths), -1, rows.shape[1])[:, surplus:]
+
     @property
     def lengths(self) -> list[int]:
+        raise NotImplementedError
+
+    def _at(self, entry: int) -> tuple[int, int, int]:
+        """The rows of words and of groups with this entry of a segment, and its place in them."""
         raise NotImplementedError
 
     def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
@@ -144,13 +180,12 @@ class PackedKeys(_Packed):
         """From each segment's keys `[n, D]`, n a multiple of `group`."""
         lengths = [len(segment) for segment in segments]
         assert not any(n % group for n in lengths)
-        rows = torch.cat(segments)
-        codes, scale, minimum = quantise(rows.unflatten(0, (len(rows) // group, group)), bits, 1)
+        words, scale, minimum = _pack_keys(torch.cat(segments), bits, group)
         groups = [n // group for n in lengths]
         return cls(
-            Flat(pack(codes.flatten(0, 1), bits, 0), [n * bits // 32 for n in lengths]),
-            Flat(scale.squeeze(1), groups),
-            Flat(minimum.squeeze(1), groups),
+            Flat(words, [n * bits // 32 for n in lengths]),
+            Flat(scale, groups),
+            Flat(minimum, groups),
             bits,
             group,
         )
@@ -158,6 +193,10 @@ class PackedKeys(_Packed):
     @cached_property
     def lengths(self) -> list[int]:
         return [n * self.group for n in self.scale.lengths]
+
+    def _at(self, entry: int) -> tuple[int, int, int]:
+        before, inside = divmod(entry, self.group)
+        return before * self.group * self.bits // 32, before, inside
 
     def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         codes = unpack(words, self.bits, 0)
@@ -183,18 +222,15 @@ class PackedValues(_Packed):
                 f"groups of {group} channels do not fill values of head size {size}: "
                 f"choose a group that divides {size}"
             )
-        codes, scale, minimum = quantise(rows.unflatten(1, (size // group, group)), bits, 2)
-        return cls(
-            Flat(pack(codes.flatten(1), bits, 1), lengths),
-            Flat(scale.squeeze(2), lengths),
-            Flat(minimum.squeeze(2), lengths),
-            bits,
-            group,
-        )
+        words, scale, minimum = _pack_values(rows, bits, group)
+        return cls(Flat(words, lengths), Flat(scale, lengths), Flat(minimum, lengths), bits, group)
 
     @property
     def lengths(self) -> list[int]:
         return self.words.lengths
+
+    def _at(self, entry: int) -> tuple[int, int, int]:
+        return entry, entry, 0
 
     def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         codes = unpack(words, self.bits, 1)
@@ -210,7 +246,7 @@ class Packing(Encode):
     value_bits: int = 4
     group: int = 32
     residual: int = 128
-    evictable: ClassVar[bool] = False
+    as_they_came: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for bits in (self.key_bits, self.value_bits):

@@ -163,7 +163,7 @@ class Pairing(Encode):
     gamma: float = 0.05
     start: float = 0.5
     block: int = 64
-    evictable: ClassVar[bool] = False
+    as_they_came: ClassVar[bool] = False
     pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

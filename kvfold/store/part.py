@@ -32,9 +32,14 @@ class PartView:
         lengths = [] if self.encoded is None else self.encoded.lengths
         return len(set(self.alive)) == 1 and len(set(lengths)) <= 1
 
+    @property
+    def newest(self) -> Tensor:
+        """The entries `[B·H, n, D]` of even segments that are not encoded."""
+        return self.tail[:, :, self.tail.shape[2] - self.alive[0] :].flatten(0, 1)
+
     def rectangles(self) -> list[Tensor]:
         """The entries `[B·H, n, D]` of even segments in order, in one or two pieces."""
-        tail = self.tail[:, :, self.tail.shape[2] - self.alive[0] :].flatten(0, 1)
+        tail = self.newest
         if self.encoded is None:
             return [tail]
         return [self.encoded.rows.view(len(tail), self.encoded.lengths[0], tail.shape[-1]), tail]
@@ -71,6 +76,13 @@ class Part:
         """Takes the entries of `rows [B, H, T, D]` at `slots [B, H, K]`, holes (−1) on the left."""
         self.encoded: Encoded | None = None
         self._take(rows, slots)
+
+    @classmethod
+    def begun(cls, encoded: Encoded, rows: Tensor, slots: Tensor) -> Part:
+        """What is encoded already, and the entries of `rows` at `slots` after it."""
+        part = cls(rows, slots)
+        part.encoded = encoded
+        return part
 
     @classmethod
     def from_named(cls, parts: Named, heads: int, encoded: Callable[[Named, int], Encoded]) -> Part:

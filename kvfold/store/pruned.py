@@ -99,7 +99,7 @@ class Pruning(Encode):
     ratio: float = 0.4
     recent: int = 32
     queries: int = 32
-    evictable: ClassVar[bool] = False
+    as_they_came: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:

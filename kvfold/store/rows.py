@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.kernels.dispatch import gather_path
+
 
 def take(entries: Tensor, slots: Tensor) -> Tensor:
     """`entries [B, H, T, D]` in `slots [B, H, K]`: a copy `[B, H, K, D]`.
@@ -13,9 +15,37 @@ def take(entries: Tensor, slots: Tensor) -> Tensor:
     A hole (−1) holds whatever lies first. Rows are copied whole: `gather` with an index for every
     number takes ten times as long.
     """
-    batch, heads, _, size = entries.shape
+    size = entries.shape[-1]
     if not entries.numel():
         return entries.new_zeros(*slots.shape, size)
+    rows, index = _rows(entries, slots)
+    return rows.index_select(0, index.flatten()).view(*slots.shape, size)
+
+
+def take_flat(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries of keys `[B, H, T, D]` and values `[B, H, T, Dv]` at the `slots [B, H, K]`.
+
+    Copies `[N, D]` and `[N, Dv]`, one segment (a row's head) after the other; holes (−1), on the
+    left, leave nothing.
+    """
+    if gather_path(keys) == "triton":
+        from kvfold.kernels.triton.gather import gather_rows
+
+        return gather_rows(keys, values, slots)[:2]
+    real = slots >= 0
+    return _flat(keys, slots, real), _flat(values, slots, real)
+
+
+def _flat(entries: Tensor, slots: Tensor, real: Tensor) -> Tensor:
+    if not entries.numel():
+        return entries.new_zeros(0, entries.shape[-1])
+    rows, index = _rows(entries, slots)
+    return rows.index_select(0, index[real])
+
+
+def _rows(entries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory as rows `[·, D]`, and in which of them the entries at `slots [B, H, K]` are."""
+    batch, heads, _, size = entries.shape
     entries = _of_whole_rows(entries)
     per_row, per_head, per_entry = (stride // size for stride in entries.stride()[:3])
     ends = zip(entries.shape[:3], (per_row, per_head, per_entry), strict=True)
@@ -23,8 +53,7 @@ def take(entries: Tensor, slots: Tensor) -> Tensor:
     rows = entries.as_strided((last + 1, size), (size, 1))
     row = torch.arange(batch, device=slots.device).view(-1, 1, 1) * per_row
     head = torch.arange(heads, device=slots.device).view(-1, 1) * per_head
-    index = slots.clamp(min=0) * per_entry + (row + head)
-    return rows.index_select(0, index.flatten()).view(*slots.shape, size)
+    return rows, slots.clamp(min=0) * per_entry + (row + head)
 
 
 def _of_whole_rows(entries: Tensor) -> Tensor:

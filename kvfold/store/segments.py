@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kvfold.observation import Observation
-from kvfold.store.encoded import Encode, Named
+from kvfold.store.encoded import Encode, Flat, Named
 from kvfold.store.paired import Paired, Pairing, extend_pair
 from kvfold.store.part import Part, PartView
+from kvfold.store.rows import take_flat
 
 # While decoding, values are encoded in lots: each lot copies what is encoded once.
 LOT = 32
@@ -47,8 +48,17 @@ class SegmentStore:
         """
         self.rows, self.heads = keys.shape[:2]
         self.encode = encode
-        self._keys, self._values = Part(keys, slots), Part(values, slots)
         self._settle(positions, slots)
+        if encode.as_they_came:
+            lengths = [encode.key_count(entries, 0, decoding=False) for entries in self._counts]
+            old, newest = _divided(slots, self._counts, lengths)
+            flat = take_flat(keys, values, old)
+            self._keys, self._values = (
+                Part.begun(Flat(of_old, lengths), rows, newest)
+                for of_old, rows in zip(flat, (keys, values), strict=True)
+            )
+        else:
+            self._keys, self._values = Part(keys, slots), Part(values, slots)
 
     @classmethod
     def from_named(
@@ -219,11 +229,6 @@ class SegmentStore:
             assert isinstance(own.encoded, Paired) and isinstance(other.encoded, Paired)
             own.encoded = replace(own.encoded, shared=other.encoded.shared)
 
-    def replace(self, keys: Tensor, values: Tensor) -> None:
-        """Puts `keys` and `values` `[B, H, T, D]`, filled up on the left, in the tail's place."""
-        self.keys.copy_(keys)
-        self.values.copy_(values)
-
     def crop(self, count: int) -> None:
         """Drops the last `count` entries, all of them new."""
         self._new -= count
@@ -260,3 +265,19 @@ class SegmentStore:
     def _encoded_tensors(self) -> list[Tensor]:
         parts = (self._keys.encoded, self._values.encoded)
         return [tensor for part in parts if part is not None for tensor in part.tensors()]
+
+
+def _divided(slots: Tensor, counts: list[int], old: list[int]) -> tuple[Tensor, Tensor]:
+    """Slots `[B, H, K]`, holes on the left, of each segment's oldest entries and of the others.
+
+    Segment i has `counts[i]` entries, of which `old[i]` go into the first part.
+    """
+    width = slots.shape[-1]
+    new = torch.tensor([n - m for n, m in zip(counts, old, strict=True)], device=slots.device)
+    new = new.view(*slots.shape[:2], 1)
+    place = torch.arange(width, device=slots.device)
+    newest = slots.masked_fill(place < width - new, -1)
+    # Moved to the right, where the newest ones were.
+    before = place - new
+    oldest = slots.gather(2, before.clamp(min=0)).masked_fill(before < 0, -1)
+    return oldest, newest

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -19,20 +18,6 @@ from kvfold.eval.tasks import Record, Request, Task, Unreadable
 from kvfold.method import parse
 
 Contender = tuple[str, str | None]
-
-
-def listed(text: str) -> list[str]:
-    """The methods in "snapkv, knorm:skip_layers=0/1, h2o + merge": commas part methods.
-
-    A parameter may follow a comma too: "pyramidkv:window=8,beta=20" is one method.
-    """
-    found: list[str] = []
-    for piece in text.split(","):
-        if found and "=" in piece and not re.match(r"[^=]*[:+]", piece):
-            found[-1] += f",{piece}"
-        elif piece.strip():
-            found.append(piece.strip())
-    return found
 
 
 def contenders(methods: Sequence[str], budgets: Sequence[str]) -> list[Contender]:

@@ -4,6 +4,7 @@
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,17 +32,19 @@ class BothPacked:
     splits: Splits
 
     @classmethod
-    def of(cls, keys: PackedKeys, values: PackedValues) -> BothPacked:
-        """Worth keeping: it takes copies to the device, and holds until something is packed."""
-        device = keys.words.rows.device
-        lengths = [min(both) for both in zip(keys.lengths, values.lengths, strict=True)]
+    def of(cls, keys: Sequence[int], values: Sequence[int], device: torch.device) -> BothPacked:
+        """Of segments with so many packed keys and values.
 
-        def starts(of_segments: list[int]) -> Tensor:
+        Worth keeping: it takes copies to the device, and holds until something is packed.
+        """
+        lengths = [min(both) for both in zip(keys, values, strict=True)]
+
+        def starts(of_segments: Sequence[int]) -> Tensor:
             return torch.tensor([0, *accumulate(of_segments[:-1])], device=device)
 
         return cls(
-            starts(keys.lengths),
-            starts(values.lengths),
+            starts(keys),
+            starts(values),
             torch.tensor(lengths, device=device),
             Splits.of(lengths, device=device),
         )
@@ -61,7 +64,8 @@ def attend_to_packed(
     Attends to the entries of which key and value are packed; without any: 0 and −inf.
     """
     _, groups, size = query.shape
-    both = BothPacked.of(keys, values) if both is None else both
+    if both is None:
+        both = BothPacked.of(keys.lengths, values.lengths, keys.words.rows.device)
     value_words, value_groups = values.words.rows.shape[1], values.scale.rows.shape[1]
     value_size = value_groups * values.group
     parts, sums = both.splits.room(groups, value_size)
