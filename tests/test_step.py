@@ -106,6 +106,8 @@ def test_one_entry_is_merged_as_in_an_eviction(weights, on, decide):
     state = None
     merged = 0
     for step in range(20):
+        if step == 3:
+            state[1, 2] = torch.nan  # as if this head had not evicted yet
         slot = torch.randint(5, stored, (batch, heads, 1), generator=torch.manual_seed(step))
         stay = [
             [s for s in range(stored) if positions[b, h, s] >= 0 and s != slot[b, h, 0]]

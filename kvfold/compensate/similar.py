@@ -67,40 +67,47 @@ def merge_one(
 ) -> Change:
     """`merge_similar` of the one entry that leaves while decoding: one kept entry may change."""
     keys, values, slot = leaving.keys, leaving.values, leaving.slot
-    own_key, own_value = _entry(keys, slot), _entry(values, slot)
+    own_key, own_value = _entries(keys, values, slot)
     stored, own = (keys, own_key) if on == "keys" else (values, own_value)
     similarity, nearest = _nearest_to_one(stored, own, slot, leaving.hidden)
     judged = similarity
     if decide == "head_mean":
         judged = similarity.double().mean(1, keepdim=True).float().expand_as(similarity)
-    threshold = judged.squeeze(-1)
+    threshold = judged
     if leaving.state is not None:
-        moved = torch.lerp(leaving.state, threshold, beta)
-        threshold = moved.where(leaving.state == leaving.state, threshold)  # NaN is no state
-    merged = judged >= threshold[..., None]
+        before = leaving.state[..., None]
+        moved = torch.lerp(before, judged, beta)
+        threshold = moved.where(before == before, judged)  # NaN: there was none
+    merged = (judged >= threshold)[..., None]
+    similarity = similarity[..., None]
     if weights == "softmax":
-        share = (similarity - 1).sigmoid() * merged
+        share = (similarity - 1).sigmoid_().mul_(merged)
     else:
         share = 0.5 * merged
         if weights == "official":
-            own_key, own_value = own_key * similarity[..., None], own_value * similarity[..., None]
+            own_key, own_value = own_key * similarity, own_value * similarity
+    kept_key, kept_value = _entries(keys, values, nearest)
     return Change(
         nearest,
-        _blended(_entry(keys, nearest), own_key, share[..., None]),
-        _blended(_entry(values, nearest), own_value, share[..., None]),
-        threshold,
+        _blended(kept_key, own_key, share),
+        _blended(kept_value, own_value, share),
+        threshold.squeeze(-1),
     )
 
 
 def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
     """The kept entry `[B, H, 1, D]` with a `share [B, H, 1, 1]` of the evicted one in it."""
-    if kept.dtype not in (torch.float32, torch.float64):
-        return torch.lerp(kept.float(), evicted.float(), share).to(kept.dtype)
-    return torch.lerp(kept, evicted.to(kept.dtype), share.to(kept.dtype))
+    if kept.dtype == evicted.dtype == share.dtype:
+        return torch.lerp(kept, evicted, share)
+    exact = torch.promote_types(kept.dtype, torch.float32)
+    return torch.lerp(kept.to(exact), evicted.to(exact), share.to(exact)).to(kept.dtype)
 
 
-def _entry(stored: Tensor, slot: Tensor) -> Tensor:
-    return stored.gather(2, _wide(slot, stored))
+def _entries(keys: Tensor, values: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """The key and the value at `slot [B, H, 1]`."""
+    index = _wide(slot, keys)
+    same = keys.shape[-1] == values.shape[-1]
+    return keys.gather(2, index), values.gather(2, index if same else _wide(slot, values))
 
 
 def _reached(

@@ -128,8 +128,10 @@ class DenseStore:
 
     def change(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
         """Puts keys `[B, H, 1, D]` and values `[B, H, 1, Dv]` in the place of those at `slot`."""
-        for rows, new in ((self.keys, keys), (self.values, values)):
-            rows.scatter_(2, slot[..., None].expand_as(new), new)
+        index = slot[..., None].expand_as(keys)
+        self.keys.scatter_(2, index, keys)
+        same = keys.shape == values.shape
+        self.values.scatter_(2, index if same else slot[..., None].expand_as(values), values)
 
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries in `slots [B, H, K]`, ascending; −1 stands for a hole.
