@@ -25,25 +25,27 @@ from kvfold.store.segments import Segments, SegmentStore
 
 
 class _Pending(threading.local):
-    """The layer whose keys were just updated; for models that transform them before attention."""
+    """The layer whose keys were just updated, and these keys."""
 
     index: int | None = None
     layer: CompressedLayer | FixedLayer | None = None
+    keys: weakref.ref[Tensor] | None = None
 
 
 _pending = _Pending()
 
 
 def hand_out(keys: Tensor, index: int, layer: CompressedLayer) -> Tensor:
-    """Marks keys on their way to attention with the layer they come from.
+    """Remembers keys on their way to attention, and the layer they come from.
 
-    The mark is on an alias, so that the stored tensor can be copied and saved. Layers that share
-    entries may see them as they are now when they have become others.
+    Keys that several layers attend to are marked with it, and with what is stored now, which may
+    have changed by then; the mark is on an alias, so that what is stored can be copied and saved.
     """
+    _pending.index, _pending.layer, _pending.keys = index, layer, weakref.ref(keys)
+    if not layer.plan.shared:
+        return keys
     alias = keys.view(keys.shape)
-    view = layer.stored().view() if layer.plan.shared else None
-    alias._kvfold = (weakref.ref(layer), view)  # type: ignore[attr-defined]
-    _pending.index, _pending.layer = index, layer
+    alias._kvfold = (weakref.ref(layer), layer.stored().view())  # type: ignore[attr-defined]
     return alias
 
 
@@ -54,7 +56,7 @@ def expect(index: int, layer: FixedLayer) -> None:
 
 def forget_pending() -> None:
     """Clears the mark left by an update whose attention never came."""
-    _pending.index = _pending.layer = None
+    _pending.index = _pending.layer = _pending.keys = None
 
 
 def _attention(
@@ -67,23 +69,22 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     attend = compat.delegate(kind, module)
-    index, pending = _pending.index, _pending.layer
+    index, pending, handed = _pending.index, _pending.layer, _pending.keys
     forget_pending()
     if isinstance(pending, FixedLayer):
         return pending.attend(module, query, kwargs), None
     mark = getattr(key, "_kvfold", None)
     layer: CompressedLayer | None = None
-    view: Tensor | Segments | None = None
     if mark is not None:
-        layer, view = mark[0](), mark[1]
-    elif pending is not None and _expanded(pending, key, index == module.layer_idx):
-        layer = pending
+        layer = mark[0]()
+    elif pending is not None:
+        same = handed is not None and handed() is key
+        if same or _expanded(pending, key, index == module.layer_idx):
+            layer = pending
     if layer is None:
         return attend(module, query, key, value, attention_mask, **kwargs)
     # A layer that shares another's keys attends to them, but does not decide about them.
-    owns, store = layer is pending, layer.stored()
-    if owns or not layer.plan.shared:
-        view = store.view()
+    owns = layer is pending
     if owns:
         layer.owner.check(module)
         if attention_mask is not None:
@@ -96,19 +97,18 @@ def _attention(
         out, attended = _observed_one(layer, attended, attention_mask)
     elif owns and (layer.sums_wanted or layer.turn.repeating is not None):
         out, attended = _observed(layer, attended, attention_mask)
-    elif isinstance(view, Segments):
-        newest = None if attention_mask is None else _newest(attention_mask, layer.seen, view.new)
-        out = attend_to_segments(query, view, newest, scale=scale, softcap=softcap, sinks=sinks)
-        out = out.transpose(1, 2).contiguous()
+    elif owns and kind == "sdpa" and layer.shows_all(attended, attention_mask):
+        # Nothing left of the stock cache to be identical to, and faster than the delegate.
+        out = attend_packed(query, key, value, scale).transpose(1, 2)
     else:
-        # A layer that shares entries may see them as they were before.
-        holes = store.holes if owns and isinstance(store, DenseStore) else None
-        mask = physical_mask(attention_mask, view, query, layer.seen, holes)
-        plain = kind == "sdpa" and mask is None and softcap is None and sinks is None
-        if plain and view is not None and query.shape[2] == 1:
-            # Nothing left of the stock cache to be identical to, and faster than the delegate.
-            out = attend_packed(query, key, value, scale).transpose(1, 2)
+        store = layer.stored()
+        view = store.view() if mark is None else mark[1]
+        if isinstance(view, Segments):
+            out = _attend_to_segments(layer, view, attended, attention_mask)
         else:
+            # A layer that shares entries may see them as they were before.
+            holes = store.holes if owns and isinstance(store, DenseStore) else None
+            mask = physical_mask(attention_mask, view, query, layer.seen, holes)
             out, weights = attend(module, query, key, value, mask, **kwargs)
     if owns:
         layer.finish(attended)
@@ -117,9 +117,14 @@ def _attention(
     return out, weights
 
 
-def _newest(mask: Tensor, seen: int, new: int) -> Tensor:
-    """The part of a logical mask `[B, ·, S, N]` that is about the last `new` columns."""
-    return mask[..., seen - new : seen]
+def _attend_to_segments(
+    layer: CompressedLayer, view: Segments, attended: Attended, mask: Tensor | None
+) -> Tensor:
+    a = attended
+    # Of a logical mask, the part that is about the segments' last columns.
+    newest = None if mask is None else mask[..., layer.seen - view.new : layer.seen]
+    out = attend_to_segments(a.query, view, newest, scale=a.scale, softcap=a.softcap, sinks=a.sinks)
+    return out.transpose(1, 2).contiguous()
 
 
 def _observed(

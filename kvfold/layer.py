@@ -45,6 +45,14 @@ class CompressedLayer(Holding):
         """Whether this forward's column sums will be used."""
         return self.plan.stages.needs.column_sums and not self.turn.frozen
 
+    def shows_all(self, attended: Attended, mask: Tensor | None) -> bool:
+        """Whether a single query plainly attends to all that is stored, wherever it stood."""
+        store, single = self.store, attended.query.shape[2] == 1
+        if not single or mask is not None or not isinstance(store, DenseStore):
+            return False
+        plain = attended.softcap is None and attended.sinks is None
+        return plain and store.moved and not store.holes
+
     def counted(self, new: int) -> Tensor | None:
         """Which of the last `new` queries are tokens `[B, S]`; None: all are."""
         return None if self.logical.valid is None else self.logical.valid[:, -new:]

@@ -68,6 +68,11 @@ class DenseStore:
         return None if self._positions is None else self._positions.rows
 
     @property
+    def moved(self) -> bool:
+        """Whether entry i may be another column than i."""
+        return self._positions is not None
+
+    @property
     def positions(self) -> Tensor:
         """Positions as int64 `[B, H, T]`."""
         if self._positions is not None:
