@@ -16,7 +16,7 @@ from kvfold.fixed import FixedLayer
 from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments
-from kvfold.kernels.single import attend_packed, attend_with_row, mean_of_heads
+from kvfold.kernels.single import attend_single, attend_with_row, mean_of_heads
 from kvfold.layer import CompressedLayer
 from kvfold.mask import physical_mask, valid_columns
 from kvfold.recall import Attended
@@ -99,7 +99,7 @@ def _attention(
         out, attended = _observed(layer, attended, attention_mask)
     elif owns and kind == "sdpa" and layer.shows_all(attended, attention_mask):
         # Nothing left of the stock cache to be identical to, and faster than the delegate.
-        out = attend_packed(query, key, value, scale).transpose(1, 2)
+        out = attend_single(query, key, value, scale).transpose(1, 2)
     else:
         store = layer.stored()
         view = store.view() if mark is None else mark[1]

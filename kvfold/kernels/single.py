@@ -9,13 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Bytes of a head's keys that two queries read twice from a processor's cache.
+CACHED = 2**18
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+
+def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` to everything in key and value.
 
-    The query heads of a group are rows of one head: keys `[B, H, T, D]` are read once.
+    The query heads of a group are rows of one head: keys `[B, H, T, D]` are read once. On a CPU two
+    queries read few keys faster one after the other.
     """
-    grouped = query.view(*key.shape[:2], -1, query.shape[-1])
+    batch, heads, stored, size = key.shape
+    pair = query.shape[1] == 2 * heads and query.device.type == "cpu"
+    if pair and stored * size * key.element_size() <= CACHED:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+    grouped = query.view(batch, heads, -1, size)
     out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
     return out.view(*query.shape[:3], -1)
 
