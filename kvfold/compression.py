@@ -115,6 +115,8 @@ class Compression(Held):
             self._note_surplus(stored, counts)
             if stages.encode is not None:
                 self._encode_all(seen)
+            # What is recent may reach further back from now on, and be counted in slots.
+            self._leave_out_dead()
             return
         forced = places < self.protected().view(-1, 1, 1)
         if isinstance(self.store, SegmentStore) and not self.store.encode.as_they_came:
@@ -124,6 +126,11 @@ class Compression(Held):
         self._note_error(seen, chosen.slots)
         self._note_surplus((chosen.slots >= 0).sum(-1), counts)
         self._keep(seen, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
+
+    def _leave_out_dead(self) -> None:
+        """Copies what is alive, where entries have left without being moved."""
+        if isinstance(self.store, DenseStore) and self.store.dead:
+            self._store_only(self.store, _alive(self.store.positions))
 
     def _note_surplus(self, kept: Tensor, counts: Tensor) -> None:
         """Whether every head holds exactly its capacity now."""
@@ -142,7 +149,7 @@ class Compression(Held):
 
     def _encode_all(self, seen: Observation) -> None:
         """Evicts nothing but padding, and encodes."""
-        self._keep(seen, alive(self.places()), ragged=True)
+        self._keep(seen, _alive(self.places()), ragged=True)
 
     def _keep(self, seen: Observation, slots: Tensor, ragged: bool) -> None:
         """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
@@ -215,7 +222,7 @@ class Compression(Held):
         return self.plan.ranks.all((slots >= 0).all() & whole)
 
 
-def alive(places: Tensor) -> Tensor:
+def _alive(places: Tensor) -> Tensor:
     """Slots `[B, H, K]` of the entries whose place is not −1, ascending; holes on the left."""
     slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
     slots = slots.masked_fill(places < 0, -1).sort(-1).values

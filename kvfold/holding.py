@@ -8,7 +8,7 @@ import dataclasses
 from torch import Tensor
 
 from kvfold.compensate.eviction import Leaving
-from kvfold.compression import Compression, alive
+from kvfold.compression import Compression
 from kvfold.observation import Observation
 from kvfold.recall import Attended
 from kvfold.select.choose import leaving, leaving_between
@@ -103,8 +103,3 @@ class Holding(Compression):
             return None
         least, most = self.capacities()
         return self.plan.stages.forced.ends(least) if least == most else None
-
-    def _leave_out_dead(self) -> None:
-        """Copies what is alive, where entries have left without being moved."""
-        if isinstance(self.store, DenseStore) and self.store.dead:
-            self._store_only(self.store, alive(self.store.positions))

@@ -204,3 +204,31 @@ def test_long_decoding_keeps_what_evicting_with_a_copy_keeps(spec, lengths, monk
         assert all(torch.equal(a, b) for rows in both for a, b in zip(*rows, strict=True))
     # Similarities are float32, and what is merged by them is merged again.
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["h2o:recent=0.9", "d2o:recent=0.9", "streaming_llm_original"])
+def test_a_turn_of_one_token_that_evicts_nothing_leaves_no_gaps_among_the_recent(spec, monkeypatch):
+    """It raises the capacity, so that what is recent reaches over what has left before."""
+    model = build("llama", dtype=torch.float64)
+    ids = torch.randint(5, 190, (1, 90), generator=torch.Generator().manual_seed(7))
+
+    def run():
+        cache = kvfold.CompressedCache(model, spec, 0.5)
+        model(ids[:, :30], past_key_values=cache)
+        for token in ids[:, 30:42].split(1, 1):
+            model(token, past_key_values=cache)
+        with cache.reading(until=43):
+            model(ids[:, 42:43], past_key_values=cache)
+        dead = [layer.store.dead for layer in cache.compressed_layers]
+        for token in ids[:, 43:].split(1, 1):
+            model(token, past_key_values=cache)
+        return cache, dead
+
+    cache, dead = run()
+    assert not any(dead)
+    monkeypatch.setattr(CompressedLayer, "evicts_one", lambda *_: False)
+    copied, _ = run()
+    for layer in range(len(cache.compressed_layers)):
+        both = zip(cache.positions(layer), copied.positions(layer), strict=True)
+        assert all(torch.equal(a, b) for rows in both for a, b in zip(*rows, strict=True))
