@@ -134,6 +134,13 @@ def test_keeping_twice_remembers_the_first_positions():
     assert store.positions.tolist() == [[[1, 4]]]
 
 
+def test_a_hole_that_is_kept_stays_one():
+    store, _ = filled(6, batch=1, heads=1)
+    store.keep(torch.tensor([[[-1, 0, 2]]]))
+    store.keep(torch.tensor([[[0, 2]]]))
+    assert store.holes and store.positions.tolist() == [[[-1, 2]]]
+
+
 def test_an_emptied_store_fills_again():
     store, lists = filled(5)
     nothing = torch.empty(2, 2, 0, dtype=torch.long)

@@ -148,7 +148,7 @@ class DenseStore:
         self._keys = Growing.gathered(self.keys, slots)
         self._values = Growing.gathered(self.values, slots)
         self._hidden = None
-        self.dead, self.holes = 0, bool((slots < 0).any())
+        self.dead, self.holes = 0, bool((positions < 0).any())
 
     def place(self, columns: Tensor) -> None:
         """Says where each entry stands: `columns [B, T]`, ascending, −1 for holes on the left."""
