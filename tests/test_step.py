@@ -10,7 +10,7 @@ import kvfold
 from kvfold.compensate.eviction import Eviction, Leaving
 from kvfold.compensate.similar import merge_one, merge_similar
 from kvfold.kernels import single
-from kvfold.kernels.single import attend_single, attend_with_row
+from kvfold.kernels.single import attend_single, attend_with_row, mean_of_heads
 from kvfold.layer import CompressedLayer
 from kvfold.store.dense import DenseStore
 from kvfold.store.rows import take
@@ -101,6 +101,17 @@ def test_a_single_query_reads_many_keys_and_few(groups, cached, monkeypatch):
     nothing = torch.zeros(2, 3 * groups, 11, dtype=query.dtype)
     expected, _ = naive_row(query, key, value, nothing, None, None)
     torch.testing.assert_close(attend_single(query, key, value, SCALE)[:, :, 0], expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_means_over_heads_are_no_part_of_the_row(groups):
+    """Also where each head is a group of its own: sums are added up in them."""
+    row = noise(2, 6, 1, 7)
+    before = row.clone()
+    mean = mean_of_heads(row, groups)
+    torch.testing.assert_close(mean, row[:, :, 0].unflatten(1, (groups, -1)).mean(2))
+    mean.add_(1)
+    assert torch.equal(row, before)
 
 
 # --- merging one entry ----------------------------------------------------------------------

@@ -72,7 +72,7 @@ def merge_one(
     similarity, nearest = _nearest_to_one(stored, own, slot, leaving.hidden)
     judged = similarity
     if decide == "head_mean":
-        judged = similarity.double().mean(1, keepdim=True).float().expand_as(similarity)
+        judged = _head_mean(similarity, torch.ones_like(similarity, dtype=torch.bool))
     threshold = judged
     if leaving.state is not None:
         before = leaving.state[..., None]

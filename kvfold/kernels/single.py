@@ -70,12 +70,11 @@ def attend_with_row(
 def mean_of_heads(row: Tensor, groups: int) -> Tensor:
     """A row of weights `[B, Hq, 1, T]`, averaged in so many equal `groups` of heads: `[B, g, T]`.
 
-    A product with 1/G: in a decoding step a reduction takes twice as long.
+    Never the row itself: sums are added up in place. A product with 1/G, because in a decoding step
+    a reduction takes twice as long.
     """
     batch, heads, _, stored = row.shape
     each = heads // groups
-    if each == 1:
-        return row.squeeze(2)
     parts = _parts(batch * groups, each, row.dtype, row.device)
     return torch.bmm(parts, row.reshape(-1, each, stored)).view(batch, groups, stored)
 
