@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold import compat
-from kvfold.fixed import FixedLayer
+from kvfold.fixed.layer import FixedLayer
 from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments

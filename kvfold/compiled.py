@@ -6,16 +6,22 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch._dynamo import config as dynamo
 from torch.fx.experimental import _config as shapes
 
 from kvfold import compat
 from kvfold.attention import expect, forget_pending
 from kvfold.cache import CompressedCache
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.fixed import FixedLayer, fixed
+from kvfold.fixed.holding import HoldingRectangle
+from kvfold.fixed.layer import FixedLayer
+from kvfold.fixed.rectangle import Rectangle
+from kvfold.fixed.segments import FixedSegments
 from kvfold.layer import CompressedLayer
 from kvfold.method import Stages
+from kvfold.store.segments import Segments
 
+GRAPHS = 64  # that a model may have before transformers' compiler refuses to make more
 # What `generate` produces where nothing else is said.
 NEW_TOKENS = 20
 
@@ -34,8 +40,15 @@ class FixedCache(compat.Cache):
 
     def fix(self) -> None:
         """The prompt is read: from now on tokens come one by one."""
-        if not isinstance(self.layers[0], FixedLayer):
-            self.layers = [fixed(layer, self.room) for layer in self.cache.compressed_layers]
+        self.layers = [fixed(layer, self.room) for layer in self.cache.compressed_layers]
+
+    def after_forward(self) -> None:
+        """What has to happen outside of the graph."""
+        fixed = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
+        for layer in fixed:
+            layer.between_steps()
+        if not fixed:
+            self.fix()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -51,24 +64,27 @@ class FixedCache(compat.Cache):
         forget_pending()
         for layer, own in zip(self.layers, self.cache.compressed_layers, strict=True):
             if isinstance(layer, FixedLayer):
-                _take_over(own, *layer.written())
+                layer.hand_back(own)
 
 
-def _take_over(layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
-    """Makes keys and values `[B, H, S, D]`, which lie in the layer's buffers, part of it."""
-    layer.update(keys, values)
-    layer.logical.valid = layer.logical.tokens()
-    layer.stored().crop(0)  # takes nothing back but room that was not needed
+def fixed(layer: CompressedLayer, room: int) -> FixedLayer:
+    """A layer between two forwards, with `room` for so many more tokens."""
+    view = layer.stored().view()
+    if isinstance(view, Segments):
+        return FixedSegments(layer, view, room)
+    if layer.plan.stages.decode == "hold" and not layer.turn.frozen:
+        return HoldingRectangle(layer, room)
+    return Rectangle(layer, room)
 
 
-class _Fix:
-    """A logits processor that changes nothing: `generate` calls it once the prompt is read."""
+class _AfterForward:
+    """A logits processor that changes nothing: `generate` calls it after each forward."""
 
     def __init__(self, cache: FixedCache) -> None:
         self.cache = cache
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.cache.fix()
+        self.cache.after_forward()
         return scores
 
 
@@ -82,20 +98,30 @@ def decode_compiled(
     """`model.generate` with one graph, without breaks, for all steps after the prompt's.
 
     Arguments and result are those of `kvfold.generate`; at least the last token of `input_ids` is
-    still to be read. What is kept is not moved: layers get room for all new tokens behind it, and
-    give back what is left. One graph serves all caches, however much they keep, but one row and
-    several are two graphs, and so are heads of equal and of different lengths. A `compile_config`
-    among the options takes the place of transformers' default, which on a GPU means CUDA graphs;
-    that was not run.
+    still to be read. Layers get room for all new tokens behind what is kept, and give back what is
+    left; those that evict at every step get room for some, and move what stays together when it is
+    used up. One graph serves all caches, however much they keep, but one row and several are two
+    graphs, and so are heads of equal and of different lengths, and methods that evict. What those
+    draw at random (`Observation.seed`) is the same at every step. A `compile_config` among the
+    options takes the place of transformers' default, which on a GPU means CUDA graphs; that was not
+    run.
     """
+    from torch._inductor import config as inductor  # takes a second
+
     options = dict(options)
     config = compat.compile_config(_chosen(model, options, "compile_config"))
     handed = FixedCache(cache, room=max(0, _new_tokens(model, options, input_ids.shape[1]) - 1))
-    processors = [*(options.pop("logits_processor", None) or []), _Fix(handed)]
+    processors = [*(options.pop("logits_processor", None) or []), _AfterForward(handed)]
     options |= {"compile_config": config, "logits_processor": processors}
     try:
-        # Else sizes that happen to be equal in one cache would have to be equal in every other.
-        with shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        with (
+            # Else sizes that are equal in one cache would have to be equal in every other.
+            shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+            # Else a read that was moved past a write would make it copy all that is stored.
+            inductor.patch(reorder_for_locality=False),
+            # Methods that evict have graphs of their own.
+            dynamo.patch(recompile_limit=GRAPHS),
+        ):
             out = compat.generate(
                 model,
                 input_ids=input_ids,
@@ -117,8 +143,8 @@ def check_compiled(
     reason = _step_of(cache.method.stages())
     if reason is not None:
         raise KvfoldError(
-            f"compile=True needs a method that only adds to the cache while it decodes, but "
-            f"{cache.method} {reason}: leave compile out"
+            f"compile=True does not go with {cache.method}, which {reason} at every step: leave "
+            "compile out"
         )
     name = type(model).__name__
     if len(cache.compressed_layers) < len(cache.layers):
@@ -134,14 +160,18 @@ def check_compiled(
 
 
 def _step_of(stages: Stages) -> str | None:
-    """What a method does at every step beside storing one more entry."""
+    """What a method does at every step that a graph does not do."""
     if stages.positions == "reindex":
-        return "moves its sinks at every step"
-    if stages.decode != "append":
-        return "evicts then"
-    if stages.needs.column_sums or stages.needs.column_squares:
-        return "adds up attention then"
-    return None if stages.encode is None else "encodes what is stored"
+        return "moves its sinks"
+    if stages.encode is not None:
+        return "encodes what is stored"
+    if stages.decode == "hold":
+        alone = stages.compensate is None or stages.compensate_one is not None
+        return None if alone else "shares out what it evicts"
+    if stages.decode == "once":
+        return "may still compress the prompt"
+    adding = stages.needs.column_sums or stages.needs.column_squares
+    return "adds up attention" if adding else None
 
 
 def _new_tokens(model: compat.PreTrainedModel, options: dict[str, Any], total: int) -> int:

@@ -130,7 +130,13 @@ class Compression(Held):
     def _leave_out_dead(self) -> None:
         """Copies what is alive, where entries have left without being moved."""
         if isinstance(self.store, DenseStore) and self.store.dead:
-            self._store_only(self.store, _alive(self.store.positions))
+            self.copy_alive()
+
+    def copy_alive(self) -> None:
+        """Copies what is alive: nobody else looks at what is stored then."""
+        store = self.stored()
+        assert isinstance(store, DenseStore)
+        self._store_only(store, alive(store.positions))
 
     def _note_surplus(self, kept: Tensor, counts: Tensor) -> None:
         """Whether every head holds exactly its capacity now."""
@@ -149,7 +155,7 @@ class Compression(Held):
 
     def _encode_all(self, seen: Observation) -> None:
         """Evicts nothing but padding, and encodes."""
-        self._keep(seen, _alive(self.places()), ragged=True)
+        self._keep(seen, alive(self.places()), ragged=True)
 
     def _keep(self, seen: Observation, slots: Tensor, ragged: bool) -> None:
         """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
@@ -222,7 +228,7 @@ class Compression(Held):
         return self.plan.ranks.all((slots >= 0).all() & whole)
 
 
-def _alive(places: Tensor) -> Tensor:
+def alive(places: Tensor) -> Tensor:
     """Slots `[B, H, K]` of the entries whose place is not −1, ascending; holes on the left."""
     slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
     slots = slots.masked_fill(places < 0, -1).sort(-1).values

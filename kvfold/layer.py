@@ -89,7 +89,7 @@ class CompressedLayer(Holding):
         self.logical = Logical(valid.shape[1], None if bool(valid.all()) else valid)
         self.turns += 1
         if columns.shape[1] < valid.shape[1]:
-            store.place(columns)
+            store.place(columns[:, None])
             self.evicted_at = self.seen
 
     def end_turn(self) -> None:

@@ -50,6 +50,15 @@ class Logical:
             count = count[:, None].expand(-1, columns.shape[1], -1)
         return count.gather(-1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
 
+    def columns(self, places: Tensor) -> Tensor:
+        """The other way round: tokens' numbers `[B, H, T]` → their columns; −1 stays."""
+        tokens = self.tokens()
+        if tokens is None:
+            return places
+        first = tokens.byte().argsort(dim=-1, descending=True, stable=True)
+        first = first[:, None].expand(-1, places.shape[1], -1)
+        return first.gather(-1, places.clamp(min=0)).masked_fill(places < 0, -1)
+
     def crop(self, count: int) -> None:
         """Forgets the last `count` columns."""
         self.seen -= count

@@ -14,6 +14,8 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError, UnsupportedModel
 from kvfold.kernels.fixed import attend_to_buffers
 from kvfold.kernels.reference import attend_with_column_sums
+from kvfold.reader import fork
+from kvfold.store.dense import DenseStore
 from kvfold.store.growing import Growing
 from tests.budgets import NAMED, compressed
 from tests.models import build, continuation, prompts
@@ -22,6 +24,7 @@ ALONE, PADDED = (64,), (64, 53, 24)
 BATCHES = pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
 DENSE = ["snapkv:window=8", "pyramidkv:window=8", "knorm", "full"]
 RAGGED = "adakv:window=8"
+HOLDING = ["h2o", "tova", "d2o", "d2o:decide=head_mean", "roco", "streaming_llm_original"]
 # One graph without breaks, whose operations run one by one: quick to make.
 ONE_GRAPH = {"compile_config": CompileConfig(fullgraph=True, backend="eager", mode=None)}
 COMPILED = {"compile": True, **ONE_GRAPH}
@@ -72,6 +75,9 @@ def where(cache: CompressedCache) -> list[Any]:
 
 
 def check_same(eager: CompressedCache, compiled: CompressedCache) -> None:
+    for layer in (*eager.compressed_layers, *compiled.compressed_layers):
+        if isinstance(layer.store, DenseStore) and layer.store.dead:
+            layer.copy_alive()  # one may be further from the next time than the other
     assert compiled.get_seq_length() == eager.get_seq_length()
     assert where(compiled) == where(eager)
     mine, theirs = compiled.stats(), eager.stats()
@@ -81,13 +87,18 @@ def check_same(eager: CompressedCache, compiled: CompressedCache) -> None:
         entries = other.columns()[..., None] >= 0
         for a, b in zip(one.stored().dense(), other.stored().dense(), strict=True):
             torch.testing.assert_close(a * entries, b * entries, atol=1e-5, rtol=1e-5)
+        for name in ("sums", "squares", "merging", "capacity"):
+            of_one, of_other = getattr(one, name), getattr(other, name)
+            torch.testing.assert_close(of_other, of_one, atol=1e-5, rtol=1e-5)
+        for name in ("surplus", "turns", "evicted_at"):
+            assert getattr(other, name) == getattr(one, name)
 
 
 # --- the same tokens -------------------------------------------------------------------------
 
 
 @BATCHES
-@pytest.mark.parametrize("spec", [*DENSE, RAGGED])
+@pytest.mark.parametrize("spec", [*DENSE, RAGGED, *HOLDING])
 def test_tokens_logits_and_cache_are_those_of_eager_decoding(family, spec, lengths):
     outs, caches = both(family, spec, lengths, **LOGITS)
     assert torch.equal(outs[0].sequences, outs[1].sequences)
@@ -97,7 +108,7 @@ def test_tokens_logits_and_cache_are_those_of_eager_decoding(family, spec, lengt
     check_same(*caches)
 
 
-@pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED])
+@pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED, "h2o", "d2o"])
 def test_the_next_turn_is_that_of_eager_decoding(family, spec):
     outs, caches = both(family, spec)
     for seed, how in enumerate(({}, COMPILED)):  # the second compiled turn follows an eager one
@@ -121,20 +132,54 @@ def test_every_method_decodes_the_same_or_is_refused(model):
             continue
         assert torch.equal(*outs)
         check_same(*caches)
-    assert graphs() == 2
-    always = {
-        "cam",
-        "d2o",
-        "h2o",
-        "kivi",
-        "local",
-        "minicache",
-        "roco",
-        "streaming",
-        "think",
-        "tova",
-    }
-    assert always == set(refusing)
+    assert graphs() > 2
+    assert set(refusing) == {"cam", "kivi", "minicache", "streaming", "think"}
+
+
+@BATCHES
+@pytest.mark.parametrize("budget", [20, 70, 200])
+@pytest.mark.parametrize("spec", HOLDING)
+def test_entries_leave_as_they_do_eagerly(model, spec, lengths, budget):
+    """From when the budget is full, and however often what stays is moved together."""
+    ids, mask = prompts(lengths)
+    caches = compressed(model, spec, budget), compressed(model, spec, budget)
+    outs = [
+        kvfold.generate(
+            model, ids, cache=cache, attention_mask=mask, do_sample=False, max_new_tokens=70, **how
+        )
+        for cache, how in zip(caches, ({}, COMPILED), strict=True)
+    ]
+    assert torch.equal(*outs)
+    if lengths == PADDED and budget == 200:
+        # Where nothing leaves, padding is still stored, which a graph does not hand back.
+        assert where(caches[0]) == where(caches[1])
+    else:
+        check_same(*caches)
+    assert all(layer.stored().dead == 0 for layer in caches[1].compressed_layers)
+
+
+def test_what_is_protected_does_not_leave(model):
+    ids = prompts(ALONE)[0]
+    caches = [CompressedCache(model, "tova", 12, protect=[(0, 9)]) for _ in range(2)]
+    outs = [
+        kvfold.generate(model, ids, cache=cache, do_sample=False, max_new_tokens=40, **how)
+        for cache, how in zip(caches, ({}, COMPILED), strict=True)
+    ]
+    assert torch.equal(*outs)
+    check_same(*caches)
+    assert all(head[:9].tolist() == list(range(9)) for head in caches[1].positions(0)[0])
+
+
+def test_other_readers_of_a_context_see_it_as_it_was(model):
+    ids = prompts(ALONE)[0]
+    cache = compressed(model, "d2o")
+    kvfold.generate(model, ids, cache=cache, max_new_tokens=1)
+    reader = fork(cache)
+    before = [tensor.clone() for layer in reader.layers for tensor in layer.stored().dense()]
+    text = torch.cat([ids, continuation(1, 5)], 1)
+    kvfold.generate(model, text, cache=cache, do_sample=False, max_new_tokens=60, **COMPILED)
+    after = [tensor for layer in reader.layers for tensor in layer.stored().dense()]
+    assert all(map(torch.equal, before, after))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
@@ -143,7 +188,7 @@ def test_softcaps_and_sinks_are_not_forgotten(name):
     model = small(name, layer_types=["full_attention"] * 2)
     if name == "gpt_oss":
         model.set_experts_implementation("grouped_mm")
-    for spec in ("snapkv:window=8", RAGGED):
+    for spec in ("snapkv:window=8", RAGGED, "h2o"):
         outs, caches = both(model, spec, PADDED)
         assert torch.equal(*outs)
         check_same(*caches)
@@ -154,7 +199,7 @@ def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
     ids, mask = prompts((64, 53))
     question, padding = prompts((20, 12), seed=7)
     text, seen = torch.cat([ids, question], 1), torch.cat([mask, padding], 1)
-    for spec in ("snapkv:window=8", RAGGED):
+    for spec in ("snapkv:window=8", RAGGED, "h2o"):
         cache = compressed(model, spec)
         kvfold.generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=1)
         before, outs = where(cache), []
@@ -266,7 +311,9 @@ def test_after_an_error_the_cache_holds_what_was_read(model):
 
 
 @BATCHES
-@pytest.mark.parametrize("specs", [DENSE, [RAGGED, "adakv:window=4"]], ids=["dense", "ragged"])
+@pytest.mark.parametrize(
+    "specs", [DENSE, [RAGGED, "adakv:window=4"], ["d2o"] * 2], ids=["dense", "ragged", "d2o"]
+)
 def test_one_graph_serves_all_caches(model, specs, lengths):
     for length, spec in enumerate(specs * 2):
         longer = tuple(n + 7 * length for n in lengths)
@@ -275,9 +322,10 @@ def test_one_graph_serves_all_caches(model, specs, lengths):
     assert graphs() == 1
 
 
-def test_the_default_compiler_gives_the_same_tokens(model):
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "d2o"])
+def test_the_default_compiler_gives_the_same_tokens(model, spec):
     ids = prompts(ALONE)[0]
-    eager, compiled = (compressed(model, "snapkv:window=8") for _ in range(2))
+    eager, compiled = (compressed(model, spec) for _ in range(2))
     expected = kvfold.generate(model, ids, cache=eager, **GREEDY)
     got = kvfold.generate(model, ids, cache=compiled, compile=True, **GREEDY)
     assert torch.equal(got, expected)
@@ -291,10 +339,8 @@ def test_the_default_compiler_gives_the_same_tokens(model):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("h2o", "evicts then"),
-        ("tova", "evicts then"),
-        ("d2o", "evicts then"),
-        ("simlayerkv:when=first_decode", "evicts then"),
+        ("cam", "shares out"),
+        ("simlayerkv:when=first_decode", "may still compress"),
         ("h2o:decode=append", "adds up attention"),
         ("streaming_llm", "moves its sinks"),
         ("snapkv:window=8 + kivi:bits=4", "encodes"),

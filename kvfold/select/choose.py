@@ -11,10 +11,8 @@ from torch import Tensor
 
 from kvfold.method import Stages
 from kvfold.observation import Observation
-from kvfold.select.forced import Forced, with_forced
+from kvfold.select.forced import with_forced
 from kvfold.select.top import lowest, top
-
-NOTHING = Forced()
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def leaving(
     the budget.
     """
     staying = places < 0
-    if stages.forced != NOTHING:
+    if stages.forced:
         staying |= stages.forced.mask(places, capacity)
     if forced is not None:
         staying |= forced

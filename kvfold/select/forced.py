@@ -30,6 +30,10 @@ class Forced:
     recent: int | Share = 0
     spans: tuple[tuple[int, int], ...] = ()
 
+    def __bool__(self) -> bool:
+        """Whether anything is forced."""
+        return bool(self.sinks or self.recent or self.spans)
+
     @property
     def least(self) -> int:
         """The entries that any budget must hold, overlaps counted once."""

@@ -151,9 +151,8 @@ class DenseStore:
         self.dead, self.holes = 0, bool((positions < 0).any())
 
     def place(self, columns: Tensor) -> None:
-        """Says where each entry stands: `columns [B, T]`, ascending, −1 for holes on the left."""
-        batch, heads = self.keys.shape[:2]
-        self._positions = Columns(columns[:, None].expand(batch, heads, -1))
+        """Says where each entry stands: `columns [B, H or 1, T]`, ascending, −1 for holes."""
+        self._positions = Columns(columns.expand(*self.keys.shape[:2], -1))
         self._hidden = None
         self.holes = bool((columns < 0).any())
 

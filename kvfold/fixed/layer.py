@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer while a compiled graph decodes: its entries, in buffers with room for those to come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.compat import CacheLayerMixin, head_scale, sinks_of, softcap_of
+from kvfold.layer import CompressedLayer
+
+
+class FixedLayer(CacheLayerMixin):
+    """The buffers of a layer's store, in which a graph writes.
+
+    keys and values `[B, H, T, D]`, filled up to slot `used`; `evicted` are the columns that are in
+    no slot. Both are tensors, because numbers would be constants of the graph.
+    """
+
+    is_compileable = True
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, layer: CompressedLayer, room: int, counters: torch.device | str) -> None:
+        super().__init__()
+        store = layer.stored()
+        self.first = store.keys.shape[2]
+        # As views they would bring the shapes of what they are views of into the graph.
+        self.keys, self.values = (buffer.data for buffer in store.reserve(room))
+        self.used = torch.tensor(self.first, device=counters)
+        self.evicted = torch.tensor(layer.seen - self.first, device=counters)
+        self.is_initialized = True
+        for buffer in (self.keys, self.values):
+            torch._dynamo.maybe_mark_dynamic(buffer, 2)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the layer came with its buffers."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Writes one entry per head `[B, H, 1, D]` into the next slot."""
+        slot = self.used.view(1).to(self.keys.device)
+        self.keys.index_copy_(2, slot, key_states)
+        self.values.index_copy_(2, slot, value_states)
+        self.used.add_(1)
+        return self.keys, self.values
+
+    def attend(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]` to all that is stored."""
+        scale = head_scale(module, query, options.get("scaling"))
+        out = self._attend(query, scale, softcap_of(options), sinks_of(options))
+        return out.transpose(1, 2).contiguous()
+
+    def _attend(
+        self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def between_steps(self) -> None:
+        """Called when a step is over, outside of the graph."""
+
+    def hand_back(self, layer: CompressedLayer) -> None:
+        """Leaves the layer as if its tokens had been decoded eagerly."""
+        used = int(self.used)
+        layer.update(self.keys[:, :, self.first : used], self.values[:, :, self.first : used])
+        layer.logical.valid = layer.logical.tokens()
+        layer.stored().crop(0)  # takes nothing back but room that was not needed
+
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+        """Columns of the logical sequence, as a tensor."""
+        return self.used + self.evicted
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The least there can be: layers know by themselves what is visible."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1

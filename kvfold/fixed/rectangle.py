@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of which nothing leaves while a graph decodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.fixed.layer import FixedLayer
+from kvfold.kernels.fixed import attend_to_buffers
+from kvfold.layer import CompressedLayer
+
+
+class Rectangle(FixedLayer):
+    """All that is stored is in the buffers; `visible [B, H, T]` says where."""
+
+    def __init__(self, layer: CompressedLayer, room: int) -> None:
+        super().__init__(layer, room, layer.stored().keys.device)
+        self.visible = torch.zeros(self.keys.shape[:3], dtype=torch.bool, device=self.keys.device)
+        self.visible[:, :, : self.first] = layer.columns() >= 0
+        torch._dynamo.maybe_mark_dynamic(self.visible, 2)
+        if self.keys.is_cuda:
+            # Else CUDA graphs would copy the buffers at every step.
+            for tensor in (self.keys, self.values, self.visible, self.used):
+                torch._dynamo.mark_static_address(tensor)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.visible.index_fill_(2, self.used.view(1), True)
+        return super().update(key_states, value_states)
+
+    def _attend(
+        self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        return attend_to_buffers(
+            query,
+            self.keys,
+            self.values,
+            self.visible,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
