@@ -51,9 +51,9 @@ class Holding(Compression):
         """One entry of each head leaves, and what stays is not moved."""
         stages, store = self.plan.stages, self.stored()
         assert isinstance(store, DenseStore) and self.capacity is not None
-        seen, between = self._one_seen(attended), self._between()
-        if between is not None:
-            slot = leaving_between(stages, seen, store.hidden, *between, store.keys.shape[1])
+        seen, ends = self._one_seen(attended), self.forced_ends()
+        if ends is not None:
+            slot = leaving_between(stages, seen, store.hidden, *ends, store.keys.shape[1])
         else:
             places = self.places()
             protected = None
@@ -97,7 +97,7 @@ class Holding(Compression):
             seed=self._draw(),
         )
 
-    def _between(self) -> tuple[int, int] | None:
+    def forced_ends(self) -> tuple[int, int] | None:
         """How many of the first and of the last slots stay; None where that differs by row."""
         if self.logical.valid is not None or self.turn.prefix is not None:
             return None

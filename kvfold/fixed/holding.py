@@ -13,7 +13,7 @@ from kvfold.fixed.layer import FixedLayer
 from kvfold.kernels.single import attend_with_row, mean_of_heads
 from kvfold.layer import CompressedLayer
 from kvfold.observation import Observation
-from kvfold.select.choose import leaving
+from kvfold.select.choose import leaving, leaving_beside
 from kvfold.store.dense import DenseStore
 from kvfold.store.growing import slack
 from kvfold.store.rows import take
@@ -23,7 +23,8 @@ class HoldingRectangle(FixedLayer):
     """Entries in the order in which they came; what leaves keeps its slot until room is needed.
 
     `places [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
-    each row, `capacity [B]` what it holds, None where nothing ever leaves. `sums`, `squares` and
+    each row, `capacity [B]` what it holds, None where nothing ever leaves. `ends [2]` are how many
+    of the first and of the last entries stay, None where that differs. `sums`, `squares` and
     `merging` are those of the layer.
     """
 
@@ -37,6 +38,8 @@ class HoldingRectangle(FixedLayer):
         self.left = self.keys.shape[2] - self.first
         self.plan, self.capacity, self.prefix = layer.plan, layer.capacity, layer.turn.prefix
         self.tokens = layer.seen_per_row().clone()
+        ends = layer.forced_ends()
+        self.ends = None if ends is None else torch.tensor(ends, device=self.used.device)
         self.places = self._widened(layer.places().int(), -1)
         self.sums, self.squares = (
             None if observed is None else self._widened(observed, 0)
@@ -105,10 +108,14 @@ class HoldingRectangle(FixedLayer):
 
     def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
         """One entry leaves each head that holds more than its capacity."""
-        protected = None if self.prefix is None else self.places < self.prefix.view(-1, 1, 1)
-        slot = leaving(self.plan.stages, seen, self.places, protected, capacity)
+        slots = torch.arange(self.places.shape[2], device=capacity.device)
+        if self.ends is None:
+            protected = None if self.prefix is None else self.places < self.prefix.view(-1, 1, 1)
+            slot = leaving(self.plan.stages, seen, self.places, protected, capacity)
+        else:
+            forced = (slots < self.ends[0]) | (slots >= self.used - self.ends[1])
+            slot = leaving_beside(self.plan.stages, seen, forced | (self.places < 0))
         full = (self.places >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
-        slots = torch.arange(self.places.shape[2], device=slot.device)
         self.places.masked_fill_((slots == slot) & full, -1)
         if self.plan.stages.compensate_one is None:
             return

@@ -58,7 +58,12 @@ def leaving(
         staying |= stages.forced.mask(places, capacity)
     if forced is not None:
         staying |= forced
-    scores = _scores(stages, seen, places.shape[1])
+    return leaving_beside(stages, seen, staying)
+
+
+def leaving_beside(stages: Stages, seen: Observation, staying: Tensor) -> Tensor:
+    """As `leaving`, where all that cannot leave is `staying [B, H, T]`."""
+    scores = _scores(stages, seen, staying.shape[1])
     return lowest(scores.masked_fill(staying, torch.inf))
 
 

@@ -34,5 +34,10 @@ def lowest(scores: Tensor, first: int = 0) -> Tensor:
 
     The scores `[B, H, T]` are those of slots from `first` on.
     """
+    if torch.compiler.is_compiling():
+        # Two passes that run on vectors, as one over what is flipped does not.
+        slots = torch.arange(first, first + scores.shape[-1], device=scores.device)
+        least = scores == scores.amin(-1, keepdim=True)
+        return slots.where(least, -1).amax(-1, keepdim=True)
     last = first + scores.shape[-1] - 1
     return last - scores.flip(-1).argmin(-1, keepdim=True)
