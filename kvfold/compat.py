@@ -257,6 +257,11 @@ def compile_config(given: CompileConfig | None) -> CompileConfig:
     return config
 
 
+def compiled_call(model: PreTrainedModel) -> Any:
+    """The model's forward as one graph, which transformers makes once."""
+    return model.get_compiled_call(compile_config(None))
+
+
 def check_assisted() -> None:
     """Raises KvfoldError where transformers answers wrongly from a cache that holds a prompt."""
     if Version(transformers.__version__) < ASSISTED_FROM:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +61,10 @@ class FixedCache(compat.Cache):
         expect(layer_idx, layer)
         return layer.update(key_states, value_states)
 
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(layer.nbytes() for layer in self.layers if isinstance(layer, FixedLayer))
+
     def hand_back(self) -> None:
         """Leaves the cache as if its tokens had been decoded eagerly."""
         forget_pending()
@@ -88,6 +94,22 @@ class _AfterForward:
         return scores
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """The settings under which graphs are made."""
+    from torch._inductor import config as inductor  # takes a second
+
+    with (
+        # Else sizes that are equal in one cache would have to be equal in every other.
+        shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        # Else a read that was moved past a write would make it copy all that is stored.
+        inductor.patch(reorder_for_locality=False),
+        # Methods that evict have graphs of their own.
+        dynamo.patch(recompile_limit=GRAPHS),
+    ):
+        yield
+
+
 def decode_compiled(
     model: compat.PreTrainedModel,
     cache: CompressedCache,
@@ -106,22 +128,13 @@ def decode_compiled(
     options takes the place of transformers' default, which on a GPU means CUDA graphs; that was not
     run.
     """
-    from torch._inductor import config as inductor  # takes a second
-
     options = dict(options)
     config = compat.compile_config(_chosen(model, options, "compile_config"))
     handed = FixedCache(cache, room=max(0, _new_tokens(model, options, input_ids.shape[1]) - 1))
     processors = [*(options.pop("logits_processor", None) or []), _AfterForward(handed)]
     options |= {"compile_config": config, "logits_processor": processors}
     try:
-        with (
-            # Else sizes that are equal in one cache would have to be equal in every other.
-            shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-            # Else a read that was moved past a write would make it copy all that is stored.
-            inductor.patch(reorder_for_locality=False),
-            # Methods that evict have graphs of their own.
-            dynamo.patch(recompile_limit=GRAPHS),
-        ):
+        with compiling():
             out = compat.generate(
                 model,
                 input_ids=input_ids,

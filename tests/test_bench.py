@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import CompileConfig
 from typer.testing import CliRunner, Result
 
 import kvfold
+from kvfold import compat
 from kvfold.bench import counterparts, kvpress, process, quantized, session, sides
 from kvfold.bench.baseline import full_cache, full_twin, twin
 from kvfold.bench.clock import Stopwatch, compression_watched
@@ -30,12 +32,13 @@ from kvfold.bench.picture import figure
 from kvfold.bench.record import Cell, Measured, Record, check_setup
 from kvfold.bench.session import Session, missing_rounds
 from kvfold.bench.shapes import Folded, Subject
-from kvfold.bench.sides import AGAIN, FULL, FullSide, Label, MethodSide
+from kvfold.bench.sides import AGAIN, FULL, CompiledSide, FullSide, Label, MethodSide
 from kvfold.bench.summary import Spread, rows
 from kvfold.bench.table import tables
 from kvfold.bench.throughput import Outcome, Throughput, largest, sizes
 from kvfold.cli import app
 from kvfold.cli.console import console
+from kvfold.compiled import compiling
 from kvfold.errors import KvfoldError
 from kvfold.jsonl import Store
 from kvfold.layer import CompressedLayer
@@ -58,6 +61,16 @@ def subject() -> Subject:
 def no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process for each peak takes seconds: one test measures it, the others go without."""
     monkeypatch.setattr(sides, "can_measure", lambda: False)
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs of operations that run one by one, which are quick to make."""
+    quick = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    monkeypatch.setattr(compat, "compile_config", lambda given: quick)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def cell_of(subject: Subject, length: int = 80, new_tokens: int = 3) -> Cell:
@@ -417,6 +430,44 @@ def test_the_command_records_shows_and_goes_on(tmp_path: Path, no_peak: None) ->
         torch.set_num_threads(threads)
 
 
+def test_compiled_sides_take_part_beside_eager_ones(
+    tmp_path: Path, no_peak: None, one_by_one: None
+) -> None:
+    out = tmp_path / "r.jsonl"
+    result = bench(
+        "tiny", "--method", "h2o", "--method", "think", "--compile", "--lengths", "80",
+        "--new-tokens", "2", "--repeats", "1", "--out", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    printed = " ".join(result.output.split())
+    assert "left out: think, compiled:" in printed and "encodes what is stored" in printed
+    made = [r.label for r in Store(out, Record).load().records if r.side == "kvfold"]
+    eager = [Label("kvfold", "h2o", "0.2"), Label("kvfold", "think")]
+    assert made == [*eager, Label("kvfold", "h2o", "0.2", compiled=True)]
+
+
+@pytest.mark.parametrize("method", ["h2o", "snapkv", "adakv", "full"])
+def test_a_compiled_side_holds_what_an_eager_one_does(
+    subject: Subject, one_by_one: None, method: str
+) -> None:
+    budget, ids = None if method == "full" else "0.2", subject.tokens(1, 110)
+    eager, compiled = (kind(subject, method, budget) for kind in (MethodSide, CompiledSide))
+    with compiling():
+        for side in (eager, compiled):
+            side.prefill(ids[:, :80], 30)
+            for index in range(80, 110):
+                assert side.step(ids[:, index : index + 1]) > 0
+    # Room, and what says where entries are, may differ.
+    assert compiled.held().nbytes == pytest.approx(eager.held().nbytes, rel=0.6)
+    assert compiled.peak_alone(1, 80, 30) is None
+    compiled.fixed.hand_back()
+    for layer in range(len(eager.cache.compressed_layers)):
+        for mine, theirs in zip(
+            compiled.cache.positions(layer)[0], eager.cache.positions(layer)[0], strict=True
+        ):
+            assert torch.equal(mine, theirs)
+
+
 def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     tiny = ("tiny", "--out", str(tmp_path / "r.jsonl"))
     assert "unknown dtype 'float8'" in refused(*tiny, "--dtype", "float8")
@@ -426,6 +477,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert "--peer-python" in refused(*tiny, "--peer", "kvpress")
     assert "cannot run" in refused(*tiny, "--peer", "kvpress", "--peer-python", "/no/python")
     assert "prompt+generation" in refused(*tiny, "--throughput", "4096")
+    assert "leave out --compile" in refused(*tiny, "--throughput", "64+64", "--compile")
     assert not (tmp_path / "r.jsonl").exists()
 
 

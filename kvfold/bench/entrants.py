@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -10,8 +11,9 @@ from typing import Protocol
 from kvfold.bench.machine import Setup
 from kvfold.bench.record import Cell
 from kvfold.bench.shapes import Subject
-from kvfold.bench.sides import Label, MethodSide, Side
+from kvfold.bench.sides import CompiledSide, Label, MethodSide, Side
 from kvfold.budget import Budget
+from kvfold.errors import KvfoldError
 from kvfold.method import parse
 
 Makers = dict[Label, Callable[[], Side]]
@@ -53,7 +55,19 @@ def makers(subject: Subject, wanted: Sequence[Label]) -> Makers:
     """How to make each participant; raises KvfoldError now where one cannot work."""
     made: Makers = {}
     for label in wanted:
-        make = partial(MethodSide, subject, label.method, label.budget)
+        kind = CompiledSide if label.compiled else MethodSide
+        make = partial(kind, subject, label.method, label.budget)
         make()
         made[label] = make
     return made
+
+
+def compiled(subject: Subject, wanted: Sequence[Label]) -> tuple[list[Label], dict[Label, str]]:
+    """Those of `wanted` once more, decoding by one graph; and why others cannot."""
+    able, reasons = [], {}
+    for label in wanted:
+        try:
+            able.append(CompiledSide(subject, label.method, label.budget).label)
+        except KvfoldError as problem:
+            reasons[dataclasses.replace(label, compiled=True)] = str(problem)
+    return able, reasons

@@ -69,6 +69,7 @@ class Line(BaseModel):
     side: str
     method: str
     budget: str | None
+    compiled: bool = False
     baseline: str
     shape: Shape
     setup: Setup
@@ -77,7 +78,7 @@ class Line(BaseModel):
     @property
     def label(self) -> Label:
         """Who was measured."""
-        return Label(self.side, self.method, self.budget)
+        return Label(self.side, self.method, self.budget, self.compiled)
 
 
 class Record(Line):

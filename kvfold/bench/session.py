@@ -103,6 +103,7 @@ class Session:
             side=side.label.side,
             method=side.label.method,
             budget=side.label.budget,
+            compiled=side.label.compiled,
             baseline=baseline,
             shape=self.shape,
             setup=self.setups[side.label.side],

@@ -18,6 +18,7 @@ from kvfold.bench.kernels import Kernels
 from kvfold.bench.peak import can_measure, peak_of
 from kvfold.bench.shapes import Subject
 from kvfold.cache import CompressedCache
+from kvfold.compiled import FixedCache, check_compiled
 from kvfold.generate import read_turn
 
 FULL, AGAIN = "full", "full again"
@@ -25,11 +26,15 @@ FULL, AGAIN = "full", "full again"
 
 @dataclass(frozen=True)
 class Label:
-    """Who is measured: the side ("baseline", "kvfold" or a peer), its method, its budget."""
+    """Who is measured: the side ("baseline", "kvfold" or a peer), its method, its budget.
+
+    `compiled`: whether it decodes by one compiled graph.
+    """
 
     side: str
     method: str
     budget: str | None = None
+    compiled: bool = False
 
     @property
     def is_peer_full(self) -> bool:
@@ -38,7 +43,8 @@ class Label:
 
     def __str__(self) -> str:
         side = "" if self.side in ("baseline", "kvfold") else f"{self.side} "
-        return f"{side}{self.method}{'' if self.budget is None else f', {self.budget}'}"
+        budget = "" if self.budget is None else f", {self.budget}"
+        return f"{side}{self.method}{budget}{', compiled' if self.compiled else ''}"
 
 
 @dataclass(frozen=True)
@@ -192,3 +198,42 @@ class MethodSide(LocalSide):
     def held(self) -> Held:
         stats = self.cache.stats()
         return Held(stats.nbytes, stats.kept_fraction)
+
+
+class CompiledSide(MethodSide):
+    """The same, but it decodes by one compiled graph; raises KvfoldError where it cannot."""
+
+    def __init__(self, subject: Subject, method: str, budget: str | None) -> None:
+        super().__init__(subject, method, budget)
+        self.label = dataclasses.replace(self.label, compiled=True)
+        check_compiled(self.model, self.cache, {})
+        self.fixed: FixedCache | None = None
+
+    def prefill(self, ids: Tensor, room: int) -> Prefill:
+        taken = super().prefill(ids, room)
+        self.fixed = FixedCache(self.cache, room)
+        self.fixed.fix()
+        return taken
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> float:
+        tokens = tokens.to(self.model.device)
+        return seconds(self.model.device, lambda: self._next(tokens))
+
+    def _next(self, tokens: Tensor) -> None:
+        assert self.fixed is not None
+        forward = compat.compiled_call(self.model)
+        forward(input_ids=tokens, past_key_values=self.fixed, use_cache=True, logits_to_keep=1)
+        self.fixed.after_forward()
+
+    def peak_alone(self, batch: int, length: int, room: int) -> None:
+        """That of the same method's eager side: the prompt is never compiled."""
+
+    def held(self) -> Held:
+        assert self.fixed is not None
+        stats = self.cache.stats()
+        return Held(self.fixed.nbytes() + stats.state_bytes, stats.kept_fraction)
+
+    def free(self) -> None:
+        super().free()
+        self.fixed = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,6 +60,9 @@ def command(
     peer_python: Annotated[
         Path | None, typer.Option(help="The python of an environment that has kvpress.")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Each method once more, decoding by one graph.")
+    ] = False,
     throughput: Annotated[
         str | None,
         typer.Option(
@@ -77,17 +81,20 @@ def command(
     with screen.status("importing torch and transformers"):
         import torch
 
-        from kvfold.bench.entrants import labels, makers
+        from kvfold.bench.entrants import compiled, labels, makers
         from kvfold.bench.peers import peers
         from kvfold.bench.record import Cell, Record
         from kvfold.bench.session import Session
         from kvfold.bench.shapes import Subject
+        from kvfold.compiled import compiling
         from kvfold.jsonl import Store
     if threads is not None:
         torch.set_num_threads(threads)
     wanted = labels(method or METHODS, words(budgets))
     subject = Subject.of(model, dtype, seed)
     if throughput is not None:
+        if compile:
+            raise KvfoldError("--throughput decodes eagerly: leave out --compile")
         from kvfold.cli.throughput import measure
 
         measure(screen, subject, method or METHODS, words(throughput), memory_cap, repeats, out)
@@ -98,9 +105,14 @@ def command(
         for length in numbers(lengths)
         for batch in numbers(batches)
     ]
-    made = makers(subject, wanted)
+    if compile:
+        able, reasons = compiled(subject, wanted)
+        for label, reason in reasons.items():
+            screen.print(Text(f"left out: {label}: {reason}", style="yellow"))
+    made = makers(subject, [*wanted, *(able if compile else [])])
     store = Store(out, Record)
-    with peers(subject, peer or [], peer_python) as invited:
+    settings = compiling() if compile else nullcontext()
+    with peers(subject, peer or [], peer_python) as invited, settings:
         for each in invited:
             made |= each.makers(wanted)
         session = Session.of(subject, {each.name: each.setup for each in invited})

@@ -70,6 +70,10 @@ class FixedLayer(CacheLayerMixin):
         layer.logical.valid = layer.logical.tokens()
         layer.stored().crop(0)  # takes nothing back but room that was not needed
 
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        return sum(held.nbytes for held in vars(self).values() if isinstance(held, Tensor))
+
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
         """Columns of the logical sequence, as a tensor."""
         return self.used + self.evicted

@@ -75,13 +75,15 @@ def leaving_between(
     hidden `[B, H, T]` is −∞ where an entry is gone, 0 elsewhere; None: nothing is.
     """
     scores = _scores(stages, seen, heads)
+    # Where all heads go by the same scores, the same is gone from all of them.
+    differing = heads if scores.stride(1) else 1
     end = scores.shape[-1] - last
-    scores = scores[..., first:end]
+    scores = scores[:, :differing, first:end]
     if hidden is not None:
         # First made finite: −∞ less −∞ would be NaN, which is lower than all else.
         finite = scores.clamp(min=torch.finfo(scores.dtype).min)
-        scores = finite - hidden[..., first:end]
-    return lowest(scores, first)
+        scores = finite - hidden[:, :differing, first:end]
+    return lowest(scores, first).expand(-1, heads, -1)
 
 
 def _scores(stages: Stages, seen: Observation, heads: int) -> Tensor:

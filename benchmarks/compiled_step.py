@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode step of one compiled graph beside the eager one, and beside the full cache.
+
+`python benchmarks/compiled_step.py`: the model of `kvfold bench small`, kept 0.2, tokens of
+`generate`, one run after the other in each round; medians of rounds. "full" is the eager full cache
+that `kvfold bench` measures against, which is the faster of the two; its compiled row is kvfold's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import kvfold
+from kvfold.bench.baseline import full_cache, full_twin
+from kvfold.bench.kernels import fastest
+from kvfold.bench.shapes import Subject
+
+NEW, WARM_UP = 48, 6
+METHODS = ["full", "snapkv", "knorm", "tova", "h2o", "d2o", "roco"]
+
+
+class Clock:
+    """Notes when each token came."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+
+    def put(self, _: Tensor) -> None:
+        """What `generate` calls with the prompt, and with each token."""
+        self.stamps.append(time.perf_counter())
+
+    def end(self) -> None:
+        """What `generate` calls at the end."""
+
+    def per_token(self) -> float:
+        """Median milliseconds."""
+        steps = zip(self.stamps[WARM_UP:], self.stamps[WARM_UP + 1 :], strict=False)
+        return 1000 * statistics.median(after - before for before, after in steps)
+
+
+def timed(generate: Callable[..., object], **options: object) -> float:
+    """Milliseconds per token of a run."""
+    clock = Clock()
+    generate(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, streamer=clock, **options)
+    return clock.per_token()
+
+
+def compare(subject: Subject, length: int, methods: list[str], rounds: int) -> None:
+    """Prints a row for each method."""
+    model, ids = subject.model, subject.tokens(1, length)
+    kernels = fastest(model, 1, length)
+    baseline = full_twin(model, kernels)
+
+    def full() -> float:
+        with kernels.decode.chosen():
+            cache = full_cache(baseline, NEW)
+            return timed(baseline.generate, input_ids=ids, past_key_values=cache)
+
+    def of(method: str, compiled: bool) -> float:
+        budget = None if method == "full" else 0.2
+        cache = kvfold.CompressedCache(model, method, budget, tokenizer=subject.tokenizer)
+        options = {"model": model, "input_ids": ids, "cache": cache, "compile": compiled}
+        return timed(kvfold.generate, **options)
+
+    for method in methods:
+        of(method, True)  # compiles
+    taken: dict[tuple[str, bool], list[float]] = {}
+    for _ in range(rounds):
+        whole = full()
+        for method in methods:
+            for compiled in (False, True):
+                taken.setdefault((method, compiled), []).append(of(method, compiled) / whole)
+    print(f"{length} tokens, x full ({kernels.decode})\n{'method':12}{'eager':>8}{'compiled':>10}")
+    for method in methods:
+        eager, compiled = (statistics.median(taken[method, how]) for how in (False, True))
+        print(f"{method:12}{eager:8.2f}{compiled:10.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    subject = Subject.of("small", "float32", 0)
+    for length in arguments.lengths:
+        compare(subject, length, arguments.methods, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
