@@ -117,15 +117,16 @@ class HoldingRectangle(FixedLayer):
             slot = leaving_beside(self.plan.stages, seen, forced | (self.places < 0))
         full = (self.places >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
         self.places.masked_fill_((slots == slot) & full, -1)
-        if self.plan.stages.compensate_one is None:
-            return
-        assert self.merging is not None
+        if self.plan.stages.compensate_one is not None:
+            # Where nothing stays, there is nothing to change.
+            self._compensate(slot, full & (capacity > 0).view(-1, 1, 1))
+
+    def _compensate(self, slot: Tensor, full: Tensor) -> None:
+        """Changes a kept entry of each `full [B, H, 1]` head for the one that left at `slot`."""
+        assert self.plan.stages.compensate_one is not None
         change = self.plan.stages.compensate_one(
             Leaving(self.keys, self.values, self._hidden(), slot, self.merging)
         )
-        assert change.state is not None
-        # Where nothing stays, there is nothing to change.
-        full = full & (capacity > 0).view(-1, 1, 1)
         batch, heads = slot.shape[:2]
         rows = torch.arange(batch, device=slot.device).view(-1, 1, 1)
         place = rows, torch.arange(heads, device=slot.device).view(-1, 1), change.slot
@@ -133,7 +134,8 @@ class HoldingRectangle(FixedLayer):
         values = change.values.where(full[..., None], self.values[place])
         self.keys.index_put_(place, keys)
         self.values.index_put_(place, values)
-        self.merging.copy_(change.state.where(full.squeeze(-1), self.merging))
+        if self.merging is not None and change.state is not None:
+            self.merging.copy_(change.state.where(full.squeeze(-1), self.merging))
 
     def _hidden(self) -> Tensor:
         """−∞ where nothing is, 0 elsewhere `[B, H, T]`."""
@@ -174,8 +176,8 @@ class HoldingRectangle(FixedLayer):
         if not torch.equal(columns, store.positions):
             store.place(columns)
         layer.store = store
-        left = self.merging is not None and not bool(self.merging.isnan().all())
-        layer.merging = self.merging if left else None
+        merged = self.merging is not None and not bool(self.merging.isnan().all())
+        layer.merging = self.merging if merged else None
         for name, per_entry in (("sums", self.sums), ("squares", self.squares)):
             setattr(layer, name, None if per_entry is None else _at(slots, per_entry, 0))
         if self.capacity is None or not new:
