@@ -123,10 +123,10 @@ def decode_compiled(
     still to be read. Layers get room for all new tokens behind what is kept, and give back what is
     left; those that evict at every step get room for some, and move what stays together when it is
     used up. One graph serves all caches, however much they keep, but one row and several are two
-    graphs, and so are heads of equal and of different lengths, and methods that evict. What those
-    draw at random (`Observation.seed`) is the same at every step. A `compile_config` among the
-    options takes the place of transformers' default, which on a GPU means CUDA graphs; that was not
-    run.
+    graphs, heads of equal and of different lengths too, and a method that evicts has its own. What
+    that draws at random (`Observation.seed`) is the same at every step. A `compile_config` among
+    the options takes the place of transformers' default, which on a GPU means CUDA graphs; that was
+    not run.
     """
     options = dict(options)
     config = compat.compile_config(_chosen(model, options, "compile_config"))
