@@ -217,7 +217,10 @@ def test_nothing_is_left_running(folder, made, told):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", START, str(port), KEY, str(folder)]
-    process = subprocess.Popen(command)
+    # A shell that starts the tests in the background has SIGINT ignored, also in what they start.
+    process = subprocess.Popen(
+        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
     while not (children := _children(process.pid)) and process.poll() is None:
         time.sleep(0.2)
     process.send_signal(told)
