@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import weakref
 from typing import Any
@@ -16,7 +15,7 @@ from kvfold.fixed.layer import FixedLayer
 from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments
-from kvfold.kernels.single import attend_single, attend_with_row, mean_of_heads
+from kvfold.kernels.single import attend_single, attend_with_row
 from kvfold.layer import CompressedLayer
 from kvfold.mask import physical_mask, valid_columns
 from kvfold.recall import Attended
@@ -154,7 +153,7 @@ def _observed(
         out, sums, squares = attend_with_moments(
             attended.query, key, value, mask, squares=wanted, **options
         )
-    seen = dataclasses.replace(attended, sums=sums, squares=squares, maxima=maxima)
+    seen = attended._replace(sums=sums, squares=squares, maxima=maxima)
     return out.transpose(1, 2).contiguous(), seen
 
 
@@ -174,14 +173,7 @@ def _observed_one(
     out, row = attend_with_row(
         a.query, a.key, a.value, hidden, scale=a.scale, softcap=a.softcap, sinks=a.sinks
     )
-    sums = squares = None
-    if layer.sums_wanted:
-        sums = mean_of_heads(row, heads)
-        squares = sums.square() if layer.plan.stages.needs.column_squares else None
-    seen = Attended(
-        a.query, a.key, a.value, a.scale, a.softcap, a.sinks, row=row, sums=sums, squares=squares
-    )
-    return out.transpose(1, 2), seen
+    return out.transpose(1, 2), a._replace(row=row)
 
 
 def _added(mask: Tensor | None, query: Tensor) -> Tensor:

@@ -120,7 +120,8 @@ class CompressedCache(compat.Cache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.owner.asked(first=layer.plan.layer == 0)
+        first = layer.plan.layer == 0
+        self.owner.asked(first, level=not first or layer.seen == self.compressed_layers[-1].seen)
         keys, values = layer.update(key_states, value_states)
         return hand_out(keys, layer_idx, layer), values
 

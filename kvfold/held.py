@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -173,14 +172,16 @@ class Held(CacheLayerMixin):
 
     # --- observe ----------------------------------------------------------------------------
 
-    def _add_moments(self, attended: Attended) -> None:
-        for name in ("sums", "squares"):
-            new, old = getattr(attended, name), getattr(self, name)
-            if new is not None:
-                new = self._per_stored_head(new)
-                if old is not None:
-                    new[..., : old.shape[-1]].add_(old)
-                setattr(self, name, new)
+    def _add_moments(self, sums: Tensor, squares: Tensor | None) -> None:
+        self.sums = self._added(sums, self.sums)
+        if squares is not None:
+            self.squares = self._added(squares, self.squares)
+
+    def _added(self, new: Tensor, old: Tensor | None) -> Tensor:
+        new = self._per_stored_head(new)
+        if old is not None:
+            new[..., : old.shape[-1]].add_(old)
+        return new
 
     def _add_maxima(self, maxima: Tensor) -> None:
         """Of the text's entries only: what repeats it is taken back."""
@@ -199,7 +200,7 @@ class Held(CacheLayerMixin):
         if attended.row is not None and self.plan.stages.needs.window <= 1:
             return self._observe(attended, None)
         query, columns = self.last_queries.joined(attended, self.logical)
-        return self._observe(dataclasses.replace(attended, query=query), columns)
+        return self._observe(attended._replace(query=query), columns)
 
     def _observe(self, attended: Attended, query_columns: Tensor | None) -> Observation:
         store = self.stored()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import UnsupportedModel
-from kvfold.holding import Holding
+from kvfold.holding import Holding, hold, too_much
 from kvfold.logical import Logical
 from kvfold.recall import Attended
 from kvfold.store.dense import DenseStore
@@ -59,6 +59,16 @@ class CompressedLayer(Holding):
 
     def finish(self, attended: Attended) -> None:
         """Called when the layer's attention is done: observes, and compresses when it is time."""
+        waiting = self.turn.singles
+        if attended.row is None:
+            self._observe_and_compress(attended)
+        else:
+            waiting[self] = attended
+        if waiting and (self.plan.layer == self.plan.layers - 1 or too_much(waiting)):
+            self.turn.singles = {}
+            hold(waiting)
+
+    def _observe_and_compress(self, attended: Attended) -> None:
         if attended.maxima is not None:
             self._add_maxima(attended.maxima)
         if self.turn.driving:
@@ -68,14 +78,14 @@ class CompressedLayer(Holding):
         if self.turn.frozen:
             return
         if attended.sums is not None:
-            self._add_moments(attended)
+            self._add_moments(attended.sums, attended.squares)
         stages = self.plan.stages
         if self.turn.ends(self.seen, attended.query.shape[2]):
             self._end_turn(self._observation(attended))
         elif self.turn.goes_on(self.seen):
             self.last_queries.add(attended, self.logical)
         elif stages.decode == "hold" and stages.score is not None:
-            self._hold(attended)
+            self._hold_all(attended)
         elif self.late:
             self.late = False
             self._size_and_compress(self._observation(attended))

@@ -50,11 +50,12 @@ class Observation:
 
     keys `[B, H, T, D]` and values `[B, H, T, Dv]` after RoPE; positions `[B, H, T]`, an entry's
     number among its row's tokens, −1 for padding and for what is gone, int64 or, after a generated
-    token, int32; queries `[B, Hq, W, D]` and their positions `[B, W]`; the last query's attention
-    `[B, Hq, 1, T]` where it was watched; column sums and squares and rebuilding `[B, H, T]` (sums
-    and squares of the mean over a group's query heads, rebuilding of their maximum); tokens seen by
-    each row and entries that each of its heads may keep `[B]`; the place of this layer among
-    `layers`; scale, softcap and attention sinks `[Hq]` of the model; and the seed of this draw.
+    token, int32, where what is gone may keep its number; queries `[B, Hq, W, D]` and their
+    positions `[B, W]`; the last query's attention `[B, Hq, 1, T]` where it was watched; column sums
+    and squares and rebuilding `[B, H, T]` (sums and squares of the mean over a group's query heads,
+    rebuilding of their maximum); tokens seen by each row and entries that each of its heads may
+    keep `[B]`; the place of this layer among `layers`; scale, softcap and attention sinks `[Hq]` of
+    the model; and the seed of this draw.
     """
 
     keys: Tensor

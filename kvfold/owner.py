@@ -25,13 +25,14 @@ class Owner:
         if self.modules and id(module) not in self.modules:
             raise UnsupportedModel(f"this cache was made for another model (a {self.name})")
 
-    def asked(self, first: bool) -> None:
+    def asked(self, first: bool, level: bool) -> None:
         """A layer hands out keys, or the first one of a forward does.
 
-        Raises UnsupportedModel if the last ones went elsewhere, or these will.
+        Raises UnsupportedModel if the last ones went elsewhere, or these will, or where the layers
+        are not `level`: they hold different numbers of tokens.
         """
         lost = first and self.config is not None and not compat.is_routed(self.config)
-        if self.waiting or lost:
+        if self.waiting or lost or not level:
             raise UnsupportedModel(
                 "this cache's keys did not come back to kvfold's attention: the last forward "
                 "failed, kvfold.disable(model) was called, or another model used the cache; "

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from torch import Tensor
 from kvfold.logical import Logical
 
 
-@dataclass(frozen=True)
-class Attended:
+class Attended(NamedTuple):  # made in every layer of every step
     """One attention call: what went in, and what was observed of it if asked.
 
     query `[B, Hq, S, D]`, key and value `[B, H, T, D]`, row `[B, Hq, 1, T]` of a single query,
@@ -49,8 +47,7 @@ class LastQueries:
         """Remembers the end of a piece."""
         query, self.columns = self.joined(attended, logical)
         # Of the keys only the number of heads is needed, not the entries.
-        self.attended = dataclasses.replace(
-            attended,
+        self.attended = attended._replace(
             query=query.clone(),
             key=attended.key[:, :, :0].clone(),
             value=attended.value[:, :, :0].clone(),
@@ -82,9 +79,7 @@ class LastQueries:
         if self.attended is None or self.columns is None:
             return
         a = self.attended
-        self.attended = dataclasses.replace(
-            a, query=rows(a.query), key=rows(a.key), value=rows(a.value)
-        )
+        self.attended = a._replace(query=rows(a.query), key=rows(a.key), value=rows(a.value))
         self.columns = rows(self.columns)
 
     def nbytes(self) -> int:

@@ -19,6 +19,8 @@ from kvfold.store.segments import SegmentStore
 
 if TYPE_CHECKING:
     from kvfold.compression import Compression
+    from kvfold.holding import Holding
+    from kvfold.recall import Attended
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Turn:
     `until` is the number of tokens at which a turn that is read piece by piece ends. `repeating`
     is set while the text is repeated to a rebuilding method; `prefix [B]` are each row's first
     tokens, kept beside the budget. `gathered` are layers that wait for the others' statistics,
-    `partner` one that waits for the other of its pair. While `driving`, layers run one by one on
+    `partner` one that waits for the other of its pair, `singles` what those attended to of which an
+    entry leaves when the others have attended as well. While `driving`, layers run one by one on
     fewer and fewer tokens, and `watched` is what the last of them saw.
     """
 
@@ -50,6 +53,7 @@ class Turn:
     prefix: Tensor | None = None
     gathered: list[tuple[Compression, Observation]] = field(default_factory=list)
     partner: Compression | None = None
+    singles: dict[Holding, Attended] = field(default_factory=dict)
     driving: bool = False
     watched: Observation | None = None
 
@@ -100,7 +104,7 @@ class Turn:
         self.until = 0
         self.repeating = self.prefix = self.partner = self.watched = None
         self.driving = False
-        self.gathered = []
+        self.gathered, self.singles = [], {}
 
 
 @dataclass(frozen=True)

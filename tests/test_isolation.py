@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvfold
+from kvfold.errors import UnsupportedModel
 from tests.budgets import NAMED, SMALL, compressed, needs_driver
 from tests.models import build, continuation, prompts
 from tests.test_cli import word_tokenizer
@@ -213,6 +214,27 @@ def test_a_reset_cache_forgets_a_forward_that_failed(model, spec):
         failing = model.model.layers[layer].register_forward_pre_hook(fail)
         with failing, pytest.raises(RuntimeError, match="interrupted"):
             answer(model, cache, prompt(2))
+        cache.reset()
+        assert same(two_turns(model, cache, 1), expected)
+
+
+@KINDS
+@torch.no_grad()
+def test_a_token_that_failed_half_way_makes_the_cache_useless_until_it_is_reset(model, spec):
+    cache = new_cache(model, spec)
+    expected = two_turns(model, cache, 1)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("interrupted")
+
+    for layer in (1, 2):
+        cache.reset()
+        answer(model, cache, prompt(1))
+        failing = model.model.layers[layer].register_forward_pre_hook(fail)
+        with failing, pytest.raises(RuntimeError, match="interrupted"):
+            model(prompt(2)[:, :1], past_key_values=cache)
+        with pytest.raises(UnsupportedModel, match="the last forward failed"):
+            model(prompt(2)[:, :1], past_key_values=cache)
         cache.reset()
         assert same(two_turns(model, cache, 1), expected)
 

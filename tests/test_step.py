@@ -171,7 +171,8 @@ def test_what_leaves_keeps_its_place_and_counts_as_slack():
     assert (store.positions >= 0).sum(-1).eq(7).all()
     kv, positions, slack = store.nbytes(set())
     assert kv == 2 * 3 * 7 * 4 * 4 * 2
-    assert kv + slack + positions == whole + 4 * 2 * 3 * (8 + 16)
+    # Where each came from, and what is hidden.
+    assert kv + slack + positions == whole + 2 * 4 * 2 * 3 * (8 + 16)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def choose(
     """
     per_row = counts if counts.dim() == 1 else counts.amax(-1)
     forced = forced | stages.forced.mask(places, per_row)
-    scores = _scores(stages, dataclasses.replace(seen, budget=per_row), places.shape[1])
+    scores = scores_of(stages, dataclasses.replace(seen, budget=per_row), places.shape[1])
     needed = forced.sum(-1)
     counts = counts.view(len(counts), -1).expand_as(needed)
     over = bool((needed > counts).any())
@@ -63,30 +63,24 @@ def leaving(
 
 def leaving_beside(stages: Stages, seen: Observation, staying: Tensor) -> Tensor:
     """As `leaving`, where all that cannot leave is `staying [B, H, T]`."""
-    scores = _scores(stages, seen, staying.shape[1])
+    scores = scores_of(stages, seen, staying.shape[1])
     return lowest(scores.masked_fill(staying, torch.inf))
 
 
-def leaving_between(
-    stages: Stages, seen: Observation, hidden: Tensor | None, first: int, last: int, heads: int
-) -> Tensor:
-    """As `leaving` of `heads`, where what is forced are the `first` and the `last` slots.
+def leaving_between(scores: Tensor, hidden: Tensor | None, first: int, last: int) -> Tensor:
+    """As `leaving`, by scores `[B, H, T]`, where the `first` and the `last` slots are to stay.
 
     hidden `[B, H, T]` is −∞ where an entry is gone, 0 elsewhere; None: nothing is.
     """
-    scores = _scores(stages, seen, heads)
-    # Where all heads go by the same scores, the same is gone from all of them.
-    differing = heads if scores.stride(1) else 1
-    end = scores.shape[-1] - last
-    scores = scores[:, :differing, first:end]
+    between = slice(first, scores.shape[-1] - last)
+    scores = scores[..., between]
     if hidden is not None:
         # First made finite: −∞ less −∞ would be NaN, which is lower than all else.
-        finite = scores.clamp(min=torch.finfo(scores.dtype).min)
-        scores = finite - hidden[:, :differing, first:end]
-    return lowest(scores, first).expand(-1, heads, -1)
+        scores = scores.clamp(min=torch.finfo(scores.dtype).min) - hidden[..., between]
+    return lowest(scores, first)
 
 
-def _scores(stages: Stages, seen: Observation, heads: int) -> Tensor:
+def scores_of(stages: Stages, seen: Observation, heads: int) -> Tensor:
     """Scores `[B, H, T]` of the stored heads: the mean over the heads that share a latent."""
     assert stages.score is not None
     scores = stages.score(seen)

@@ -33,9 +33,11 @@ class Columns(Growing):
             self._offset = first - self.length
         self.length = end
 
-    def put(self, slots: Tensor, column: int) -> None:
-        """Writes `column` at `slots [B, H, K]`; what was looked at before shows what it showed."""
-        self._put(self._buffer.scatter(2, slots, column))
+    def clear(self, gone: Tensor) -> None:
+        """Makes holes where `gone [B, H, ≤ T]`; what was looked at before shows what it showed."""
+        buffer = self._buffer.clone()
+        buffer[:, :, : gone.shape[2]].masked_fill_(gone, -1)
+        self._put(buffer)
 
     def crop(self, count: int) -> None:
         buffer = self._buffer
@@ -59,6 +61,11 @@ class Hidden(Growing):
     def put(self, slots: Tensor) -> None:
         """Hides the entries at `slots [B, H, K]` as well."""
         self._buffer.scatter_(2, slots, -torch.inf)
+
+    @property
+    def holes(self) -> Tensor:
+        """Which entries are hidden, bool `[B, H, T]`."""
+        return self.rows != 0
 
 
 class BranchOfColumns(Branch):

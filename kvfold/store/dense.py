@@ -29,6 +29,7 @@ class DenseStore:
         self._keys, self._values = Growing(keys), Growing(values)
         self._positions: Columns | BranchOfColumns | None = None
         self._hidden: Hidden | None = None  # made when it is first asked for
+        self._marked = True  # whether positions tell what has left
         self.dead, self.holes = 0, False
 
     @classmethod
@@ -65,6 +66,12 @@ class DenseStore:
     @property
     def stored_positions(self) -> Tensor | None:
         """Positions `[B, H, T]`, or None while entry i is column i."""
+        self._mark()
+        return self.origins
+
+    @property
+    def origins(self) -> Tensor | None:
+        """As `stored_positions`, where what has left since the last copy keeps its own."""
         return None if self._positions is None else self._positions.rows
 
     @property
@@ -75,22 +82,37 @@ class DenseStore:
     @property
     def positions(self) -> Tensor:
         """Positions as int64 `[B, H, T]`."""
-        if self._positions is not None:
-            return self._positions.rows.long()
+        stored = self.stored_positions
+        if stored is not None:
+            return stored.long()
         batch, heads = self.keys.shape[:2]
         return torch.arange(self.length, device=self.keys.device).expand(batch, heads, -1)
 
     @property
     def hidden(self) -> Tensor | None:
         """0, and −∞ at holes `[B, H, T]`, to be added to logits; None where there are no holes."""
-        if not self.holes:
-            return None
+        return self._shown().rows if self.holes else None
+
+    def _shown(self) -> Hidden:
+        """What is hidden, as long as what is stored."""
         if self._hidden is None or not self._hidden.shows(self.length):
             self._hidden = Hidden(self.positions < 0, self.keys.dtype)
-        return self._hidden.rows
+        return self._hidden
+
+    def _mark(self) -> None:
+        """Writes into the positions what has left: in a step that is not worth its time."""
+        if not self._marked:
+            assert isinstance(self._positions, Columns) and self._hidden is not None
+            self._positions.clear(self._hidden.holes)
+            self._marked = True
+
+    def _forget_hidden(self) -> None:
+        self._mark()
+        self._hidden = None
 
     def fork(self) -> DenseStore:
         """One that goes on by itself, and shares all that is stored."""
+        self._mark()
         other = copy.copy(self)
         other._hidden = None
         other._keys, other._values = Branch(self.keys), Branch(self.values)
@@ -121,9 +143,8 @@ class DenseStore:
         """Marks one entry of each head, at `slot [B, H, 1]`, as gone; nothing is moved."""
         if not isinstance(self._positions, Columns):
             self._positions = Columns(self.positions)
-        self._positions.put(slot, -1)
-        if self._hidden is not None:
-            self._hidden.put(slot)
+        self._shown().put(slot)
+        self._marked = False
         self.dead, self.holes = self.dead + 1, True
 
     @property
@@ -147,13 +168,13 @@ class DenseStore:
         self._positions = Columns(positions)
         self._keys = Growing.gathered(self.keys, slots)
         self._values = Growing.gathered(self.values, slots)
-        self._hidden = None
+        self._forget_hidden()
         self.dead, self.holes = 0, bool((positions < 0).any())
 
     def place(self, columns: Tensor) -> None:
         """Says where each entry stands: `columns [B, H or 1, T]`, ascending, −1 for holes."""
+        self._forget_hidden()
         self._positions = Columns(columns.expand(*self.keys.shape[:2], -1))
-        self._hidden = None
         self.holes = bool((columns < 0).any())
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
@@ -163,13 +184,13 @@ class DenseStore:
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries."""
-        self._hidden = None
+        self._forget_hidden()
         for part in self._parts():
             part.crop(count)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a copying selection along the batch axis, to everything stored."""
-        self._hidden = None
+        self._forget_hidden()
         for part in self._parts():
             part.index(rows)
 
