@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode step of one compiled graph beside the eager one, and beside the full cache.
+"""A decode step of one compiled graph beside the eager one.
 
 `python benchmarks/compiled_step.py`: the model of `kvfold bench small`, kept 0.2, tokens of
-`generate`, one run after the other in each round; medians of rounds. "full" is the eager full cache
-that `kvfold bench` measures against, which is the faster of the two; its compiled row is kvfold's.
+`generate`, one run after the other in each round; medians of rounds. All are divided by the eager
+full cache that `kvfold bench` measures against; the row "full" is kvfold's own method.
 """
 
 from __future__ import annotations

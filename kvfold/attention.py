@@ -17,7 +17,7 @@ from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments
 from kvfold.kernels.single import attend_single, attend_with_row
 from kvfold.layer import CompressedLayer
-from kvfold.mask import physical_mask, valid_columns
+from kvfold.mask import as_added, physical_mask, valid_columns
 from kvfold.recall import Attended
 from kvfold.store.dense import DenseStore
 from kvfold.store.segments import Segments, SegmentStore
@@ -168,20 +168,15 @@ def _observed_one(
         hidden = store.hidden
         hidden = None if hidden is None else hidden[:, :, None]
     else:
-        hidden = _added(physical_mask(mask, store.view(), a.query, layer.seen), a.query)
+        hidden = physical_mask(mask, store.view(), a.query, layer.seen)
+        assert hidden is not None
+        if hidden.dtype == torch.bool:
+            hidden = as_added(~hidden, a.query.dtype)
         hidden = hidden[:, :, 0].unflatten(1, (heads if hidden.shape[1] > 1 else 1, -1))
     out, row = attend_with_row(
         a.query, a.key, a.value, hidden, scale=a.scale, softcap=a.softcap, sinks=a.sinks
     )
     return out.transpose(1, 2), a._replace(row=row)
-
-
-def _added(mask: Tensor | None, query: Tensor) -> Tensor:
-    """A mask as what is added to logits."""
-    assert mask is not None
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _expanded(layer: CompressedLayer, key: Tensor, same_layer: bool) -> bool:

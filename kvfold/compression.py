@@ -19,6 +19,7 @@ from kvfold.select.choose import choose
 from kvfold.select.forced import with_forced
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoded import Encode, EntrySize
+from kvfold.store.rows import pick
 from kvfold.store.segments import SegmentStore
 from kvfold.store.sinks import MovingSinks
 
@@ -188,7 +189,7 @@ class Compression(Held):
             self.sinks = MovingSinks(store, self.plan.stages.forced.sinks, self.rotation)
 
     def _select_per_entry(self, slots: Tensor) -> None:
-        self._per_entry(lambda x: x.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, 0.0))
+        self._per_entry(lambda x: pick(x, slots, 0))
 
     def _keep_in_segments(
         self, seen: Observation, slots: Tensor, saved: list[Tensor] | None

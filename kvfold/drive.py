@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfold import compat
 from kvfold.cache import CompressedCache
+from kvfold.store.rows import pick
 
 
 @torch.no_grad()
@@ -39,6 +40,6 @@ def drive(
             slots = funnel(replace(seen, seen=mask.sum(-1)))
             wide = slots.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
             hidden = hidden.gather(1, wide)
-            columns = columns.gather(1, slots.clamp(min=0)).masked_fill(slots < 0, -1)
+            columns = pick(columns, slots, -1)
     finally:
         cache.turn.driving, cache.turn.watched = False, None

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.store.rows import pick
+
 
 @dataclass
 class Logical:
@@ -48,7 +50,7 @@ class Logical:
         count = tokens.cumsum(-1) - 1
         if columns.dim() == 3:
             count = count[:, None].expand(-1, columns.shape[1], -1)
-        return count.gather(-1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+        return pick(count, columns, -1)
 
     def columns(self, places: Tensor) -> Tensor:
         """The other way round: tokens' numbers `[B, H, T]` → their columns; −1 stays."""
@@ -57,7 +59,7 @@ class Logical:
             return places
         first = tokens.byte().argsort(dim=-1, descending=True, stable=True)
         first = first[:, None].expand(-1, places.shape[1], -1)
-        return first.gather(-1, places.clamp(min=0)).masked_fill(places < 0, -1)
+        return pick(first, places, -1)
 
     def crop(self, count: int) -> None:
         """Forgets the last `count` columns."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.store.rows import take
+from kvfold.store.rows import pick, take
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,11 @@ class Observation:
 
     def at(self, slots: Tensor) -> Observation:
         """The same with the entries at `slots [B, H, K]` only; −1 is a hole."""
-        index = slots.clamp(min=0)
-
         return dataclasses.replace(
             self,
             keys=take(self.keys, slots),
             values=take(self.values, slots),
-            positions=self.positions.gather(2, index).masked_fill(slots < 0, -1),
+            positions=pick(self.positions, slots, -1),
             attention=None,
             column_sums=None,
             column_squares=None,

@@ -450,15 +450,15 @@ def test_compiled_sides_take_part_beside_eager_ones(
 def test_a_compiled_side_holds_what_an_eager_one_does(
     subject: Subject, one_by_one: None, method: str
 ) -> None:
-    budget, ids = None if method == "full" else "0.2", subject.tokens(1, 110)
+    budget, ids = None if method == "full" else "0.9", subject.tokens(1, 430)
     eager, compiled = (kind(subject, method, budget) for kind in (MethodSide, CompiledSide))
     with compiling():
         for side in (eager, compiled):
-            side.prefill(ids[:, :80], 30)
-            for index in range(80, 110):
+            side.prefill(ids[:, :400], 30)
+            for index in range(400, 430):
                 assert side.step(ids[:, index : index + 1]) > 0
-    # Room, and what says where entries are, may differ.
-    assert compiled.held().nbytes == pytest.approx(eager.held().nbytes, rel=0.6)
+    # Room for 16 or 30 entries, and what says where they are, may differ.
+    assert compiled.held().nbytes == pytest.approx(eager.held().nbytes, rel=0.1)
     assert compiled.peak_alone(1, 80, 30) is None
     compiled.fixed.hand_back()
     for layer in range(len(eager.cache.compressed_layers)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.compensate.eviction import Eviction
 from kvfold.compensate.similar import evicted_slots
-from kvfold.store.rows import take
+from kvfold.store.rows import pick, take
 
 TILE_BYTES = 16 * 2**20  # the most that evicted values take at a time
 # SplitMix64's step and multipliers, as signed integers.
@@ -35,8 +35,8 @@ def spread_values(
     if not evicted.shape[-1] or not kept:
         return keys, values, None
     # Ascending, holes on the left: what follows a position is a span of kept entries.
-    places = _picked(eviction.positions, eviction.slots, empty=-1)
-    where = _picked(eviction.positions, evicted, empty=0)
+    places = pick(eviction.positions, eviction.slots, -1)
+    where = pick(eviction.positions, evicted, 0)
     first = torch.searchsorted(places, where)
     last = (first + targets).clamp(max=kept)
     weight = _chances(eviction, evicted, first, last)
@@ -47,15 +47,11 @@ def spread_values(
     return keys, add(values, eviction.values, evicted, weight, first, last), None
 
 
-def _picked(numbers: Tensor, slots: Tensor, empty: int) -> Tensor:
-    return numbers.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, empty)
-
-
 def _chances(eviction: Eviction, evicted: Tensor, first: Tensor, last: Tensor) -> Tensor:
     """p `[B, H, E]` float64."""
     assert eviction.column_sums is not None
     sums = eviction.column_sums.double()
-    before = F.pad(_picked(sums, eviction.slots, empty=0).cumsum(-1), (1, 0))
+    before = F.pad(pick(sums, eviction.slots, 0).cumsum(-1), (1, 0))
     mean = (before.gather(2, last) - before.gather(2, first)) / (last - first)
     ratio = sums.gather(2, evicted.clamp(min=0)) / mean
     return ratio.nan_to_num(nan=0.0).clamp(0, 1)

@@ -12,11 +12,12 @@ from kvfold.compression import alive
 from kvfold.fixed.layer import FixedLayer
 from kvfold.kernels.single import attend_with_row, mean_of_heads
 from kvfold.layer import CompressedLayer
+from kvfold.mask import as_added
 from kvfold.observation import Observation
 from kvfold.select.choose import leaving, leaving_beside
 from kvfold.store.dense import DenseStore
 from kvfold.store.growing import slack
-from kvfold.store.rows import take
+from kvfold.store.rows import pick, take
 
 
 class HoldingRectangle(FixedLayer):
@@ -45,6 +46,7 @@ class HoldingRectangle(FixedLayer):
             None if observed is None else self._widened(observed, 0)
             for observed in (layer.sums, layer.squares)
         )
+        layer.sums = layer.squares = None  # until they are handed back
         self.merging = layer.merging
         if layer.plan.stages.compensate_one is not None:
             # NaN stands for a head of which nothing has left yet.
@@ -53,11 +55,7 @@ class HoldingRectangle(FixedLayer):
         for per_entry in (self.places, self.sums, self.squares):
             if per_entry is not None:
                 torch._dynamo.maybe_mark_dynamic(per_entry, 2)
-        if self.keys.is_cuda:
-            # Else CUDA graphs would copy them at every step.
-            for tensor in vars(self).values():
-                if isinstance(tensor, Tensor):
-                    torch._dynamo.mark_static_address(tensor)
+        self._keep_in_place()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -81,11 +79,11 @@ class HoldingRectangle(FixedLayer):
             softcap=softcap,
             sinks=sinks,
         )
-        received = mean_of_heads(row, self.places.shape[1])
         if self.sums is not None:
+            received = mean_of_heads(row, self.places.shape[1])
             self.sums.add_(received)
-        if self.squares is not None:
-            self.squares.add_(received.square())
+            if self.squares is not None:
+                self.squares.add_(received.square())
         if self.capacity is not None:
             seen = Observation(
                 self.keys,
@@ -139,8 +137,7 @@ class HoldingRectangle(FixedLayer):
 
     def _hidden(self) -> Tensor:
         """−∞ where nothing is, 0 elsewhere `[B, H, T]`."""
-        nothing = torch.zeros_like(self.places, dtype=self.keys.dtype)
-        return nothing.masked_fill(self.places < 0, -torch.inf)
+        return as_added(self.places < 0, self.keys.dtype)
 
     def _widened(self, per_entry: Tensor, empty: int) -> Tensor:
         """As long as the buffers."""
@@ -159,7 +156,7 @@ class HoldingRectangle(FixedLayer):
             entries[:, :, :kept] = take(entries, slots)
         for per_entry, empty in ((self.places, -1), (self.sums, 0), (self.squares, 0)):
             if per_entry is not None:
-                per_entry[:, :, :kept] = _at(slots, per_entry, empty)
+                per_entry[:, :, :kept] = pick(per_entry, slots, empty)
                 per_entry[:, :, kept:] = empty
         self.used.sub_(used - kept)
         self.evicted.add_(used - kept)
@@ -171,7 +168,7 @@ class HoldingRectangle(FixedLayer):
         layer.logical.seen += new
         layer.logical.valid = layer.logical.tokens()
         store = DenseStore(take(self.keys, slots), take(self.values, slots))
-        places = _at(slots, self.places, -1)
+        places = pick(self.places, slots, -1)
         columns = layer.logical.columns(places.long())
         if not torch.equal(columns, store.positions):
             store.place(columns)
@@ -179,7 +176,7 @@ class HoldingRectangle(FixedLayer):
         merged = self.merging is not None and not bool(self.merging.isnan().all())
         layer.merging = self.merging if merged else None
         for name, per_entry in (("sums", self.sums), ("squares", self.squares)):
-            setattr(layer, name, None if per_entry is None else _at(slots, per_entry, 0))
+            setattr(layer, name, None if per_entry is None else pick(per_entry, slots, 0))
         if self.capacity is None or not new:
             return
         layer.turns += new
@@ -187,8 +184,3 @@ class HoldingRectangle(FixedLayer):
         layer.surplus = 0 if bool(held.all()) else None
         if bool(((places >= 0).sum(-1) < self.tokens.view(-1, 1)).any()):
             layer.evicted_at = layer.seen
-
-
-def _at(slots: Tensor, per_entry: Tensor, empty: int) -> Tensor:
-    """What stands at `slots [B, H, K]`, and `empty` for a hole."""
-    return per_entry.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, empty)

@@ -36,6 +36,15 @@ class FixedLayer(CacheLayerMixin):
         for buffer in (self.keys, self.values):
             torch._dynamo.maybe_mark_dynamic(buffer, 2)
 
+    def _keep_in_place(self) -> None:
+        """Promises CUDA graphs that what it holds never moves: else they copy it at every step."""
+        if self.keys.is_cuda:
+            for tensor in self._held():
+                torch._dynamo.mark_static_address(tensor)
+
+    def _held(self) -> list[Tensor]:
+        return [held for held in vars(self).values() if isinstance(held, Tensor)]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the layer came with its buffers."""
 
@@ -72,7 +81,7 @@ class FixedLayer(CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Bytes of all that it holds."""
-        return sum(held.nbytes for held in vars(self).values() if isinstance(held, Tensor))
+        return sum(held.nbytes for held in self._held())
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
         """Columns of the logical sequence, as a tensor."""

@@ -19,10 +19,7 @@ class Rectangle(FixedLayer):
         self.visible = torch.zeros(self.keys.shape[:3], dtype=torch.bool, device=self.keys.device)
         self.visible[:, :, : self.first] = layer.columns() >= 0
         torch._dynamo.maybe_mark_dynamic(self.visible, 2)
-        if self.keys.is_cuda:
-            # Else CUDA graphs would copy the buffers at every step.
-            for tensor in (self.keys, self.values, self.visible, self.used):
-                torch._dynamo.mark_static_address(tensor)
+        self._keep_in_place()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

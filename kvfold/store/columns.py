@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.mask import as_added
 from kvfold.store.branch import Branch
 from kvfold.store.growing import Growing
 
@@ -50,7 +51,7 @@ class Hidden(Growing):
     """What is added to logits `[B, H, T]`: −∞ at holes, 0 elsewhere."""
 
     def __init__(self, holes: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(torch.zeros_like(holes, dtype=dtype).masked_fill_(holes, -torch.inf))
+        super().__init__(as_added(holes, dtype))
         self.reserve(0)  # fills the room with 0
 
     def shows(self, length: int) -> bool:

@@ -13,6 +13,7 @@ from kvfold.store.branch import Branch
 from kvfold.store.columns import BranchOfColumns, Columns, Hidden
 from kvfold.store.encoded import Named
 from kvfold.store.growing import Growing, slack
+from kvfold.store.rows import pick
 
 
 class DenseStore:
@@ -164,7 +165,7 @@ class DenseStore:
 
         Earlier views of the store stay intact: layers that share it may still read them.
         """
-        positions = self.positions.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, -1)
+        positions = pick(self.positions, slots, -1)
         self._positions = Columns(positions)
         self._keys = Growing.gathered(self.keys, slots)
         self._values = Growing.gathered(self.values, slots)

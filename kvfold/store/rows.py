@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picking whole entries out of a layer's keys or values."""
+"""Picking entries out of a layer, or numbers that belong to them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.dispatch import gather_path
+
+
+def pick(numbers: Tensor, slots: Tensor, empty: int) -> Tensor:
+    """`numbers [B, …, T]`, one per entry, of the `slots [B, …, K]`; `empty` for a hole (−1)."""
+    return numbers.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, empty)
 
 
 def take(entries: Tensor, slots: Tensor) -> Tensor:

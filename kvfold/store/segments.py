@@ -14,7 +14,7 @@ from kvfold.observation import Observation
 from kvfold.store.encoded import Encode, Flat, Named
 from kvfold.store.paired import Paired, Pairing, extend_pair
 from kvfold.store.part import Part, PartView
-from kvfold.store.rows import take_flat
+from kvfold.store.rows import pick, take_flat
 
 # While decoding, values are encoded in lots: each lot copies what is encoded once.
 LOT = 32
@@ -279,5 +279,5 @@ def _divided(slots: Tensor, counts: list[int], old: list[int]) -> tuple[Tensor, 
     newest = slots.masked_fill(place < width - new, -1)
     # Moved to the right, where the newest ones were.
     before = place - new
-    oldest = slots.gather(2, before.clamp(min=0)).masked_fill(before < 0, -1)
+    oldest = pick(slots, before, -1)
     return oldest, newest
