@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvfold
+from kvfold import layer as layer_module
 from kvfold.compensate.eviction import Eviction, Leaving
 from kvfold.compensate.similar import merge_one, merge_similar
 from kvfold.kernels import single
@@ -216,6 +217,38 @@ def test_long_decoding_keeps_what_evicting_with_a_copy_keeps(spec, lengths, monk
         assert all(torch.equal(a, b) for rows in both for a, b in zip(*rows, strict=True))
     # Similarities are float32, and what is merged by them is merged again.
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def columns(cache):
+    """Those that are kept, by layer, row and head."""
+    return [
+        [[head.tolist() for head in row] for row in cache.positions(layer)]
+        for layer in range(len(cache.compressed_layers))
+    ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers_waiting", [4, 2, 1])
+@pytest.mark.parametrize("spec", ["tova", "h2o", "roco", "d2o", "local_window"])
+def test_layers_let_go_of_the_same_together_and_one_by_one(spec, layers_waiting, monkeypatch):
+    model, sizes = build("llama", dtype=torch.float64), []
+    together = layer_module.hold
+    ids = torch.randint(5, 190, (2, 130), generator=torch.Generator().manual_seed(5))
+    monkeypatch.setattr(layer_module, "too_much", lambda waiting: len(waiting) >= layers_waiting)
+    monkeypatch.setattr(layer_module, "hold", lambda x: sizes.append(len(x)) or together(x))
+
+    def run():
+        cache = kvfold.CompressedCache(model, spec, 0.35)
+        model(ids[:, :90], past_key_values=cache)
+        for token in ids[:, 90:].split(1, 1):
+            model(token, past_key_values=cache)
+        assert not cache.turn.singles
+        return columns(cache)
+
+    kept = run()
+    assert sizes == [layers_waiting] * (40 * 4 // layers_waiting)
+    monkeypatch.setattr(CompressedLayer, "evicts_one", lambda *_: False)
+    assert run() == kept
 
 
 @torch.no_grad()
