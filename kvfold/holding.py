@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
-from kvfold.compensate.eviction import Leaving
+from kvfold.compensate.eviction import Change, Leaving
 from kvfold.compression import Compression
 from kvfold.kernels.single import mean_of_heads
 from kvfold.observation import Observation
 from kvfold.recall import Attended
 from kvfold.select.choose import leaving, leaving_between, scores_of
 from kvfold.store.dense import DenseStore
+from kvfold.store.rows import joined
 
 WAITING_BYTES = 2**24  # rows of attention that may wait for the other layers'
 
@@ -59,7 +59,7 @@ class Holding(Compression):
             self._add_moments(sums, sums.square() if needs.column_squares else None)
         return self._one_seen(attended)
 
-    def _leaving(self, seen: Observation) -> Tensor:
+    def _chosen(self, seen: Observation) -> Tensor:
         """The slot `[B, H, 1]` that leaves, where more is forced than the ends."""
         assert self.capacity is not None
         places, protected = self.places(), None
@@ -68,22 +68,39 @@ class Holding(Compression):
         return leaving(self.plan.stages, seen, places, protected, self.capacity)
 
     def _let_go(self, slot: Tensor) -> None:
-        """The entries at `slot [B, H or 1, 1]` leave, and what stays is not moved."""
-        stages, store = self.plan.stages, self.stored()
+        """The entries at `slot [B, H, 1]` leave, and what stays is not moved."""
+        store = self.stored()
         assert isinstance(store, DenseStore)
-        slot = slot.expand(-1, store.keys.shape[1], -1)
         store.drop(slot)
-        if stages.compensate_one is not None:
-            hidden = store.hidden
-            assert hidden is not None
-            change = stages.compensate_one(
-                Leaving(store.keys, store.values, hidden, slot, self.merging)
-            )
-            store.change(change.slot, change.keys, change.values)
-            self.merging = change.state
         self.surplus, self.evicted_at = 0, self.seen
-        if store.crowded:
-            self._leave_out_dead()
+
+    def _leaving(self, slot: Tensor) -> Leaving:
+        store = self.stored()
+        assert isinstance(store, DenseStore) and store.hidden is not None
+        return Leaving(store.keys, store.values, store.hidden, slot, self.merging)
+
+    def _entry_kind(self) -> tuple[object, ...]:
+        """What single entries of two layers must have in common to be one tensor."""
+        keys, values = self.stored().keys, self.stored().values
+        return keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device
+
+    def _hidden(self, heads: int) -> Tensor | None:
+        """What hides holes `[B, heads, T]`; None where there are none."""
+        store = self.stored()
+        assert isinstance(store, DenseStore)
+        return None if store.hidden is None else store.hidden[:, :heads]
+
+    def _change(self, change: Change) -> None:
+        store = self.stored()
+        assert isinstance(store, DenseStore)
+        store.change(change.slot, change.keys, change.values)
+        self.merging = change.state
+
+    def _tidy(self) -> None:
+        """Leaves out what has left, where it has become much."""
+        store = self.stored()
+        if isinstance(store, DenseStore) and store.crowded:
+            self.copy_alive()
 
     def _one_seen(self, attended: Attended) -> Observation:
         """What the single query that was watched shows of the layer."""
@@ -127,29 +144,57 @@ def too_much(waiting: dict[Holding, Attended]) -> bool:
 def hold(watched: dict[Holding, Attended]) -> None:
     """One entry of each head leaves each of these layers, whose attention was watched.
 
-    Layers of one size choose together: so small are the numbers that it takes hardly longer.
+    Layers are treated together where they can be: so small are the numbers that many take hardly
+    longer than one.
     """
-    alike: dict[Any, list[tuple[Holding, Tensor, Tensor | None]]] = {}
+    slots = _slots(watched)
+    for layer, slot in slots.items():
+        layer._let_go(slot)
+    compensate = next(iter(slots)).plan.stages.compensate_one
+    if compensate is not None:
+        for layers in _alike(slots, Holding._entry_kind):
+            changes = compensate([layer._leaving(slots[layer]) for layer in layers])
+            for layer, change in zip(layers, changes, strict=True):
+                layer._change(change)
+    for layer in slots:
+        layer._tidy()
+
+
+def _slots(watched: dict[Holding, Attended]) -> dict[Holding, Tensor]:
+    """Which entries leave, `[B, H, 1]`."""
+    slots: dict[Holding, Tensor] = {}
+    scores: dict[Holding, Tensor] = {}
+    hidden: dict[Holding, Tensor | None] = {}
     for layer, attended in watched.items():
-        seen, ends = layer._watched(attended), layer.forced_ends()
-        if ends is None:
-            layer._let_go(layer._leaving(seen))
+        seen, heads = layer._watched(attended), layer.stored().keys.shape[1]
+        if layer.forced_ends() is None:
+            slots[layer] = layer._chosen(seen)
             continue
-        store = layer.stored()
-        assert isinstance(store, DenseStore)
-        scores, hidden = scores_of(layer.plan.stages, seen, store.keys.shape[1]), store.hidden
-        if scores.stride(1) == 0:
-            # All heads go by the same scores, and the same is gone from all of them.
-            scores, hidden = scores[:, :1], None if hidden is None else hidden[:, :1]
-        kind = ends, scores.shape, scores.device, hidden is None
-        alike.setdefault(kind, []).append((layer, scores, hidden))
-    for (ends, (rows, *_), *_), of_one_kind in alike.items():
-        scores = _together([scores for _, scores, _ in of_one_kind])
-        masks = [hidden for *_, hidden in of_one_kind if hidden is not None]
-        slots = leaving_between(scores, _together(masks) if masks else None, *ends)
-        for (layer, *_), slot in zip(of_one_kind, slots.split(rows), strict=True):
-            layer._let_go(slot)
+        of_heads = scores_of(layer.plan.stages, seen, heads)
+        # Where all heads go by the same scores, the same is gone from all of them.
+        differing = heads if of_heads.stride(1) else 1
+        scores[layer], hidden[layer] = of_heads[:, :differing], layer._hidden(differing)
+
+    def kind(layer: Holding) -> tuple[object, ...]:
+        of_layer = scores[layer]
+        return layer.forced_ends(), of_layer.shape, of_layer.device, hidden[layer] is None
+
+    for layers in _alike(scores, kind):
+        ends, rows = layers[0].forced_ends(), len(scores[layers[0]])
+        assert ends is not None
+        masks = [mask for layer in layers if (mask := hidden[layer]) is not None]
+        together = joined([scores[layer] for layer in layers])
+        chosen = leaving_between(together, joined(masks) if masks else None, *ends).split(rows)
+        for layer, slot in zip(layers, chosen, strict=True):
+            slots[layer] = slot.expand(-1, layer.stored().keys.shape[1], -1)
+    return slots
 
 
-def _together(layers: list[Tensor]) -> Tensor:
-    return layers[0] if len(layers) == 1 else torch.cat(layers)
+def _alike(
+    layers: Iterable[Holding], kind: Callable[[Holding], tuple[object, ...]]
+) -> Iterable[list[Holding]]:
+    """Those of one kind each."""
+    groups: dict[tuple[object, ...], list[Holding]] = {}
+    for layer in layers:
+        groups.setdefault(kind(layer), []).append(layer)
+    return groups.values()

@@ -143,7 +143,7 @@ def test_one_entry_is_merged_as_in_an_eviction(weights, on, decide):
         )
         hidden = torch.zeros(positions.shape).masked_fill(positions < 0, -torch.inf)
         hidden.scatter_(2, slot, -torch.inf)
-        change = merge_one(Leaving(keys, values, hidden, slot, state), **options)
+        (change,) = merge_one([Leaving(keys, values, hidden, slot, state)], **options)
         state = change.state
         torch.testing.assert_close(state, expected)
         merged += int((take(keys, change.slot) != change.keys).any(-1).sum())
@@ -154,6 +154,23 @@ def test_one_entry_is_merged_as_in_an_eviction(weights, on, decide):
         # Shares are float32 even of float64 values.
         torch.testing.assert_close(take(values, slots), kept_values, rtol=0, atol=1e-6)
     assert 0 < merged < 20 * batch * heads
+
+
+@pytest.mark.parametrize("decide", ["head", "head_mean"])
+def test_entries_of_several_layers_are_merged_as_those_of_each(decide):
+    """Of other lengths; the first layers have no thresholds yet, or none of one head."""
+    states = [None, torch.tensor([[0.3, torch.nan]] * 3), torch.full((3, 2), 0.1)]
+    layers = []
+    for seed, (stored, state) in enumerate(zip((7, 12, 7), states, strict=True)):
+        keys, values = noise(3, 2, stored, 5, seed=seed).float(), noise(3, 2, stored, 5).float()
+        slot = torch.tensor([[[1], [seed]]] * 3)
+        hidden = torch.zeros(3, 2, stored).scatter_(2, slot, -torch.inf)
+        layers.append(Leaving(keys, values, hidden, slot, state))
+    alone = [change for layer in layers for change in merge_one([layer], decide=decide)]
+    for got, expected in zip(merge_one(layers, decide=decide), alone, strict=True):
+        assert torch.equal(got.slot, expected.slot)
+        for name in ("keys", "values", "state"):
+            torch.testing.assert_close(getattr(got, name), getattr(expected, name))
 
 
 # --- what is gone but still there -----------------------------------------------------------

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -58,4 +58,5 @@ class Change:
 
 # Eviction → kept keys [B, H, K, D], kept values [B, H, K, Dv], state [B, H] or None
 Compensate = Callable[[Eviction], tuple[Tensor, Tensor, Tensor | None]]
-CompensateOne = Callable[[Leaving], Change]
+# What leaves some layers, equally many entries each → a change for each of them
+CompensateOne = Callable[[Sequence[Leaving]], list[Change]]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.compensate.eviction import Change, Eviction, Leaving
-from kvfold.store.rows import take
+from kvfold.store.rows import joined, take
 
 On = Literal["keys", "values"]
 Weights = Literal["softmax", "average", "official"]
@@ -58,24 +59,29 @@ def merge_similar(
 
 
 def merge_one(
-    leaving: Leaving,
+    leaving: Sequence[Leaving],
     *,
     beta: float = 0.7,
     on: On = "keys",
     weights: Weights = "softmax",
     decide: Decide = "head",
-) -> Change:
-    """`merge_similar` of the one entry that leaves while decoding: one kept entry may change."""
-    keys, values, slot = leaving.keys, leaving.values, leaving.slot
-    own_key, own_value = _entries(keys, values, slot)
-    stored, own = (keys, own_key) if on == "keys" else (values, own_value)
-    similarity, nearest = _nearest_to_one(stored, own, slot, leaving.hidden)
+) -> list[Change]:
+    """`merge_similar` of the one entry that leaves each layer while decoding: one may change."""
+    nearest, found = [], []
+    for each in leaving:
+        own = _entries(each.keys, each.values, each.slot)
+        stored, chosen = (each.keys, own[0]) if on == "keys" else (each.values, own[1])
+        similarity, slot = _nearest_to_one(stored, chosen, each.slot, each.hidden)
+        nearest.append(slot)
+        found.append((similarity, *own, *_entries(each.keys, each.values, slot)))
+    # Single entries of all layers are few numbers still.
+    similarity, own_key, own_value, kept_key, kept_value = map(joined, zip(*found, strict=True))
     judged = similarity
     if decide == "head_mean":
         judged = _head_mean(similarity, torch.ones_like(similarity, dtype=torch.bool))
     threshold = judged
-    if leaving.state is not None:
-        before = leaving.state[..., None]
+    before = _states(leaving)
+    if before is not None:
         moved = torch.lerp(before, judged, beta)
         threshold = moved.where(before == before, judged)  # NaN: there was none
     merged = (judged >= threshold)[..., None]
@@ -86,13 +92,24 @@ def merge_one(
         share = 0.5 * merged
         if weights == "official":
             own_key, own_value = own_key * similarity, own_value * similarity
-    kept_key, kept_value = _entries(keys, values, nearest)
-    return Change(
-        nearest,
+    changed = (
         _blended(kept_key, own_key, share),
         _blended(kept_value, own_value, share),
         threshold.squeeze(-1),
     )
+    rows = len(nearest[0])
+    by_layer = zip(nearest, *(each.split(rows) for each in changed), strict=True)
+    return [Change(*each) for each in by_layer]
+
+
+def _states(leaving: Sequence[Leaving]) -> Tensor | None:
+    """Thresholds of all layers `[L·B, H, 1]`, NaN where there is none; None: there is none."""
+    states = [each.state for each in leaving]
+    known = next((state for state in states if state is not None), None)
+    if known is None:
+        return None
+    empty = torch.full_like(known, torch.nan)
+    return joined([empty if state is None else state for state in states])[..., None]
 
 
 def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
@@ -163,9 +180,8 @@ def _nearest_to_one(
         rows, one = rows.float(), one.float()
     norms = torch.linalg.vector_norm(rows, dim=-1).clamp_(min=1e-12).view(hidden.shape)
     cosines = torch.bmm(one, rows.transpose(1, 2)).view(hidden.shape).div_(norms)
-    nearest = cosines.add_(hidden).argmax(-1, keepdim=True)
-    best = cosines.gather(2, nearest).div_(norms.gather(2, slot))
-    return best.clamp_(max=1.0), nearest
+    best, nearest = cosines.add_(hidden).max(-1, keepdim=True)
+    return best.div_(norms.gather(2, slot)).clamp_(max=1.0), nearest
 
 
 def _per_tile(numbers: int) -> int:

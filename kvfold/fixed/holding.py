@@ -122,9 +122,8 @@ class HoldingRectangle(FixedLayer):
     def _compensate(self, slot: Tensor, full: Tensor) -> None:
         """Changes a kept entry of each `full [B, H, 1]` head for the one that left at `slot`."""
         assert self.plan.stages.compensate_one is not None
-        change = self.plan.stages.compensate_one(
-            Leaving(self.keys, self.values, self._hidden(), slot, self.merging)
-        )
+        leaving = Leaving(self.keys, self.values, self._hidden(), slot, self.merging)
+        (change,) = self.plan.stages.compensate_one([leaving])
         batch, heads = slot.shape[:2]
         rows = torch.arange(batch, device=slot.device).view(-1, 1, 1)
         place = rows, torch.arange(heads, device=slot.device).view(-1, 1), change.slot

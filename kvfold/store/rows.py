@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvfold.kernels.dispatch import gather_path
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """All `rows [B, …]` in one tensor; one alone is not copied."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
 def pick(numbers: Tensor, slots: Tensor, empty: int) -> Tensor:
