@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -201,18 +203,26 @@ def test_a_reset_cache_forgets_its_prompts(model, spec):
     assert same(two_turns(model, cache, 1), first)
 
 
+@contextmanager
+def interrupted(model: Any, layer: int) -> Iterator[None]:
+    """A forward fails before this layer."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("interrupted")
+
+    failing = model.model.layers[layer].register_forward_pre_hook(fail)
+    with failing, pytest.raises(RuntimeError, match="interrupted"):
+        yield
+
+
 @KINDS
 def test_a_reset_cache_forgets_a_forward_that_failed(model, spec):
     cache = new_cache(model, spec)
     expected = two_turns(model, cache, 1)
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("interrupted")
-
     for layer in (1, 2):
         cache.reset()
-        failing = model.model.layers[layer].register_forward_pre_hook(fail)
-        with failing, pytest.raises(RuntimeError, match="interrupted"):
+        with interrupted(model, layer):
             answer(model, cache, prompt(2))
         cache.reset()
         assert same(two_turns(model, cache, 1), expected)
@@ -224,14 +234,10 @@ def test_a_token_that_failed_half_way_makes_the_cache_useless_until_it_is_reset(
     cache = new_cache(model, spec)
     expected = two_turns(model, cache, 1)
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("interrupted")
-
     for layer in (1, 2):
         cache.reset()
         answer(model, cache, prompt(1))
-        failing = model.model.layers[layer].register_forward_pre_hook(fail)
-        with failing, pytest.raises(RuntimeError, match="interrupted"):
+        with interrupted(model, layer):
             model(prompt(2)[:, :1], past_key_values=cache)
         with pytest.raises(UnsupportedModel, match="the last forward failed"):
             model(prompt(2)[:, :1], past_key_values=cache)
