@@ -76,8 +76,10 @@ class Holding(Compression):
 
     def _leaving(self, slot: Tensor) -> Leaving:
         store = self.stored()
-        assert isinstance(store, DenseStore) and store.hidden is not None
-        return Leaving(store.keys, store.values, store.hidden, slot, self.merging)
+        assert isinstance(store, DenseStore)
+        hidden = store.hidden
+        assert hidden is not None
+        return Leaving(store.keys, store.values, hidden, slot, self.merging)
 
     def _entry_kind(self) -> tuple[object, ...]:
         """What single entries of two layers must have in common to be one tensor."""
@@ -88,7 +90,8 @@ class Holding(Compression):
         """What hides holes `[B, heads, T]`; None where there are none."""
         store = self.stored()
         assert isinstance(store, DenseStore)
-        return None if store.hidden is None else store.hidden[:, :heads]
+        hidden = store.hidden
+        return None if hidden is None else hidden[:, :heads]
 
     def _change(self, change: Change) -> None:
         store = self.stored()
@@ -165,23 +168,25 @@ def _slots(watched: dict[Holding, Attended]) -> dict[Holding, Tensor]:
     slots: dict[Holding, Tensor] = {}
     scores: dict[Holding, Tensor] = {}
     hidden: dict[Holding, Tensor | None] = {}
+    between: dict[Holding, tuple[int, int]] = {}
     for layer, attended in watched.items():
         seen, heads = layer._watched(attended), layer.stored().keys.shape[1]
-        if layer.forced_ends() is None:
+        ends = layer.forced_ends()
+        if ends is None:
             slots[layer] = layer._chosen(seen)
             continue
         of_heads = scores_of(layer.plan.stages, seen, heads)
         # Where all heads go by the same scores, the same is gone from all of them.
         differing = heads if of_heads.stride(1) else 1
         scores[layer], hidden[layer] = of_heads[:, :differing], layer._hidden(differing)
+        between[layer] = ends
 
     def kind(layer: Holding) -> tuple[object, ...]:
         of_layer = scores[layer]
-        return layer.forced_ends(), of_layer.shape, of_layer.device, hidden[layer] is None
+        return between[layer], of_layer.shape, of_layer.device, hidden[layer] is None
 
     for layers in _alike(scores, kind):
-        ends, rows = layers[0].forced_ends(), len(scores[layers[0]])
-        assert ends is not None
+        ends, rows = between[layers[0]], len(scores[layers[0]])
         masks = [mask for layer in layers if (mask := hidden[layer]) is not None]
         together = joined([scores[layer] for layer in layers])
         chosen = leaving_between(together, joined(masks) if masks else None, *ends).split(rows)

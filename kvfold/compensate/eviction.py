@@ -58,5 +58,5 @@ class Change:
 
 # Eviction → kept keys [B, H, K, D], kept values [B, H, K, Dv], state [B, H] or None
 Compensate = Callable[[Eviction], tuple[Tensor, Tensor, Tensor | None]]
-# What leaves some layers, equally many entries each → a change for each of them
+# What leaves layers whose single entries have one shape → a change for each of them
 CompensateOne = Callable[[Sequence[Leaving]], list[Change]]
