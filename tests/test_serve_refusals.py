@@ -271,6 +271,24 @@ def test_a_full_queue_says_when_to_come_again(server, model, context):
         assert second.result().status_code == 200
 
 
+@pytest.mark.parametrize("path, body", [(CHAT, chat()), ("/v1/contexts", {"text": DOCUMENT})])
+def test_nobody_has_an_answer_before_the_place_is_free(model, path, body):
+    with (
+        running(model, word_tokenizer(), queue=0) as server,
+        braked(model) as brake,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        workers = server.engine.workers
+        asking = pool.submit(server.http.post, path, json=body)
+        until(lambda: brake.forwards == 1)
+        with workers._lock:
+            brake.go.set()
+            with pytest.raises(TimeoutError):
+                asking.result(timeout=1)
+        assert asking.result().is_success
+        assert workers.admitted == 0
+
+
 def test_who_hangs_up_in_mid_stream_is_not_generated_for(server, model, context):
     body = chat(context_id=context, stream=True, max_tokens=3000)
     with braked(model) as brake:

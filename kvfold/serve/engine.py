@@ -68,14 +68,16 @@ class Engine:
 
     # --- answers ----------------------------------------------------------------------------
 
-    def answer(self, request: ChatRequest | CompletionRequest, put: Put, cancelled: Event) -> None:
-        """Puts `Started`, pieces of text, and `Finished`; raises ApiError before the first."""
+    def answer(
+        self, request: ChatRequest | CompletionRequest, put: Put, cancelled: Event
+    ) -> Finished:
+        """Puts `Started`, then pieces of text; raises ApiError before the first."""
         self._begin(cancelled)
         sampling = Sampling.of(request)
         with self._begun(request) as (cache, ids, cached):
             most = self._most(len(ids), request)
             put(Started(len(ids), cached))
-            done: Finished = answer(
+            done = answer(
                 self.model,
                 self.tokenizer,
                 cache,
@@ -87,7 +89,7 @@ class Engine:
                 cancelled,
             )
         self._check_wanted()
-        put(done)
+        return done
 
     @contextmanager
     def _begun(
@@ -176,8 +178,8 @@ class Engine:
 
     # --- contexts ---------------------------------------------------------------------------
 
-    def create(self, request: ContextRequest, put: Put, cancelled: Event) -> None:
-        """Compresses a text and puts the `Held` context; raises ApiError."""
+    def create(self, request: ContextRequest, _: Put, cancelled: Event) -> Held:
+        """Compresses a text and holds its context; raises ApiError."""
         self._begin(cancelled)
         self.contexts.check_new(request.id)
         before = self.prompts.frame.before
@@ -201,7 +203,7 @@ class Engine:
         except KvfoldError as refused:
             raise ApiError(400, str(refused)) from refused
         self._check_wanted()
-        put(self.contexts.add(context, request.id, before + request.text + PARTING))
+        return self.contexts.add(context, request.id, before + request.text + PARTING)
 
     # --- the end ----------------------------------------------------------------------------
 

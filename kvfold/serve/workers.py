@@ -42,9 +42,10 @@ class Workers:
             self.admitted += 1
             self._cancels.add(cancelled)
 
-        def left(_: Future[Any]) -> None:
+        def left(future: Future[Any]) -> None:
             with self._lock:
-                self.admitted -= 1
+                if future.cancelled():
+                    self.admitted -= 1
                 self._cancels.discard(cancelled)
 
         future = self._pool.submit(self._run, work)
@@ -85,8 +86,10 @@ class Workers:
         try:
             return work()
         finally:
+            # The place is free before anyone hears of the end: who heard may come again at once.
             with self._lock:
                 self.running -= 1
+                self.admitted -= 1
                 self.seconds += NEWEST * (time.perf_counter() - started - self.seconds)
 
 
@@ -94,10 +97,10 @@ class Job:
     """Work in a worker's thread, whose events are awaited one by one by the loop that made it.
 
     `work` is given where to put events, and a flag that says when they are no longer wanted. What
-    it raises is raised to whom waits.
+    it returns is the last event, and what it raises is raised to whom waits.
     """
 
-    def __init__(self, workers: Workers, work: Callable[[Callable[[Any], None], Event], None]):
+    def __init__(self, workers: Workers, work: Callable[[Callable[[Any], None], Event], Any]):
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = Event()
@@ -105,7 +108,7 @@ class Job:
         self._future.add_done_callback(self._ended)
 
     async def next(self) -> Any:
-        """The next event; None at the end."""
+        """The next event."""
         event = await self._events.get()
         if isinstance(event, BaseException):
             raise event
@@ -125,7 +128,7 @@ class Job:
         if future.cancelled():
             self._put(stopping())
         else:
-            self._put(future.exception())
+            self._put(future.exception() or future.result())
 
 
 def stopping() -> ApiError:
