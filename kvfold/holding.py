@@ -166,33 +166,52 @@ def hold(watched: dict[Holding, Attended]) -> None:
 def _slots(watched: dict[Holding, Attended]) -> dict[Holding, Tensor]:
     """Which entries leave, `[B, H, 1]`."""
     slots: dict[Holding, Tensor] = {}
-    scores: dict[Holding, Tensor] = {}
-    hidden: dict[Holding, Tensor | None] = {}
-    between: dict[Holding, tuple[int, int]] = {}
-    for layer, attended in watched.items():
-        seen, heads = layer._watched(attended), layer.stored().keys.shape[1]
-        ends = layer.forced_ends()
-        if ends is None:
-            slots[layer] = layer._chosen(seen)
-            continue
-        of_heads = scores_of(layer.plan.stages, seen, heads)
-        # Where all heads go by the same scores, the same is gone from all of them.
-        differing = heads if of_heads.stride(1) else 1
-        scores[layer], hidden[layer] = of_heads[:, :differing], layer._hidden(differing)
-        between[layer] = ends
 
     def kind(layer: Holding) -> tuple[object, ...]:
-        of_layer = scores[layer]
-        return between[layer], of_layer.shape, of_layer.device, hidden[layer] is None
+        row, store, heads = watched[layer].row, layer.stored(), watched[layer].key.shape[1]
+        assert row is not None and isinstance(store, DenseStore)
+        return layer.forced_ends(), row.shape, row.device, heads, store.keys.shape[1], store.holes
 
-    for layers in _alike(scores, kind):
-        ends, rows = between[layers[0]], len(scores[layers[0]])
-        masks = [mask for layer in layers if (mask := hidden[layer]) is not None]
-        together = joined([scores[layer] for layer in layers])
-        chosen = leaving_between(together, joined(masks) if masks else None, *ends).split(rows)
-        for layer, slot in zip(layers, chosen, strict=True):
-            slots[layer] = slot.expand(-1, layer.stored().keys.shape[1], -1)
+    for layers in _alike(watched, kind):
+        ends, heads = layers[0].forced_ends(), layers[0].stored().keys.shape[1]
+        if ends is None:
+            slots |= {layer: layer._chosen(layer._watched(watched[layer])) for layer in layers}
+            continue
+        scores = _scores(layers, [watched[layer] for layer in layers])
+        # Where all heads go by the same scores, the same is gone from all of them.
+        differing = heads if scores.stride(1) else 1
+        masks = [mask for layer in layers if (mask := layer._hidden(differing)) is not None]
+        hidden = joined(masks) if masks else None
+        chosen = leaving_between(scores[:, :differing], hidden, *ends).expand(-1, heads, -1)
+        slots |= zip(layers, chosen.chunk(len(layers)), strict=True)
     return slots
+
+
+def _scores(layers: list[Holding], watched: list[Attended]) -> Tensor:
+    """Scores of the entries of layers of one shape `[L·B, H, T]`."""
+    stages, stored = layers[0].plan.stages, layers[0].stored().keys
+    needs, heads = stages.needs, stored.shape[1]
+    alone = not needs.only_attention or needs.column_squares
+    if alone or watched[0].key.shape[1] != heads:
+        seen = [layer._watched(a) for layer, a in zip(layers, watched, strict=True)]
+        return joined([scores_of(stages, of_layer, heads) for of_layer in seen])
+    rows = joined([a.row for a in watched if a.row is not None])
+    for layer in layers:
+        layer.turns += 1
+    sums = _sums(layers, mean_of_heads(rows, heads)) if needs.column_sums else None
+    nothing = stored.new_empty(len(rows), heads, 0, stored.shape[3])
+    together = Observation(nothing, nothing, nothing[..., 0], attention=rows, column_sums=sums)
+    return scores_of(stages, together, heads)
+
+
+def _sums(layers: list[Holding], newest: Tensor) -> Tensor:
+    """The layers' sums with what the newest query gave `[L·B, H, T]`, in this one's memory."""
+    if all(layer.sums is not None for layer in layers):
+        before = joined([sums for layer in layers if (sums := layer.sums) is not None])
+        newest[..., : before.shape[-1]].add_(before)
+    for layer, of_layer in zip(layers, newest.chunk(len(layers)), strict=True):
+        layer.sums = of_layer
+    return newest
 
 
 def _alike(

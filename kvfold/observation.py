@@ -33,6 +33,7 @@ class Needs:
     column_sums: bool = False  # attention that each entry received, summed over all queries
     column_squares: bool = False  # the same, squared before it is summed
     rebuilding: Rebuilding | None = None  # most attention received while the text is repeated
+    only_attention: bool = False  # the score looks at nothing else, and not at its layer's number
 
     def joined(self, other: Needs) -> Needs:
         """What serves both."""
@@ -41,6 +42,7 @@ class Needs:
             self.column_sums or other.column_sums,
             self.column_squares or other.column_squares,
             self.rebuilding or other.rebuilding,
+            self.only_attention or other.only_attention,
         )
 
 
@@ -56,6 +58,9 @@ class Observation:
     rebuilding of their maximum); tokens seen by each row and entries that each of its heads may
     keep `[B]`; the place of this layer among `layers`; scale, softcap and attention sinks `[Hq]` of
     the model; and the seed of this draw.
+
+    Where the score looks at attention only, layers of one shape are shown as one after a generated
+    token: their rows one after the other, and no entries (T is 0 in keys, values and positions).
     """
 
     keys: Tensor

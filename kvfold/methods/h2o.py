@@ -34,7 +34,7 @@ class H2O(Method):
     def stages(self) -> Stages:
         per_query = self.normalize == "visible_queries"
         return Stages(
-            needs=Needs(column_sums=True),
+            needs=Needs(column_sums=True, only_attention=not per_query),
             score=partial(accumulated_attention, per_visible_query=per_query),
             allocate=uniform,
             forced=Forced(recent=Share(self.recent)),

@@ -27,7 +27,7 @@ class TOVA(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(window=1),
+            needs=Needs(window=1, only_attention=True),
             score=partial(newest_row, per_head=self.per_head),
             allocate=uniform,
             forced=Forced(recent=int(self.keep_last)),
