@@ -198,20 +198,14 @@ def _scores(layers: list[Holding], watched: list[Attended]) -> Tensor:
     rows = joined([a.row for a in watched if a.row is not None])
     for layer in layers:
         layer.turns += 1
-    sums = _sums(layers, mean_of_heads(rows, heads)) if needs.column_sums else None
+    sums = None
+    if needs.column_sums:
+        sums = mean_of_heads(rows, heads)
+        for layer, of_layer in zip(layers, sums.chunk(len(layers)), strict=True):
+            layer._add_moments(of_layer, None)  # in the memory of what is new
     nothing = stored.new_empty(len(rows), heads, 0, stored.shape[3])
     together = Observation(nothing, nothing, nothing[..., 0], attention=rows, column_sums=sums)
     return scores_of(stages, together, heads)
-
-
-def _sums(layers: list[Holding], newest: Tensor) -> Tensor:
-    """The layers' sums with what the newest query gave `[L·B, H, T]`, in this one's memory."""
-    if all(layer.sums is not None for layer in layers):
-        before = joined([sums for layer in layers if (sums := layer.sums) is not None])
-        newest[..., : before.shape[-1]].add_(before)
-    for layer, of_layer in zip(layers, newest.chunk(len(layers)), strict=True):
-        layer.sums = of_layer
-    return newest
 
 
 def _alike(
