@@ -179,7 +179,7 @@ def _nearest_to_one(
     if stored.dtype != torch.float32:
         rows, one = rows.float(), one.float()
     norms = torch.linalg.vector_norm(rows, dim=-1).clamp_(min=1e-12).view(hidden.shape)
-    cosines = torch.bmm(one, rows.transpose(1, 2)).view(hidden.shape).div_(norms)
+    cosines = torch.bmm(rows, one.transpose(1, 2)).view(hidden.shape).div_(norms)
     best, nearest = cosines.add_(hidden).max(-1, keepdim=True)
     return best.div_(norms.gather(2, slot)).clamp_(max=1.0), nearest
 

@@ -46,18 +46,20 @@ def attend_with_row(
     """
     batch, query_heads, _, size = query.shape
     heads, stored = key.shape[1:3]
-    keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
-    grouped = query.reshape(batch * heads, -1, size)
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    # The few queries come second: on a CPU such a product takes half the time of its transpose.
+    queries = query.reshape(batch * heads, -1, size).transpose(1, 2)
     if hidden is not None:
-        hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1)
+        hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1).transpose(1, 2)
     if hidden is not None and softcap is None:
-        logits = torch.baddbmm(hidden, grouped, keys, alpha=scale)
+        logits = torch.baddbmm(hidden, keys, queries, alpha=scale)
     else:
-        logits = torch.bmm(grouped * scale, keys)
+        logits = torch.bmm(keys, queries * scale)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
         logits = logits if hidden is None else logits + hidden
+    logits = logits.transpose(1, 2)
     if sinks is None:
         weights = logits.softmax(-1)
     else:
