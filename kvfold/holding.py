@@ -79,7 +79,9 @@ class Holding(Compression):
         assert isinstance(store, DenseStore)
         hidden = store.hidden
         assert hidden is not None
-        return Leaving(store.keys, store.values, hidden, slot, self.merging)
+        of = self.plan.stages.needs.norms
+        norms = None if of is None else store.norms(of)
+        return Leaving(store.keys, store.values, hidden, slot, self.merging, norms)
 
     def _entry_kind(self) -> tuple[object, ...]:
         """What single entries of two layers must have in common to be one tensor."""

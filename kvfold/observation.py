@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Needs:
     column_squares: bool = False  # the same, squared before it is summed
     rebuilding: Rebuilding | None = None  # most attention received while the text is repeated
     only_attention: bool = False  # the score looks at nothing else, and not at its layer's number
+    norms: Literal["keys", "values"] | None = None  # of these, for single entries that leave
 
     def joined(self, other: Needs) -> Needs:
         """What serves both."""
@@ -43,6 +45,7 @@ class Needs:
             self.column_squares or other.column_squares,
             self.rebuilding or other.rebuilding,
             self.only_attention or other.only_attention,
+            self.norms or other.norms,
         )
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One token comes and one entry of each head goes: nothing is moved, and nothing else changes."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -143,7 +144,12 @@ def test_one_entry_is_merged_as_in_an_eviction(weights, on, decide):
         )
         hidden = torch.zeros(positions.shape).masked_fill(positions < 0, -torch.inf)
         hidden.scatter_(2, slot, -torch.inf)
-        (change,) = merge_one([Leaving(keys, values, hidden, slot, state)], **options)
+        leaving = Leaving(keys, values, hidden, slot, state)
+        (change,) = merge_one([leaving], **options)
+        norms = (keys if on == "keys" else values).norm(dim=-1)
+        (given,) = merge_one([dataclasses.replace(leaving, norms=norms)], **options)
+        for name in ("slot", "keys", "values", "state"):
+            torch.testing.assert_close(getattr(given, name), getattr(change, name))
         state = change.state
         torch.testing.assert_close(state, expected)
         merged += int((take(keys, change.slot) != change.keys).any(-1).sum())
@@ -171,6 +177,33 @@ def test_entries_of_several_layers_are_merged_as_those_of_each(decide):
         assert torch.equal(got.slot, expected.slot)
         for name in ("keys", "values", "state"):
             torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+
+
+NORMED = {
+    "an entry comes": lambda store: store.append(noise(2, 3, 1, 4), noise(2, 3, 1, 5), 8),
+    "entries come": lambda store: store.append(noise(2, 3, 30, 4), noise(2, 3, 30, 5), 8),
+    "one is changed": lambda store: store.change(
+        torch.tensor([[[0], [3], [7]], [[1], [1], [2]]]), noise(2, 3, 1, 4), noise(2, 3, 1, 5)
+    ),
+    "one leaves": lambda store: store.drop(torch.full((2, 3, 1), 4)),
+    "some stay": lambda store: store.keep(torch.tensor([1, 3, 6]).expand(2, 3, 3)),
+    "all are replaced": lambda store: store.replace(noise(2, 3, 8, 4), noise(2, 3, 8, 5)),
+    "the last go": lambda store: store.crop(3),
+    "rows are picked": lambda store: store.index(lambda x: x[[1, 1, 0]]),
+}
+
+
+@pytest.mark.parametrize("what", NORMED)
+def test_norms_are_those_of_what_is_stored(what):
+    store = DenseStore(noise(2, 3, 8, 4, seed=1), noise(2, 3, 8, 5, seed=2))
+    before = sum(store.nbytes(set()))
+    for of in ("keys", "values"):
+        assert store.norms(of).shape == (2, 3, 8)
+    assert sum(store.nbytes(set())) == before + 2 * 4 * 2 * 3 * (8 + 16)
+    NORMED[what](store)
+    for one in (store, store.fork()):
+        for of, entries in (("keys", one.keys), ("values", one.values)):
+            torch.testing.assert_close(one.norms(of), entries.norm(dim=-1).float())
 
 
 # --- what is gone but still there -----------------------------------------------------------

@@ -32,8 +32,9 @@ class Eviction:
 class Leaving:
     """The one entry of each head that leaves after a generated token, at `slot [B, H, 1]`.
 
-    hidden `[B, H, T]` is −∞ there and where entries left before, 0 elsewhere. Everything else is as
-    in an `Eviction`.
+    hidden `[B, H, T]` is −∞ there and where entries left before, 0 elsewhere; norms `[B, H, T]`,
+    float32, are those of the keys or values where the method needs them, None where nobody keeps
+    them. Everything else is as in an `Eviction`.
     """
 
     keys: Tensor
@@ -41,6 +42,7 @@ class Leaving:
     hidden: Tensor
     slot: Tensor
     state: Tensor | None = None
+    norms: Tensor | None = None
 
 
 @dataclass(frozen=True)

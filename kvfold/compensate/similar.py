@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.compensate.eviction import Change, Eviction, Leaving
+from kvfold.store.norms import norms_of
 from kvfold.store.rows import joined, take
 
 On = Literal["keys", "values"]
@@ -71,7 +72,7 @@ def merge_one(
     for each in leaving:
         own = _entries(each.keys, each.values, each.slot)
         stored, chosen = (each.keys, own[0]) if on == "keys" else (each.values, own[1])
-        similarity, slot = _nearest_to_one(stored, chosen, each.slot, each.hidden)
+        similarity, slot = _nearest_to_one(stored, chosen, each)
         nearest.append(slot)
         found.append((similarity, *own, *_entries(each.keys, each.values, slot)))
     # Single entries of all layers are few numbers still.
@@ -171,17 +172,17 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
     return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
 
 
-def _nearest_to_one(
-    stored: Tensor, own: Tensor, slot: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As `_nearest` for the entry `own [B, H, 1, D]` at `slot`, among those that are not hidden."""
-    rows, one = stored.flatten(0, 1), own.flatten(0, 1)
+def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor]:
+    """As `_nearest` for the entry `own [B, H, 1, D]` that leaves, among those not hidden."""
+    rows, one, norms = stored.flatten(0, 1), own.flatten(0, 1), leaving.norms
     if stored.dtype != torch.float32:
         rows, one = rows.float(), one.float()
-    norms = torch.linalg.vector_norm(rows, dim=-1).clamp_(min=1e-12).view(hidden.shape)
-    cosines = torch.bmm(rows, one.transpose(1, 2)).view(hidden.shape).div_(norms)
-    best, nearest = cosines.add_(hidden).max(-1, keepdim=True)
-    return best.div_(norms.gather(2, slot)).clamp_(max=1.0), nearest
+    if norms is None:
+        norms = norms_of(stored)
+    # The few numbers come second, as in `attend_with_row`.
+    cosines = torch.bmm(rows, one.transpose(1, 2)).view(norms.shape).div_(norms)
+    best, nearest = cosines.add_(leaving.hidden).max(-1, keepdim=True)
+    return best.div_(norms.gather(2, leaving.slot)).clamp_(max=1.0), nearest
 
 
 def _per_tile(numbers: int) -> int:

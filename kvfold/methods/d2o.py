@@ -75,7 +75,7 @@ class D2O(Method):
         }
         merging = self.merge != "none"
         return Stages(
-            needs=Needs(column_sums=True, only_attention=True),
+            needs=Needs(column_sums=True, only_attention=True, norms=on if merging else None),
             score=partial(accumulated_attention, per_visible_query=False),
             allocate=Across(column_variance, share),
             forced=Forced(sinks=self.sinks, recent=Share(self.recent)),

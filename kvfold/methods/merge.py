@@ -34,5 +34,6 @@ class Merge(Method):
 
     def brings(self) -> Stages:
         if self.rule == "d2o":
-            return Stages(compensate=merge_similar, compensate_one=merge_one)
+            needs = Needs(norms="keys")
+            return Stages(needs=needs, compensate=merge_similar, compensate_one=merge_one)
         return Stages(needs=Needs(column_sums=True), compensate=spread_values)

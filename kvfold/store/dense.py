@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from kvfold.store.branch import Branch
 from kvfold.store.columns import BranchOfColumns, Columns, Hidden
 from kvfold.store.encoded import Named
 from kvfold.store.growing import Growing, slack
+from kvfold.store.norms import Norms
 from kvfold.store.rows import pick
 
 
@@ -30,6 +32,7 @@ class DenseStore:
         self._keys, self._values = Growing(keys), Growing(values)
         self._positions: Columns | BranchOfColumns | None = None
         self._hidden: Hidden | None = None  # made when it is first asked for
+        self._norms: dict[str, Norms] = {}  # of keys or values, as well
         self._marked = True  # whether positions tell what has left
         self.dead, self.holes = 0, False
 
@@ -94,6 +97,14 @@ class DenseStore:
         """0, and −∞ at holes `[B, H, T]`, to be added to logits; None where there are no holes."""
         return self._shown().rows if self.holes else None
 
+    def norms(self, of: Literal["keys", "values"]) -> Tensor:
+        """Norms `[B, H, T]` of the keys or of the values, float32."""
+        entries = self.keys if of == "keys" else self.values
+        if of not in self._norms:
+            self._norms[of] = Norms(entries)
+        self._norms[of].follow(entries)
+        return self._norms[of].rows
+
     def _shown(self) -> Hidden:
         """What is hidden, as long as what is stored."""
         if self._hidden is None or not self._hidden.shows(self.length):
@@ -107,15 +118,16 @@ class DenseStore:
             self._positions.clear(self._hidden.holes)
             self._marked = True
 
-    def _forget_hidden(self) -> None:
+    def _forget(self) -> None:
+        """What was made of the entries no longer belongs to them."""
         self._mark()
-        self._hidden = None
+        self._hidden, self._norms = None, {}
 
     def fork(self) -> DenseStore:
         """One that goes on by itself, and shares all that is stored."""
         self._mark()
         other = copy.copy(self)
-        other._hidden = None
+        other._hidden, other._norms = None, {}
         other._keys, other._values = Branch(self.keys), Branch(self.values)
         if self._positions is not None:
             other._positions = BranchOfColumns(self._positions.rows)
@@ -159,6 +171,8 @@ class DenseStore:
         self.keys.scatter_(2, index, keys)
         same = keys.shape == values.shape
         self.values.scatter_(2, index if same else slot[..., None].expand_as(values), values)
+        for of, norms in self._norms.items():
+            norms.put(slot, keys if of == "keys" else values)
 
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries in `slots [B, H, K]`, ascending; −1 stands for a hole.
@@ -169,12 +183,12 @@ class DenseStore:
         self._positions = Columns(positions)
         self._keys = Growing.gathered(self.keys, slots)
         self._values = Growing.gathered(self.values, slots)
-        self._forget_hidden()
+        self._forget()
         self.dead, self.holes = 0, bool((positions < 0).any())
 
     def place(self, columns: Tensor) -> None:
         """Says where each entry stands: `columns [B, H or 1, T]`, ascending, −1 for holes."""
-        self._forget_hidden()
+        self._forget()
         self._positions = Columns(columns.expand(*self.keys.shape[:2], -1))
         self.holes = bool((columns < 0).any())
 
@@ -182,24 +196,26 @@ class DenseStore:
         """Puts `keys` and `values` `[B, H, T, D]` in the place of those stored."""
         self.keys.copy_(keys)
         self.values.copy_(values)
+        self._norms = {}
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries."""
-        self._forget_hidden()
+        self._forget()
         for part in self._parts():
             part.crop(count)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a copying selection along the batch axis, to everything stored."""
-        self._forget_hidden()
+        self._forget()
         for part in self._parts():
             part.index(rows)
 
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
         """Bytes of keys and values, of positions, and of slack; `counted` is left as it is."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
-        of_columns = [p.nbytes() for p in (self._positions, self._hidden) if p is not None]
-        where = [sum(each) for each in zip(*of_columns, strict=True)] or [0, 0]
+        beside = (self._positions, self._hidden, *self._norms.values())
+        of_each = [part.nbytes() for part in beside if part is not None]
+        where = [sum(each) for each in zip(*of_each, strict=True)] or [0, 0]
         dead = (keys[0] + values[0]) // max(1, self.length) * self.dead
         return keys[0] + values[0] - dead, where[0], keys[1] + values[1] + where[1] + dead
 
