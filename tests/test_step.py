@@ -199,7 +199,7 @@ def test_norms_are_those_of_what_is_stored(what):
     before = sum(store.nbytes(set()))
     for of in ("keys", "values"):
         assert store.norms(of).shape == (2, 3, 8)
-    assert sum(store.nbytes(set())) == before + 2 * 4 * 2 * 3 * (8 + 16)
+    assert sum(store.nbytes(set())) == before + 2 * 4 * 2 * 3 * (8 + 12)
     NORMED[what](store)
     for one in (store, store.fork()):
         for of, entries in (("keys", one.keys), ("values", one.values)):
@@ -223,7 +223,7 @@ def test_what_leaves_keeps_its_place_and_counts_as_slack():
     kv, positions, slack = store.nbytes(set())
     assert kv == 2 * 3 * 7 * 4 * 4 * 2
     # Where each came from, and what is hidden.
-    assert kv + slack + positions == whole + 2 * 4 * 2 * 3 * (8 + 16)
+    assert kv + slack + positions == whole + 2 * 4 * 2 * 3 * (8 + 12)
 
 
 @torch.no_grad()

@@ -164,7 +164,7 @@ def test_appending_within_the_slack_moves_nothing(tokens, evicted):
         store.keep(slots)
         lists.keep(slots.tolist())
     at, size = store.keys.data_ptr(), real_bytes(store)
-    room = max(16, (tokens if evicted else tokens + 1) // 48)
+    room = max(12, (tokens if evicted else tokens + 1) // 64)
     for _ in range(room):
         store.append(*lists.append(1), first=lists.seen - 1)
     assert store.keys.data_ptr() == at
@@ -176,9 +176,9 @@ def test_appending_within_the_slack_moves_nothing(tokens, evicted):
 
 
 @pytest.mark.parametrize(
-    ("entries", "room"), [(0, 16), (1, 16), (768, 16), (815, 16), (816, 17), (48_000, 1000)]
+    ("entries", "room"), [(0, 12), (1, 12), (768, 12), (831, 12), (832, 13), (64_000, 1000)]
 )
-def test_slack_is_the_larger_of_16_and_a_48th(entries, room):
+def test_slack_is_the_larger_of_12_and_a_64th(entries, room):
     assert slack(entries) == room
 
 
@@ -195,11 +195,11 @@ def test_positions_are_held_only_once_something_was_evicted():
 def test_bytes_are_those_of_the_entries_and_the_slack():
     store, _ = filled(100)
     entry = 2 * 4 + 3 * 8  # two float32 of a key, three float64 of a value
-    assert store.nbytes(set()) == (2 * 2 * 100 * entry, 0, 2 * 2 * 16 * entry)
+    assert store.nbytes(set()) == (2 * 2 * 100 * entry, 0, 2 * 2 * 12 * entry)
     store.keep(torch.arange(7).expand(2, 2, 7))
-    assert store.nbytes(set()) == (2 * 2 * 7 * entry, 2 * 2 * 7 * 4, 2 * 2 * 16 * (entry + 4))
+    assert store.nbytes(set()) == (2 * 2 * 7 * entry, 2 * 2 * 7 * 4, 2 * 2 * 12 * (entry + 4))
     store.crop(3)
-    assert store.nbytes(set()) == (2 * 2 * 4 * entry, 2 * 2 * 4 * 4, 2 * 2 * 19 * (entry + 4))
+    assert store.nbytes(set()) == (2 * 2 * 4 * entry, 2 * 2 * 4 * 4, 2 * 2 * 15 * (entry + 4))
 
 
 def test_eviction_gives_memory_back():

@@ -89,5 +89,5 @@ class Growing:
 
 
 def slack(entries: int) -> int:
-    """Room for entries to come: 16, or 1/48 of what is stored."""
-    return max(16, entries // 48)
+    """Room for entries to come: 12, or 1/64 of what is stored."""
+    return max(12, entries // 64)
