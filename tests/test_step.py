@@ -11,8 +11,7 @@ import kvfold
 from kvfold import layer as layer_module
 from kvfold.compensate.eviction import Eviction, Leaving
 from kvfold.compensate.similar import merge_one, merge_similar
-from kvfold.kernels import single
-from kvfold.kernels.single import attend_single, attend_with_row, mean_of_heads
+from kvfold.kernels.single import FEW, attend_single, attend_with_row, mean_of_heads
 from kvfold.layer import CompressedLayer
 from kvfold.store.dense import DenseStore
 from kvfold.store.rows import take
@@ -94,15 +93,15 @@ def test_a_row_is_that_of_plain_attention(groups, softcap, with_sinks, kind):
     torch.testing.assert_close(row[:, :, 0], weights)
 
 
-@pytest.mark.parametrize("cached", [0, single.CACHED], ids=["many keys", "few keys"])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_single_query_reads_many_keys_and_few(groups, cached, monkeypatch):
-    monkeypatch.setattr(single, "CACHED", cached)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [1, 2, FEW, 2 * FEW])
+def test_a_single_query_attends_to_everything(groups, dtype):
     query = noise(2, 3 * groups, 1, 6, seed=1)
     key, value = noise(2, 3, 11, 6, seed=2), noise(2, 3, 11, 5, seed=3)
     nothing = torch.zeros(2, 3 * groups, 11, dtype=query.dtype)
     expected, _ = naive_row(query, key, value, nothing, None, None)
-    torch.testing.assert_close(attend_single(query, key, value, SCALE)[:, :, 0], expected)
+    got = attend_single(query.to(dtype), key.to(dtype), value.to(dtype), SCALE)
+    torch.testing.assert_close(got[:, :, 0], expected.to(dtype))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])

@@ -9,22 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Bytes of a head's keys that two queries read twice from a processor's cache.
-CACHED = 2**18
+FEW = 4  # queries of a head that a CPU multiplies faster than SDPA attends with them
 
 
 def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` to everything in key and value.
 
-    The query heads of a group are rows of one head: keys `[B, H, T, D]` are read once. On a CPU two
-    queries read few keys faster one after the other.
+    The query heads of a group are rows of one head: keys `[B, H, T, D]` are read once.
     """
-    batch, heads, stored, size = key.shape
-    pair = query.shape[1] == 2 * heads and query.device.type == "cpu"
-    if pair and stored * size * key.element_size() <= CACHED:
-        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+    batch, heads, _, size = key.shape
     grouped = query.view(batch, heads, -1, size)
-    out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
+    if query.device.type == "cpu" and query.dtype == torch.float32 and grouped.shape[2] <= FEW:
+        out = torch.bmm(_logits(grouped, key, None, scale).softmax(-1), value.flatten(0, 1))
+    else:
+        out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
     return out.view(*query.shape[:3], -1)
 
 
@@ -46,27 +44,30 @@ def attend_with_row(
     """
     batch, query_heads, _, size = query.shape
     heads, stored = key.shape[1:3]
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)
-    # The few queries come second: on a CPU such a product takes half the time of its transpose.
-    queries = query.reshape(batch * heads, -1, size).transpose(1, 2)
+    grouped = query.reshape(batch, heads, -1, size)
     if hidden is not None:
-        hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1).transpose(1, 2)
-    if hidden is not None and softcap is None:
-        logits = torch.baddbmm(hidden, keys, queries, alpha=scale)
-    else:
-        logits = torch.bmm(keys, queries * scale)
+        hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1)
+    logits = _logits(grouped, key, hidden if softcap is None else None, scale)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
         logits = logits if hidden is None else logits + hidden
-    logits = logits.transpose(1, 2)
     if sinks is None:
         weights = logits.softmax(-1)
     else:
         extra = sinks.to(logits.dtype).view(heads, -1, 1).repeat(batch, 1, 1)
         weights = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
-    out = torch.bmm(weights.to(value.dtype), values)
+    out = torch.bmm(weights.to(value.dtype), value.flatten(0, 1))
     return out.view(batch, query_heads, 1, -1), weights.reshape(batch, query_heads, 1, stored)
+
+
+def _logits(queries: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """Products `[B·H, G, T]` of queries `[B, H, G, D]` and keys, and `hidden [B·H, G or 1, T]`."""
+    # The few queries come second: on a CPU such a product takes half the time of its transpose.
+    keys, few = key.flatten(0, 1), queries.flatten(0, 1).transpose(1, 2)
+    if hidden is None:
+        return torch.bmm(keys, few * scale).transpose(1, 2)
+    return torch.baddbmm(hidden.transpose(1, 2), keys, few, alpha=scale).transpose(1, 2)
 
 
 def mean_of_heads(row: Tensor, groups: int) -> Tensor:
