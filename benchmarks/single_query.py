@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One query's attention by two products, beside SDPA over the same packed heads.
+
+`python benchmarks/single_query.py`: 4 KV heads of 64, float32; between two calls as many bytes are
+read as a layer's weights take. In turns, medians of ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+from kvfold.kernels.single import attend_single
+
+HEADS, SIZE = 4, 64
+SETS = 4  # of keys and values, so that none is still in the processor's cache
+WEIGHTS = 2**22  # numbers
+CASES = [(1, 2, 820), (1, 2, 3277), (1, 2, 16384), (1, 4, 3277), (8, 2, 820)]
+
+
+@torch.no_grad()
+def compare(batch: int, groups: int, stored: int, repeats: int) -> list[float]:
+    """Ratios of the times of both, ascending."""
+    query = torch.randn(batch, HEADS * groups, 1, SIZE)
+    packed = query.view(batch, HEADS, groups, SIZE)
+    entries = torch.randn(SETS, 2, batch, HEADS, stored, SIZE)
+    weights = torch.randn(WEIGHTS)
+
+    def seconds(work, at: int) -> float:
+        weights.sum()
+        key, value = entries[at % SETS]
+        began = time.perf_counter()
+        work(key, value)
+        return time.perf_counter() - began
+
+    def products(key, value) -> None:
+        attend_single(query, key, value, SIZE**-0.5)
+
+    def fused(key, value) -> None:
+        F.scaled_dot_product_attention(packed, key, value)
+
+    return sorted(seconds(products, i) / seconds(fused, i + 1) for i in range(repeats))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=200)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for batch, groups, stored in CASES:
+        ratios = compare(batch, groups, stored, arguments.repeats)
+        quarter = len(ratios) // 4
+        print(
+            f"batch {batch}, {groups} queries per head, {stored} entries: "
+            f"{statistics.median(ratios):.2f} x SDPA "
+            f"({ratios[quarter]:.2f} to {ratios[-quarter - 1]:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
