@@ -179,7 +179,7 @@ def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tens
         rows, one = rows.float(), one.float()
     if norms is None:
         norms = norms_of(stored)
-    # The few numbers come second, as in `attend_with_row`.
+    # The one entry comes second: on a CPU such a product is faster than its transpose.
     cosines = torch.bmm(rows, one.transpose(1, 2)).view(norms.shape).div_(norms)
     best, nearest = cosines.add_(leaving.hidden).max(-1, keepdim=True)
     return best.div_(norms.gather(2, leaving.slot)).clamp_(max=1.0), nearest

@@ -63,7 +63,7 @@ def attend_with_row(
 
 def _logits(queries: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
     """Products `[B·H, G, T]` of queries `[B, H, G, D]` and keys, and `hidden [B·H, G or 1, T]`."""
-    # The few queries come second: on a CPU such a product takes half the time of its transpose.
+    # The few queries come second: on a CPU such a product is faster than its transpose.
     keys, few = key.flatten(0, 1), queries.flatten(0, 1).transpose(1, 2)
     if hidden is None:
         return torch.bmm(keys, few * scale).transpose(1, 2)
