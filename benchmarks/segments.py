@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 
 import torch
 import torch.nn.functional as F
 
+from kvfold.bench.clock import seconds
 from kvfold.kernels.segments import attend_to_segments
 from kvfold.store.encoded import Encode
 from kvfold.store.segments import SegmentStore
@@ -27,12 +27,6 @@ def skewed(length: int) -> list[int]:
     shares = torch.logspace(-1.5, 1.5, HEADS, base=3.0)
     counts = (shares / shares.sum() * KEPT * length * HEADS).long().clamp(max=length)
     return counts.tolist()
-
-
-def seconds(run) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
 
 
 @torch.no_grad()
@@ -58,8 +52,8 @@ def compare(length: int, repeats: int) -> tuple[float, float, float]:
 
     ratios = []
     for _ in range(repeats):
-        base = seconds(full)
-        ratios.append(seconds(ragged) / base)
+        base = seconds(query.device, full)
+        ratios.append(seconds(query.device, ragged) / base)
     low, middle, high = statistics.quantiles(ratios, n=4)
     return middle, low, high
 

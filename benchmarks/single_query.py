@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from kvfold.bench.clock import seconds
 from kvfold.kernels.single import attend_single
 
 HEADS, SIZE = 4, 64
@@ -24,18 +25,15 @@ CASES = [(1, 2, 820), (1, 2, 3277), (1, 2, 16384), (1, 4, 3277), (8, 2, 820)]
 
 @torch.no_grad()
 def compare(batch: int, groups: int, stored: int, repeats: int) -> list[float]:
-    """Ratios of the times of both, ascending."""
+    """Quartiles of the ratio of both times."""
     query = torch.randn(batch, HEADS * groups, 1, SIZE)
     packed = query.view(batch, HEADS, groups, SIZE)
     entries = torch.randn(SETS, 2, batch, HEADS, stored, SIZE)
     weights = torch.randn(WEIGHTS)
 
-    def seconds(work, at: int) -> float:
+    def taken(work, at: int) -> float:
         weights.sum()
-        key, value = entries[at % SETS]
-        began = time.perf_counter()
-        work(key, value)
-        return time.perf_counter() - began
+        return seconds(query.device, partial(work, *entries[at % SETS]))
 
     def products(key, value) -> None:
         attend_single(query, key, value, SIZE**-0.5)
@@ -43,7 +41,8 @@ def compare(batch: int, groups: int, stored: int, repeats: int) -> list[float]:
     def fused(key, value) -> None:
         F.scaled_dot_product_attention(packed, key, value)
 
-    return sorted(seconds(products, i) / seconds(fused, i + 1) for i in range(repeats))
+    ratios = [taken(products, i) / taken(fused, i + 1) for i in range(repeats)]
+    return statistics.quantiles(ratios, n=4)
 
 
 def main() -> None:
@@ -53,12 +52,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for batch, groups, stored in CASES:
-        ratios = compare(batch, groups, stored, arguments.repeats)
-        quarter = len(ratios) // 4
+        low, middle, high = compare(batch, groups, stored, arguments.repeats)
         print(
             f"batch {batch}, {groups} queries per head, {stored} entries: "
-            f"{statistics.median(ratios):.2f} x SDPA "
-            f"({ratios[quarter]:.2f} to {ratios[-quarter - 1]:.2f})"
+            f"{middle:.2f} x SDPA ({low:.2f} to {high:.2f})"
         )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvfold.store.norms import On
 from kvfold.store.rows import pick, take
 
 
@@ -35,7 +35,7 @@ class Needs:
     column_squares: bool = False  # the same, squared before it is summed
     rebuilding: Rebuilding | None = None  # most attention received while the text is repeated
     only_attention: bool = False  # the score looks at nothing else, and not at its layer's number
-    norms: Literal["keys", "values"] | None = None  # of these, for single entries that leave
+    norms: On | None = None  # of these, for single entries that leave
 
     def joined(self, other: Needs) -> Needs:
         """What serves both."""

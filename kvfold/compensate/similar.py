@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.compensate.eviction import Change, Eviction, Leaving
-from kvfold.store.norms import norms_of
+from kvfold.kernels.single import products
+from kvfold.store.norms import On, norms_of
 from kvfold.store.rows import joined, take
 
-On = Literal["keys", "values"]
 Weights = Literal["softmax", "average", "official"]
 Decide = Literal["head", "head_mean"]
 
@@ -174,14 +174,10 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
 
 def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor]:
     """As `_nearest` for the entry `own [B, H, 1, D]` that leaves, among those not hidden."""
-    rows, one, norms = stored.flatten(0, 1), own.flatten(0, 1), leaving.norms
-    if stored.dtype != torch.float32:
-        rows, one = rows.float(), one.float()
-    if norms is None:
-        norms = norms_of(stored)
-    # The one entry comes second: on a CPU such a product is faster than its transpose.
-    cosines = torch.bmm(rows, one.transpose(1, 2)).view(norms.shape).div_(norms)
-    best, nearest = cosines.add_(leaving.hidden).max(-1, keepdim=True)
+    norms = norms_of(stored) if leaving.norms is None else leaving.norms
+    hidden = leaving.hidden.float().flatten(0, 1)[:, None]
+    cosines = products(own.float(), stored.float(), hidden, 1.0).view(norms.shape).div_(norms)
+    best, nearest = cosines.max(-1, keepdim=True)
     return best.div_(norms.gather(2, leaving.slot)).clamp_(max=1.0), nearest
 
 

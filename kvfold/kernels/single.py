@@ -20,9 +20,8 @@ def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
     batch, heads, _, size = key.shape
     grouped = query.view(batch, heads, -1, size)
     if query.device.type == "cpu" and query.dtype == torch.float32 and grouped.shape[2] <= FEW:
-        out = torch.bmm(_logits(grouped, key, None, scale).softmax(-1), value.flatten(0, 1))
-    else:
-        out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
+        return attend_with_row(query, key, value, None, scale=scale)[0]
+    out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
     return out.view(*query.shape[:3], -1)
 
 
@@ -47,7 +46,7 @@ def attend_with_row(
     grouped = query.reshape(batch, heads, -1, size)
     if hidden is not None:
         hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1)
-    logits = _logits(grouped, key, hidden if softcap is None else None, scale)
+    logits = products(grouped, key, hidden if softcap is None else None, scale)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -61,13 +60,16 @@ def attend_with_row(
     return out.view(batch, query_heads, 1, -1), weights.reshape(batch, query_heads, 1, stored)
 
 
-def _logits(queries: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """Products `[B·H, G, T]` of queries `[B, H, G, D]` and keys, and `hidden [B·H, G or 1, T]`."""
-    # The few queries come second: on a CPU such a product is faster than its transpose.
-    keys, few = key.flatten(0, 1), queries.flatten(0, 1).transpose(1, 2)
+def products(few: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """Products `[B·H, G, T]` of `few [B, H, G, D]` and `key [B, H, T, D]`, times `scale`.
+
+    `hidden [B·H, G or 1, T]`, −∞ or 0, is added to them.
+    """
+    # The few come second: on a CPU such a product is faster than its transpose.
+    keys, columns = key.flatten(0, 1), few.flatten(0, 1).transpose(1, 2)
     if hidden is None:
-        return torch.bmm(keys, few * scale).transpose(1, 2)
-    return torch.baddbmm(hidden.transpose(1, 2), keys, few, alpha=scale).transpose(1, 2)
+        return torch.bmm(keys, columns * scale).transpose(1, 2)
+    return torch.baddbmm(hidden.transpose(1, 2), keys, columns, alpha=scale).transpose(1, 2)
 
 
 def mean_of_heads(row: Tensor, groups: int) -> Tensor:

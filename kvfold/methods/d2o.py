@@ -4,12 +4,13 @@ from functools import partial
 from typing import Any, Literal
 
 from kvfold.allocate.density import Norm, Shape, by_density, column_variance
-from kvfold.compensate.similar import Decide, On, merge_one, merge_similar
+from kvfold.compensate.similar import Decide, merge_one, merge_similar
 from kvfold.errors import KvfoldError
 from kvfold.method import Across, Method, Stages, register
 from kvfold.observation import Needs
 from kvfold.score.columns import accumulated_attention
 from kvfold.select.forced import Forced, Share
+from kvfold.store.norms import On
 
 
 @register(

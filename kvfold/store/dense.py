@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from kvfold.store.branch import Branch
 from kvfold.store.columns import BranchOfColumns, Columns, Hidden
 from kvfold.store.encoded import Named
 from kvfold.store.growing import Growing, slack
-from kvfold.store.norms import Norms
+from kvfold.store.norms import Norms, On
 from kvfold.store.rows import pick
 
 
@@ -32,7 +31,7 @@ class DenseStore:
         self._keys, self._values = Growing(keys), Growing(values)
         self._positions: Columns | BranchOfColumns | None = None
         self._hidden: Hidden | None = None  # made when it is first asked for
-        self._norms: dict[str, Norms] = {}  # of keys or values, as well
+        self._norms: dict[On, Norms] = {}  # made when they are first asked for
         self._marked = True  # whether positions tell what has left
         self.dead, self.holes = 0, False
 
@@ -97,7 +96,7 @@ class DenseStore:
         """0, and −∞ at holes `[B, H, T]`, to be added to logits; None where there are no holes."""
         return self._shown().rows if self.holes else None
 
-    def norms(self, of: Literal["keys", "values"]) -> Tensor:
+    def norms(self, of: On) -> Tensor:
         """Norms `[B, H, T]` of the keys or of the values, float32."""
         entries = self.keys if of == "keys" else self.values
         if of not in self._norms:
@@ -211,7 +210,7 @@ class DenseStore:
             part.index(rows)
 
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
-        """Bytes of keys and values, of positions, and of slack; `counted` is left as it is."""
+        """Bytes of keys and values, of what lies beside, and of slack; `counted` stays as it is."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
         beside = (self._positions, self._hidden, *self._norms.values())
         of_each = [part.nbytes() for part in beside if part is not None]

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from kvfold.store.growing import Growing
+
+On = Literal["keys", "values"]  # what is compared
 
 
 class Norms(Growing):
