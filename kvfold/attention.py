@@ -15,10 +15,10 @@ from kvfold.fixed.layer import FixedLayer
 from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
 from kvfold.kernels.segments import attend_to_segments
-from kvfold.kernels.single import attend_single, attend_with_row
+from kvfold.kernels.single import attend_beside, attend_single, attend_with_row
 from kvfold.layer import CompressedLayer
 from kvfold.mask import as_added, physical_mask, valid_columns
-from kvfold.recall import Attended
+from kvfold.recall import Attended, Foreseen
 from kvfold.store.dense import DenseStore
 from kvfold.store.segments import Segments, SegmentStore
 
@@ -173,10 +173,17 @@ def _observed_one(
         if hidden.dtype == torch.bool:
             hidden = as_added(~hidden, a.query.dtype)
         hidden = hidden[:, :, 0].unflatten(1, (heads if hidden.shape[1] > 1 else 1, -1))
-    out, row = attend_with_row(
-        a.query, a.key, a.value, hidden, scale=a.scale, softcap=a.softcap, sinks=a.sinks
+    expected = layer.expected(a)
+    if expected is None:
+        out, row = attend_with_row(
+            a.query, a.key, a.value, hidden, scale=a.scale, softcap=a.softcap, sinks=a.sinks
+        )
+        return out.transpose(1, 2), a._replace(row=row)
+    other = a.key[:, :, expected : expected + 1]
+    out, row, products = attend_beside(
+        a.query, a.key, a.value, hidden, other, scale=a.scale, sinks=a.sinks
     )
-    return out.transpose(1, 2), a._replace(row=row)
+    return out.transpose(1, 2), a._replace(row=row, foreseen=Foreseen(expected, products))
 
 
 def _expanded(layer: CompressedLayer, key: Tensor, same_layer: bool) -> bool:

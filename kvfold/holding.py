@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from kvfold.compensate.eviction import Change, Leaving
 from kvfold.compression import Compression
 from kvfold.kernels.single import mean_of_heads
 from kvfold.observation import Observation
-from kvfold.recall import Attended
+from kvfold.recall import Attended, Foreseen
 from kvfold.select.choose import leaving, leaving_between, scores_of
 from kvfold.store.dense import DenseStore
+from kvfold.store.norms import norms_of
 from kvfold.store.rows import joined
 
 WAITING_BYTES = 2**24  # rows of attention that may wait for the other layers'
@@ -69,19 +72,22 @@ class Holding(Compression):
 
     def _let_go(self, slot: Tensor) -> None:
         """The entries at `slot [B, H, 1]` leave, and what stays is not moved."""
-        store = self.stored()
-        assert isinstance(store, DenseStore)
-        store.drop(slot)
+        self._dense().drop(slot)
         self.surplus, self.evicted_at = 0, self.seen
 
-    def _leaving(self, slot: Tensor) -> Leaving:
-        store = self.stored()
-        assert isinstance(store, DenseStore)
-        hidden = store.hidden
-        assert hidden is not None
-        of = self.plan.stages.needs.norms
-        norms = None if of is None else store.norms(of)
-        return Leaving(store.keys, store.values, hidden, slot, self.merging, norms)
+    def expected(self, attended: Attended) -> int | None:
+        """The slot that leaves most often: what has just ceased to be recent has received least.
+
+        None where nobody wants its products with the keys that are attended to, or not such ones:
+        entries are compared in float32.
+        """
+        keys, wanted = self.stored().keys, self.plan.stages.needs.norms == "keys"
+        if not wanted or attended.softcap is not None or keys.dtype != torch.float32:
+            return None
+        ends, stored = self.forced_ends(), keys.shape[2]
+        if ends is None or sum(ends) >= stored or attended.key.shape != keys.shape:
+            return None
+        return stored - ends[1] - 1
 
     def _entry_kind(self) -> tuple[object, ...]:
         """What single entries of two layers must have in common to be one tensor."""
@@ -90,16 +96,18 @@ class Holding(Compression):
 
     def _hidden(self, heads: int) -> Tensor | None:
         """What hides holes `[B, heads, T]`; None where there are none."""
-        store = self.stored()
-        assert isinstance(store, DenseStore)
-        hidden = store.hidden
+        hidden = self._dense().hidden
         return None if hidden is None else hidden[:, :heads]
 
     def _change(self, change: Change) -> None:
+        self._dense().change(change.slot, change.keys, change.values, change.norms)
+        self.merging = change.state
+
+    def _dense(self) -> DenseStore:
+        """Where entries lie that leave one by one."""
         store = self.stored()
         assert isinstance(store, DenseStore)
-        store.change(change.slot, change.keys, change.values)
-        self.merging = change.state
+        return store
 
     def _tidy(self) -> None:
         """Leaves out what has left, where it has become much."""
@@ -109,8 +117,7 @@ class Holding(Compression):
 
     def _one_seen(self, attended: Attended) -> Observation:
         """What the single query that was watched shows of the layer."""
-        store = self.stored()
-        assert isinstance(store, DenseStore)
+        store = self._dense()
         positions = store.origins if self.logical.valid is None else None
         if positions is None or positions.shape[1] != attended.key.shape[1]:
             return dataclasses.replace(self._observation(attended), budget=self.capacity)
@@ -142,8 +149,10 @@ class Holding(Compression):
 
 def too_much(waiting: dict[Holding, Attended]) -> bool:
     """Whether what waits for the other layers takes more memory than it may."""
-    row = next(iter(waiting.values())).row
-    return row is not None and len(waiting) * row.nbytes > WAITING_BYTES
+    attended = next(iter(waiting.values()))
+    kept = (attended.row, None if attended.foreseen is None else attended.foreseen.products)
+    each = sum(t.untyped_storage().nbytes() for t in kept if t is not None)
+    return len(waiting) * each > WAITING_BYTES
 
 
 def hold(watched: dict[Holding, Attended]) -> None:
@@ -158,11 +167,45 @@ def hold(watched: dict[Holding, Attended]) -> None:
     compensate = next(iter(slots)).plan.stages.compensate_one
     if compensate is not None:
         for layers in _alike(slots, Holding._entry_kind):
-            changes = compensate([layer._leaving(slots[layer]) for layer in layers])
+            changes = compensate(_leaving(layers, slots, watched))
             for layer, change in zip(layers, changes, strict=True):
                 layer._change(change)
     for layer in slots:
         layer._tidy()
+
+
+def _leaving(
+    layers: list[Holding], slots: dict[Holding, Tensor], watched: dict[Holding, Attended]
+) -> list[Leaving]:
+    """What a compensation gets to see of layers whose single entries have one shape."""
+    stores = [layer._dense() for layer in layers]
+    of = layers[0].plan.stages.needs.norms
+    norms: Sequence[Tensor | None] = [None] * len(layers)
+    if of is not None:
+        newest = norms_of(joined([store.entries(of)[:, :, -1:] for store in stores]))
+        each = zip(stores, newest.chunk(len(stores)), strict=True)
+        norms = [store.norms(of, norm) for store, norm in each]
+    chosen = [slots[layer] for layer in layers]
+    products = _foreseen([watched[layer].foreseen for layer in layers], chosen)
+    by_layer = zip(layers, stores, chosen, norms, products, strict=True)
+    leaving = []
+    for layer, store, slot, norm, product in by_layer:
+        hidden = store.hidden
+        assert hidden is not None
+        entries = store.keys, store.values
+        leaving.append(Leaving(*entries, hidden, slot, layer.merging, norm, product))
+    return leaving
+
+
+def _foreseen(foreseen: list[Foreseen | None], slots: list[Tensor]) -> list[Tensor | None]:
+    """Products with what left, of the layers where every head's was foreseen."""
+    if not any(foreseen):
+        return [None] * len(slots)
+    chosen = joined(slots).view(len(slots), -1).tolist()
+    return [
+        each.products if each is not None and set(of_layer) == {each.slot} else None
+        for each, of_layer in zip(foreseen, chosen, strict=True)
+    ]
 
 
 def _slots(watched: dict[Holding, Attended]) -> dict[Holding, Tensor]:
@@ -170,8 +213,8 @@ def _slots(watched: dict[Holding, Attended]) -> dict[Holding, Tensor]:
     slots: dict[Holding, Tensor] = {}
 
     def kind(layer: Holding) -> tuple[object, ...]:
-        row, store, heads = watched[layer].row, layer.stored(), watched[layer].key.shape[1]
-        assert row is not None and isinstance(store, DenseStore)
+        row, store, heads = watched[layer].row, layer._dense(), watched[layer].key.shape[1]
+        assert row is not None
         return layer.forced_ends(), row.shape, row.device, heads, store.keys.shape[1], store.holes
 
     for layers in _alike(watched, kind):
@@ -190,13 +233,14 @@ def _slots(watched: dict[Holding, Attended]) -> dict[Holding, Tensor]:
 
 
 def _scores(layers: list[Holding], watched: list[Attended]) -> Tensor:
-    """Scores of the entries of layers of one shape `[L·B, H, T]`."""
+    """Finite scores of the entries of layers of one shape `[L·B, H, T]`."""
     stages, stored = layers[0].plan.stages, layers[0].stored().keys
     needs, heads = stages.needs, stored.shape[1]
     alone = not needs.only_attention or needs.column_squares
     if alone or watched[0].key.shape[1] != heads:
         seen = [layer._watched(a) for layer, a in zip(layers, watched, strict=True)]
-        return joined([scores_of(stages, of_layer, heads) for of_layer in seen])
+        scores = joined([scores_of(stages, of_layer, heads) for of_layer in seen])
+        return scores.clamp(min=torch.finfo(scores.dtype).min)
     rows = joined([a.row for a in watched if a.row is not None])
     for layer in layers:
         layer.turns += 1
@@ -205,9 +249,18 @@ def _scores(layers: list[Holding], watched: list[Attended]) -> Tensor:
         sums = mean_of_heads(rows, heads)
         for layer, of_layer in zip(layers, sums.chunk(len(layers)), strict=True):
             layer._add_moments(of_layer, None)  # in the memory of what is new
-    nothing = stored.new_empty(len(rows), heads, 0, stored.shape[3])
-    together = Observation(nothing, nothing, nothing[..., 0], attention=rows, column_sums=sums)
+    entries, positions = _nothing((len(rows), heads, 0, stored.shape[3]), rows.dtype, rows.device)
+    together = Observation(entries, entries, positions, attention=rows, column_sums=sums)
     return scores_of(stages, together, heads)
+
+
+@lru_cache(maxsize=8)
+def _nothing(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Entries of that shape, which are none, and their positions."""
+    nothing = torch.empty(shape, dtype=dtype, device=device)
+    return nothing, nothing[..., 0]
 
 
 def _alike(

@@ -12,11 +12,21 @@ from torch import Tensor
 from kvfold.logical import Logical
 
 
+class Foreseen(NamedTuple):
+    """The slot of which the entry is expected to leave every head, and what it has in common.
+
+    products `[B, H, T]` of the keys with the one in that slot.
+    """
+
+    slot: int
+    products: Tensor
+
+
 class Attended(NamedTuple):  # made in every layer of every step
     """One attention call: what went in, and what was observed of it if asked.
 
     query `[B, Hq, S, D]`, key and value `[B, H, T, D]`, row `[B, Hq, 1, T]` of a single query,
-    sums, squares and maxima `[B, H, T]`.
+    sums, squares and maxima `[B, H, T]`; what was foreseen of a single entry that is to leave.
     """
 
     query: Tensor
@@ -29,6 +39,7 @@ class Attended(NamedTuple):  # made in every layer of every step
     sums: Tensor | None = None
     squares: Tensor | None = None
     maxima: Tensor | None = None
+    foreseen: Foreseen | None = None
 
 
 class LastQueries:

@@ -8,10 +8,17 @@ import pytest
 import torch
 
 import kvfold
+from kvfold import holding
 from kvfold import layer as layer_module
 from kvfold.compensate.eviction import Eviction, Leaving
 from kvfold.compensate.similar import merge_one, merge_similar
-from kvfold.kernels.single import FEW, attend_single, attend_with_row, mean_of_heads
+from kvfold.kernels.single import (
+    FEW,
+    attend_beside,
+    attend_single,
+    attend_with_row,
+    mean_of_heads,
+)
 from kvfold.layer import CompressedLayer
 from kvfold.store.dense import DenseStore
 from kvfold.store.rows import take
@@ -93,6 +100,23 @@ def test_a_row_is_that_of_plain_attention(groups, softcap, with_sinks, kind):
     torch.testing.assert_close(row[:, :, 0], weights)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("with_holes", [False, True])
+def test_beside_a_row_keys_are_multiplied_with_another_one(groups, with_sinks, with_holes):
+    query, key, value = noise(2, 3 * groups, 1, 6, seed=1), noise(2, 3, 11, 6), noise(2, 3, 11, 5)
+    other, sinks = noise(2, 3, 1, 6, seed=2), noise(3 * groups, seed=4) if with_sinks else None
+    hidden = torch.zeros(2, 3, 1, 11, dtype=query.dtype)
+    hidden[:, 1, :, 4] = -torch.inf if with_holes else 0
+    expected = attend_with_row(query, key, value, hidden, scale=SCALE, sinks=sinks)
+    out, row, products = attend_beside(
+        query, key, value, hidden if with_holes else None, other, scale=SCALE, sinks=sinks
+    )
+    torch.testing.assert_close((out, row), expected)
+    naive = (key * other).sum(-1) + hidden[:, :, 0]
+    torch.testing.assert_close(products, naive)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("groups", [1, 2, FEW, 2 * FEW])
 def test_a_single_query_attends_to_everything(groups, dtype):
@@ -145,10 +169,14 @@ def test_one_entry_is_merged_as_in_an_eviction(weights, on, decide):
         hidden.scatter_(2, slot, -torch.inf)
         leaving = Leaving(keys, values, hidden, slot, state)
         (change,) = merge_one([leaving], **options)
-        norms = (keys if on == "keys" else values).norm(dim=-1)
-        (given,) = merge_one([dataclasses.replace(leaving, norms=norms)], **options)
-        for name in ("slot", "keys", "values", "state"):
-            torch.testing.assert_close(getattr(given, name), getattr(change, name))
+        compared = keys if on == "keys" else values
+        norms, products = compared.norm(dim=-1), (compared @ take(compared, slot).mT)[..., 0]
+        for known in ({"norms": norms}, {"norms": norms, "products": products.float()}):
+            (given,) = merge_one([dataclasses.replace(leaving, **known)], **options)
+            for name in ("slot", "keys", "values", "state"):
+                torch.testing.assert_close(getattr(given, name), getattr(change, name))
+            changed = given.keys if on == "keys" else given.values
+            torch.testing.assert_close(given.norms, changed.norm(dim=-1).float())
         state = change.state
         torch.testing.assert_close(state, expected)
         merged += int((take(keys, change.slot) != change.keys).any(-1).sum())
@@ -178,11 +206,13 @@ def test_entries_of_several_layers_are_merged_as_those_of_each(decide):
             torch.testing.assert_close(getattr(got, name), getattr(expected, name))
 
 
+SLOT = torch.tensor([[[0], [3], [7]], [[1], [1], [2]]])
 NORMED = {
     "an entry comes": lambda store: store.append(noise(2, 3, 1, 4), noise(2, 3, 1, 5), 8),
     "entries come": lambda store: store.append(noise(2, 3, 30, 4), noise(2, 3, 30, 5), 8),
-    "one is changed": lambda store: store.change(
-        torch.tensor([[[0], [3], [7]], [[1], [1], [2]]]), noise(2, 3, 1, 4), noise(2, 3, 1, 5)
+    "one is changed": lambda store: store.change(SLOT, noise(2, 3, 1, 4), noise(2, 3, 1, 5)),
+    "one of a known norm is changed": lambda store: store.change(
+        SLOT, noise(2, 3, 1, 4), noise(2, 3, 1, 5), noise(2, 3, 1, 4).norm(dim=-1).float()
     ),
     "one leaves": lambda store: store.drop(torch.full((2, 3, 1), 4)),
     "some stay": lambda store: store.keep(torch.tensor([1, 3, 6]).expand(2, 3, 3)),
@@ -196,13 +226,15 @@ NORMED = {
 def test_norms_are_those_of_what_is_stored(what):
     store = DenseStore(noise(2, 3, 8, 4, seed=1), noise(2, 3, 8, 5, seed=2))
     before = sum(store.nbytes(set()))
-    for of in ("keys", "values"):
-        assert store.norms(of).shape == (2, 3, 8)
-    assert sum(store.nbytes(set())) == before + 2 * 4 * 2 * 3 * (8 + 12)
+
+    def newest(one):
+        return one.keys[:, :, -1:].norm(dim=-1).float()
+
+    assert store.norms("keys", newest(store)).shape == (2, 3, 8)
+    assert sum(store.nbytes(set())) == before + 4 * 2 * 3 * (8 + 12)
     NORMED[what](store)
     for one in (store, store.fork()):
-        for of, entries in (("keys", one.keys), ("values", one.values)):
-            torch.testing.assert_close(one.norms(of), entries.norm(dim=-1).float())
+        torch.testing.assert_close(one.norms("keys", newest(one)), one.keys.norm(dim=-1).float())
 
 
 # --- what is gone but still there -----------------------------------------------------------
@@ -214,10 +246,9 @@ def test_what_leaves_keeps_its_place_and_counts_as_slack():
     whole = sum(store.nbytes(set()))
     store.keep(torch.arange(8).expand(2, 3, 8))
     before = store.view()
-    slot = torch.tensor([[[0], [3], [7]], [[1], [1], [2]]])
-    store.drop(slot)
+    store.drop(SLOT)
     assert (before >= 0).all()
-    assert torch.equal(store.positions.gather(2, slot), torch.full_like(slot, -1))
+    assert torch.equal(store.positions.gather(2, SLOT), torch.full_like(SLOT, -1))
     assert (store.positions >= 0).sum(-1).eq(7).all()
     kv, positions, slack = store.nbytes(set())
     assert kv == 2 * 3 * 7 * 4 * 4 * 2
@@ -274,6 +305,36 @@ def columns(cache):
         [[head.tolist() for head in row] for row in cache.positions(layer)]
         for layer in range(len(cache.compressed_layers))
     ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("expected", [None, 0], ids=["nothing", "what never leaves"])
+def test_what_is_foreseen_changes_nothing(expected, monkeypatch):
+    """Whether products come with attention, are made afterwards, or came for another entry."""
+    model, hits = build("llama", dtype=torch.float32), []
+    ids = torch.randint(5, 190, (1, 130), generator=torch.Generator().manual_seed(5))
+    known = holding._foreseen
+
+    def foreseen(*args):
+        found = known(*args)
+        hits.extend(each is not None for each in found)
+        return found
+
+    def run():
+        cache = kvfold.CompressedCache(model, "d2o", 0.6)
+        model(ids[:, :90], past_key_values=cache)
+        logits = [model(i, past_key_values=cache).logits for i in ids[:, 90:].split(1, 1)]
+        return torch.cat(logits, 1), cache
+
+    monkeypatch.setattr(holding, "_foreseen", foreseen)
+    logits, cache = run()
+    assert any(hits) and not all(hits)
+    hits.clear()
+    monkeypatch.setattr(CompressedLayer, "expected", lambda *_: expected)
+    other_logits, other = run()
+    assert not any(hits)
+    torch.testing.assert_close(logits, other_logits, rtol=0, atol=1e-5)
+    assert columns(cache) == columns(other)
 
 
 @torch.no_grad()

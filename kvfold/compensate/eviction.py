@@ -32,9 +32,10 @@ class Eviction:
 class Leaving:
     """The one entry of each head that leaves after a generated token, at `slot [B, H, 1]`.
 
-    hidden `[B, H, T]` is −∞ there and where entries left before, 0 elsewhere; norms `[B, H, T]`,
-    float32, are those of the keys or values where the method needs them, None where nobody keeps
-    them. Everything else is as in an `Eviction`.
+    hidden `[B, H, T]` is −∞ there and where entries left before, 0 elsewhere. norms `[B, H, T]`,
+    float32, are those of the keys or values where the method needs them, and products `[B, H, T]`
+    those of the keys with the one that leaves: None where nobody has them. Everything else is as
+    in an `Eviction`.
     """
 
     keys: Tensor
@@ -43,19 +44,22 @@ class Leaving:
     slot: Tensor
     state: Tensor | None = None
     norms: Tensor | None = None
+    products: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Change:
     """What one kept entry of each head turns into: keys `[B, H, 1, D]` and values `[B, H, 1, Dv]`.
 
-    At `slot [B, H, 1]` of the entries before the eviction; `state` as for an `Eviction`.
+    At `slot [B, H, 1]` of the entries before the eviction; `state` as for an `Eviction`; norms
+    `[B, H, 1]` of what changed where those of all entries were given.
     """
 
     slot: Tensor
     keys: Tensor
     values: Tensor
     state: Tensor | None
+    norms: Tensor | None = None
 
 
 # Eviction → kept keys [B, H, K, D], kept values [B, H, K, Dv], state [B, H] or None

@@ -41,8 +41,8 @@ def attend_with_row(
     T]` is added to the logits and must leave something to see. Weights are float32, or float64 for
     such a query.
     """
-    batch, query_heads, _, size = query.shape
-    heads, stored = key.shape[1:3]
+    batch, _, _, size = query.shape
+    heads = key.shape[1]
     grouped = query.reshape(batch, heads, -1, size)
     if hidden is not None:
         hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1)
@@ -51,13 +51,42 @@ def attend_with_row(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
         logits = logits if hidden is None else logits + hidden
+    return _weighted(logits, value, sinks)
+
+
+def attend_beside(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    other: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attend_with_row`, and products `[B, H, T]` of the keys with `other [B, H, 1, D]`.
+
+    The keys are read once for both. hidden `[B, H, 1, T]` is added to the products as well.
+    """
+    batch, heads, stored, size = key.shape
+    grouped = query.reshape(batch, heads, -1, size) * scale
+    if hidden is not None:
+        hidden = hidden.flatten(0, 1)
+    found = products(torch.cat([grouped, other], 2), key, hidden, 1.0)
+    out, row = _weighted(found[:, :-1], value, sinks)
+    return out, row, found[:, -1].view(batch, heads, stored)
+
+
+def _weighted(logits: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output `[B, Hq, 1, Dv]` and weights `[B, Hq, 1, T]` of logits `[B·H, G, T]`."""
+    batch, heads, stored, size = value.shape
     if sinks is None:
         weights = logits.softmax(-1)
     else:
         extra = sinks.to(logits.dtype).view(heads, -1, 1).repeat(batch, 1, 1)
         weights = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
     out = torch.bmm(weights.to(value.dtype), value.flatten(0, 1))
-    return out.view(batch, query_heads, 1, -1), weights.reshape(batch, query_heads, 1, stored)
+    return out.view(batch, -1, 1, size), weights.reshape(batch, -1, 1, stored)
 
 
 def products(few: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> Tensor:

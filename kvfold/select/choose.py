@@ -68,16 +68,13 @@ def leaving_beside(stages: Stages, seen: Observation, staying: Tensor) -> Tensor
 
 
 def leaving_between(scores: Tensor, hidden: Tensor | None, first: int, last: int) -> Tensor:
-    """As `leaving`, by scores `[B, H, T]`, where the `first` and the `last` slots are to stay.
+    """As `leaving`, by finite scores `[B, H, T]`, where the `first` and the `last` slots stay.
 
     hidden `[B, H, T]` is −∞ where an entry is gone, 0 elsewhere; None: nothing is.
     """
     between = slice(first, scores.shape[-1] - last)
     scores = scores[..., between]
-    if hidden is not None:
-        # First made finite: −∞ less −∞ would be NaN, which is lower than all else.
-        scores = scores.clamp(min=torch.finfo(scores.dtype).min) - hidden[..., between]
-    return lowest(scores, first)
+    return lowest(scores if hidden is None else scores - hidden[..., between], first)
 
 
 def scores_of(stages: Stages, seen: Observation, heads: int) -> Tensor:

@@ -13,7 +13,7 @@ from kvfold.store.branch import Branch
 from kvfold.store.columns import BranchOfColumns, Columns, Hidden
 from kvfold.store.encoded import Named
 from kvfold.store.growing import Growing, slack
-from kvfold.store.norms import Norms, On
+from kvfold.store.norms import On, norms_of
 from kvfold.store.rows import pick
 
 
@@ -31,7 +31,7 @@ class DenseStore:
         self._keys, self._values = Growing(keys), Growing(values)
         self._positions: Columns | BranchOfColumns | None = None
         self._hidden: Hidden | None = None  # made when it is first asked for
-        self._norms: dict[On, Norms] = {}  # made when they are first asked for
+        self._norms: Growing | None = None  # as well
         self._marked = True  # whether positions tell what has left
         self.dead, self.holes = 0, False
 
@@ -96,13 +96,20 @@ class DenseStore:
         """0, and −∞ at holes `[B, H, T]`, to be added to logits; None where there are no holes."""
         return self._shown().rows if self.holes else None
 
-    def norms(self, of: On) -> Tensor:
-        """Norms `[B, H, T]` of the keys or of the values, float32."""
-        entries = self.keys if of == "keys" else self.values
-        if of not in self._norms:
-            self._norms[of] = Norms(entries)
-        self._norms[of].follow(entries)
-        return self._norms[of].rows
+    def entries(self, of: On) -> Tensor:
+        """The keys or the values `[B, H, T, D]`."""
+        return self.keys if of == "keys" else self.values
+
+    def norms(self, of: On, newest: Tensor) -> Tensor:
+        """Norms `[B, H, T]` of the keys or of the values, float32, with the `newest [B, H, 1]`.
+
+        They are kept, since to read all entries again takes longer: ask for one of both only.
+        """
+        if self._norms is None or self._norms.length != self.length - 1:
+            self._norms = Growing(norms_of(self.entries(of)))
+        else:
+            self._norms.append(newest)
+        return self._norms.rows
 
     def _shown(self) -> Hidden:
         """What is hidden, as long as what is stored."""
@@ -120,13 +127,13 @@ class DenseStore:
     def _forget(self) -> None:
         """What was made of the entries no longer belongs to them."""
         self._mark()
-        self._hidden, self._norms = None, {}
+        self._hidden = self._norms = None
 
     def fork(self) -> DenseStore:
         """One that goes on by itself, and shares all that is stored."""
         self._mark()
         other = copy.copy(self)
-        other._hidden, other._norms = None, {}
+        other._hidden = other._norms = None
         other._keys, other._values = Branch(self.keys), Branch(self.values)
         if self._positions is not None:
             other._positions = BranchOfColumns(self._positions.rows)
@@ -164,14 +171,21 @@ class DenseStore:
         """Whether so much is dead that a copy without it is due."""
         return self.dead >= slack(self.length - self.dead)
 
-    def change(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Puts keys `[B, H, 1, D]` and values `[B, H, 1, Dv]` in the place of those at `slot`."""
+    def change(
+        self, slot: Tensor, keys: Tensor, values: Tensor, norms: Tensor | None = None
+    ) -> None:
+        """Puts keys `[B, H, 1, D]` and values `[B, H, 1, Dv]` in the place of those at `slot`.
+
+        norms `[B, H, 1]` are those of what was asked for before; None: all are forgotten.
+        """
         index = slot[..., None].expand_as(keys)
         self.keys.scatter_(2, index, keys)
         same = keys.shape == values.shape
         self.values.scatter_(2, index if same else slot[..., None].expand_as(values), values)
-        for of, norms in self._norms.items():
-            norms.put(slot, keys if of == "keys" else values)
+        if norms is None:
+            self._norms = None
+        elif self._norms is not None:
+            self._norms.rows.scatter_(2, slot, norms)
 
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries in `slots [B, H, K]`, ascending; −1 stands for a hole.
@@ -195,7 +209,7 @@ class DenseStore:
         """Puts `keys` and `values` `[B, H, T, D]` in the place of those stored."""
         self.keys.copy_(keys)
         self.values.copy_(values)
-        self._norms = {}
+        self._norms = None
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries."""
@@ -212,7 +226,7 @@ class DenseStore:
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
         """Bytes of keys and values, of what lies beside, and of slack; `counted` stays as it is."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
-        beside = (self._positions, self._hidden, *self._norms.values())
+        beside = (self._positions, self._hidden, self._norms)
         of_each = [part.nbytes() for part in beside if part is not None]
         where = [sum(each) for each in zip(*of_each, strict=True)] or [0, 0]
         dead = (keys[0] + values[0]) // max(1, self.length) * self.dead

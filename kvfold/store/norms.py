@@ -8,25 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.store.growing import Growing
-
 On = Literal["keys", "values"]  # what is compared
-
-
-class Norms(Growing):
-    """Norms `[B, H, T]` of keys or values, float32: reading all of these again takes longer."""
-
-    def __init__(self, entries: Tensor) -> None:
-        super().__init__(norms_of(entries))
-
-    def follow(self, entries: Tensor) -> None:
-        """Adds those of what is new in `entries [B, H, ≥ T, D]`."""
-        if entries.shape[2] > self.length:
-            self.append(norms_of(entries[:, :, self.length :]))
-
-    def put(self, slot: Tensor, entries: Tensor) -> None:
-        """Says that `entries [B, H, 1, D]` lie at `slot [B, H, 1]` now."""
-        self._buffer.scatter_(2, slot, norms_of(entries))
 
 
 def norms_of(entries: Tensor) -> Tensor:
