@@ -70,15 +70,14 @@ def merge_one(
     """`merge_similar` of the one entry that leaves each layer while decoding: one may change."""
     nearest, found = [], []
     for each in leaving:
-        product, slot = _nearest_to_one(each.keys if on == "keys" else each.values, each)
+        own = _entries(each.keys, each.values, each.slot)
+        stored, chosen = (each.keys, own[0]) if on == "keys" else (each.values, own[1])
+        similarity, slot = _nearest_to_one(stored, chosen, each)
         nearest.append(slot)
-        found.append((product, *_entries(each.keys, each.values, torch.cat([each.slot, slot], 2))))
+        found.append((similarity, *own, *_entries(each.keys, each.values, slot)))
     # Single entries of all layers are few numbers still.
-    product, keys, values = map(joined, zip(*found, strict=True))
-    (own_key, kept_key), (own_value, kept_value) = keys.split(1, 2), values.split(1, 2)
-    own_norm = norms_of(own_key if on == "keys" else own_value)
-    # Rounding must not lift an evicted entry above the kept one's similarity to itself.
-    judged = similarity = (product / own_norm).clamp_(max=1.0)
+    similarity, own_key, own_value, kept_key, kept_value = map(joined, zip(*found, strict=True))
+    judged = similarity
     if decide == "head_mean":
         judged = _head_mean(similarity, torch.ones_like(similarity, dtype=torch.bool))
     threshold = judged
@@ -121,11 +120,11 @@ def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
     return torch.lerp(kept.to(exact), evicted.to(exact), share.to(exact)).to(kept.dtype)
 
 
-def _entries(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and the values at `slots [B, H, K]`."""
-    index = _wide(slots, keys)
+def _entries(keys: Tensor, values: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """The key and the value at `slot [B, H, 1]`."""
+    index = _wide(slot, keys)
     same = keys.shape[-1] == values.shape[-1]
-    return keys.gather(2, index), values.gather(2, index if same else _wide(slots, values))
+    return keys.gather(2, index), values.gather(2, index if same else _wide(slot, values))
 
 
 def _reached(
@@ -172,20 +171,17 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
     return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
 
 
-def _nearest_to_one(stored: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor]:
-    """The entry of `stored [B, H, T, D]`, of those not hidden, nearest to the one that leaves.
-
-    The product `[B, H, 1]` of what leaves with the nearest one's direction, and its slot.
-    """
+def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor]:
+    """As `_nearest` for the entry `own [B, H, 1, D]` that leaves, among those not hidden."""
     norms = norms_of(stored) if leaving.norms is None else leaving.norms
     hidden = leaving.hidden.float()
     if leaving.products is not None:
         along = leaving.products + hidden
     else:
-        own, hidden = stored.gather(2, _wide(leaving.slot, stored)), hidden.flatten(0, 1)[:, None]
+        hidden = hidden.flatten(0, 1)[:, None]
         along = products(own.float(), stored.float(), hidden, 1.0).view(norms.shape)
     best, nearest = along.div_(norms).max(-1, keepdim=True)
-    return best, nearest
+    return best.div_(norms.gather(2, leaving.slot)).clamp_(max=1.0), nearest
 
 
 def _per_tile(numbers: int) -> int:
