@@ -55,7 +55,7 @@ def merge_similar(
     similarity, nearest = _nearest(stored, evicted, kept, real)
     candidates = (evicted >= 0) & real.any(-1, keepdim=True)
     merged, threshold = _reached(similarity, candidates, eviction.state, beta, decide)
-    merge = _Merge(evicted, nearest, merged, similarity, weights)
+    merge = _Merge(evicted, nearest, merged, _exact(similarity, keys), weights)
     return merge.into(keys, eviction.keys), merge.into(values, eviction.values), threshold
 
 
@@ -86,11 +86,11 @@ def merge_one(
         moved = torch.lerp(before, judged, beta)
         threshold = moved.where(before == before, judged)  # NaN: there was none
     merged = (judged >= threshold)[..., None]
-    similarity = similarity[..., None]
+    similarity = _exact(similarity, own_key)[..., None]
     if weights == "softmax":
         share = (similarity - 1).sigmoid_().mul_(merged)
     else:
-        share = 0.5 * merged
+        share = merged.to(similarity.dtype).mul_(0.5)
         if weights == "official":
             own_key, own_value = own_key * similarity, own_value * similarity
     keys, values = _blended(kept_key, own_key, share), _blended(kept_value, own_value, share)
@@ -114,10 +114,13 @@ def _states(leaving: Sequence[Leaving]) -> Tensor | None:
 
 def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
     """The kept entry `[B, H, 1, D]` with a `share [B, H, 1, 1]` of the evicted one in it."""
-    if kept.dtype == evicted.dtype == share.dtype:
-        return torch.lerp(kept, evicted, share)
-    exact = torch.promote_types(kept.dtype, torch.float32)
-    return torch.lerp(kept.to(exact), evicted.to(exact), share.to(exact)).to(kept.dtype)
+    exact = share.dtype
+    return torch.lerp(kept.to(exact), evicted.to(exact), share).to(kept.dtype)
+
+
+def _exact(similarity: Tensor, entries: Tensor) -> Tensor:
+    """In the precision in which entries are added up, so that weights have it as well."""
+    return similarity.to(torch.promote_types(entries.dtype, torch.float32))
 
 
 def _entries(keys: Tensor, values: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,13 +177,10 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
 def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor]:
     """As `_nearest` for the entry `own [B, H, 1, D]` that leaves, among those not hidden."""
     norms = norms_of(stored) if leaving.norms is None else leaving.norms
-    hidden = leaving.hidden.float()
-    if leaving.products is not None:
-        along = leaving.products + hidden
-    else:
-        hidden = hidden.flatten(0, 1)[:, None]
-        along = products(own.float(), stored.float(), hidden, 1.0).view(norms.shape)
-    best, nearest = along.div_(norms).max(-1, keepdim=True)
+    along = leaving.products
+    if along is None:
+        along = products(own.float(), stored.float(), None, 1.0).view(norms.shape)
+    best, nearest = (along + leaving.hidden.float()).div_(norms).max(-1, keepdim=True)
     return best.div_(norms.gather(2, leaving.slot)).clamp_(max=1.0), nearest
 
 
@@ -221,7 +221,7 @@ class _Merge:
     def _added(self, kept: Tensor, stored: Tensor, places: Tensor) -> Tensor:
         """Weighted sums; `places [B, H, E]` past the last kept entry are thrown away."""
         batch, heads, size, width = kept.shape
-        exact = torch.promote_types(kept.dtype, torch.float32)
+        exact = self.similarity.dtype
         own, each, counted = self._weights()
         sums = F.pad(own * kept.to(exact), (0, 0, 0, 1))
         step = _per_tile(batch * heads * width)
