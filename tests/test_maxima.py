@@ -318,3 +318,47 @@ def test_inputs_are_left_as_they_were(kernel):
     *call, scored = tensors
     kernel.attend_with_column_maxima(*call, scale=SCALE, softcap=1.0, scored=scored)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+# --- queries that follow what they attend to ------------------------------------------------------
+
+
+def noise(*shape):
+    generator = torch.manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("queries, earlier", [(300, 700), (130, 50), (5, 40), (1, 9)])
+@pytest.mark.parametrize("chosen", ["scattered", "own", "a part and own", "nothing"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_queries_behind_all_they_see(queries, earlier, chosen, masked):
+    """Float32, where a kernel of the CPU's attends, and what is scored is looked at apart."""
+    stored = earlier + queries
+    query, key = noise(2, 4, queries, 8), noise(2, 2, stored, 8)
+    value = key.flip(-1) + 1
+    scored = torch.zeros(2, stored, dtype=torch.bool)
+    if chosen == "scattered":
+        scored = noise(2, stored) > 0.3
+    elif chosen != "nothing":
+        scored[:, earlier:] = True
+        scored[:, earlier // 3 : earlier // 2] = chosen != "own"
+    mask = torch.ones(queries, stored, dtype=torch.bool).tril(earlier)[None, None]
+    mask = mask if masked else None
+    options = {"scale": SCALE, "scored": scored}
+    narrow = [entries.float() for entries in (query, key, value)]
+    assert maxima._follow(*narrow, mask) and not maxima._follow(query, key, value, mask)
+    expected = reference.attend_with_column_maxima(query, key, value, mask, **options)
+    got = maxima.attend_with_column_maxima(*narrow, mask, **options)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_that_hides_an_earlier_entry_is_not_overlooked():
+    query, key = noise(1, 2, 3, 8).float(), noise(1, 2, 7, 8).float()
+    value = key.flip(-1) + 1
+    mask = torch.ones(3, 7, dtype=torch.bool).tril(4)[None, None]
+    assert maxima._follow(query, key, value, mask)
+    for row, column in ((1, 2), (0, 4), (0, 5)):
+        other = mask.clone()
+        other[..., row, column] ^= True
+        assert not maxima._follow(query, key, value, other)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.kernels.chunked import AttentionBlocks, Block, spans
+from kvfold.kernels.chunked import BLOCK, AttentionBlocks, Block, spans
 
 
 def attend_with_column_maxima(
@@ -22,6 +22,10 @@ def attend_with_column_maxima(
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T."""
+    plain = softcap is None and sinks is None and counted is None
+    # To multiply what is scored once more is worth it where that is the smaller part.
+    if plain and 2 * int(scored.sum(-1).max()) < key.shape[2] and _follow(query, key, value, mask):
+        return _attend_apart(query, key, value, scale), _maxima_apart(query, key, scale, scored)
     blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
     ranges = [spans(of_row) for of_row in scored]
     maxima, voting = blocks.per_entry(), blocks.voters(counted)
@@ -40,6 +44,75 @@ def attend_with_column_maxima(
             highest = weights[:, part].mul_(factor).amax(0)
             torch.maximum(most[part], highest, out=most[part])
     return blocks.out, maxima.masked_fill_(~scored[:, None], 0.0)
+
+
+def _follow(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether a CPU's own kernel can attend: float32 queries see all before them, and nothing else.
+
+    They must be the last of the entries, behind others.
+    """
+    queries, earlier = query.shape[2], key.shape[2] - query.shape[2]
+    if query.device.type != "cpu" or query.dtype != torch.float32 or earlier <= 0:
+        return False
+    if key.shape[3] != value.shape[3]:
+        return False
+    if mask is None:
+        return True
+    causal = torch.ones(queries, queries, dtype=torch.bool).tril()
+    return mask.dtype == torch.bool and bool(
+        mask[..., :earlier].all() and (mask[..., earlier:] == causal).all()
+    )
+
+
+def _attend_apart(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Output `[B, Hq, S, D]`: of earlier entries and of the queries' own, weighed by their sums."""
+    flash = torch._scaled_dot_product_flash_attention_for_cpu
+    batch, heads, stored, size = key.shape
+    query_heads, queries = query.shape[1:3]
+    earlier, groups = stored - queries, query_heads // heads
+    # Nothing is hidden there, so that the queries of a group may be rows of one head.
+    rows = query.reshape(batch, heads, groups * queries, size)
+    before, total_before = flash(rows, key[:, :, :earlier], value[:, :, :earlier], scale=scale)
+    own_keys, own_values = (
+        entries[:, :, earlier:].repeat_interleave(groups, 1) for entries in (key, value)
+    )
+    own, total_own = flash(query, own_keys, own_values, is_causal=True, scale=scale)
+    share = (total_before.reshape(total_own.shape) - total_own).sigmoid_()
+    return torch.lerp(own, before.reshape(query.shape), share[..., None])
+
+
+def _maxima_apart(query: Tensor, key: Tensor, scale: float, scored: Tensor) -> Tensor:
+    """Maxima `[B, H, T]` of softmax rows over the entries that are scored alone."""
+    batch, heads, stored = key.shape[:3]
+    queries = query.shape[2]
+    earlier = stored - queries
+    grouped = (query * scale).unflatten(1, (heads, -1))
+    maxima = key.new_zeros(key.shape[:3])
+    for row in range(batch):
+        columns = scored[row].nonzero().flatten()
+        room = key.new_empty(grouped.shape[2] * min(BLOCK, queries) * len(columns))
+        for head in range(heads):
+            keys = key[row, head].index_select(0, columns).T
+            most = maxima.new_zeros(len(columns))
+            for start in range(0, queries, BLOCK):
+                end = min(start + BLOCK, queries)
+                whole, seen = torch.searchsorted(
+                    columns, columns.new_tensor([earlier + start, earlier + end])
+                ).tolist()
+                if not seen:
+                    continue
+                block = grouped[row, head, :, start:end].flatten(0, 1)
+                logits = room[: len(block) * seen].view(-1, seen)
+                torch.mm(block, keys[:, :seen], out=logits)
+                places = torch.arange(earlier + start, earlier + end)[:, None]
+                later = columns[whole:seen] > places
+                logits.view(-1, end - start, seen)[..., whole:].masked_fill_(later, -torch.inf)
+                weights = torch.softmax(logits, -1, out=logits)
+                if whole == 0:
+                    weights.nan_to_num_(0.0)  # rows that see nothing of it
+                torch.maximum(most[:seen], weights.amax(0), out=most[:seen])
+            maxima[row, head, columns] = most
+    return maxima
 
 
 def _voters(blocks: AttentionBlocks, at: Block, voting: Tensor) -> Tensor:
