@@ -83,36 +83,39 @@ def _attend_apart(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
 
 def _maxima_apart(query: Tensor, key: Tensor, scale: float, scored: Tensor) -> Tensor:
     """Maxima `[B, H, T]` of softmax rows over the entries that are scored alone."""
-    batch, heads, stored = key.shape[:3]
-    queries = query.shape[2]
-    earlier = stored - queries
-    grouped = (query * scale).unflatten(1, (heads, -1))
+    earlier = key.shape[2] - query.shape[2]
+    grouped = (query * scale).unflatten(1, (key.shape[1], -1))
     maxima = key.new_zeros(key.shape[:3])
-    for row in range(batch):
-        columns = scored[row].nonzero().flatten()
-        room = key.new_empty(grouped.shape[2] * min(BLOCK, queries) * len(columns))
-        for head in range(heads):
-            keys = key[row, head].index_select(0, columns).T
-            most = maxima.new_zeros(len(columns))
-            for start in range(0, queries, BLOCK):
-                end = min(start + BLOCK, queries)
-                whole, seen = torch.searchsorted(
-                    columns, columns.new_tensor([earlier + start, earlier + end])
-                ).tolist()
-                if not seen:
-                    continue
-                block = grouped[row, head, :, start:end].flatten(0, 1)
-                logits = room[: len(block) * seen].view(-1, seen)
-                torch.mm(block, keys[:, :seen], out=logits)
-                places = torch.arange(earlier + start, earlier + end)[:, None]
-                later = columns[whole:seen] > places
-                logits.view(-1, end - start, seen)[..., whole:].masked_fill_(later, -torch.inf)
-                weights = torch.softmax(logits, -1, out=logits)
-                if whole == 0:
-                    weights.nan_to_num_(0.0)  # rows that see nothing of it
-                torch.maximum(most[:seen], weights.amax(0), out=most[:seen])
-            maxima[row, head, columns] = most
+    for row, of_row in enumerate(scored):
+        columns = of_row.nonzero().flatten()
+        keys = key[row].index_select(1, columns)
+        maxima[row, :, columns] = _maxima_of_row(grouped[row], keys, columns - earlier)
     return maxima
+
+
+def _maxima_of_row(query: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    """Maxima `[H, K]` of keys `[H, K, D]`, which queries `[H, G, S, D]` see from `places [K]` on.
+
+    Places ascend; all queries see what lies at a place below 0.
+    """
+    queries, most = query.shape[2], keys.new_zeros(keys.shape[:2])
+    room = keys.new_empty(query.shape[1] * min(BLOCK, queries) * len(places))
+    for start in range(0, queries, BLOCK):
+        end = min(start + BLOCK, queries)
+        whole, seen = (int((places < first).sum()) for first in (start, end))
+        if not seen:
+            continue
+        later = places[whole:seen] > torch.arange(start, end)[:, None]
+        for block, of_head, highest in zip(query[:, :, start:end], keys, most, strict=True):
+            rows = block.flatten(0, 1)
+            weights = room[: len(rows) * seen].view(-1, seen)
+            torch.mm(rows, of_head[:seen].T, out=weights)
+            weights.view(-1, end - start, seen)[..., whole:].masked_fill_(later, -torch.inf)
+            torch.softmax(weights, -1, out=weights)
+            if whole == 0:
+                weights.nan_to_num_(0.0)  # rows that see nothing of it
+            torch.maximum(highest[:seen], weights.amax(0), out=highest[:seen])
+    return most
 
 
 def _voters(blocks: AttentionBlocks, at: Block, voting: Tensor) -> Tensor:
