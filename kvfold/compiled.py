@@ -21,7 +21,7 @@ from kvfold.fixed.rectangle import Rectangle
 from kvfold.fixed.segments import FixedSegments
 from kvfold.layer import CompressedLayer
 from kvfold.method import Stages
-from kvfold.store.segments import Segments
+from kvfold.store.segments import SegmentStore
 
 GRAPHS = 64  # that a model may have before transformers' compiler refuses to make more
 # What `generate` produces where nothing else is said.
@@ -62,8 +62,10 @@ class FixedCache(compat.Cache):
         return layer.update(key_states, value_states)
 
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(layer.nbytes() for layer in self.layers if isinstance(layer, FixedLayer))
+        """Bytes of all that is stored."""
+        fixed = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
+        counted: set[int] = set()
+        return sum(layer.nbytes(counted) for layer in fixed)
 
     def hand_back(self) -> None:
         """Leaves the cache as if its tokens had been decoded eagerly."""
@@ -75,9 +77,8 @@ class FixedCache(compat.Cache):
 
 def fixed(layer: CompressedLayer, room: int) -> FixedLayer:
     """A layer between two forwards, with `room` for so many more tokens."""
-    view = layer.stored().view()
-    if isinstance(view, Segments):
-        return FixedSegments(layer, view, room)
+    if isinstance(layer.stored(), SegmentStore):
+        return FixedSegments(layer, room)
     if layer.plan.stages.decode == "hold" and not layer.turn.frozen:
         return HoldingRectangle(layer, room)
     return Rectangle(layer, room)
@@ -176,8 +177,6 @@ def _step_of(stages: Stages) -> str | None:
     """What a method does at every step that a graph does not do."""
     if stages.positions == "reindex":
         return "moves its sinks"
-    if stages.encode is not None:
-        return "encodes what is stored"
     if stages.decode == "hold":
         alone = stages.compensate is None or stages.compensate_one is not None
         return None if alone else "shares out what it evicts"

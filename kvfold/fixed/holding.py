@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.compensate.eviction import Leaving
 from kvfold.compression import alive
-from kvfold.fixed.layer import FixedLayer
+from kvfold.fixed.layer import Buffers
 from kvfold.kernels.single import attend_with_row, mean_of_heads
 from kvfold.layer import CompressedLayer
 from kvfold.mask import as_added
@@ -20,7 +20,7 @@ from kvfold.store.growing import slack
 from kvfold.store.rows import pick, take
 
 
-class HoldingRectangle(FixedLayer):
+class HoldingRectangle(Buffers):
     """Entries in the order in which they came; what leaves keeps its slot until room is needed.
 
     `places [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
@@ -35,7 +35,7 @@ class HoldingRectangle(FixedLayer):
         if layer.capacity is not None:
             most = layer.capacities()[1]
             room = min(room, max(0, most - store.keys.shape[2]) + slack(most))
-        super().__init__(layer, room, store.keys.device)
+        super().__init__(layer, room)
         self.left = self.keys.shape[2] - self.first
         self.plan, self.capacity, self.prefix = layer.plan, layer.capacity, layer.turn.prefix
         self.tokens = layer.seen_per_row().clone()

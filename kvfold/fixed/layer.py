@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer while a compiled graph decodes: its entries, in buffers with room for those to come."""
+"""One layer while a compiled graph decodes."""
 
 from __future__ import annotations
 
@@ -13,50 +13,17 @@ from kvfold.layer import CompressedLayer
 
 
 class FixedLayer(CacheLayerMixin):
-    """The buffers of a layer's store, in which a graph writes.
-
-    keys and values `[B, H, T, D]`, filled up to slot `used`; `evicted` are the columns that are in
-    no slot. Both are tensors, because numbers would be constants of the graph.
-    """
+    """What a graph calls. Counts are tensors, because numbers would be constants of the graph."""
 
     is_compileable = True
     is_sliding = False
-    keys: Tensor
-    values: Tensor
 
-    def __init__(self, layer: CompressedLayer, room: int, counters: torch.device | str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        store = layer.stored()
-        self.first = store.keys.shape[2]
-        # As views they would bring the shapes of what they are views of into the graph.
-        self.keys, self.values = (buffer.data for buffer in store.reserve(room))
-        self.used = torch.tensor(self.first, device=counters)
-        self.evicted = torch.tensor(layer.seen - self.first, device=counters)
         self.is_initialized = True
-        for buffer in (self.keys, self.values):
-            torch._dynamo.maybe_mark_dynamic(buffer, 2)
-
-    def _keep_in_place(self) -> None:
-        """Promises CUDA graphs that what it holds never moves: else they copy it at every step."""
-        if self.keys.is_cuda:
-            for tensor in self._held():
-                torch._dynamo.mark_static_address(tensor)
-
-    def _held(self) -> list[Tensor]:
-        return [held for held in vars(self).values() if isinstance(held, Tensor)]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the layer came with its buffers."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Writes one entry per head `[B, H, 1, D]` into the next slot."""
-        slot = self.used.view(1).to(self.keys.device)
-        self.keys.index_copy_(2, slot, key_states)
-        self.values.index_copy_(2, slot, value_states)
-        self.used.add_(1)
-        return self.keys, self.values
+        """Nothing to do: the layer came with what is stored."""
 
     def attend(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]` to all that is stored."""
@@ -74,18 +41,11 @@ class FixedLayer(CacheLayerMixin):
 
     def hand_back(self, layer: CompressedLayer) -> None:
         """Leaves the layer as if its tokens had been decoded eagerly."""
-        used = int(self.used)
-        layer.update(self.keys[:, :, self.first : used], self.values[:, :, self.first : used])
-        layer.logical.valid = layer.logical.tokens()
-        layer.stored().crop(0)  # takes nothing back but room that was not needed
+        raise NotImplementedError
 
-    def nbytes(self) -> int:
-        """Bytes of all that it holds."""
-        return sum(held.nbytes for held in self._held())
-
-    def get_seq_length(self) -> Tensor:  # type: ignore[override]
-        """Columns of the logical sequence, as a tensor."""
-        return self.used + self.evicted
+    def nbytes(self, counted: set[int]) -> int:
+        """Bytes of all that it holds; what lies at an address in `counted` was counted."""
+        raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The least there can be: layers know by themselves what is visible."""
@@ -93,3 +53,57 @@ class FixedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class Buffers(FixedLayer):
+    """The buffers of a layer's store, in which a graph writes; with room for tokens to come.
+
+    keys and values `[B, H, T, D]`, filled up to slot `used`; `evicted` are the columns that are in
+    no slot.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, layer: CompressedLayer, room: int) -> None:
+        super().__init__()
+        store = layer.stored()
+        self.first = store.keys.shape[2]
+        # As views they would bring the shapes of what they are views of into the graph.
+        self.keys, self.values = (buffer.data for buffer in store.reserve(room))
+        self.used = torch.tensor(self.first, device=store.keys.device)
+        self.evicted = torch.tensor(layer.seen - self.first, device=store.keys.device)
+        for buffer in (self.keys, self.values):
+            torch._dynamo.maybe_mark_dynamic(buffer, 2)
+
+    def _keep_in_place(self) -> None:
+        """Promises CUDA graphs that what it holds never moves: else they copy it at every step."""
+        if self.keys.is_cuda:
+            for tensor in self._held():
+                torch._dynamo.mark_static_address(tensor)
+
+    def _held(self) -> list[Tensor]:
+        return [held for held in vars(self).values() if isinstance(held, Tensor)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Writes one entry per head `[B, H, 1, D]` into the next slot."""
+        slot = self.used.view(1)
+        self.keys.index_copy_(2, slot, key_states)
+        self.values.index_copy_(2, slot, value_states)
+        self.used.add_(1)
+        return self.keys, self.values
+
+    def hand_back(self, layer: CompressedLayer) -> None:
+        used = int(self.used)
+        layer.update(self.keys[:, :, self.first : used], self.values[:, :, self.first : used])
+        layer.logical.valid = layer.logical.tokens()
+        layer.stored().crop(0)  # takes nothing back but room that was not needed
+
+    def nbytes(self, counted: set[int]) -> int:
+        return sum(held.nbytes for held in self._held())
+
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+        """Columns of the logical sequence, as a tensor."""
+        return self.used + self.evicted

@@ -6,16 +6,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.fixed.layer import FixedLayer
+from kvfold.fixed.layer import Buffers
 from kvfold.kernels.fixed import attend_to_buffers
 from kvfold.layer import CompressedLayer
 
 
-class Rectangle(FixedLayer):
+class Rectangle(Buffers):
     """All that is stored is in the buffers; `visible [B, H, T]` says where."""
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
-        super().__init__(layer, room, layer.stored().keys.device)
+        super().__init__(layer, room)
         self.visible = torch.zeros(self.keys.shape[:3], dtype=torch.bool, device=self.keys.device)
         self.visible[:, :, : self.first] = layer.columns() >= 0
         torch._dynamo.maybe_mark_dynamic(self.visible, 2)

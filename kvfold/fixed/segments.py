@@ -1,56 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer whose heads hold different numbers of entries while a graph decodes."""
+"""A layer of heads of different lengths, or of encoded entries, while a graph decodes."""
 
 from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from kvfold.fixed.layer import FixedLayer
-from kvfold.kernels.fixed import attend_to_fixed_segments
+from kvfold.kernels.segments import attend_to_segments
 from kvfold.layer import CompressedLayer
-from kvfold.store.encoded import Flat
-from kvfold.store.segments import Segments
+from kvfold.recall import Attended
+from kvfold.store.segments import SegmentStore
+
+# What changes more than its output cannot be replayed; older versions of torch have no such tag.
+UNSAFE: dict[str, Any] = (
+    {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+)
+_numbers = count()
+_decoding: WeakValueDictionary[int, CompressedLayer] = WeakValueDictionary()
 
 
 class FixedSegments(FixedLayer):
-    """Heads of different lengths: the buffers are their tails, in front of which nothing moves.
+    """The layer itself, which stores and encodes in one operation that no graph looks into.
 
-    A rectangle would give back the memory that different lengths have freed.
+    A graph would need sizes that never change: a rectangle, which gives back the memory that
+    different lengths have freed, or entries that are not encoded.
     """
 
-    def __init__(self, layer: CompressedLayer, view: Segments, room: int) -> None:
-        # The lengths are read on the CPU, at every step.
-        super().__init__(layer, room, "cpu")
-        old_keys, old_values = view.keys.encoded, view.values.encoded
-        assert isinstance(old_keys, Flat) and isinstance(old_values, Flat)
-        self.old_keys, self.old_values = old_keys.rows, old_values.rows
-        self.lengths = torch.tensor(old_keys.lengths)
-        self.alive = torch.tensor(view.keys.alive)
-        self.start = self.used.clone()
-        tokens = layer.logical.tokens()
-        self.shown = torch.ones(layer.stored().keys.shape[0], view.new, dtype=torch.bool)
-        if tokens is not None:
-            self.shown[:] = tokens[:, layer.seen - view.new :]
-        for rows in (self.old_keys, self.old_values):
-            torch._dynamo.maybe_mark_dynamic(rows, 0)
+    def __init__(self, layer: CompressedLayer, room: int) -> None:
+        super().__init__()
+        self.store = _store(layer)
+        if self.store.encode.as_they_came:
+            self.store.reserve(room)
+        number = next(_numbers)
+        _decoding[number] = layer
+        # Both are read on the CPU, at every step.
+        self.number, self.seen = torch.tensor(number), torch.tensor(layer.seen)
+        self.newest: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Leaves one entry per head `[B, H, 1, D]` for the attention that follows."""
+        self.newest = key_states, value_states
+        self.seen.add_(1)
+        return self.newest
 
     def _attend(
         self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        out: Tensor = attend_to_fixed_segments(
-            query,
-            self.old_keys,
-            self.old_values,
-            self.lengths,
-            self.keys,
-            self.values,
-            self.alive,
-            self.shown,
-            self.start,
-            self.used,
-            scale,
-            softcap,
-            sinks,
-        )
+        assert self.newest is not None
+        keys, values = self.newest
+        self.newest = None
+        out: Tensor = _step(self.number, query, keys, values, scale, softcap, sinks)
         return out
+
+    def hand_back(self, layer: CompressedLayer) -> None:
+        layer.logical.valid = layer.logical.tokens()
+        self.store.crop(0)  # takes nothing back but room that was not needed
+
+    def nbytes(self, counted: set[int]) -> int:
+        return sum(self.store.nbytes(counted))
+
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+        """Columns of the logical sequence, as a tensor."""
+        return self.seen
+
+
+@torch.library.custom_op(
+    "kvfold::decode_segments",
+    mutates_args=(),
+    schema="(Tensor number, Tensor query, Tensor keys, Tensor values, float scale, "
+    "float? softcap, Tensor? sinks) -> Tensor",
+    **UNSAFE,
+)
+def _step(
+    number: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` to a layer's entries.
+
+    New ones, `keys [B, H, 1, D]` and `values [B, H, 1, Dv]`, come first. The layer is given by its
+    number, in a tensor, so that one graph serves all.
+    """
+    layer = _decoding[int(number)]
+    attended = Attended(query, *layer.update(keys, values), scale, softcap, sinks)
+    stored, tokens, mask = _store(layer).segments(), layer.logical.tokens(), None
+    if tokens is not None:
+        mask = tokens[:, None, None, layer.seen - stored.new :]
+    out = attend_to_segments(query, stored, mask, scale=scale, softcap=softcap, sinks=sinks)
+    layer.finish(attended)
+    return out
+
+
+@_step.register_fake
+def _shape(number: Tensor, query: Tensor, *args: Tensor | float | None) -> Tensor:
+    values = args[1]
+    assert isinstance(values, Tensor)
+    return query.new_empty(*query.shape[:3], values.shape[-1])
+
+
+def _store(layer: CompressedLayer) -> SegmentStore:
+    store = layer.stored()
+    assert isinstance(store, SegmentStore)
+    return store

@@ -133,6 +133,10 @@ class SegmentStore:
         parts = (self._keys.encoded, self._values.encoded)
         if self._columns is None and not any(any(p.lengths) for p in parts if p is not None):
             return None
+        return self.segments()
+
+    def segments(self) -> Segments:
+        """What is stored, also while all of it is in the tail."""
         return Segments(self._keys.view(), self._values.view(), self._new)
 
     def dense(self) -> tuple[Tensor, Tensor]:
