@@ -19,6 +19,7 @@ from kvfold.fixed.holding import HoldingRectangle
 from kvfold.fixed.layer import FixedLayer
 from kvfold.fixed.rectangle import Rectangle
 from kvfold.fixed.segments import FixedSegments
+from kvfold.kernels.packed import Backend
 from kvfold.layer import CompressedLayer
 from kvfold.method import Stages
 from kvfold.store.segments import SegmentStore
@@ -31,9 +32,9 @@ NEW_TOKENS = 20
 class FixedCache(compat.Cache):
     """What `generate` sees: the cache itself, and from `fix` on its layers' buffers."""
 
-    def __init__(self, cache: CompressedCache, room: int) -> None:
+    def __init__(self, cache: CompressedCache, room: int, backend: Backend = "inductor") -> None:
         super().__init__(layers=list(cache.layers))
-        self.cache, self.room = cache, room
+        self.cache, self.room, self.backend = cache, room, backend
 
     @property
     def is_compileable(self) -> bool:
@@ -42,7 +43,8 @@ class FixedCache(compat.Cache):
 
     def fix(self) -> None:
         """The prompt is read: from now on tokens come one by one."""
-        self.layers = [fixed(layer, self.room) for layer in self.cache.compressed_layers]
+        own = self.cache.compressed_layers
+        self.layers = [fixed(layer, self.room, self.backend) for layer in own]
 
     def after_forward(self) -> None:
         """What has to happen outside of the graph."""
@@ -75,10 +77,10 @@ class FixedCache(compat.Cache):
                 layer.hand_back(own)
 
 
-def fixed(layer: CompressedLayer, room: int) -> FixedLayer:
+def fixed(layer: CompressedLayer, room: int, backend: Backend) -> FixedLayer:
     """A layer between two forwards, with `room` for so many more tokens."""
     if isinstance(layer.stored(), SegmentStore):
-        return FixedSegments(layer, room)
+        return FixedSegments(layer, room, backend)
     if layer.plan.stages.decode == "hold" and not layer.turn.frozen:
         return HoldingRectangle(layer, room)
     return Rectangle(layer, room)
@@ -131,7 +133,8 @@ def decode_compiled(
     """
     options = dict(options)
     config = compat.compile_config(_chosen(model, options, "compile_config"))
-    handed = FixedCache(cache, room=max(0, _new_tokens(model, options, input_ids.shape[1]) - 1))
+    room = max(0, _new_tokens(model, options, input_ids.shape[1]) - 1)
+    handed = FixedCache(cache, room, config.backend)
     processors = [*(options.pop("logits_processor", None) or []), _AfterForward(handed)]
     options |= {"compile_config": config, "logits_processor": processors}
     try:

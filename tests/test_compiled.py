@@ -12,11 +12,15 @@ from transformers import CompileConfig, GenerationConfig
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError, UnsupportedModel
+from kvfold.fixed import segments
 from kvfold.kernels.fixed import attend_to_buffers
+from kvfold.kernels.packed import attend_to_packed_segments, reads_packed
 from kvfold.kernels.reference import attend_with_column_sums
 from kvfold.reader import fork
 from kvfold.store.dense import DenseStore
 from kvfold.store.growing import Growing
+from kvfold.store.packed import Packing
+from kvfold.store.segments import SegmentStore
 from tests.budgets import NAMED, compressed
 from tests.models import build, continuation, prompts
 
@@ -140,8 +144,8 @@ def test_every_method_decodes_the_same_or_is_refused(model):
         stages = caches[0].method.stages()
         if stages.decode == "hold":
             evicting.add(repr((stages.score, stages.compensate_one)))
-    # Beside those that evict: one for heads of equal length, one for those of different lengths.
-    assert graphs() == 2 + len(evicting)
+    # Beside those that evict: one for rectangles, one for segments, two products with packed ones.
+    assert graphs() == 4 + len(evicting)
     assert set(refusing) == {"cam", "streaming"}
 
 
@@ -321,7 +325,9 @@ def test_after_an_error_the_cache_holds_what_was_read(model):
 
 @BATCHES
 @pytest.mark.parametrize(
-    "specs", [DENSE, [RAGGED, "adakv:window=4"], ["d2o"] * 2], ids=["dense", "ragged", "d2o"]
+    "specs",
+    [DENSE, [RAGGED, "adakv:window=4", ENCODED[1]], ["d2o"] * 2],
+    ids=["dense", "segments", "d2o"],
 )
 def test_one_graph_serves_all_caches(model, specs, lengths):
     for length, spec in enumerate(specs * 2):
@@ -331,14 +337,22 @@ def test_one_graph_serves_all_caches(model, specs, lengths):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("spec", ["snapkv:window=8", "d2o"])
+def test_products_with_what_is_packed_are_compiled_once(model):
+    for length in range(3):
+        outs, _ = both(model, ENCODED[0], (64 + 9 * length,), max_new_tokens=5 + 9 * length)
+        assert torch.equal(*outs)
+    assert graphs() == 3  # one of them for all that is around
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=8", ENCODED[0], "d2o"])
 def test_the_default_compiler_gives_the_same_tokens(model, spec):
     ids = prompts(ALONE)[0]
     eager, compiled = (compressed(model, spec) for _ in range(2))
     expected = kvfold.generate(model, ids, cache=eager, **GREEDY)
     got = kvfold.generate(model, ids, cache=compiled, compile=True, **GREEDY)
     assert torch.equal(got, expected)
-    assert graphs() == 1
+    # What the first step compiles while it runs, the second one compiles again.
+    assert graphs() == (5 if spec == ENCODED[0] else 1)
     check_same(eager, compiled)
 
 
@@ -410,6 +424,39 @@ def test_attention_to_buffers_is_the_reference_where_they_are_visible(softcap, s
         poisoned[~visible] = 1e4
     got = attend_to_buffers(query, keys, values, visible, **options)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 8)])
+@pytest.mark.parametrize("bits", [(4, 4), (2, 8)])
+def test_attention_to_what_is_packed_is_the_reference_on_what_it_stands_for(bits, softcap, sinks):
+    """Of keys and of values there are differently many packed."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(2, heads, length, 32, generator=generator)
+        for heads, length in ((8, 1), (2, 100), (2, 100))
+    )
+    every = torch.arange(100).expand(2, 2, 100)
+    encode = Packing(key_bits=bits[0], value_bits=bits[1], group=16, residual=48)
+    store = SegmentStore(keys, values, None, every, encode)
+    store.encode_due(decoding=False)
+    stored = store.segments()
+    assert reads_packed(stored)
+    assert (stored.keys.alive[0], stored.values.alive[0]) == (4, 48)
+    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sinks": sinks}
+    expected, _ = attend_with_column_sums(query, *store.dense(), None, **options)
+    got = attend_to_packed_segments(query, stored, backend="eager", **options)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_what_is_packed_is_read_so(model, monkeypatch):
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("entries were unpacked")
+
+    monkeypatch.setattr(segments, "attend_to_segments", never)
+    outs, caches = both(model, ENCODED[0], max_new_tokens=30)
+    assert torch.equal(*outs)
+    check_same(*caches)
 
 
 @pytest.mark.parametrize("room", [5, 500])

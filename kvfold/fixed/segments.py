@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.fixed.layer import FixedLayer
+from kvfold.kernels.packed import Backend, attend_to_packed_segments, reads_packed
 from kvfold.kernels.segments import attend_to_segments
 from kvfold.layer import CompressedLayer
 from kvfold.recall import Attended
@@ -21,7 +22,7 @@ UNSAFE: dict[str, Any] = (
     {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 )
 _numbers = count()
-_decoding: WeakValueDictionary[int, CompressedLayer] = WeakValueDictionary()
+_decoding: WeakValueDictionary[int, FixedSegments] = WeakValueDictionary()
 
 
 class FixedSegments(FixedLayer):
@@ -31,16 +32,23 @@ class FixedSegments(FixedLayer):
     different lengths have freed, or entries that are not encoded.
     """
 
-    def __init__(self, layer: CompressedLayer, room: int) -> None:
+    def __init__(self, layer: CompressedLayer, room: int, backend: Backend) -> None:
         super().__init__()
-        self.store = _store(layer)
+        self.layer, self.backend = layer, backend
         if self.store.encode.as_they_came:
             self.store.reserve(room)
         number = next(_numbers)
-        _decoding[number] = layer
+        _decoding[number] = self
         # Both are read on the CPU, at every step.
         self.number, self.seen = torch.tensor(number), torch.tensor(layer.seen)
         self.newest: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def store(self) -> SegmentStore:
+        """Where the layer's entries are."""
+        store = self.layer.stored()
+        assert isinstance(store, SegmentStore)
+        return store
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -57,6 +65,29 @@ class FixedSegments(FixedLayer):
         keys, values = self.newest
         self.newest = None
         out: Tensor = _step(self.number, query, keys, values, scale, softcap, sinks)
+        return out
+
+    def step(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """What an eager layer does with new `keys [B, H, 1, D]` and their `query [B, Hq, 1, D]`."""
+        layer = self.layer
+        attended = Attended(query, *layer.update(keys, values), scale, softcap, sinks)
+        stored, tokens, mask = self.store.segments(), layer.logical.tokens(), None
+        if tokens is not None and not bool(tokens[:, layer.seen - stored.new :].all()):
+            mask = tokens[:, None, None, layer.seen - stored.new :]
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        if mask is None and reads_packed(stored):
+            out = attend_to_packed_segments(query, stored, backend=self.backend, **options)
+        else:
+            out = attend_to_segments(query, stored, mask, **options)
+        layer.finish(attended)
         return out
 
     def hand_back(self, layer: CompressedLayer) -> None:
@@ -87,19 +118,8 @@ def _step(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` to a layer's entries.
-
-    New ones, `keys [B, H, 1, D]` and `values [B, H, 1, Dv]`, come first. The layer is given by its
-    number, in a tensor, so that one graph serves all.
-    """
-    layer = _decoding[int(number)]
-    attended = Attended(query, *layer.update(keys, values), scale, softcap, sinks)
-    stored, tokens, mask = _store(layer).segments(), layer.logical.tokens(), None
-    if tokens is not None:
-        mask = tokens[:, None, None, layer.seen - stored.new :]
-    out = attend_to_segments(query, stored, mask, scale=scale, softcap=softcap, sinks=sinks)
-    layer.finish(attended)
-    return out
+    """`FixedSegments.step` of the layer with this number, a tensor: so one graph serves all."""
+    return _decoding[int(number)].step(query, keys, values, scale, softcap, sinks)
 
 
 @_step.register_fake
@@ -107,9 +127,3 @@ def _shape(number: Tensor, query: Tensor, *args: Tensor | float | None) -> Tenso
     values = args[1]
     assert isinstance(values, Tensor)
     return query.new_empty(*query.shape[:3], values.shape[-1])
-
-
-def _store(layer: CompressedLayer) -> SegmentStore:
-    store = layer.stored()
-    assert isinstance(store, SegmentStore)
-    return store

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.kernels.single import softmax_beside
+
 
 def attend_to_buffers(
     query: Tensor,
@@ -34,8 +36,5 @@ def attend_to_buffers(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        extra = sinks.view(1, *logits.shape[1:3], 1).expand(batch, -1, -1, -1)
-        logits = torch.cat([logits, extra.to(logits.dtype)], -1)
-    weights = logits.softmax(-1)[..., : keys.shape[2]]
+    weights = softmax_beside(logits.flatten(0, 1), sinks).unflatten(0, keys.shape[:2])
     return (weights.to(values.dtype) @ values).reshape(batch, query_heads, 1, -1)

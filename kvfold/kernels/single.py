@@ -79,14 +79,20 @@ def attend_beside(
 
 def _weighted(logits: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output `[B, Hq, 1, Dv]` and weights `[B, Hq, 1, T]` of logits `[B·H, G, T]`."""
-    batch, heads, stored, size = value.shape
-    if sinks is None:
-        weights = logits.softmax(-1)
-    else:
-        extra = sinks.to(logits.dtype).view(heads, -1, 1).repeat(batch, 1, 1)
-        weights = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+    batch, _, stored, size = value.shape
+    weights = softmax_beside(logits, sinks)
     out = torch.bmm(weights.to(value.dtype), value.flatten(0, 1))
     return out.view(batch, -1, 1, size), weights.reshape(batch, -1, 1, stored)
+
+
+def softmax_beside(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of logits `[B·H, G, T]`; attention sinks `[Hq]` take a share and leave no column."""
+    if sinks is None:
+        return logits.softmax(-1)
+    groups = logits.shape[1]
+    extra = sinks.to(logits.dtype).view(-1, groups, 1)
+    extra = extra.repeat(len(logits) // len(extra), 1, 1)
+    return torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
 
 
 def products(few: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
