@@ -435,22 +435,25 @@ def test_compiled_sides_take_part_beside_eager_ones(
 ) -> None:
     out = tmp_path / "r.jsonl"
     result = bench(
-        "tiny", "--method", "h2o", "--method", "think", "--compile", "--lengths", "80",
+        "tiny", "--method", "h2o", "--method", "streaming_llm", "--compile", "--lengths", "80",
         "--new-tokens", "2", "--repeats", "1", "--out", str(out),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     printed = " ".join(result.output.split())
-    assert "left out: think, compiled:" in printed and "encodes what is stored" in printed
+    assert "left out: streaming_llm, 0.2, compiled:" in printed and "moves its sinks" in printed
     made = [r.label for r in Store(out, Record).load().records if r.side == "kvfold"]
-    eager = [Label("kvfold", "h2o", "0.2"), Label("kvfold", "think")]
+    eager = [Label("kvfold", "h2o", "0.2"), Label("kvfold", "streaming_llm", "0.2")]
     assert made == [*eager, Label("kvfold", "h2o", "0.2", compiled=True)]
 
 
-@pytest.mark.parametrize("method", ["h2o", "snapkv", "adakv", "full"])
+@pytest.mark.parametrize(
+    "method", ["h2o", "snapkv", "adakv", "full", "kivi:group=16", "think", "minicache"]
+)
 def test_a_compiled_side_holds_what_an_eager_one_does(
     subject: Subject, one_by_one: None, method: str
 ) -> None:
-    budget, ids = None if method == "full" else "0.9", subject.tokens(1, 430)
+    sized = method in ("h2o", "snapkv", "adakv")
+    budget, ids = "0.9" if sized else None, subject.tokens(1, 430)
     eager, compiled = (kind(subject, method, budget) for kind in (MethodSide, CompiledSide))
     with compiling():
         for side in (eager, compiled):
