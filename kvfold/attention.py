@@ -49,7 +49,7 @@ def hand_out(keys: Tensor, index: int, layer: CompressedLayer) -> Tensor:
 
 
 def expect(index: int, layer: FixedLayer) -> None:
-    """The next attention is that of a layer in a compiled graph, over its buffers."""
+    """The next attention is that of a layer in a compiled graph, to what it holds."""
     _pending.index, _pending.layer = index, layer
 
 

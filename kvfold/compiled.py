@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding by one compiled graph, from buffers of a fixed size."""
+"""Decoding by one compiled graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEW_TOKENS = 20
 
 
 class FixedCache(compat.Cache):
-    """What `generate` sees: the cache itself, and from `fix` on its layers' buffers."""
+    """What `generate` sees: the cache, and from `fix` on what its layers are for a graph."""
 
     def __init__(self, cache: CompressedCache, room: int, backend: Backend = "inductor") -> None:
         super().__init__(layers=list(cache.layers))
@@ -65,9 +65,9 @@ class FixedCache(compat.Cache):
 
     def nbytes(self) -> int:
         """Bytes of all that is stored."""
-        fixed = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
         counted: set[int] = set()
-        return sum(layer.nbytes(counted) for layer in fixed)
+        layers = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
+        return sum(layer.nbytes(counted) for layer in layers)
 
     def hand_back(self) -> None:
         """Leaves the cache as if its tokens had been decoded eagerly."""
@@ -80,7 +80,7 @@ class FixedCache(compat.Cache):
 def fixed(layer: CompressedLayer, room: int, backend: Backend) -> FixedLayer:
     """A layer between two forwards, with `room` for so many more tokens."""
     if isinstance(layer.stored(), SegmentStore):
-        return FixedSegments(layer, room, backend)
+        return FixedSegments(layer, backend)
     if layer.plan.stages.decode == "hold" and not layer.turn.frozen:
         return HoldingRectangle(layer, room)
     return Rectangle(layer, room)
@@ -125,11 +125,12 @@ def decode_compiled(
     Arguments and result are those of `kvfold.generate`; at least the last token of `input_ids` is
     still to be read. Layers get room for all new tokens behind what is kept, and give back what is
     left; those that evict at every step get room for some, and move what stays together when it is
-    used up. One graph serves all caches, however much they keep, but one row and several are two
-    graphs, heads of equal and of different lengths too, and a method that evicts has its own. What
-    that draws at random (`Observation.seed`) is the same at every step. A `compile_config` among
-    the options takes the place of transformers' default, which on a GPU means CUDA graphs; that was
-    not run.
+    used up. Layers whose heads differ in length, or whose entries are encoded, go on as eagerly,
+    each in one operation of the graph; on a CPU, what reads packed entries is compiled by itself.
+    One graph serves all caches, however much they keep, but one row and several are two graphs,
+    such layers and others too, and a method that evicts has its own. What that draws at random
+    (`Observation.seed`) is the same at every step. A `compile_config` among the options takes the
+    place of transformers' default, which on a GPU means CUDA graphs; that was not run.
     """
     options = dict(options)
     config = compat.compile_config(_chosen(model, options, "compile_config"))

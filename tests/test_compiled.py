@@ -16,6 +16,7 @@ from kvfold.fixed import segments
 from kvfold.kernels.fixed import attend_to_buffers
 from kvfold.kernels.packed import attend_to_packed_segments, reads_packed
 from kvfold.kernels.reference import attend_with_column_sums
+from kvfold.layer import CompressedLayer
 from kvfold.reader import fork
 from kvfold.store.dense import DenseStore
 from kvfold.store.growing import Growing
@@ -171,6 +172,18 @@ def test_entries_leave_as_they_do_eagerly(model, spec, lengths, budget):
     assert all(layer.stored().dead == 0 for layer in caches[1].compressed_layers)
 
 
+@pytest.mark.parametrize("spec", ["kivi:group=8,residual=8", *ENCODED[1:]])
+def test_nothing_may_be_encoded_when_decoding_begins(model, spec):
+    ids = prompts((6,))[0]
+    caches = [CompressedCache(model, spec) for _ in range(2)]
+    outs = [
+        kvfold.generate(model, ids, cache=cache, do_sample=False, max_new_tokens=40, **how)
+        for cache, how in zip(caches, ({}, COMPILED), strict=True)
+    ]
+    assert torch.equal(*outs)
+    check_same(*caches)
+
+
 def test_what_is_protected_does_not_leave(model):
     ids = prompts(ALONE)[0]
     caches = [CompressedCache(model, "tova", 12, protect=[(0, 9)]) for _ in range(2)]
@@ -183,9 +196,10 @@ def test_what_is_protected_does_not_leave(model):
     assert all(head[:9].tolist() == list(range(9)) for head in caches[1].positions(0)[0])
 
 
-def test_other_readers_of_a_context_see_it_as_it_was(model):
+@pytest.mark.parametrize("spec", [RAGGED, *ENCODED, "d2o"])
+def test_other_readers_of_a_context_see_it_as_it_was(model, spec):
     ids = prompts(ALONE)[0]
-    cache = compressed(model, "d2o")
+    cache = compressed(model, spec)
     kvfold.generate(model, ids, cache=cache, max_new_tokens=1)
     reader = fork(cache)
     before = [tensor.clone() for layer in reader.layers for tensor in layer.stored().dense()]
@@ -193,6 +207,12 @@ def test_other_readers_of_a_context_see_it_as_it_was(model):
     kvfold.generate(model, text, cache=cache, do_sample=False, max_new_tokens=60, **COMPILED)
     after = [tensor for layer in reader.layers for tensor in layer.stored().dense()]
     assert all(map(torch.equal, before, after))
+    again = fork(reader)
+    outs = [
+        kvfold.generate(model, text, cache=of_reader, do_sample=False, max_new_tokens=30, **how)
+        for of_reader, how in ((reader, COMPILED), (again, {}))
+    ]
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
@@ -201,10 +221,11 @@ def test_softcaps_and_sinks_are_not_forgotten(name):
     model = small(name, layer_types=["full_attention"] * 2)
     if name == "gpt_oss":
         model.set_experts_implementation("grouped_mm")
-    for spec in ("snapkv:window=8", RAGGED, "h2o"):
-        outs, caches = both(model, spec, PADDED)
-        assert torch.equal(*outs)
-        check_same(*caches)
+    for spec in ("snapkv:window=8", RAGGED, ENCODED[0], "h2o"):
+        for lengths in (ALONE, PADDED):
+            outs, caches = both(model, spec, lengths)
+            assert torch.equal(*outs)
+            check_same(*caches)
 
 
 def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
@@ -212,7 +233,7 @@ def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
     ids, mask = prompts((64, 53))
     question, padding = prompts((20, 12), seed=7)
     text, seen = torch.cat([ids, question], 1), torch.cat([mask, padding], 1)
-    for spec in ("snapkv:window=8", RAGGED, "h2o"):
+    for spec in ("snapkv:window=8", RAGGED, *ENCODED, "h2o"):
         cache = compressed(model, spec)
         kvfold.generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=1)
         before, outs = where(cache), []
@@ -318,6 +339,24 @@ def test_after_an_error_the_cache_holds_what_was_read(model):
     text = torch.cat([outs[0], continuation(1, 9)], 1)
     again = [kvfold.generate(model, text, cache=c, **GREEDY) for c in (expected, cache)]
     assert torch.equal(*again)
+
+
+@pytest.mark.parametrize("spec", [RAGGED, ENCODED[0]])
+def test_a_cache_whose_step_broke_off_is_refused(model, spec, monkeypatch):
+    cache, ids = compressed(model, spec), prompts(ALONE)[0]
+    whole, calls = CompressedLayer.finish, []
+
+    def failing(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2 + 4:  # in the last of two layers, two tokens after the prompt
+            raise MemoryError("no room")
+        whole(*args)
+
+    monkeypatch.setattr(CompressedLayer, "finish", failing)
+    with pytest.raises(MemoryError, match="no room"):
+        kvfold.generate(model, ids, cache=cache, **GREEDY, **COMPILED)
+    with pytest.raises(UnsupportedModel, match="make a new cache"):
+        kvfold.generate(model, torch.cat([ids, continuation(1, 9)], 1), cache=cache, **GREEDY)
 
 
 # --- one graph -------------------------------------------------------------------------------
@@ -447,6 +486,23 @@ def test_attention_to_what_is_packed_is_the_reference_on_what_it_stands_for(bits
     expected, _ = attend_with_column_sums(query, *store.dense(), None, **options)
     got = attend_to_packed_segments(query, stored, backend="eager", **options)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_packed_entries_of_half_precision_are_summed_up_in_full():
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(1, heads, length, 32, generator=generator).bfloat16()
+        for heads, length in ((4, 1), (2, 100), (2, 100))
+    )
+    every = torch.arange(100).expand(1, 2, 100)
+    store = SegmentStore(keys, values, None, every, Packing(group=16, residual=48))
+    store.encode_due(decoding=False)
+    decoded = [entries.float() for entries in store.dense()]
+    expected, _ = attend_with_column_sums(query.float(), *decoded, None, scale=0.3)
+    options: dict[str, Any] = {"scale": 0.3, "softcap": None, "sinks": None}
+    got = attend_to_packed_segments(query, store.segments(), backend="eager", **options)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_what_is_packed_is_read_so(model, monkeypatch):

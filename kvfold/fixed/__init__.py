@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers while a compiled graph decodes: everything in buffers whose size does not change."""
+"""Layers while a compiled graph decodes: buffers of a fixed size, or segments that go on."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kvfold.compat import CacheLayerMixin, head_scale, sinks_of, softcap_of
 from kvfold.layer import CompressedLayer
+from kvfold.store.dense import DenseStore
 
 
 class FixedLayer(CacheLayerMixin):
@@ -68,6 +69,7 @@ class Buffers(FixedLayer):
     def __init__(self, layer: CompressedLayer, room: int) -> None:
         super().__init__()
         store = layer.stored()
+        assert isinstance(store, DenseStore)
         self.first = store.keys.shape[2]
         # As views they would bring the shapes of what they are views of into the graph.
         self.keys, self.values = (buffer.data for buffer in store.reserve(room))

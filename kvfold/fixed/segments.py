@@ -21,27 +21,26 @@ from kvfold.store.segments import SegmentStore
 UNSAFE: dict[str, Any] = (
     {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 )
-_numbers = count()
+_next_number = count()
 _decoding: WeakValueDictionary[int, FixedSegments] = WeakValueDictionary()
 
 
 class FixedSegments(FixedLayer):
-    """The layer itself, which stores and encodes in one operation that no graph looks into.
+    """Goes on as eagerly, in one operation that the graph does not look into.
 
-    A graph would need sizes that never change: a rectangle, which gives back the memory that
-    different lengths have freed, or entries that are not encoded.
+    What a graph looks into has one size for all heads, and would need back the memory that
+    different lengths or encoded entries have freed. `backend` compiles what reads packed entries.
     """
 
-    def __init__(self, layer: CompressedLayer, room: int, backend: Backend) -> None:
+    def __init__(self, layer: CompressedLayer, backend: Backend) -> None:
         super().__init__()
         self.layer, self.backend = layer, backend
-        if self.store.encode.as_they_came:
-            self.store.reserve(room)
-        number = next(_numbers)
+        number = next(_next_number)
         _decoding[number] = self
         # Both are read on the CPU, at every step.
         self.number, self.seen = torch.tensor(number), torch.tensor(layer.seen)
         self.newest: tuple[Tensor, Tensor] | None = None
+        self.padded = self._newest_tokens() is not None
 
     @property
     def store(self) -> SegmentStore:
@@ -64,7 +63,7 @@ class FixedSegments(FixedLayer):
         assert self.newest is not None
         keys, values = self.newest
         self.newest = None
-        out: Tensor = _step(self.number, query, keys, values, scale, softcap, sinks)
+        out: Tensor = _decode_segments(self.number, query, keys, values, scale, softcap, sinks)
         return out
 
     def step(
@@ -78,28 +77,38 @@ class FixedSegments(FixedLayer):
     ) -> Tensor:
         """What an eager layer does with new `keys [B, H, 1, D]` and their `query [B, Hq, 1, D]`."""
         layer = self.layer
+        # An error from here on leaves keys without their values, or one layer of a pair alone.
+        layer.owner.asked(first=False, level=True)
         attended = Attended(query, *layer.update(keys, values), scale, softcap, sinks)
-        stored, tokens, mask = self.store.segments(), layer.logical.tokens(), None
-        if tokens is not None and not bool(tokens[:, layer.seen - stored.new :].all()):
-            mask = tokens[:, None, None, layer.seen - stored.new :]
+        stored = self.store.segments()
+        tokens = self._newest_tokens() if self.padded else None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
-        if mask is None and reads_packed(stored):
+        if tokens is None and reads_packed(stored):
             out = attend_to_packed_segments(query, stored, backend=self.backend, **options)
         else:
+            mask = None if tokens is None else tokens[:, None, None]
             out = attend_to_segments(query, stored, mask, **options)
         layer.finish(attended)
+        layer.owner.answered()
         return out
+
+    def _newest_tokens(self) -> Tensor | None:
+        """Which columns since the last compression are tokens `[B, n]`; None: all of them."""
+        tokens, (new, _) = self.layer.logical.tokens(), self.store.new
+        if tokens is None:
+            return None
+        newest = tokens[:, self.layer.seen - new :]
+        return None if bool(newest.all()) else newest
 
     def hand_back(self, layer: CompressedLayer) -> None:
         layer.logical.valid = layer.logical.tokens()
-        self.store.crop(0)  # takes nothing back but room that was not needed
 
     def nbytes(self, counted: set[int]) -> int:
         return sum(self.store.nbytes(counted))
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
         """Columns of the logical sequence, as a tensor."""
-        return self.seen
+        return self.seen.clone()
 
 
 @torch.library.custom_op(
@@ -109,7 +118,7 @@ class FixedSegments(FixedLayer):
     "float? softcap, Tensor? sinks) -> Tensor",
     **UNSAFE,
 )
-def _step(
+def _decode_segments(
     number: Tensor,
     query: Tensor,
     keys: Tensor,
@@ -122,8 +131,8 @@ def _step(
     return _decoding[int(number)].step(query, keys, values, scale, softcap, sinks)
 
 
-@_step.register_fake
-def _shape(number: Tensor, query: Tensor, *args: Tensor | float | None) -> Tensor:
+@_decode_segments.register_fake
+def _output(number: Tensor, query: Tensor, *args: Tensor | float | None) -> Tensor:
     values = args[1]
     assert isinstance(values, Tensor)
     return query.new_empty(*query.shape[:3], values.shape[-1])

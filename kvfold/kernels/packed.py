@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def attend_to_packed_segments(
 ) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` where `reads_packed(stored)`.
 
-    `backend` compiles the products with what is packed, once for all lengths.
+    `backend` compiles the products with what is packed, for all lengths.
     """
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, PackedKeys) and isinstance(values, PackedValues)
@@ -54,14 +54,13 @@ def attend_to_packed_segments(
         ],
         -1,
     )
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     weights = softmax_beside(logits, sinks).to(query.dtype)
     sums = _compiled(_sum_of_values, values.bits, values.group, backend)
     of_packed = weights[..., :packed].contiguous()
     torch._dynamo.maybe_mark_dynamic(of_packed, 2)
-    mixed = sums(of_packed, *_tensors(values, segments))
+    mixed = sums(of_packed, *_tensors(values, segments)).to(query.dtype)
     mixed = torch.baddbmm(mixed, weights[..., packed:], stored.values.newest)
     return mixed.view(*query.shape[:3], -1)
 
@@ -74,14 +73,14 @@ def _tensors(packed: PackedKeys | PackedValues, segments: int) -> list[Tensor]:
     return tensors
 
 
-@cache
+@lru_cache(maxsize=64)
 def _compiled(
     function: Callable[..., Tensor], bits: int, group: int, backend: Backend
 ) -> Callable[..., Tensor]:
     def constant(*tensors: Tensor) -> Tensor:
         return function(*tensors, bits, group)
 
-    return torch.compile(constant, backend=backend, fullgraph=True)
+    return torch.compile(constant, backend=backend)
 
 
 def _products_with_keys(
@@ -94,10 +93,10 @@ def _products_with_keys(
     # The words of each group: [S, groups, group·bits/32, D].
     words = words.unflatten(1, (-1, group * bits // 32))
     scale, minimum = scale[:, :, None], minimum[:, :, None]
-    columns = [column[:, None, None] for column in query.unbind(1)]
+    columns = [column[:, None, None] for column in _wide(query).unbind(1)]
     found = [
         torch.stack([(keys * column).sum(-1) for column in columns], 1)
-        for keys in _numbers(words, scale, minimum, bits)
+        for keys in _decoded(words, scale, minimum, bits)
     ]
     return torch.stack(found, -1).flatten(2)
 
@@ -111,19 +110,23 @@ def _sum_of_values(
     """
     each = group * bits // 32
     scale, minimum = (of[..., None].expand(-1, -1, -1, each).flatten(2) for of in (scale, minimum))
-    rows = [row[..., None] for row in weights.unbind(1)]
+    rows = [row[..., None] for row in _wide(weights).unbind(1)]
     mixed = [
         torch.stack([(values * row).sum(1) for row in rows], 1)
-        for values in _numbers(words, scale, minimum, bits)
+        for values in _decoded(words, scale, minimum, bits)
     ]
     return torch.stack(mixed, -1).flatten(2)
 
 
-def _numbers(words: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> list[Tensor]:
-    """What codes stand for: the first of each word, the second, and so on.
+def _decoded(words: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> list[Tensor]:
+    """What codes stand for: the first of each word, the second, and so on; at least float32.
 
     Shifts are written out: a vector that is shifted by a vector takes three times as long.
     """
-    wide = torch.promote_types(scale.dtype, torch.float32)
     codes = [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
-    return [(code.to(wide) * scale + minimum).to(scale.dtype) for code in codes]
+    exact = [code.to(_wide(scale).dtype) * scale + minimum for code in codes]
+    return [_wide(entries.to(scale.dtype)) for entries in exact]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -11,17 +11,19 @@ from torch import Tensor
 
 from kvfold.store.rows import take
 
+ROOM = 12
+
 
 class Growing:
     """`rows [B, H, T, …]`, and room for more."""
 
-    def __init__(self, rows: Tensor, room: int | None = None) -> None:
+    def __init__(self, rows: Tensor, room: int = ROOM) -> None:
         self.length = rows.shape[2]
         self.room = room
         self._put(self._copied(rows))
 
     @classmethod
-    def gathered(cls, rows: Tensor, slots: Tensor, room: int | None = None) -> Growing:
+    def gathered(cls, rows: Tensor, slots: Tensor, room: int = ROOM) -> Growing:
         """The entries of `rows [B, H, T, D]` at `slots [B, H, K]`."""
         grown = cls.__new__(cls)
         grown.length, grown.room = slots.shape[-1], room
@@ -85,9 +87,9 @@ class Growing:
         return buffer
 
     def _capacity(self, end: int) -> int:
-        return end + (slack(end) if self.room is None else self.room)
+        return end + slack(end, self.room)
 
 
-def slack(entries: int) -> int:
-    """Room for entries to come: 12, or 1/64 of what is stored."""
-    return max(12, entries // 64)
+def slack(entries: int, least: int = ROOM) -> int:
+    """Room for entries to come: 12 or another number, or 1/64 of what is stored."""
+    return max(least, entries // 64)

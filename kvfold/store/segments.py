@@ -178,10 +178,6 @@ class SegmentStore:
         self._keys.append(keys)
         self._values.append(values)
 
-    def reserve(self, room: int) -> tuple[Tensor, Tensor]:
-        """The tails' buffers with `room` for more entries: write there, then append."""
-        return self._keys.tail.reserve(room), self._values.tail.reserve(room)
-
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries at `slots [B, H, K]`, −1 for holes, all that is encoded among them."""
         length = self.length
