@@ -40,7 +40,9 @@ class FixedSegments(FixedLayer):
         # Both are read on the CPU, at every step.
         self.number, self.seen = torch.tensor(number), torch.tensor(layer.seen)
         self.newest: tuple[Tensor, Tensor] | None = None
-        self.padded = self._newest_tokens() is not None
+        newest = self._newest_tokens()
+        # What comes is no padding, so that this does not change.
+        self.padded = newest is not None and not bool(newest.all())
 
     @property
     def store(self) -> SegmentStore:
@@ -66,39 +68,28 @@ class FixedSegments(FixedLayer):
         out: Tensor = _decode_segments(self.number, query, keys, values, scale, softcap, sinks)
         return out
 
-    def step(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """What an eager layer does with new `keys [B, H, 1, D]` and their `query [B, Hq, 1, D]`."""
+    def step(self, new: Attended) -> Tensor:
+        """What an eager layer does with a query, and with one new entry per head `[B, H, 1, D]`."""
         layer = self.layer
         # An error from here on leaves keys without their values, or one layer of a pair alone.
         layer.owner.asked(first=False, level=True)
-        attended = Attended(query, *layer.update(keys, values), scale, softcap, sinks)
+        keys, values = layer.update(new.key, new.value)
         stored = self.store.segments()
         tokens = self._newest_tokens() if self.padded else None
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        options: dict[str, Any] = {"scale": new.scale, "softcap": new.softcap, "sinks": new.sinks}
         if tokens is None and reads_packed(stored):
-            out = attend_to_packed_segments(query, stored, backend=self.backend, **options)
+            out = attend_to_packed_segments(new.query, stored, backend=self.backend, **options)
         else:
             mask = None if tokens is None else tokens[:, None, None]
-            out = attend_to_segments(query, stored, mask, **options)
-        layer.finish(attended)
+            out = attend_to_segments(new.query, stored, mask, **options)
+        layer.finish(new._replace(key=keys, value=values))
         layer.owner.answered()
         return out
 
     def _newest_tokens(self) -> Tensor | None:
-        """Which columns since the last compression are tokens `[B, n]`; None: all of them."""
+        """Which columns since the last compression are tokens `[B, n]`; None: all are."""
         tokens, (new, _) = self.layer.logical.tokens(), self.store.new
-        if tokens is None:
-            return None
-        newest = tokens[:, self.layer.seen - new :]
-        return None if bool(newest.all()) else newest
+        return None if tokens is None else tokens[:, self.layer.seen - new :]
 
     def hand_back(self, layer: CompressedLayer) -> None:
         layer.logical.valid = layer.logical.tokens()
@@ -128,7 +119,7 @@ def _decode_segments(
     sinks: Tensor | None,
 ) -> Tensor:
     """`FixedSegments.step` of the layer with this number, a tensor: so one graph serves all."""
-    return _decoding[int(number)].step(query, keys, values, scale, softcap, sinks)
+    return _decoding[int(number)].step(Attended(query, keys, values, scale, softcap, sinks))
 
 
 @_decode_segments.register_fake

@@ -11,18 +11,27 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.single import softmax_beside
-from kvfold.store.packed import PackedKeys, PackedValues
+from kvfold.store.packed import PackedKeys, PackedValues, dequantise
 from kvfold.store.segments import Segments
 
 # What torch.compile takes: the name of a compiler, or one
 Backend = str | Callable[..., Any]
 
 
+def both_packed(stored: Segments) -> tuple[PackedKeys, PackedValues] | None:
+    """What is packed; None where keys or values are stored otherwise."""
+    keys, values = stored.keys.encoded, stored.values.encoded
+    if isinstance(keys, PackedKeys) and isinstance(values, PackedValues):
+        return keys, values
+    return None
+
+
 def reads_packed(stored: Segments) -> bool:
     """Whether segments are packed, of one length, and on a CPU."""
-    keys, values = stored.keys.encoded, stored.values.encoded
-    if not (isinstance(keys, PackedKeys) and isinstance(values, PackedValues)):
+    both = both_packed(stored)
+    if both is None:
         return False
+    keys, values = both
     # Sizes of 0 and 1 would be constants of what is compiled.
     enough = keys.lengths[0] > keys.group and values.lengths[0] > 1
     even = stored.keys.even and stored.values.even
@@ -42,8 +51,9 @@ def attend_to_packed_segments(
 
     `backend` compiles the products with what is packed, for all lengths.
     """
-    keys, values = stored.keys.encoded, stored.values.encoded
-    assert isinstance(keys, PackedKeys) and isinstance(values, PackedValues)
+    both = both_packed(stored)
+    assert both is not None
+    keys, values = both
     segments, packed = len(keys.lengths), values.lengths[0]
     grouped = (query * scale).reshape(segments, -1, query.shape[-1])
     products = _compiled(_products_with_keys, keys.bits, keys.group, backend)
@@ -124,8 +134,7 @@ def _decoded(words: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> list[T
     Shifts are written out: a vector that is shifted by a vector takes three times as long.
     """
     codes = [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
-    exact = [code.to(_wide(scale).dtype) * scale + minimum for code in codes]
-    return [_wide(entries.to(scale.dtype)) for entries in exact]
+    return [_wide(dequantise(code, scale, minimum)) for code in codes]
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
+from kvfold.kernels.packed import both_packed
 from kvfold.kernels.varlen import attend_to_rows_varlen
 from kvfold.store.encoded import BLOCK, Flat
-from kvfold.store.packed import PackedKeys, PackedValues
 from kvfold.store.segments import Segments
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def attend_to_segments(
         if softcap is None and sinks is None and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
     even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
-    if even and _both_packed(stored):
+    if even and both_packed(stored) is not None:
         size = stored.values.tail.shape[-1]
         if packed_path(query, value_size=size, masked=False) == "triton":
             return _one_step_of_packed(query, stored, scale, softcap, sinks)
@@ -128,11 +128,6 @@ def _one_step_of_rows(
     return _joined(query, (out, total), newest, sinks)
 
 
-def _both_packed(stored: Segments) -> bool:
-    keys, values = stored.keys.encoded, stored.values.encoded
-    return isinstance(keys, PackedKeys) and isinstance(values, PackedValues)
-
-
 def _one_step_of_packed(
     query: Tensor, stored: Segments, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
@@ -142,8 +137,9 @@ def _one_step_of_packed(
     """
     from kvfold.kernels.triton.packed import attend_to_packed
 
-    keys, values = stored.keys.encoded, stored.values.encoded
-    assert isinstance(keys, PackedKeys) and isinstance(values, PackedValues)
+    parts = both_packed(stored)
+    assert parts is not None
+    keys, values = parts
     segments, lengths = len(keys.lengths), (keys.lengths[0], values.lengths[0])
     rows = query.reshape(segments, -1, query.shape[-1])
     both = _even_lengths(segments, *lengths, query.device)
