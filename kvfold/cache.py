@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-import kvfold.methods  # noqa: F401  (registers them)
 from kvfold import compat
 from kvfold.attention import forget_pending, hand_out
 from kvfold.budget import Budget

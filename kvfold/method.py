@@ -9,6 +9,7 @@ import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
@@ -249,18 +250,25 @@ def register(
     return add
 
 
+def _registry() -> dict[str, Entry]:
+    """Every registered name, those of kvfold's own methods among them."""
+    import_module("kvfold.methods")
+    return _REGISTRY
+
+
 def methods() -> dict[str, type[Method]]:
     """Every registered name and its method class, presets included."""
-    return {name: entry.cls for name, entry in sorted(_REGISTRY.items())}
+    return {name: entry.cls for name, entry in sorted(_registry().items())}
 
 
 def preset(name: str) -> Method:
     """The method registered as `name`, with that name's values."""
-    if name not in _REGISTRY:
-        near = difflib.get_close_matches(name, _REGISTRY, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_REGISTRY))}"
+    known = _registry()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
         raise KvfoldError(f"unknown method {name!r}: {hint}")
-    entry = _REGISTRY[name]
+    entry = known[name]
     return entry.cls(**entry.values)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError
+from kvfold.cli.run import load as load_model
 from kvfold.files import format as files_format
 from kvfold.files import write
 from kvfold.files.format import CHECKSUM, FORMAT, HEADER, VERSION, digest, read_header
@@ -552,7 +553,7 @@ def test_commands(model, tokenizer, tmp_path):
     assert "LlamaForCausalLM" in shown.output
     asked = kvfold_command("ask", str(folder), str(path), QUESTION, "--max-new-tokens", "8")
     assert asked.exit_code == 0, asked.output
-    loaded = kvfold.load(path, *kvfold.cli.run.load(str(folder)))
+    loaded = kvfold.load(path, *load_model(str(folder)))
     assert loaded.ask(QUESTION, max_new_tokens=8) in " ".join(asked.output.split())
     path.write_bytes(path.read_bytes()[:-1])
     assert "cannot read" in refused("info", str(path))
