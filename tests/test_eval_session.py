@@ -378,3 +378,29 @@ def test_the_command_says_what_it_cannot_do(folder, tmp_path, arguments, word):
     message = refused.stderr.splitlines()[-1]
     assert message.startswith("error: ") and word in message
     assert not (out / "samples.jsonl").exists()
+
+
+def test_a_run_without_any_answer_says_why_and_fails(folder, tmp_path):
+    rows = ["{}\n", '{"turns": 1}\n', b"\xff\xfe\x00\n".decode("latin1"), "{}\n"]
+    data, out = tmp_path / "question.jsonl", tmp_path / "out"
+    data.write_bytes("".join(rows).encode("latin1"))
+    failed = command("--tasks", "mt_bench", "--data", data, "--model", folder, "--workers", 1,
+                     "--methods", "full", "--budgets", "0.5", "--out", out)  # fmt: skip
+    assert failed.exit_code == 1, failed.output
+    shown = " ".join(failed.output.split())
+    # Four cells: full, and three baselines at one budget. The path is in the reason.
+    for line, why in ((1, "field 'question_id'"), (3, "no UTF-8")):
+        assert f"failed: 4 × {data}:{line}: {why}" in shown
+    reported = CliRunner().invoke(app, ["report", str(out), "--out", str(tmp_path / "page")])
+    assert reported.exit_code == 1 and "failed: 4 × " in reported.output
+    assert (tmp_path / "page" / "index.html").exists()
+
+
+def test_some_failures_are_said_and_the_run_succeeds(folder, tmp_path):
+    data, out = tmp_path / "kv_retrieval.jsonl", tmp_path / "out"
+    row = {"ordered_kv_records": [["a", "b"], ["c", "d"]], "key": "c", "value": "d"}
+    data.write_text(json.dumps(row) + "\n{}\n")
+    ran = command("--tasks", "kv_retrieval", "--data", data, "--model", folder, "--workers", 1,
+                  "--methods", "full", "--budgets", "0.9", "--out", out)  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    assert f"failed: 4 × {data}:2: field 'ordered_kv_records'" in " ".join(ran.output.split())

@@ -191,7 +191,7 @@ def _fitting(network: PreTrainedModel) -> int:
 
 def _evaluate(screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out: Path) -> None:
     """Runs what is missing, with a bar, and writes the records."""
-    from kvfold.cli.records import loaded
+    from kvfold.cli.records import loaded, say_failures
     from kvfold.eval.run.session import evaluate, store, summarize, write_records
 
     samples = store(out)
@@ -206,11 +206,13 @@ def _evaluate(screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out
     records = summarize(samples.load().records)
     path = write_records(out, records)
     cells = plan.cells()
+    asked = [record for record in records if record.cell in cells]
     for lower, title in ((False, "score, mean over tasks"), (True, "perplexity")):
-        own = [r for r in records if r.cell in cells and r.score and r.lower_is_better == lower]
+        own = [record for record in asked if record.score and record.lower_is_better == lower]
         if own:
             screen.print(_table(title, own))
     screen.print(Text(f"records: {path.resolve()}\ntables and a page: kvfold report {out}"))
+    say_failures(screen, asked)
 
 
 def _table(title: str, records: Sequence[Result]) -> Table:

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from kvfold.cli.console import console
+from kvfold.cli.records import say_failures
 from kvfold.errors import KvfoldError
 
 
@@ -37,3 +38,4 @@ def command(
         screen.print(Text(claim.evidence, style="dim"))
     for path in written.paths:
         screen.print(Text(str(path.resolve())), soft_wrap=True)
+    say_failures(screen, results)
