@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from kvfold.allocate.uniform import uniform
@@ -21,6 +22,9 @@ from kvfold.observation import Needs, Observation
 from kvfold.score.position import recency
 from kvfold.select.forced import Forced
 from kvfold.store.encoded import Encode
+
+# Of the options of methods: more tokens than any text has, and what scores are computed in.
+LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
 
 # Observation → scores [B, H, T], higher = keep
 Score = Callable[[Observation], Tensor]
@@ -275,17 +279,34 @@ def preset(name: str) -> Method:
 def parse(spec: str | Method) -> Method:
     """A method from a text such as "snapkv:window=16,kernel=5"; "+" composes.
 
-    Raises KvfoldError for an unknown name or option or a value of the wrong kind, and
-    IllegalComposition where two parts bring the same stage.
+    Raises KvfoldError for an unknown name or option, a value of the wrong kind or a number that no
+    tensor holds, and IllegalComposition where two parts bring the same stage.
     """
     if isinstance(spec, Method):
+        _check_numbers(spec)
         return spec
     parts = [_parse_one(part.strip()) for part in str(spec).split("+")]
+    for part in parts:
+        _check_numbers(part)
     if len(parts) == 1:
         return parts[0]
     composed = Composition(tuple(parts))
     composed.stages()
     return composed
+
+
+def _check_numbers(method: Method) -> None:
+    """Raises KvfoldError, naming the option, for a number that int32 or float32 does not hold."""
+    for part in method.parts if isinstance(method, Composition) else (method,):
+        for option in dataclasses.fields(part):
+            value = getattr(part, option.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                most = LARGEST.get(type(number))
+                if most is not None and not abs(number) <= most:
+                    raise KvfoldError(
+                        f"{part.name}:{option.name} is a number from {-most:g} to {most:g}, "
+                        f"not {number:.3g}"
+                    )
 
 
 def listed(text: str) -> list[str]:

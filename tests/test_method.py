@@ -117,6 +117,9 @@ def test_a_text_names_a_method(spec, method):
         "pyramidkv:beta=0",
         "h2o:recent=2",
         "streaming_llm:sinks=-1",
+        "knorm:protect_recent=-1",
+        "pyramidinfer:sinks=-1",
+        "pyramidinfer:newest_weight=-1",
     ],
 )
 def test_a_value_that_cannot_work_is_refused_at_once(spec):
@@ -179,6 +182,14 @@ def test_a_text_says_what_differs_from_the_defaults(spec, text):
         ("snapkv:pooling=median", "snapkv:pooling takes max or avg, not 'median'"),
         ("tova:per_head=maybe", "tova:per_head takes bool, not 'maybe'"),
         ("knorm:skip_layers=a/b", "knorm:skip_layers takes .*, not 'a/b'"),
+        ("snapkv:window=99999999999999999999", "snapkv:window is a number from .*, not 1e.20"),
+        ("h2o + minicache:t=nan", "nan"),
+        (
+            "pyramidinfer:newest_weight=1e308",
+            "pyramidinfer:newest_weight is a number .*, not 1e.308",
+        ),
+        ("knorm:skip_layers=1/99999999999", "knorm:skip_layers is a number from .*, not 1e.11"),
+        (type(preset("snapkv"))(window=2**31), "snapkv:window is a number from"),
     ],
 )
 def test_what_cannot_be_read_is_refused(spec, message):

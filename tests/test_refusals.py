@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import re
+import resource
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +36,42 @@ GREEDY = {"do_sample": False, "max_new_tokens": 8}
 @pytest.fixture
 def model():
     return build("llama")
+
+
+# --- options of methods ----------------------------------------------------------------------
+
+NUMBERS = sorted(
+    (name, option.name)
+    for name, cls in kvfold.methods().items()
+    for option in dataclasses.fields(cls)
+    if type(option.default) is int and name == cls.name
+)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """2 GiB more than is used."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = re.search(r"VmSize:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    resource.setrlimit(resource.RLIMIT_AS, (int(used[1]) * 1024 + 2**31, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize(("name", "option"), NUMBERS)
+def test_the_largest_number_of_an_option_takes_no_memory(model, little_memory, name, option):
+    try:
+        method = kvfold.parse(f"{name}:{option}={2**31 - 1}")
+        cache = CompressedCache(model, method, 0.5 if method.takes_budget else None)
+        kvfold.generate(model, prompts((60,))[0], cache=cache, max_new_tokens=1)
+    except KvfoldError as refused:
+        assert re.search(f"{name}|{option.rpartition('_')[2]}|budget", str(refused))
+
+
+@pytest.mark.parametrize(("name", "option"), NUMBERS)
+def test_a_number_that_no_tensor_holds_is_refused_by_its_option(name, option):
+    with pytest.raises(KvfoldError, match=f"{name}|{option.rpartition('_')[2]}"):
+        kvfold.parse(f"{name}:{option}={10**20 + 1}")
 
 
 # --- models ----------------------------------------------------------------------------------

@@ -187,6 +187,9 @@ def test_recent_tokens_are_the_last_stored_ones_whatever_was_evicted():
         (Forced(sinks=4, spans=((2, 6),)), 6),
         (Forced(spans=((0, 5), (3, 8))), 8),
         (Forced(sinks=1, recent=2, spans=((5, 5),)), 3),
+        (Forced(spans=((3, 9), (4, 5), (8, 10))), 7),
+        # Counted without a list of them.
+        (Forced(sinks=10**12, spans=((5, 10**13),)), 10**13),
     ],
 )
 def test_the_least_budget_counts_overlaps_once(forced, least):

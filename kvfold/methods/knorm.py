@@ -4,6 +4,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.allocate.uniform import uniform, uniform_with_skipped
+from kvfold.errors import KvfoldError
 from kvfold.method import Method, Stages, register
 from kvfold.score.keys import negative_norm
 from kvfold.select.forced import Forced
@@ -21,6 +22,10 @@ class KNorm(Method):
     by_head: ClassVar[bool] = True
     protect_recent: int = 0
     skip_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.protect_recent < 0:
+            raise KvfoldError(f"knorm:protect_recent is 0 or more, not {self.protect_recent}")
 
     def stages(self) -> Stages:
         allocate = partial(uniform_with_skipped, skipped=self.skip_layers)

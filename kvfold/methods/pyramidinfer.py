@@ -37,6 +37,8 @@ class PyramidInfer(Method):
             raise KvfoldError("pyramidinfer:least is in (0, 1] and pyramidinfer:recent in [0, 1)")
         if self.interval < 1:
             raise KvfoldError(f"pyramidinfer:interval is at least 1, not {self.interval}")
+        if self.sinks < 0 or not self.newest_weight >= 0:
+            raise KvfoldError("pyramidinfer:sinks and pyramidinfer:newest_weight are 0 or more")
 
     def stages(self) -> Stages:
         return Stages(

@@ -47,9 +47,11 @@ def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None =
     outside = -torch.inf if pooling == "max" else 0.0
     if padding is not None:
         scores = scores.masked_fill(padding, outside)
+    # From any entry this width reaches all of them: a wider kernel sees no more.
+    width = min(kernel, 2 * scores.shape[-1] - 1)
     if pooling == "max":
-        return F.max_pool1d(scores, kernel, 1, kernel // 2)
-    return F.avg_pool1d(scores, kernel, 1, kernel // 2)
+        return F.max_pool1d(scores, width, 1, width // 2)
+    return F.avg_pool1d(scores, width, 1, width // 2) * (width / kernel)
 
 
 def check_window(window: int, kernel: int) -> None:

@@ -37,10 +37,11 @@ class Forced:
     @property
     def least(self) -> int:
         """The entries that any budget must hold, overlaps counted once."""
-        inside = set(range(self.sinks))
-        for start, stop in self.spans:
-            inside |= set(range(start, stop))
-        return len(inside) + (0 if isinstance(self.recent, Share) else self.recent)
+        count = end = 0
+        for start, stop in sorted([(0, self.sinks), *self.spans]):
+            count += max(0, stop - max(start, end))
+            end = max(end, stop)
+        return count + (0 if isinstance(self.recent, Share) else self.recent)
 
     def ends(self, kept: int) -> tuple[int, int] | None:
         """How many of the first and of the last of `kept + 1` entries are forced to stay.
