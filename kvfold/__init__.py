@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvfold.methods.streaming_llm import StreamingLLM as StreamingLLM
     from kvfold.methods.think import ThinK as ThinK
     from kvfold.methods.tova import TOVA as TOVA
+    from kvfold.spans import span as span
     from kvfold.stats import Stats as Stats
 
 __version__ = "0.1.0"
@@ -94,6 +95,7 @@ _NAMES = {
     "kvfold.methods.streaming_llm": ("StreamingLLM",),
     "kvfold.methods.think": ("ThinK",),
     "kvfold.methods.tova": ("TOVA",),
+    "kvfold.spans": ("span",),
     "kvfold.stats": ("Stats",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kvfold.errors import BudgetError
 
@@ -36,8 +38,8 @@ class Budget:
     amount: float
 
     def __post_init__(self) -> None:
-        number = isinstance(self.amount, int | float) and not isinstance(self.amount, bool)
-        if not number or not math.isfinite(self.amount):
+        object.__setattr__(self, "amount", _plain(self.amount))
+        if not math.isfinite(self.amount):
             raise BudgetError(f"a budget is a finite number, not {self.amount!r}")
         if self.kind != "ratio" and self.amount != int(self.amount):
             raise BudgetError(f"{self.kind} are counted in whole numbers, not {self.amount}")
@@ -65,22 +67,23 @@ class Budget:
     @classmethod
     def bytes(cls, size: int | str) -> Budget:
         """Whole-cache size, as a number of bytes or a text such as "2GiB"."""
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", str(size))
+        text = size if isinstance(size, str) else str(_plain(size))
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
         if not match or match[2].upper() not in UNITS:
             raise BudgetError(f"cannot read {size!r} as a size: write for example 512MiB or 2GB")
         return cls("bytes", int(float(match[1]) * UNITS[match[2].upper()]))
 
     @classmethod
     def of(cls, value: Budget | float | str) -> Budget:
-        """From an int (tokens), a float in (0, 1] (ratio), or "512", "0.2", "20%", "2GiB"."""
+        """From an int (tokens), a float in (0, 1] (ratio), or "512", "0.2", "20%", "2GiB".
+
+        A number may also be one of numpy's, or a tensor that holds a single one.
+        """
         if isinstance(value, Budget):
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise BudgetError(f"a budget is an int, a float or a text, not {value!r}")
-        if isinstance(value, int):
-            return cls.tokens(value)
-        if isinstance(value, float):
-            return cls.ratio(value)
+        if not isinstance(value, str):
+            number = _plain(value)
+            return cls.tokens(number) if isinstance(number, int) else cls.ratio(number)
         text = value.strip()
         if re.fullmatch(r"-?\d+", text):
             return cls.tokens(int(text))
@@ -105,3 +108,25 @@ class Budget:
         if self.kind == "ratio":
             return f"{self.amount:g} of the tokens seen"
         return f"{int(self.amount)} {self.kind}"
+
+
+def _plain(value: Any) -> int | float:
+    """A number, also numpy's or torch's, as an int or a float; raises BudgetError for others."""
+    truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    if not truth and getattr(value, "ndim", 0) == 0:
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+        if isinstance(value, numbers.Real) or hasattr(value, "ndim"):
+            try:
+                return _decimal(value)
+            except (TypeError, ValueError, RuntimeError):
+                pass
+    raise BudgetError(f"a budget is an int, a float or a text, not {value!r}")
+
+
+def _decimal(value: Any) -> float:
+    """A real number; one of less than double precision as the decimal that it was written as."""
+    few_bits = getattr(value, "itemsize", 8) < 8
+    return float(f"{float(value):.6g}") if few_bits else float(value)

@@ -19,6 +19,7 @@ from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse
 from kvfold.observation import Rebuilding
 from kvfold.owner import Owner
+from kvfold.spans import spans_of
 from kvfold.stats import Stats
 from kvfold.store.segments import SegmentStore
 from kvfold.turn import Plan, Turn
@@ -33,7 +34,8 @@ class CompressedCache(compat.Cache):
         budget: entries per layer and KV head (int), the part of the tokens seen to keep (float),
             or a size ("2GiB"); see `Budget`.
         tokenizer: the model's, for methods that let it repeat the text (KVzip).
-        protect: spans `(start, stop)` of token indices that are never evicted, padding not counted.
+        protect: spans `(start, stop)` of token indices that are never evicted, padding not counted;
+            `kvfold.span` finds one from text.
         seed: fixes the choice of random methods.
 
     Raises BudgetError for a budget that is missing, superfluous, or below what must be kept;
@@ -61,10 +63,7 @@ class CompressedCache(compat.Cache):
                 f"{self.method} lets the model repeat the text, in words of its chat template: "
                 "give the cache tokenizer=, and use kvfold.compress or kvfold.generate"
             )
-        spans = tuple((int(start), int(stop)) for start, stop in protect)
-        for start, stop in spans:
-            if not 0 <= start < stop:
-                raise KvfoldError(f"protect takes spans of token indices, not ({start}, {stop})")
+        spans = spans_of(protect)
         self.protect = spans
         forced = replace(stages.forced, spans=stages.forced.spans + spans)
         stages = replace(stages, forced=forced)

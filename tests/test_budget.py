@@ -3,7 +3,9 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +44,43 @@ def test_a_plain_value_is_read(value, kind, amount):
     budget = Budget.of(value)
     assert budget.kind == kind
     assert budget.amount == pytest.approx(amount, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.int64(512), Budget.tokens(512)),
+        (np.int32(512), Budget.tokens(512)),
+        (np.array(512), Budget.tokens(512)),
+        (torch.tensor(512), Budget.tokens(512)),
+        (np.float64(0.7), Budget.ratio(0.7)),
+        (np.float32(0.7), Budget.ratio(0.7)),
+        (torch.tensor(0.7), Budget.ratio(0.7)),
+        (Fraction(1, 3), Budget.ratio(1 / 3)),
+    ],
+)
+def test_a_number_of_numpy_or_torch_is_a_plain_one(value, expected):
+    budget = Budget.of(value)
+    assert budget == expected and type(budget.amount) is type(expected.amount)
+    assert getattr(Budget, budget.kind)(value) == expected
+
+
+def test_a_size_in_bytes_may_be_of_numpy():
+    assert Budget.bytes(np.int64(4000)) == Budget.bytes(torch.tensor(4000)) == Budget.bytes(4000)
+
+
+def test_a_single_precision_ratio_keeps_as_many_as_the_decimal_it_was_written_as():
+    assert Budget.of(np.float32(0.7)).per_layer(1000, **ONE) == 700
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, np.True_, torch.tensor(True), np.array([512]), torch.tensor([512]), 1j, None, [512]],
+)
+def test_what_is_no_number_is_refused(value):
+    for make in (Budget.of, Budget.tokens, Budget.ratio, Budget.bytes):
+        with pytest.raises(BudgetError, match="an int, a float or a text"):
+            make(value)
 
 
 def test_of_agrees_with_the_named_constructors():
