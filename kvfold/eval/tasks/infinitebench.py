@@ -42,10 +42,11 @@ def _fields(task: str, row: _Row) -> dict[str, str]:
             raise ValueError("field 'input': it calls no function")
         fields |= {"call": call.group(), "func": call.group().split("(")[0]}
     if task == "math_find":
-        target = re.search(r"The \w+ number", row.input)
+        # As the benchmark: "The second largest number of the list is:", "The median number of …".
+        target = re.search(r"(The .+) of", row.input)
         if target is None:
             raise ValueError("field 'input': it asks for no number")
-        fields["first"] = f"What is {target.group().lower()} in the following list?"
+        fields["first"] = f"What is {target.group(1).lower()} in the following list?"
     if task in CHOICES:
         if not row.options or len(row.options) != 4:
             raise ValueError("field 'options': expected four")
