@@ -446,3 +446,25 @@ def test_a_task_of_decoding_is_compressed_with_its_question_whatever_was_asked(s
         outcome = setting.outcome(sample, "snapkv:window=8", "12", question_aware=protocol)
         read = setting.prompt(sample).ids.shape[1] + outcome.answers[0].tokens - 1
         assert outcome.held.seen > read
+
+
+@pytest.mark.parametrize("question_aware", [False, True])
+def test_an_answer_that_must_not_be_empty_does_not_begin_with_a_stop_string(
+    setting, question_aware
+):
+    """LongBench's samsum: `min_length` forbids an end or a line break as the first token only."""
+    sample = record(new=4, chat=False)
+    prompt = setting.prompt(sample)
+    ids = torch.cat([prompt.ids, prompt.asked(sample.questions[0])], 1)
+    (first,) = setting.greedy(ids, 1)
+    mask = torch.ones_like(ids)
+    expected = setting.plain.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=4,
+        min_length=ids.shape[1] + 1, eos_token_id=[first],
+    )[0, ids.shape[1] :].tolist()  # fmt: skip
+    stopped = replace(sample, stop=(setting.text([first]),))
+    how = {"question_aware": question_aware}
+    assert setting.outcome(stopped, **how).answers[0].prediction == ""
+    full = setting.outcome(replace(stopped, nonempty=True), **how).answers[0]
+    said = setting.text([token for token in expected if token != first])
+    assert full.prediction == said != ""

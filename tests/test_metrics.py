@@ -5,6 +5,7 @@ A prediction that cannot be parsed or scored says so.
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -306,6 +307,7 @@ def test_what_infinitebench_cannot_parse_is_a_counted_failure(task, prediction, 
         ("choice_eng", " C", ["Snowfield", "C"], 1),
         ("choice_eng", "Snowfield", ["Snowfield", "C"], 1),
         ("vt", "ABC, DEF", ["ABC", "XYZ"], 0.5),
+        ("vt", "ABC, DEF", ["ABC", "XYZ", "IJK"], 0.33),
         ("qa_chn", "北京", "北京", 1),
         ("summary", "a b", "a b", 1),
     ],
@@ -344,6 +346,8 @@ def test_clozes_are_read_as_literals_and_never_evaluated():
     [
         ("so 9 * 2 = 18.\n#### 18", 1, 1),
         ("#### 1,800", 0, 0),
+        # As the official code; lm-evaluation-harness drops the full stop.
+        ("#### 18.", 0, 1),
         ("It makes $18.", None, 1),
         ("18 eggs, then 20", None, 0),
         ("many", None, None),
@@ -380,6 +384,13 @@ def test_the_last_box_is_read_with_its_braces_balanced():
 )
 def test_math_answers_are_compared_as_expressions(prediction, answer, expected):
     assert value(maths.equivalent(prediction, answer)) == expected
+
+
+def test_expressions_that_never_end_are_given_up_outside_the_main_thread_too():
+    with ThreadPoolExecutor(1) as thread:
+        endless = thread.submit(maths.equivalent, "\\boxed{9^{9^{9^{9}}}}", "1", 1)
+        assert endless.result(timeout=60).value == 0
+        assert thread.submit(maths.equivalent, "\\boxed{0.5}", "\\frac12").result().value == 1
 
 
 def test_math_without_a_box_is_a_counted_failure():

@@ -302,7 +302,7 @@ def test_a_needle_goes_to_every_depth():
     question = records[0].questions[0]
     assert records[0].stop == ("\n",)
     prompt = records[0].prompt(question)
-    assert prompt.startswith("This is a very long story book: <book> ")
+    assert prompt.startswith("<|im_start|> This is a very long story book: <book> ")
     assert prompt.endswith(
         "</book>.\n Based on the content of the book, Question: What is the best thing to do "
         "in San Francisco?\nAnswer:"
@@ -428,6 +428,7 @@ def test_longbench_few_shot_and_code_take_no_chat_template(tmp_path):
         "trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"
     }  # fmt: skip
     assert {task for task, record in records.items() if record.stop} == {"samsum"}
+    assert {task for task, record in records.items() if record.nonempty} == {"samsum"}
 
 
 def test_longbench_tasks_pick_their_rows_and_name_the_bucket(tmp_path):
@@ -554,6 +555,20 @@ def test_infinitebench_rows(task, fields, ending, right, tmp_path):
     assert (scored.value, scored.failed) == (1, None)
     # Where the question stands in front, an agnostic compression has seen it.
     assert record.metadata["question_first"] == (task in ("math_find", "code_run"))
+
+
+@pytest.mark.parametrize("which", [
+    "largest", "second largest", "third largest", "smallest", "second smallest", "third smallest",
+    "median",
+])  # fmt: skip
+def test_all_seven_numbers_that_math_find_asks_for_are_read(which, tmp_path):
+    asked = f"You should answer with only one number. The {which} number of the list is:"
+    (record,) = read("infinitebench_math_find", [
+        {"context": "[1, 2]", "input": asked, "answer": 2}
+    ], tmp_path)  # fmt: skip
+    assert isinstance(record, Record)
+    expected = f"What is the {which} number in the following list?\n\n[1, 2]\n\n{asked}"
+    assert record.prompt(record.questions[0]) == expected
 
 
 def test_infinitebench_rows_that_do_not_fit(tmp_path):

@@ -8,22 +8,32 @@ arXiv 2103.03874).
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 import threading
+from dataclasses import asdict
 
 from kvfold.eval.metrics.scored import Scored, library
 
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 SECONDS_PER_EXPRESSION = 5
+# For another process to start and to import sympy in.
+SECONDS_TO_START = 60
 
 
 def gsm8k_strict(prediction: str, answer: str) -> Scored:
-    """The number after "####" is the answer, commas ignored."""
+    """The number after "####" is the answer, commas ignored.
+
+    As the official code: "#### 5." is not 5. lm-evaluation-harness also drops a full stop.
+    """
     found = STRICT.search(prediction)
     if found is None:
         return Scored(0.0, 'no "####" and number in the prediction')
-    return Scored(float(_plain(found.group(1)) == _plain(answer)))
+    return Scored(float(found.group(1).replace(",", "") == answer.replace(",", "")))
 
 
 def gsm8k_flexible(prediction: str, answer: str) -> Scored:
@@ -49,18 +59,41 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def equivalent(prediction: str, answer: str) -> Scored:
+def equivalent(prediction: str, answer: str, limit: int = SECONDS_PER_EXPRESSION) -> Scored:
     """The last `\\boxed{}` equals the answer by math-verify, "1/2" as well as "\\frac12".
 
-    Raises KvfoldError without the library.
+    Reading an expression and comparing take `limit` seconds each, at most. Raises KvfoldError
+    without the library.
     """
     written = boxed(prediction)
     if written is None:
         return Scored(0.0, "no complete \\boxed{} in the prediction")
+    library("math_verify")
+    # Its time limits are signals, which only a main thread may set.
+    if threading.current_thread() is threading.main_thread():
+        return _compared(written, answer, limit)
+    return _elsewhere(written, answer, limit)
+
+
+def _elsewhere(written: str, answer: str, limit: int) -> Scored:
+    """`_compared` in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps([written, answer, limit]),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            timeout=3 * limit + SECONDS_TO_START,
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+        return Scored(**json.loads(done.stdout))
+    except (subprocess.SubprocessError, ValueError) as problem:
+        return Scored(0.0, f"math-verify: {type(problem).__name__}")
+
+
+def _compared(written: str, answer: str, limit: int) -> Scored:
     math_verify = library("math_verify")
-    # Its time limits are signals, which only the main thread may set.
-    main = threading.current_thread() is threading.main_thread()
-    limit = SECONDS_PER_EXPRESSION if main else None
     gold, parsed = (
         math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=limit) for text in (answer, written)
     )
@@ -70,3 +103,7 @@ def equivalent(prediction: str, answer: str) -> Scored:
             float(written.strip() == answer.strip()), f"math-verify cannot read {unread!r}"
         )
     return Scored(float(math_verify.verify(gold, parsed, timeout_seconds=limit)))
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_compared(*json.load(sys.stdin)))))

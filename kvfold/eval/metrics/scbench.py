@@ -13,7 +13,6 @@ from typing import Any
 from kvfold.eval.metrics import infinitebench
 from kvfold.eval.metrics.overlap import character_f1
 from kvfold.eval.metrics.rouge import google
-from kvfold.eval.metrics.ruler import string_match_all
 from kvfold.eval.metrics.scored import Scored, best
 
 
@@ -41,10 +40,16 @@ def first_number(prediction: str, label: Any) -> Scored:
     return Scored(float(type(expected)(float(number.group())) == expected))
 
 
+def string_match_all(prediction: str, label: Any) -> Scored:
+    """RULER's share of names found, without its cleaning, rounded per sample (vt)."""
+    names, text = listed(label), prediction.lower()
+    return Scored(round(sum(name.lower() in text for name in names) / len(names), 2))
+
+
 METRICS: dict[str, tuple[str, Callable[[str, Any], Scored]]] = {
     "kv": ("substring", contained),
     "prefix_suffix": ("substring", contained),
-    "vt": ("string_match_all", lambda text, label: string_match_all(text, listed(label))),
+    "vt": ("string_match_all", string_match_all),
     "qa_eng": ("any substring", any_contained),
     "qa_chn": (
         "character F1",

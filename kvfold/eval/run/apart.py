@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvfold import compat
+from kvfold.answer import end_tokens
 from kvfold.bench.clock import synchronize
 from kvfold.chat import Chat
 from kvfold.eval.run.budgets import compressed
@@ -15,7 +16,7 @@ from kvfold.eval.run.likelihood import at_once
 from kvfold.eval.run.outcome import held, scored
 from kvfold.eval.run.prompt import Prompt
 from kvfold.eval.run.sample import Answer, Outcome
-from kvfold.eval.tasks import Record, Task
+from kvfold.eval.tasks import Task
 from kvfold.reader import fork
 
 
@@ -33,7 +34,7 @@ def apart(
             text = prompt.asked(record.questions[0]).to(model.device)
             answers = [Answer.of_text(at_once(model, fork(each.context.cache), text))]
         else:
-            answers = _asked(each.context.chat(), record, task, first.protocol.history)
+            answers = _asked(model, each.context.chat(), prompt, task, first.protocol.history)
         synchronize(model.device)
         outcome = Outcome(
             answers=tuple(answers),
@@ -46,9 +47,11 @@ def apart(
         yield by_budget[each.budget], outcome
 
 
-def _asked(chat: Chat, record: Record, task: Task, history: str) -> list[Answer]:
+def _asked(
+    model: compat.PreTrainedModel, chat: Chat, prompt: Prompt, task: Task, history: str
+) -> list[Answer]:
     """Every question's answer; each sees the turns before it where they are a conversation."""
-    answers = []
+    record, options, answers = prompt.record, prompt.options(end_tokens(model)), []
     for question in record.questions:
         reply = chat.reply(
             question.text,
@@ -56,6 +59,7 @@ def _asked(chat: Chat, record: Record, task: Task, history: str) -> list[Answer]
             answer_prefix=question.answer_prefix,
             max_new_tokens=question.max_new_tokens,
             stop=record.stop,
+            **options,
         )
         if record.conversation and history == "gold":
             chat.add(question.text, question.answers[0], answer_prefix=question.answer_prefix)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +63,13 @@ class Prompt:
         if self.record.conversation:
             return sum(asked for asked, _ in taken), sum(whole for _, whole in taken)
         return max(taken, key=lambda sizes: sizes[1], default=(0, 0))
+
+    def options(self, ends: Sequence[int]) -> dict[str, Any]:
+        """Options of `generate` that the record asks for; `ends` are the model's end tokens."""
+        if not self.record.nonempty:
+            return {}
+        stops = [token_ids(self.tokenizer, stop)[0, -1].item() for stop in self.record.stop]
+        return {"begin_suppress_tokens": [*ends, *stops]}
 
     def within(self, limit: int, truncation: str) -> Prompt:
         """Cut in the middle, as LongBench does, so that prompt and answer take `limit` tokens.

@@ -61,6 +61,7 @@ def together(model: compat.PreTrainedModel, prompt: Prompt, cell: Cell, task: Ta
             do_sample=False,
             max_new_tokens=question.max_new_tokens,
             stopping_criteria=[text],
+            **prompt.options(ends),
         )
         total += time.perf_counter() - began
         prefill += text.first - began

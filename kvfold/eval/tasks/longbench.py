@@ -57,6 +57,7 @@ def _convert(name: str, task: str, row: _Row) -> Record:
         (question,),
         chat=task not in NO_CHAT,
         stop=("\n",) if task == "samsum" else (),
+        nonempty=task == "samsum",
         metadata=known,
     )
 

@@ -3,7 +3,8 @@
 
 Source: gkamradt/LLMTest_NeedleInAHaystack @7b90d28 (the needle and where it goes: at the end of a
 sentence, before the depth), Zefan-Cai/KVCache-Factory `run_needle_in_haystack.py` (the prompt,
-30 tokens, one line). Without `haystack` the text is RULER's noise.
+30 tokens, one line; its "<|im_start|>" is text, whatever the model). Without `haystack` the text is
+RULER's noise.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvfold.eval.tasks.ruler_niah import split
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
 MAX_NEW_TOKENS = 30
+OPENING = "<|im_start|> This is a very long story book: <book> "
 LEAST_WORDS = 20
 
 
@@ -71,7 +73,7 @@ def generate(name: str, draw: Draw, request: Request) -> Iterator[Record]:
         words = " ".join(every[start:] + every[:start]).split()
         sentences = split(" ".join(itertools.islice(itertools.cycle(words), size)))
         sentences.insert(int(len(sentences) * percent / 100), needle.text)
-        context = f"This is a very long story book: <book> {' '.join(sentences)} </book>."
+        context = f"{OPENING}{' '.join(sentences)} </book>."
         question = Question(
             f"\n Based on the content of the book, Question: {needle.question}",
             needle.keywords,

@@ -36,7 +36,8 @@ class Record:
 
     Each question sees the context alone, or with `conversation` the turns before it as well,
     whose own answers or the right ones the protocol chooses. `chat` says whether the benchmark
-    puts its prompts into a chat template, `stop` what ends an answer.
+    puts its prompts into a chat template, `stop` what ends an answer; with `nonempty` nothing that
+    ends one may be its first token (LongBench's `min_length` of samsum).
     """
 
     task: str
@@ -45,6 +46,7 @@ class Record:
     questions: tuple[Question, ...]
     chat: bool = True
     stop: tuple[str, ...] = ()
+    nonempty: bool = False
     conversation: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
 

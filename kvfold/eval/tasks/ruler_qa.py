@@ -3,7 +3,9 @@
 
 Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/qa.py` (Hsieh et al., 2024,
 arXiv 2404.06654, section 3.4). `data` is SQuAD 2.0's or HotpotQA's development JSON, or a ready
-JSONL file of RULER's own.
+JSONL file of RULER's own. One difference: RULER shuffles all samples' passages by one seed, so that
+the right one stands at one place in all of them. Here each sample has a place of its own: a
+method that keeps by position would be right always or never.
 """
 
 from __future__ import annotations
