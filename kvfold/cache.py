@@ -286,7 +286,7 @@ class CompressedCache(compat.Cache):
         return [[head[head >= 0] for head in row] for row in own.columns()]
 
     def stats(self) -> Stats:
-        """What is stored now; prints as a table."""
+        """What is stored now: prints in a few lines, `details()` layer by layer."""
         own = self.compressed_layers
         started = [layer for layer in own if layer.store is not None]
         kept, parts, state, full, over = [], [0, 0, 0], 0, 0, False

@@ -22,7 +22,7 @@ from kvfold.method import Method
 from kvfold.stats import Stats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Context:
     """A compressed document; every question sees it alone, never an earlier question.
 
@@ -34,6 +34,14 @@ class Context:
     cache: CompressedCache
     frame: Frame
     ids: Tensor
+
+    def __repr__(self) -> str:
+        model, cache = type(self.model).__name__, self.cache
+        budget = "" if cache.budget is None else f", budget={str(cache.budget)!r}"
+        return (
+            f"Context(model={model}, method={str(cache.method)!r}{budget}, "
+            f"tokens={self.ids.shape[1]}, nbytes={self.stats().nbytes})"
+        )
 
     def check(self) -> None:
         """Raises KvfoldError where the cache was used for something else."""

@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
-    """`kept[l][b][h]` entries of the compressible layers, and bytes.
+    """What a cache holds: printed in a few lines, layer by layer with `details()`.
+
+    `kept[l][b][h]` entries of the compressible layers, and bytes.
 
     A prompt was compressed at its end, or, where `per_chunk` is not None, after each piece of at
     most so many tokens, which is an approximation. `seen` is the logical length, padding included;
@@ -54,13 +56,19 @@ class Stats:
         seen = sum(self.seen_per_row) * len(self.kept) * heads
         return stored / seen if seen else 1.0
 
+    def __repr__(self) -> str:
+        return (
+            f"Stats(method={self.method!r}, budget={self.budget!r}, seen={self.seen}, "
+            f"kept_fraction={self.kept_fraction:.3g}, nbytes={self.nbytes}, "
+            f"nbytes_full={self.nbytes_full})"
+        )
+
     def __str__(self) -> str:
         lines = [
             f"{self.method}, budget {self.budget}",
-            f"seen {self.seen} tokens, kept {self.kept_fraction:.1%} of the entries",
-            f"bytes {self.nbytes:,} of {self.nbytes_full:,} ({self.ratio:.1%}): "
-            f"keys and values {self.kv_bytes:,}, positions {self.position_bytes:,}, "
-            f"state {self.state_bytes:,}, slack {self.slack_bytes:,}",
+            f"seen {self.seen:,} tokens, kept {self.kept_fraction:.1%} of the entries"
+            f"{self._per_head()}",
+            f"bytes {self.nbytes:,} of {self.nbytes_full:,} ({self.ratio:.1%})",
         ]
         if self.per_chunk is not None:
             lines.append(f"compressed after every {self.per_chunk} tokens of the prompt")
@@ -68,11 +76,29 @@ class Stats:
             lines.append("the budget came out below the forced set, which was kept")
         if any(self.protected):
             lines.append(f"protected beside the budget: {max(self.protected)} tokens")
+        return "\n".join(lines)
+
+    def details(self) -> str:
+        """The same with what bytes are spent on, and with a line for each layer."""
+        lines = [
+            str(self),
+            f"keys and values {self.kv_bytes:,} bytes, positions {self.position_bytes:,}, "
+            f"state {self.state_bytes:,}, slack {self.slack_bytes:,}",
+        ]
         for index, layer in enumerate(self.kept):
-            flat = [count for row in layer for count in row]
-            low, high = (min(flat), max(flat)) if flat else (0, 0)
-            line = f"layer {index:3d}  kept {low}" + (f" to {high}" if high > low else "")
+            line = f"layer {index:3d}  kept {_range([n for row in layer for n in row])}"
             names = zip(("predicted", "measured"), self.errors[index], strict=False)
             lines.append(line + "".join(f"  {name} error {error:.3f}" for name, error in names))
         lines += [f"layer {index}: {kind}, as it is" for index, kind in self.other_layers.items()]
         return "\n".join(lines)
+
+    def _per_head(self) -> str:
+        """How many entries each KV head of each layer holds; nothing before the first token."""
+        counts = [count for layer in self.kept for row in layer for count in row]
+        return f", {_range(counts)} per layer and KV head" if counts else ""
+
+
+def _range(counts: list[int]) -> str:
+    """The least and the most of them, or the one number that all are."""
+    low, high = min(counts, default=0), max(counts, default=0)
+    return f"{low:,} to {high:,}" if high > low else f"{low:,}"
