@@ -13,6 +13,7 @@ from kvfold.cache import CompressedCache
 from kvfold.compiled import check_compiled, decode_compiled
 from kvfold.drive import drive
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.inputs import check_given, check_read_ahead
 from kvfold.rebuild import rebuild
 
 # When the prompt is compressed.
@@ -23,9 +24,9 @@ ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit
 @torch.no_grad()
 def generate(
     model: compat.PreTrainedModel,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     *,
-    cache: CompressedCache,
+    cache: CompressedCache | None = None,
     attention_mask: Tensor | None = None,
     prefill_chunk: int | None = None,
     compress: Compress = "at_end",
@@ -44,14 +45,16 @@ def generate(
             a turn. Memory is then that of a piece and of what is kept, and the result is an
             approximation, which `stats()` says.
         compile: decode by one compiled graph (`decode_compiled`); the result is the same.
-        options: everything `model.generate` takes.
+        options: everything `model.generate` takes but `inputs_embeds`; images, and other tensors
+            for the model's forward, must reach it with the whole prompt, in one piece.
 
-    Returns what `model.generate` returns, prompt included. Raises KvfoldError when the cache has
-    seen more than `input_ids`, or where `compress` or `compile` do not go with the method or the
-    options; UnsupportedModel where the model would drop the cache, or cannot be compiled.
+    Returns what `model.generate` returns, prompt included. Raises KvfoldError without ids or cache,
+    when the cache has seen more than `input_ids`, or where `compress`, `compile` or a piecewise
+    reading do not go with the method or the options; UnsupportedModel where the model would drop
+    the cache, or cannot be compiled.
     """
-    if "past_key_values" in options:
-        raise KvfoldError("give the cache as cache=, not as past_key_values=")
+    check_given(input_ids, cache, options)
+    assert input_ids is not None and cache is not None
     if prefill_chunk is not None and prefill_chunk < 1:
         raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {prefill_chunk}")
     total, seen = input_ids.shape[1], cache.get_seq_length()
@@ -71,6 +74,7 @@ def generate(
             raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
         check_compiled(model, cache, options)
     if assisted:
+        check_read_ahead(model, cache, options)
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
     settings = _settings(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
@@ -86,6 +90,7 @@ def generate(
         # Rows that multiply share what is already cached, so only a last token is left to them.
         stop = total - 1 if rows > 1 and seen > 0 else seen
     if stop > seen:
+        check_read_ahead(model, cache, options)
         turn = model, cache, input_ids[:, :stop], attention_mask
         if compress == "per_chunk":
             read_per_chunk(*turn, chunk)

@@ -372,12 +372,6 @@ def test_a_chunk_of_no_tokens_is_refused(model, chunk):
         kvfold.generate(model, prompts((64,))[0], cache=cache, prefill_chunk=chunk, **GREEDY)
 
 
-def test_a_cache_under_transformers_name_is_refused(model):
-    cache = CompressedCache(model, "knorm", 20)
-    with pytest.raises(KvfoldError, match="cache="):
-        kvfold.generate(model, prompts((64,))[0], cache=cache, past_key_values=cache, **GREEDY)
-
-
 def test_assisted_decoding_outside_kvfold_generate_is_refused(model):
     cache = CompressedCache(model, "snapkv:window=8", 20)
     with pytest.raises(KvfoldError, match=r"kvfold\.generate"):
