@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold import compat
 from kvfold.answer import Answer, Reply, end_tokens
+from kvfold.content import content
 from kvfold.errors import KvfoldError
 from kvfold.frame import token_ids
 from kvfold.layer import CompressedLayer
@@ -51,12 +52,14 @@ class Chat:
         answer_prefix: str = "",
         max_new_tokens: int = 64,
         stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
         **options: Any,
     ) -> str:
         """The model's answer, greedy unless `options` for `model.generate` say otherwise.
 
         `answer_prefix` are words the answer starts with, and it ends where a `stop` string would
-        begin; neither is part of what is returned. With `keep`, later turns see this one. Raises
+        begin; neither is part of what is returned. With `keep`, later turns see this one. What is
+        spelled like a special token is text, unless `special_tokens` says that it is meant. Raises
         KvfoldError for several answers at once, and for a second turn where the chat template has
         none; the chat is then as before, as after every error.
         """
@@ -66,6 +69,7 @@ class Chat:
             answer_prefix=answer_prefix,
             max_new_tokens=max_new_tokens,
             stop=stop,
+            special_tokens=special_tokens,
             **options,
         ).text.strip()
 
@@ -77,19 +81,27 @@ class Chat:
         answer_prefix: str = "",
         max_new_tokens: int = 64,
         stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
         **options: Any,
     ) -> Reply:
         """The answer as it came, and how it ended; all as for `ask`."""
         options |= {"max_new_tokens": max_new_tokens}
-        return self._answer(
-            question, keep, answer_prefix, _listed(stop), _nowhere, Event(), options
-        )
+        asked = self._asked(question, answer_prefix, special_tokens)
+        return self._answer(asked, keep, _listed(stop), _nowhere, Event(), options)
 
-    def add(self, question: str, answer: str, *, answer_prefix: str = "") -> None:
+    def add(
+        self,
+        question: str,
+        answer: str,
+        *,
+        answer_prefix: str = "",
+        special_tokens: bool = False,
+    ) -> None:
         """Keeps a turn whose `answer` is given: as if the model had said it."""
         before = self.ids.shape[1]
-        said = token_ids(self.context.tokenizer, answer).to(self.ids.device)
-        self.ids = torch.cat([self.ids, self._asked(question, answer_prefix), said], 1)
+        said = token_ids(self.context.tokenizer, content(answer, special_tokens))
+        asked = self._asked(question, answer_prefix, special_tokens)
+        self.ids = torch.cat([self.ids, asked, said.to(self.ids.device)], 1)
         self._before_turns.append(before)
 
     def stream(
@@ -100,6 +112,7 @@ class Chat:
         answer_prefix: str = "",
         max_new_tokens: int = 64,
         stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
         **options: Any,
     ) -> Iterator[str]:
         """The answer in pieces, as they come; all as for `ask`.
@@ -108,14 +121,13 @@ class Chat:
         answer, and its turn is not kept.
         """
         options |= {"max_new_tokens": max_new_tokens}
+        asked = self._asked(question, answer_prefix, special_tokens)
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
         cancelled = Event()
 
         def work() -> None:
             try:
-                self._answer(
-                    question, keep, answer_prefix, _listed(stop), pieces.put, cancelled, options
-                )
+                self._answer(asked, keep, _listed(stop), pieces.put, cancelled, options)
             except BaseException as problem:
                 pieces.put(problem)
             pieces.put(None)
@@ -141,18 +153,18 @@ class Chat:
 
     def _answer(
         self,
-        question: str,
+        asked: Tensor,
         keep: bool,
-        answer_prefix: str,
         stop: Sequence[str],
         put: Callable[[str], Any],
         cancelled: Event,
         options: dict[str, Any],
     ) -> Reply:
+        """The answer to what was `asked [1, n]`."""
         if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
             raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
         before = self.ids.shape[1]
-        asked = torch.cat([self.ids, self._asked(question, answer_prefix)], 1)
+        asked = torch.cat([self.ids, asked], 1)
         answer = Answer(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
         kept = before
         try:
@@ -170,14 +182,15 @@ class Chat:
         self._go_back(kept)
         return answer.reply(generated, self._ends())
 
-    def _asked(self, question: str, answer_prefix: str) -> Tensor:
+    def _asked(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
         """The tokens `[1, n]` of a question, and of what its answer begins with."""
         frame = self.context.frame
         opening = frame.between if self.turns else frame.parting
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn: ask without keep")
-        text = f"{opening}{question}{frame.after}{answer_prefix}"
-        return token_ids(self.context.tokenizer, text).to(self.ids.device)
+        theirs = [content(text, special_tokens) for text in (question, answer_prefix)]
+        pieces = opening, theirs[0], frame.after, theirs[1]
+        return token_ids(self.context.tokenizer, *pieces).to(self.ids.device)
 
     def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
         """The tokens that follow `asked [1, N]`."""

@@ -15,6 +15,7 @@ from kvfold import compat
 from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
 from kvfold.chat import Chat
+from kvfold.content import content
 from kvfold.errors import KvfoldError
 from kvfold.frame import Frame, token_ids
 from kvfold.generate import Compress, read_per_chunk, read_turn
@@ -89,16 +90,19 @@ def compress(
     compress: Compress = "at_end",
     protect: Sequence[tuple[int, int]] = (),
     seed: int = 0,
+    special_tokens: bool = False,
 ) -> Context:
     """Reads `document` as the opening of a user's message and compresses it.
 
-    `prefill_chunk` and `compress` are as for `generate`, the rest as for `CompressedCache`; both
-    also say what is raised.
+    What is spelled like a special token in it is text, unless `special_tokens` says that it is
+    meant. `prefill_chunk` and `compress` are as for `generate`, the rest as for `CompressedCache`;
+    both also say what is raised.
     """
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
     check_reusable(cache)
     frame = Frame.of(tokenizer)
-    ids = token_ids(tokenizer, frame.before + document).to(model.device)
+    read = content(document, special_tokens)
+    ids = token_ids(tokenizer, frame.before, read).to(model.device)
     if compress == "per_chunk":
         read_per_chunk(model, cache, ids, None, prefill_chunk)
     else:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvfold.content import ids_of, segments
+
 # Between a document and the question about it.
 PARTING = "\n\n"
+NONCHARACTER = "\ufdd0"
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,39 @@ def _around(tokenizer: PreTrainedTokenizerBase, *roles: str) -> list[str]:
     return str(text).split(mark)
 
 
+def conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Segments of the chat template with messages `(role, text)`, up to where the answer begins.
+
+    The template is given every text with a mark at each cut, so that whatever it does with them
+    the cuts stay where they are.
+    """
+    mark = _absent_from("".join(text for _, text in messages))
+    marked = [
+        {"role": role, "content": mark.join(segments(tokenizer, text))} for role, text in messages
+    ]
+    whole = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+    return str(whole).split(mark)
+
+
+def _absent_from(text: str) -> str:
+    """A noncharacter, once or several times, that is not in the text."""
+    mark = NONCHARACTER
+    while mark in text:
+        mark += NONCHARACTER
+    return mark
+
+
 def token_count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     """How many tokens `text` is as it stands."""
     return len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
-    """Ids `[1, N]` of `text` as it stands, without special tokens of the tokenizer's own."""
-    ids: Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    return ids.long()
+def token_ids(tokenizer: PreTrainedTokenizerBase, *pieces: str) -> Tensor:
+    """Ids `[1, N]` of the pieces joined, without special tokens of the tokenizer's own.
+
+    Control tokens that a `Content` among them spells stay text; see `content.py` for what is
+    raised.
+    """
+    return torch.tensor([ids_of(tokenizer, *pieces)], dtype=torch.long)

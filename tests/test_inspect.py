@@ -191,7 +191,9 @@ def test_holdings_are_the_positions_of_the_cache(bundled: tuple[Any, Any], metho
     document = Document.with_needles(tokenizer, 400, seed=2)
     found = hold(model, tokenizer, document, method, kvfold.Budget.ratio(0.3))
     limit = None if method == "dbudgetkv" else 0.3
-    context = kvfold.compress(model, tokenizer, document.text, method, limit)
+    context = kvfold.compress(
+        model, tokenizer, document.text, method, limit, special_tokens=document.special_tokens
+    )
     assert torch.equal(context.ids, document.ids)
     expected = torch.zeros_like(found.counts)
     for layer in range(4):

@@ -26,6 +26,7 @@ class Settings:
     prefill_chunk: int | None
     compress: Compress
     seed: int
+    special_tokens: bool = False
 
     def compressed(
         self, model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
@@ -40,6 +41,7 @@ class Settings:
             prefill_chunk=self.prefill_chunk,
             compress=self.compress,
             seed=self.seed,
+            special_tokens=self.special_tokens,
         )
 
 

@@ -7,12 +7,13 @@ import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvfold.content import content, led, segments
 from kvfold.errors import KvfoldError
 from kvfold.eval import ruler
 from kvfold.frame import Frame, token_count, token_ids
@@ -36,21 +37,26 @@ class Document:
     """A text behind what a chat template puts before a user's message.
 
     `ids [1, N]` are what a model reads, `pieces` the text of each, which joined are the whole.
+    With `special_tokens` its control tokens are meant, as a chat template's are.
     """
 
     text: str
     ids: Tensor
     pieces: tuple[str, ...]
     needles: tuple[Needle, ...] = ()
+    special_tokens: bool = False
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> Document:
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = False
+    ) -> Document:
         """`text` as `kvfold.compress` reads it; raises KvfoldError for one without tokens."""
-        whole = Frame.of(tokenizer).before + text
-        ids = token_ids(tokenizer, whole)
+        whole = Frame.of(tokenizer).before, content(text, special_tokens)
+        ids = token_ids(tokenizer, *whole)
         if ids.shape[1] < 2:
             raise KvfoldError("the text is shorter than two tokens: there is nothing to look at")
-        return cls(text, ids, tuple(text_of_tokens(tokenizer, whole, ids)))
+        pieces = text_of_tokens(tokenizer, segments(tokenizer, *whole), ids)
+        return cls(text, ids, tuple(pieces), special_tokens=special_tokens)
 
     @classmethod
     def with_needles(cls, tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Document:
@@ -62,12 +68,12 @@ class Document:
             raise KvfoldError(f"{problem}: give a text with --file or --prompt") from problem
         question, after = sample.questions[0], Frame.of(tokenizer).after
         text = f"{sample.document}\n{question.text}{after}{question.prefix}"
-        made = cls.of(tokenizer, text)
+        made = cls.of(tokenizer, text, special_tokens=True)
         needles = [
             Needle(start, stop, asked=question.answers[0] in needle)
             for start, stop, needle in needles_in(made.pieces)
         ]
-        return cls(made.text, made.ids, made.pieces, tuple(needles))
+        return replace(made, needles=tuple(needles))
 
 
 def needles_in(pieces: Sequence[str]) -> Iterator[tuple[int, int, str]]:
@@ -79,14 +85,22 @@ def needles_in(pieces: Sequence[str]) -> Iterator[tuple[int, int, str]]:
         yield inside[0], inside[-1] + 1, match[0]
 
 
-def text_of_tokens(tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor) -> list[str]:
-    """Each token's part of `text`; the first of several that share a character has all of it."""
+def text_of_tokens(
+    tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], ids: Tensor
+) -> list[str]:
+    """Each token's part of the text of these segments, which became `ids [1, N]`.
+
+    The first of several tokens that share a character has all of it.
+    """
     if not tokenizer.is_fast:
         return [str(tokenizer.decode([number])) for number in ids[0].tolist()]
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    pieces, at = [], 0
-    for _, stop in encoded.offset_mapping:
-        pieces.append(text[at:stop])
-        at = max(at, stop)
-    pieces[-1] += text[at:]
+    pieces: list[str] = []
+    for part in parts:
+        text, skipped = led(tokenizer, part) if pieces else (part, 0)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        at = len(text) - len(part)
+        for _, stop in encoded.offset_mapping[skipped:]:
+            pieces.append(text[at:stop])
+            at = max(at, stop)
+        pieces[-1] += text[at:]
     return pieces

@@ -55,7 +55,15 @@ def hold(
 ) -> Holding:
     """Compresses `document` by `method`, to `budget` where it takes one; raises as `compress`."""
     limit = budget if parse(method).takes_budget else None
-    context = kvfold.compress(model, tokenizer, document.text, method, limit, seed=seed)
+    context = kvfold.compress(
+        model,
+        tokenizer,
+        document.text,
+        method,
+        limit,
+        seed=seed,
+        special_tokens=document.special_tokens,
+    )
     stats = context.stats()
     positions = [context.cache.positions(i) for i in range(len(stats.kept))]
     heads = tuple(len(layer[0]) for layer in positions)

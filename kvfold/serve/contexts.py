@@ -93,16 +93,17 @@ class Contexts:
         self,
         context: Context,
         name: str | None = None,
-        text: str | None = None,
+        text: bytes | None = None,
         file: Path | None = None,
     ) -> Held:
         """Holds a context, by a new id where it has none; raises ApiError where there is no room.
 
-        `text` is what its tokens were made from, where that is known; `file` one that holds it.
+        `text` are the `key_bytes` of what its tokens were made from, where they are known; `file`
+        is one that holds it.
         """
         keys = {TOKENS: key_of_tokens(context.ids[0].tolist())}
         if text is not None:
-            keys[TEXT] = Key.of(text.encode())
+            keys[TEXT] = Key.of(text)
         name = name or f"ctx-{uuid.uuid4().hex}"
         held = Held(name, context.stats(), size_of(context), keys, context, file)
         with self._changed:

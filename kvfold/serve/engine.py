@@ -26,7 +26,7 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.folder import Folder
 from kvfold.serve.generation import Finished, Started, answer
 from kvfold.serve.held import Held
-from kvfold.serve.prompts import Prompts
+from kvfold.serve.prompts import Prompts, key_bytes, of_key_bytes
 from kvfold.serve.requests import ChatRequest, CompletionRequest, ContextRequest
 from kvfold.serve.sampling import Sampling
 from kvfold.serve.settings import Settings
@@ -52,7 +52,7 @@ class Engine:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         config, frame = compat.text_config(model), Frame.of(tokenizer)
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.prompts = Prompts(tokenizer, frame, config.vocab_size)
+        self.prompts = Prompts(tokenizer, frame, config.vocab_size, settings.special_tokens)
         method = parse(settings.method)
         budget = settings.budget if method.takes_budget else None
         CompressedCache(model, method, budget, tokenizer=tokenizer)
@@ -102,18 +102,20 @@ class Engine:
                 self._check_length(len(rest))
                 yield fork(context.cache), context.ids[0].tolist() + rest, context.ids.shape[1]
             return
+        parts: list[str] = []
         if isinstance(request, ChatRequest):
-            text = self.prompts.conversation(request.messages)
-            ids = self.prompts.ids(text)
+            parts = self.prompts.conversation(request.messages)
+            ids = self.prompts.ids(parts)
         else:
             prompt = request.text_or_tokens
-            text = prompt if isinstance(prompt, str) else ""
+            if isinstance(prompt, str):
+                parts = self.prompts.split(self.prompts.theirs(prompt))
             ids = self.prompts.prompt(prompt)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt")
         self._check_length(len(ids))
         with ExitStack() as stack:
-            found = self._longest(ids, text) if request.prefix_cache else None
+            found = self._longest(ids, parts) if request.prefix_cache else None
             if found is None:
                 yield CompressedCache(self.model, "full"), ids, 0
                 return
@@ -131,23 +133,26 @@ class Engine:
         if isinstance(request, ChatRequest):
             return self.prompts.turns(request.messages, context.frame)
         prompt = request.text_or_tokens
-        tokens = self.prompts.ids(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            tokens = self.prompts.ids(self.prompts.split(self.prompts.theirs(prompt)))
+        else:
+            tokens = self.prompts.checked(prompt)
         if not tokens:
             raise ApiError(400, "the prompt is empty", param="prompt")
-        return self.prompts.checked(tokens)
+        return tokens
 
-    def _longest(self, ids: list[int], text: str) -> tuple[Held, list[int]] | None:
+    def _longest(self, ids: list[int], parts: list[str]) -> tuple[Held, list[int]] | None:
         """The longest context that a prompt begins with, and the tokens of what follows it.
 
         Tokens at the end of a document often join with the blank line after it, so that texts
         are compared too, and then split there, as `Context.ask` does.
         """
-        data = text.encode()
+        data = key_bytes(parts)
         by_tokens = self.contexts.longest(TOKENS, token_bytes(ids))
         by_text = self.contexts.longest(TEXT, data)
         if by_text is not None and (by_tokens is None or by_tokens.stats.seen < by_text.stats.seen):
-            rest = data[by_text.keys[TEXT].length :].decode()
-            return by_text, self.prompts.ids(PARTING + rest)
+            first, *others = of_key_bytes(data[by_text.keys[TEXT].length :])
+            return by_text, self.prompts.ids([PARTING + first, *others])
         return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
 
     def _most(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
@@ -182,8 +187,8 @@ class Engine:
         """Compresses a text and holds its context; raises ApiError."""
         self._begin(cancelled)
         self.contexts.check_new(request.id)
-        before = self.prompts.frame.before
-        tokens = len(self.prompts.ids(before + request.text))
+        parts = self.prompts.split(self.prompts.frame.before, self.prompts.theirs(request.text))
+        tokens = len(self.prompts.ids(parts))
         self._check_length(tokens)
         if not tokens:
             raise ApiError(400, "the text has no tokens", param="text")
@@ -199,11 +204,13 @@ class Engine:
                 method,
                 None if budget is None else Budget.of(budget),
                 prefill_chunk=self.settings.prefill_chunk,
+                special_tokens=self.settings.special_tokens,
             )
         except KvfoldError as refused:
             raise ApiError(400, str(refused)) from refused
         self._check_wanted()
-        return self.contexts.add(context, request.id, before + request.text + PARTING)
+        parts[-1] += PARTING
+        return self.contexts.add(context, request.id, key_bytes(parts))
 
     # --- the end ----------------------------------------------------------------------------
 

@@ -9,25 +9,46 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.frame import PARTING, Frame
+from kvfold.content import content, own_tokens, segment_ids, segments
+from kvfold.errors import KvfoldError
+from kvfold.frame import PARTING, Frame, conversation
 from kvfold.serve.errors import ApiError
 from kvfold.serve.requests import Message
 
-# What `Chat` puts between a document and the first question.
+# Between segments in what texts are compared by: a byte that no text has.
+CUT = b"\xff"
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts and tokens of one tokenizer, for a model that knows `vocabulary` of them."""
+    """Texts and tokens of one tokenizer, for a model that knows `vocabulary` of them.
+
+    Texts come as segments (`content.py`), so that clients' special tokens stay text, unless
+    `special_tokens` allows them.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     frame: Frame
     vocabulary: int
+    special_tokens: bool = False
 
-    def ids(self, text: str) -> list[int]:
-        """Tokens of a text as it stands."""
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return tokens
+    def theirs(self, text: str) -> str:
+        """A client's text."""
+        return content(text, self.special_tokens)
+
+    def split(self, *pieces: str) -> list[str]:
+        """The segments of these pieces, of which a client's are `theirs`."""
+        return segments(self.tokenizer, *pieces)
+
+    def ids(self, parts: Sequence[str]) -> list[int]:
+        """Tokens of segments as they stand; raises ApiError where special ones cannot be split."""
+        if self.special_tokens:
+            tokens: list[int] = self.tokenizer("".join(parts), add_special_tokens=False).input_ids
+            return tokens
+        try:
+            return segment_ids(self.tokenizer, parts)
+        except KvfoldError as refused:
+            raise ApiError(400, str(refused), code="special_tokens") from refused
 
     def turns(self, messages: Sequence[Message], frame: Frame) -> list[int]:
         """What follows a context's document: questions and answers, as `Chat` reads them."""
@@ -43,15 +64,17 @@ class Prompts:
             raise ApiError(400, "the model's chat template has no second turn", param="messages")
         tokens: list[int] = []
         for index, message in enumerate(messages):
+            theirs = self.theirs(message.text)
             if message.role == "assistant":
-                tokens += self.ids(message.text)
+                tokens += self.ids(self.split(theirs))
             else:
                 opening = frame.between if index else PARTING
-                tokens += self.ids(f"{opening}{message.text}{frame.after}")
+                assert opening is not None
+                tokens += self.ids(self.split(opening, theirs, frame.after))
         return tokens
 
-    def conversation(self, messages: Sequence[Message]) -> str:
-        """A conversation that stands alone, and where its answer begins."""
+    def conversation(self, messages: Sequence[Message]) -> list[str]:
+        """A conversation that stands alone, and where its answer begins, as segments."""
         if not self.tokenizer.chat_template:
             first, *others = messages
             if first.role != "user" or others:
@@ -60,26 +83,35 @@ class Prompts:
                     "the model has no chat template: it takes a single user's message",
                     param="messages",
                 )
-            return f"{self.frame.before}{first.text}{self.frame.after}"
-        plain = [{"role": message.role, "content": message.text} for message in messages]
+            return self.split(self.frame.before, self.theirs(first.text), self.frame.after)
+        theirs = [(message.role, self.theirs(message.text)) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                plain, tokenize=False, add_generation_prompt=True
-            )
+            return conversation(self.tokenizer, theirs)
         except TemplateError as problem:
             raise ApiError(400, f"the chat template refuses: {problem}", param="messages") from None
-        return str(text)
 
     def prompt(self, prompt: str | list[int]) -> list[int]:
         """Tokens of a completion's prompt that stands alone, with the tokenizer's own before it."""
         if isinstance(prompt, list):
             return self.checked(prompt)
-        begun = self.tokenizer.bos_token and prompt.startswith(self.tokenizer.bos_token)
-        tokens: list[int] = self.tokenizer(prompt, add_special_tokens=not begun).input_ids
-        return tokens
+        bos = self.tokenizer.bos_token
+        if self.special_tokens and bos and prompt.startswith(bos):
+            return self.ids([prompt])
+        before, after = own_tokens(self.tokenizer)
+        return [*before, *self.ids(self.split(self.theirs(prompt))), *after]
 
     def checked(self, tokens: list[int]) -> list[int]:
         """Tokens of a client's own making; raises ApiError for one that the model has not."""
         if max(tokens, default=0) >= self.vocabulary:
             raise ApiError(400, f"there is no token {max(tokens)}", param="prompt")
         return tokens
+
+
+def key_bytes(parts: Sequence[str]) -> bytes:
+    """Segments as bytes, of which those of a longer text begin with a shorter one's."""
+    return CUT.join(part.encode() for part in parts)
+
+
+def of_key_bytes(data: bytes) -> list[str]:
+    """The segments of such bytes."""
+    return [part.decode() for part in data.split(CUT)]

@@ -17,6 +17,7 @@ class Settings:
     memory. `folder` keeps contexts beyond the server's life; None: a private one that is removed.
     `workers` answers are generated at a time, and `queue` requests may wait for them.
     `context_tokens` bounds documents and prompts, None: by what the model was made for.
+    `special_tokens`: what clients spell like a special token is meant as one.
     """
 
     method: str = "kvzip"
@@ -31,6 +32,7 @@ class Settings:
     context_tokens: int | None = None
     answer_tokens: int = 1024
     api_key: str | None = None
+    special_tokens: bool = False
     grace: float = 30.0
 
     def __post_init__(self) -> None:

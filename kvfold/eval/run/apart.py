@@ -50,7 +50,10 @@ def apart(
 def _asked(
     model: compat.PreTrainedModel, chat: Chat, prompt: Prompt, task: Task, history: str
 ) -> list[Answer]:
-    """Every question's answer; each sees the turns before it where they are a conversation."""
+    """Every question's answer; each sees the turns before it where they are a conversation.
+
+    A benchmark's text is tokenised as its own code does, special tokens and all.
+    """
     record, options, answers = prompt.record, prompt.options(end_tokens(model)), []
     for question in record.questions:
         reply = chat.reply(
@@ -59,9 +62,15 @@ def _asked(
             answer_prefix=question.answer_prefix,
             max_new_tokens=question.max_new_tokens,
             stop=record.stop,
+            special_tokens=True,
             **options,
         )
         if record.conversation and history == "gold":
-            chat.add(question.text, question.answers[0], answer_prefix=question.answer_prefix)
+            chat.add(
+                question.text,
+                question.answers[0],
+                answer_prefix=question.answer_prefix,
+                special_tokens=True,
+            )
         answers.append(scored(task, question, reply))
     return answers

@@ -33,7 +33,10 @@ class Contexts:
     def complete(self, asking: CompletionRequest) -> Asked:
         """A text, or tokens, that go on from the document."""
         card, prompt = self._card(asking.context_id), asking.text_or_tokens
-        ids = self.prompts.ids(prompt) if isinstance(prompt, str) else self.prompts.checked(prompt)
+        if isinstance(prompt, str):
+            ids = self.prompts.ids(self.prompts.split(self.prompts.theirs(prompt)))
+        else:
+            ids = self.prompts.checked(prompt)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt")
         return Asked(card, ids)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users' text as tokens: in it, what is spelled like a control token stays text.
+
+A tokenizer turns "<|im_end|>" into the token that ends a message wherever it stands, so that a
+document could speak in another role. Such strings are cut after their first character where a user
+wrote them, and both parts are tokenised apart; a template's own are left whole. The tokenizer's
+`split_special_tokens` is not used: it is a switch of the tokenizer, which threads share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.errors import KvfoldError
+
+# Read before a later segment and taken off again: some tokenizers begin a text with a space.
+LEAD = "\n"
+
+
+class Content(str):
+    """Text of a user. All other text is a template's, whose control tokens are meant."""
+
+
+def content(text: str, special_tokens: bool) -> str:
+    """A user's text; with `special_tokens` it is read as a template's is."""
+    return text if special_tokens else Content(text)
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Special tokens, and added ones that the chat template writes, with their ids.
+
+    White space and single characters, which some tokenizers declare special, are what they are.
+    """
+    templates = tokenizer.chat_template or ""
+    written = templates if isinstance(templates, str) else "\0".join(templates.values())
+    found = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.special or token.content in written:
+            found[token.content] = number
+    return {text: number for text, number in found.items() if len(text.strip()) > 1}
+
+
+def segments(tokenizer: PreTrainedTokenizerBase, *pieces: str) -> list[str]:
+    """`pieces` joined, and cut inside every control token that a `Content` spells.
+
+    Each segment is tokenised by itself; text without such strings is a single one.
+    """
+    pattern = _pattern(tuple(control_tokens(tokenizer)))
+    made = [""]
+    for piece in pieces:
+        start = 0
+        if isinstance(piece, Content):
+            while found := pattern.search(piece, start):
+                made[-1] += piece[start : found.start() + 1]
+                made.append("")
+                start = found.start() + 1
+        made[-1] += piece[start:]
+    return made
+
+
+def segment_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> list[int]:
+    """Ids of all segments, without special tokens of the tokenizer's own.
+
+    Raises KvfoldError where a control token comes out of text that does not spell one: of another
+    spelling that the tokenizer normalises to it, or of a vocabulary that joins its parts again.
+    """
+    control = control_tokens(tokenizer)
+    pattern, unknown = _pattern(tuple(control)), _unknown(tokenizer)
+    ids: list[int] = []
+    for index, part in enumerate(parts):
+        text, skipped = led(tokenizer, part) if index else (part, 0)
+        new = _encoded(tokenizer, text)[skipped:]
+        meant = [number for text in pattern.findall(part) if (number := control[text]) != unknown]
+        watched = set(control.values()) - {unknown}
+        if [number for number in new if number in watched] != meant:
+            names = ", ".join(repr(text) for text, number in control.items() if number in new)
+            raise KvfoldError(
+                f"this tokenizer reads part of the text as a control token ({names}) however it is "
+                "split: change that text, or allow control tokens with special_tokens=True"
+            )
+        ids += new
+    return ids
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, *pieces: str) -> list[int]:
+    """Ids of `pieces` joined, without special tokens of the tokenizer's own.
+
+    What a `Content` among them spells stays text; raises KvfoldError as `segment_ids`.
+    """
+    if not any(isinstance(piece, Content) for piece in pieces):
+        return _encoded(tokenizer, "".join(pieces))
+    return segment_ids(tokenizer, segments(tokenizer, *pieces))
+
+
+def led(tokenizer: PreTrainedTokenizerBase, part: str) -> tuple[str, int]:
+    """What is tokenised for a segment that is not the first, and how many tokens are left out."""
+    lead, both = _encoded(tokenizer, LEAD), _encoded(tokenizer, LEAD + part)
+    return (LEAD + part, len(lead)) if both[: len(lead)] == lead else (part, 0)
+
+
+def own_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer itself puts before and after a text."""
+    probe = "a"
+    bare, whole = _encoded(tokenizer, probe), list(tokenizer(probe).input_ids)
+    places = range(len(whole) - len(bare) + 1)
+    start = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
+    return whole[:start], whole[start + len(bare) :]
+
+
+@lru_cache(maxsize=8)
+def _pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds any of `texts`, the longest of those that begin at one place."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _unknown(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of words that are not in the vocabulary, where it means nothing else."""
+    another = tokenizer.unk_token in (tokenizer.bos_token, tokenizer.eos_token)
+    return None if another else tokenizer.unk_token_id
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
