@@ -75,10 +75,16 @@ class Compression(Held):
         free = self.seen_per_row() - self.protected()
         return self.plan.counts(seen, free, self._entry_size(), self._heads())
 
-    def per_head(self) -> Tensor:
-        """The budget in entries per KV head and layer `[B]`, beside protected ones."""
+    def per_head(self, unrounded: bool = False) -> Tensor:
+        """The budget in entries per KV head and layer `[B]`, beside protected ones.
+
+        Whole entries, int64; `unrounded` float64.
+        """
         free = self.seen_per_row() - self.protected()
         size, heads = self._entry_size(), self._heads()
+        if unrounded:
+            exact = [self.plan.unrounded(n, size, heads, len(free)) for n in free.tolist()]
+            return torch.tensor(exact, device=free.device, dtype=torch.float64)
         totals = [self.plan.total(n, size, heads, len(free)) for n in free.tolist()]
         return torch.tensor(totals, device=free.device) // self.plan.layers
 

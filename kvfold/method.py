@@ -56,12 +56,14 @@ class Across:
 
     `statistic` turns an Observation into whatever `share` needs of a layer; `share` takes all
     layers' statistics, the budget per head and layer `[B]` and the tokens seen `[B]`, and returns
-    each layer's entries per head, `[B]`, or `[B, H]` with `per_head`.
+    each layer's entries per head, `[B]`, or `[B, H]` with `per_head`. The budget is whole entries,
+    int64; with `unrounded` it is what it was before it was rounded down, float64.
     """
 
     statistic: Callable[[Observation], Tensor]
     share: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]
     per_head: bool = False
+    unrounded: bool = False
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Turn:
         statistics = [across.statistic(of_layer) for _, of_layer in gathered]
         free = seen.seen - layer.protected()
         # Without a budget the statistics alone decide.
-        budget = free if layer.plan.budget is None else layer.per_head()
+        budget = free if layer.plan.budget is None else layer.per_head(across.unrounded)
         counts = across.share(statistics, budget, free)
         for (waiting, of_layer), count in zip(gathered, counts, strict=True):
             waiting.compress(of_layer, count)
@@ -129,6 +129,12 @@ class Plan:
             room = self.budget.amount / (rows * heads * self.layers)
             return self.stages.encode.fitting(room, size) * self.layers
         return self.budget.per_layer(tokens, size.whole, self.layers, heads, rows)
+
+    def unrounded(self, tokens: int, size: EntrySize, heads: int, rows: int) -> float:
+        """As `total` of one layer, before it is rounded down to whole entries of each head."""
+        if self.budget is not None and self.budget.kind == "ratio":
+            return self.budget.amount * tokens
+        return self.total(tokens, size, heads, rows) / self.layers
 
     def counts(self, seen: Observation, free: Tensor, size: EntrySize, heads: int) -> Tensor:
         """Entries per KV head of this layer, `[B]` or `[B, H]`, of `free [B]` tokens."""

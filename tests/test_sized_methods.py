@@ -134,6 +134,22 @@ def test_kvzip_spends_its_budget_over_all_layers_and_heads(options, missing):
         assert counts.unique().numel() > 4
 
 
+def test_kvzip_strict_spends_what_the_released_threshold_leaves():
+    """Which is int(r·N) − 1 of all N pairs, and not r of each head's, rounded down."""
+    small, tokenizer = kvfold.bundled_model()
+    text = "the garden of the old house was quiet and nobody came " * 5
+    opening = len(token_ids(tokenizer, Frame.of(tokenizer).before)[0])
+    kept = {}
+    for options in ("strict=true", "strict=false"):
+        stats = kvfold.compress(small, tokenizer, text, f"kvzip:{options}", 0.29).stats()
+        counts = torch.tensor(stats.kept)[:, 0] - opening
+        kept[options], tokens = int(counts.sum()), stats.seen - opening
+    heads = counts.numel()
+    assert int(0.29 * tokens) * heads < int(0.29 * tokens * heads) - 1
+    assert kept["strict=true"] == int(0.29 * tokens * heads) - 1
+    assert kept["strict=false"] == int(0.29 * tokens) * heads
+
+
 # --- SimLayerKV --------------------------------------------------------------------------------
 
 

@@ -232,6 +232,18 @@ def test_equal_scores_go_to_the_earlier_layer_and_head():
     assert torch.cat(pooled(layers, torch.tensor([2]))).tolist() == [[3, 3], [2, 0]]
 
 
+@pytest.mark.parametrize("heads", [32, 7])
+def test_strict_rounds_down_once_for_all_heads_as_the_released_threshold_does(heads):
+    tokens, part = 485, 0.3
+    scores = distinct(1, 1, heads, tokens)
+    ordered = sorted(scores.flatten().tolist(), reverse=True)
+    threshold = ordered[max(int(heads * tokens * part) - 1, 0)]
+    per_head = torch.tensor([part * tokens], dtype=torch.float64)
+    counts = pooled(list(scores), per_head, strict=True)
+    assert torch.equal(torch.cat(counts), (scores > threshold)[0].sum(-1))
+    assert sum(int(count.sum()) for count in counts) == {32: 4655, 7: 1017}[heads]
+
+
 @pytest.mark.parametrize("per_head", [1, 5, 9])
 def test_strict_keeps_one_less_where_no_two_are_equal(per_head):
     layers = list(distinct(3, 1, 4, 10))

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.allocate.rounding import largest_remainder
+from kvfold.allocate.rounding import ROUNDING, largest_remainder
 from kvfold.errors import BudgetError
 from kvfold.observation import Observation
 
@@ -72,7 +72,7 @@ def by_density(
                 f"head, the budget is {size * layers}: raise it or skip fewer layers"
             )
         if shape == "exponential":
-            inside = math.floor(inside * sum(map(math.exp, own)) / len(own) + 1e-9)
+            inside = math.floor(inside * sum(map(math.exp, own)) / len(own) + ROUNDING)
         shares = iter(largest_remainder(_filled(own, inside, tokens), inside, tokens))
         rows.append([next(shares) if layer in sharing else tokens for layer in range(layers)])
     return list(torch.tensor(rows, device=seen.device).T)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.allocate.rounding import ROUNDING
+
 
 def pooled(
     scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None, *, strict: bool = False
@@ -13,16 +15,16 @@ def pooled(
     """How many of a row's best entries lie in each layer and head, whatever was `seen`.
 
     scores: of each layer, `[B, H, T]`, −inf for what is no candidate; `per_head [B]` is the mean
-    over layers and heads. Returns int64 `[B, H]` of each layer, `per_head` times all heads in sum,
-    or all candidates if they are fewer; of equal scores the earlier layer, head and entry wins.
-    `strict` keeps only what lies above the last of them, as the official code does: one entry
-    less without ties, and fewer with them.
+    over layers and heads, whole or not. Returns int64 `[B, H]` of each layer, in sum `per_head`
+    times all heads, rounded down, or all candidates if they are fewer; of equal scores the earlier
+    layer, head and entry wins. `strict` keeps only what lies above the last of them, as the
+    official code does: one entry less without ties, and fewer with them.
 
     Kim et al., section 3 (arXiv 2505.23416); snu-mllab/KVzip `attention/score.py`.
     """
     pool = _joined([layer.flatten(1) for layer in scores])
     candidates = (pool > -torch.inf).sum(-1)
-    total = torch.minimum(per_head * _heads(scores), candidates)
+    total = torch.minimum((per_head * _heads(scores) + ROUNDING).long(), candidates)
     ordered, order = pool.sort(dim=-1, descending=True, stable=True)
     if strict:
         last = ordered.gather(1, (total - 1).clamp(min=0)[:, None])

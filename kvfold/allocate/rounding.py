@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+ROUNDING = 1e-9  # added before rounding down, so that a part that is a whole number stays one
+
 
 def largest_remainder(shares: Sequence[float], total: int, most: int | None = None) -> list[int]:
     """Integers near `shares` that add up to `total`; ties go to the earlier place.
@@ -13,7 +15,7 @@ def largest_remainder(shares: Sequence[float], total: int, most: int | None = No
     No integer exceeds `most`: what overflows goes to the next places that have room, and is lost
     only when none has.
     """
-    counts = [math.floor(share + 1e-9) for share in shares]
+    counts = [math.floor(share + ROUNDING) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))
     for i in by_remainder[: max(0, total - sum(counts))]:
         counts[i] += 1

@@ -28,8 +28,9 @@ class KVzip(Method):
 
     `level="pair"` is this one pool, `"uniform"` keeps equally many in every head, `"head"` keeps
     whole heads by their highest score. The paper takes head scores once from another sample; here
-    they come from the text itself. Exactly the budget is spent, where the released code keeps what
-    lies strictly above its threshold (`strict`).
+    they come from the text itself. `strict` is the released rule: of all N pairs those that score
+    strictly above the `int(r·N)`-th best, one less where no two are equal. Without it exactly
+    `floor(r·n)` of n tokens stay in the mean of all heads.
     Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`.
     """
 
@@ -56,7 +57,8 @@ class KVzip(Method):
             return uniform
         if self.level == "head":
             return Across(most_attention, whole_heads, per_head=True)
-        return Across(most_attention, partial(pooled, strict=self.strict), per_head=True)
+        share = partial(pooled, strict=self.strict)
+        return Across(most_attention, share, per_head=True, unrounded=self.strict)
 
 
 def most_attention(seen: Observation) -> Tensor:

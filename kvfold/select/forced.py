@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-9  # so that a part that is a whole number stays one
+from kvfold.allocate.rounding import ROUNDING
 
 
 @dataclass(frozen=True)
