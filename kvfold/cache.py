@@ -123,6 +123,19 @@ class CompressedCache(compat.Cache):
         keys, values = layer.update(key_states, value_states)
         return hand_out(keys, layer_idx, layer), values
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Columns that the next forward's mask covers, and the first of them.
+
+        Raises UnsupportedModel where layers hold different numbers of tokens; none is changed.
+        """
+        lengths = compat.lengths(self)
+        if len(lengths) > 1:
+            raise UnsupportedModel(
+                f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: the last "
+                "forward failed, or single layers were cropped; make a new cache"
+            )
+        return super().get_mask_sizes(query_length, layer_idx)
+
     # --- turns ------------------------------------------------------------------------------
 
     @contextmanager
@@ -197,26 +210,28 @@ class CompressedCache(compat.Cache):
         """Takes back the last `-tokens_to_remove` tokens.
 
         Raises KvfoldError, and changes nothing, where entries were evicted since, and for models
-        with recurrent layers anywhere but to where a `frozen()` block began.
+        with recurrent layers, or with sliding windows that have slid, anywhere but to where a
+        `frozen()` block began.
         """
         for layer in self.compressed_layers:
             layer.check_crop(tokens_to_remove)
         at, saved = self._before_freezing or (-1, {})
         back_to_start = self.get_seq_length() + tokens_to_remove == at
         others = self._other_layers()
-        recurrent = any(compat.is_recurrent(layer) for layer in others.values())
-        if recurrent and tokens_to_remove and not back_to_start:
+        if not back_to_start and not all(
+            compat.can_crop(layer, tokens_to_remove) for layer in others.values()
+        ):
             raise KvfoldError(
-                f"{self.owner.name} has recurrent layers, whose state only goes back to where a "
-                "`with cache.frozen():` block began"
+                f"{self.owner.name} has sliding windows or recurrent layers, which have let go of "
+                "older tokens: they only go back to where a `with cache.frozen():` block began"
             )
         for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
         for i, other in others.items():
             if back_to_start:
                 self.layers[i] = copy.deepcopy(saved[i])
-            elif not recurrent:
-                other.crop(tokens_to_remove)
+            else:
+                compat.crop(other, tokens_to_remove)
 
     def reset(self) -> None:
         """Forgets everything: the cache is as new."""

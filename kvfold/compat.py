@@ -148,6 +148,30 @@ def is_recurrent(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionLayer)
 
 
+def lengths(cache: Cache) -> set[int]:
+    """The numbers of tokens that layers with keys hold, each once."""
+    return {layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)}
+
+
+def can_crop(layer: Any, tokens_to_remove: int) -> bool:
+    """Whether a stock layer still has what it held before its last `-tokens_to_remove` tokens."""
+    if tokens_to_remove == 0:
+        return True
+    if is_recurrent(layer):
+        return False
+    window, seen = getattr(layer, "sliding_window", None), layer.get_seq_length()
+    if window is None or seen < window:
+        return True
+    needed = min(window - 1, seen + tokens_to_remove)
+    return layer.record_past and layer.keys.shape[-2] + tokens_to_remove >= needed
+
+
+def crop(layer: Any, tokens_to_remove: int) -> None:
+    """Crops a stock layer that can be; no tokens are what assisted decoding takes back at times."""
+    if tokens_to_remove or getattr(layer, "record_past", False):
+        layer.crop(tokens_to_remove)
+
+
 def shares_entries(model: PreTrainedModel) -> bool:
     """Whether later layers attend to the keys and values of an earlier one."""
     return bool(getattr(text_config(model), "num_kv_shared_layers", 0))
