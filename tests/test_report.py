@@ -15,6 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -22,8 +23,9 @@ from kvfold.bench.machine import Setup
 from kvfold.cli import app
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import Cell, Protocol, Subject
+from kvfold.eval.run.intervals import moments
 from kvfold.eval.run.result import Result
-from kvfold.eval.run.statistics import Difference, Estimate
+from kvfold.eval.run.statistics import Difference, Estimate, percent
 from kvfold.report import doubts, summary
 from kvfold.report.board import boards, slugs, titles
 from kvfold.report.headline import headline, signed
@@ -49,6 +51,18 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
+def known(value: float, error: float | None) -> Estimate:
+    """A mean of 100 samples and its standard error."""
+    far = None if error is None else 1.96 * error
+    return Estimate(
+        value=value,
+        error=error,
+        low=None if far is None else value - far,
+        high=None if far is None else value + far,
+        count=100,
+    )
+
+
 def made(
     method: str = "full",
     budget: str | None = None,
@@ -68,7 +82,7 @@ def made(
             subject=subject, task=task, length=length, seed=0, data=(), protocol=protocol,
             method=method, budget=budget,
         ),
-        "score": None if score is None else Estimate(value=score[0], error=score[1]),
+        "score": None if score is None else known(*score),
         "difference": None if apart is None else Difference(
             value=apart[0], low=apart[1], high=apart[2], samples=100, worse=1, better=1),
         "kept_nominal": kept if budget else None, "kept": kept, "nbytes": 1000.0 * kept,
@@ -111,7 +125,7 @@ def test_a_mean_is_over_tasks_and_within_a_task_over_lengths() -> None:
 
 def test_an_error_is_unknown_where_one_is() -> None:
     found = summary.mean([made(score=(80.0, 2.0)), made(score=(60.0, None), task="b")])
-    assert found == Estimate(value=70.0, error=None)
+    assert found is not None and (found.value, found.error, found.low) == (70.0, None, None)
     assert summary.mean([made(score=None)]) is None
 
 
@@ -133,11 +147,25 @@ def test_no_interval_where_one_is_missing_or_of_one_sample() -> None:
     assert summary.gap([known, made("m", "0.2", task="b", difference=single)]) is None
 
 
-def test_places_are_what_two_standard_errors_leave_open() -> None:
+def test_tasks_without_any_difference_are_pooled() -> None:
+    """Eight tasks of 20 samples, all as the full cache: known as well as 160 samples are."""
+    none = percent(moments(np.zeros(20), np.ones(20)))
+    same = Difference(value=0, low=-16.8, high=16.8, samples=20, gained=none, lost=none,
+                      correlation=0)  # fmt: skip
+    found = summary.gap([made("m", "0.2", task=f"t{n}", difference=same) for n in range(8)])
+    # Clopper and Pearson: none of 160.
+    most = 100 * (1 - 0.025 ** (1 / 160))
+    assert found is not None and found.is_noise
+    assert (found.value, found.low, found.high) == (0, pytest.approx(-most), pytest.approx(most))
+    alone = summary.gap([made("m", "0.2", difference=same)])
+    assert alone is not None and alone.high == pytest.approx(100 * (1 - 0.025 ** (1 / 20)))
+
+
+def test_places_are_what_intervals_leave_open() -> None:
     scores = {"m1": (80.0, 1.0), "m2": (78.0, 1.0), "m3": (76.0, 1.0), "m4": (10.0, 1.0)}
     results = [made(name, "0.2", score) for name, score in scores.items()]
     results += [made(), made("other", "0.1", (99.0, 1.0))]
-    # Two means with an error of 1 are told apart beyond 2.83 points.
+    # Two means with an error of 1 are told apart beyond 2.77 points.
     assert {name: row(results, name, "0.2").place for name in scores} == {
         "m1": (1, 2), "m2": (1, 3), "m3": (2, 3), "m4": (4, 4),
     }  # fmt: skip
@@ -225,15 +253,13 @@ def test_the_headline_is_the_smallest_cache_that_loses_little_for_certain() -> N
     near = made("near", "0.5", (89.5, 1.0), (-0.5, -1.5, 0.5))
     small = made("small", "0.1", (87.0, 1.0), (-3.0, -4.5, -1.5))
     lost = made("lost", "0.1", (20.0, 1.0), (-70.0, -75.0, -65.0))
-    assert "loses at most 5 points" in said(near, small)  # 3 of 100 may be lost unseen
-    many = [one.model_copy(update={"samples": 1000}) for one in (near, small)]
-    assert said(*many).startswith("near at 0.5 holds 50 % of the full cache’s bytes")
-    assert "at most 2 points" in said(*many)
-    assert headline(summary.rows([made(), *many])).further == (
+    assert said(near, small).startswith("near at 0.5 holds 50 % of the full cache’s bytes")
+    assert "at most 2 points" in said(near, small)
+    assert headline(summary.rows([made(), near, small])).further == (
         "For at most 5 points, small at 0.1 holds 10 %.",
     )
-    few = [one.model_copy(update={"samples": 9}) for one in (near, small)]
-    assert said(*few) == "Too few samples to tell what is lost."
+    few = made("few", "0.1", (90.0, 9.0), (0.0, -17.0, 17.0))
+    assert said(few, lost) == "Too few samples to tell what is lost."
     assert said(lost).startswith("No method is certain to stay within 10 points")
     assert said(made("random", "0.1", (90.0, 1.0), (0.0, -1.0, 1.0))) == "No method to compare."
     assert headline(summary.rows([near])).claim == "Nothing to compare with."
@@ -277,7 +303,7 @@ def test_four_choices_are_guessed_right_a_quarter_of_the_time() -> None:
 
 def test_csv_holds_every_field() -> None:
     results = [
-        made(by={"depth": {"0.0": Estimate(value=1 / 3, error=None)}}, task='odd, "name"\nhere'),
+        made(by={"depth": {"0.0": known(1 / 3, None)}}, task='odd, "name"\nhere'),
         made("m", "0.2", None, length=None, errors={HOSTILE: 2}),
         made("m", "0.1", (1 / 3, None), (-1.0, -2.0, 0.5)),
     ]
@@ -293,9 +319,11 @@ def _unflattened(line: dict[str, str]) -> Result:
         for part in path:
             at = at.setdefault(part, {})
         at[last] = json.loads(text) if text[:1] in ("{", "[") else text or None
-    for name in ("score", "difference"):
-        if not any(value is not None for value in nested[name].values()):
-            nested[name] = None
+    difference = nested["difference"]
+    for inside, name in ((difference, "gained"), (difference, "lost"), (nested, "score"),
+                         (nested, "difference")):  # fmt: skip
+        if not any(value is not None for value in inside[name].values()):
+            inside[name] = None
     return Result.model_validate(nested)
 
 
@@ -326,7 +354,7 @@ def hostile_page() -> str:
     results = [
         made(task=HOSTILE, subject=subject, group=HOSTILE),
         made(HOSTILE, "0.2", (80.0, 1.0), (-10.0, -12.0, -8.0), HOSTILE, subject=subject,
-             group=HOSTILE, errors={HOSTILE: 1}, by={"depth": {"0.0": Estimate(value=1, error=0)}}),
+             group=HOSTILE, errors={HOSTILE: 1}, by={"depth": {"0.0": known(1, 0)}}),
     ]  # fmt: skip
     return page(boards(results), looks(summary.rows(results)))
 
@@ -394,9 +422,9 @@ def test_the_best_methods_have_colours_of_their_own() -> None:
 
 
 def test_needles_by_length_and_depth() -> None:
-    short = made(by={"depth": {"0.0": Estimate(value=1, error=0)}})
+    short = made(by={"depth": {"0.0": known(1, 0)}})
     long = made(
-        by={"depth": {"100.0": Estimate(value=3, error=0), "0.0": Estimate(value=2, error=0)}},
+        by={"depth": {"100.0": known(3, 0), "0.0": known(2, 0)}},
         length=2048,
     )
     assert by_depth([long, short]) == ([1024, 2048], [0.0, 100.0], [[1.0, 2.0], [None, 3.0]])
@@ -444,7 +472,7 @@ def test_nothing_to_report_is_said(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_page_tables_and_pictures(tmp_path: Path) -> None:
-    hidden = {"depth": {"0.0": Estimate(value=50, error=1), "100.0": Estimate(value=90, error=1)}}
+    hidden = {"depth": {"0.0": known(50, 1), "100.0": known(90, 1)}}
     results = [
         *board(), made(task="niah", by=hidden),
         made("good $x^$ _", "0.2", (50.0, 1.0), (-40.0, -45.0, -35.0), "niah", by=hidden),

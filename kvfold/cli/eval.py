@@ -219,7 +219,7 @@ def _table(title: str, records: Sequence[Result]) -> Table:
     """Each method at each budget, against the full cache on the same samples."""
     from kvfold.report.summary import rows
 
-    names = ("score", "± error", "full", "kept", "bytes", "errors")
+    names = ("score", "95 %", "− full", "kept", "bytes", "errors")
     shown = table(title, "method", "budget", *names, right=("budget", *names))
     for row in rows(records):
         assert row.score is not None
@@ -227,7 +227,7 @@ def _table(title: str, records: Sequence[Result]) -> Table:
             row.method,
             row.budget or "",
             f"{row.score.value:.1f}",
-            "" if row.score.error is None else f"{row.score.error:.1f}",
+            "" if row.score.low is None else f"{row.score.low:.1f} to {row.score.high:.1f}",
             "" if row.gap is None else f"{row.gap.value:+.1f}",
             "" if row.kept is None else f"{row.kept:.1%}",
             "" if row.bytes_ratio is None else f"{row.bytes_ratio:.1%}",

@@ -59,7 +59,8 @@ def near_guessing(result: Result) -> bool:
     """Whether a full cache's score leaves too little room to lose."""
     if result.score is None or result.lower_is_better:
         return False
-    room = max(ROOM, 2 * (result.score.error or 0))
+    low = result.score.value if result.score.low is None else result.score.low
+    room = max(ROOM, result.score.value - low)
     return result.score.value - GUESSED.get(result.metric or "", 0.0) < room
 
 

@@ -65,7 +65,7 @@ def headline(rows: Sequence[Row]) -> Headline:
         ]
         return Headline(claim, _evidence(best, full), tuple(further))
     best = min(known, key=_loss)
-    if all(_unseen(row) > MARGINS[-1] for row in known):
+    if any(row.gap and row.gap.is_noise for row in known):
         claim = "Too few samples to tell what is lost."
     else:
         claim = f"No method is certain to stay within {MARGINS[-1]} points of the full cache."
@@ -74,17 +74,9 @@ def headline(rows: Sequence[Row]) -> Headline:
 
 
 def _loss(row: Row) -> float:
-    """Points lost at most, with 95 % confidence.
-
-    No resample loses what no sample lost; still 3 of n may be lost where none of n was. Source:
-    Hanley and Lippman-Hand, JAMA 249 (1983), the rule of three.
-    """
+    """Points lost at most, with 95 % confidence."""
     assert row.gap
-    return max(-row.gap.low, _unseen(row))
-
-
-def _unseen(row: Row) -> float:
-    return 100 * 3 / row.samples
+    return -row.gap.low
 
 
 def _name(row: Row) -> str:

@@ -54,7 +54,8 @@ def _parsed(line: bytes, path: Path, number: int) -> Result:
         where = ".".join(map(str, first["loc"]))
         raise KvfoldError(
             f"line {number} of {path} is no record of this version of kvfold eval: "
-            f"{f'{where}: ' if where else ''}{first['msg']}"
+            f"{f'{where}: ' if where else ''}{first['msg']}. The same `kvfold eval` again makes "
+            "records anew from its samples"
         ) from problem
 
 

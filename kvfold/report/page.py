@@ -22,8 +22,9 @@ from kvfold.report.summary import Row, budgets, frontier, rows
 
 SCRIPTS = ("base.js", "controls.js", "chart.js", "tables.js", "needles.js", "page.js")
 FIELDS = (
-    "method", "budget", "score", "error", "gap", "low", "high", "first", "last", "nominal", "kept",
-    "bytes", "prefill", "samples", "units", "expected", "truncated", "failed", "errors", "edge",
+    "method", "budget", "score", "least", "most", "gap", "low", "high", "first", "last", "nominal",
+    "kept", "bytes", "prefill", "samples", "units", "expected", "truncated", "failed", "errors",
+    "edge",
 )  # fmt: skip
 
 
@@ -105,7 +106,8 @@ def _rows(shown: Sequence[Row], order: list[str], lower: bool = False) -> list[l
 
 
 def _row(row: Row, order: list[str], edge: bool) -> list[Any]:
-    score = (row.score.value, row.score.error) if row.score else (None, None)
+    known = row.score
+    score = (known.value, known.low, known.high) if known else (None, None, None)
     gap = (row.gap.value, row.gap.low, row.gap.high) if row.gap else (None, None, None)
     return [
         order.index(row.method), row.budget, *score, *gap, *(row.place or (None, None)),

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.result import Result
+from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board
 from kvfold.report.look import BASELINES, COLORS, GREY, Look
 from kvfold.report.summary import Row, budgets, frontier, rows
@@ -25,7 +26,7 @@ WIDE = 3
 def pareto(board: Board, looks: dict[str, Look]) -> Figure:
     """Score against measured bytes: a panel for everything, one per task group, one of perplexity.
 
-    Bars are standard errors, the thick line is the frontier, grey are the baselines.
+    Bars are 95 % intervals, the thick line is the frontier, grey are the baselines.
     """
     panels = [("all tasks", board.scored, False)] if board.scored else []
     if len(board.groups) > 1:
@@ -55,9 +56,9 @@ def pareto(board: Board, looks: dict[str, Look]) -> Figure:
 def _panel(panel: Axes, shown: Sequence[Row], looks: dict[str, Look], lower: bool) -> None:
     points = [(r, r.bytes_ratio, r.score) for r in shown if r.bytes_ratio and r.score]
     for method in dict.fromkeys(row.method for row, *_ in points):
-        own = sorted((x, s.value, s.error or 0) for row, x, s in points if row.method == method)
+        own = sorted((x, s.value, *_bar(s)) for row, x, s in points if row.method == method)
         look = looks[method]
-        x, y, error = zip(*own, strict=True)
+        x, y, *error = zip(*own, strict=True)
         panel.errorbar(
             x, y, yerr=error, label=_label(method), marker=MARKERS[look.shape],
             color=GREY if look.color is None else COLORS[look.color],
@@ -79,6 +80,12 @@ def _panel(panel: Axes, shown: Sequence[Row], looks: dict[str, Look], lower: boo
     panel.tick_params(length=0, labelsize=8)
     panel.grid(color="#ececec", linewidth=0.8)
     panel.spines[:].set_visible(False)
+
+
+def _bar(score: Estimate) -> tuple[float, float]:
+    """How far its interval reaches down and up."""
+    low = score.value if score.low is None else score.low
+    return score.value - low, (score.value if score.high is None else score.high) - score.value
 
 
 def needles(results: Sequence[Result], looks: dict[str, Look]) -> dict[str, Figure]:

@@ -8,12 +8,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvfold.eval.run.cell import FULL, Cell
-from kvfold.eval.run.result import Result
-from kvfold.eval.run.statistics import Estimate
+import numpy as np
 
-# Two means are told apart beyond this many standard errors of their difference.
-CLEAR = 2.0
+from kvfold.eval.run.cell import FULL, Cell
+from kvfold.eval.run.intervals import (
+    Interval,
+    combined,
+    paired,
+    pooled,
+    pooled_pairs,
+)
+from kvfold.eval.run.result import Result
+from kvfold.eval.run.statistics import Difference, Estimate, percent, shares
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,8 @@ class Gap:
 class Row:
     """One method at one budget, over `units` of the `expected` tasks and lengths.
 
-    `place` is the best and the worst rank among the methods of this budget that two standard
-    errors leave open. `kept` and `bytes_ratio` are means over units, `prefill` is the whole time of
+    `place` is the best and the worst rank among the methods of this budget that 95 % intervals
+    leave open. `kept` and `bytes_ratio` are means over units, `prefill` is the whole time of
     reading and compressing over the full cache's, None where the two ran on different machines.
     """
 
@@ -79,47 +85,60 @@ def rows(results: Sequence[Result]) -> list[Row]:
 
 
 def mean(results: Sequence[Result]) -> Estimate | None:
-    """Over tasks, and within a task over its lengths; the error is None where one is unknown."""
-    scored = [(result, result.score) for result in results if result.score is not None]
-    weights = _weights([result for result, _ in scored])
+    """Over tasks, and within a task over its lengths; how sure it is, where all are known."""
+    scored = [result for result in results if result.score is not None]
+    scores = [result.score for result in scored if result.score is not None]
+    weights = _weights(scored)
     if not scored:
         return None
-    pairs = list(zip(weights, (score for _, score in scored), strict=True))
-    errors = [score.error for _, score in scored if score.error is not None]
-    error = None
-    if len(errors) == len(scored):
-        error = _root(weight * one for weight, one in zip(weights, errors, strict=True))
-    return Estimate(value=sum(weight * score.value for weight, score in pairs), error=error)
+    if any(score.error is None for score in scores):
+        value = sum(weight * score.value for weight, score in zip(weights, scores, strict=True))
+        count = sum(score.count for score in scores)
+        return Estimate(value=value, error=None, low=None, high=None, count=count)
+    if not any(result.lower_is_better for result in scored):
+        return percent(pooled([shares(score) for score in scores], weights))
+    return _mean_perplexity(scores, weights)
+
+
+def _mean_perplexity(scores: Sequence[Estimate], weights: list[float]) -> Estimate:
+    value, low, high = map(float, combined([_interval(score) for score in scores], weights))
+    error = math.hypot(*(w * (score.error or 0) for w, score in zip(weights, scores, strict=True)))
+    count = sum(score.count for score in scores)
+    return Estimate(value=value, error=error, low=low, high=high, count=count)
 
 
 def gap(results: Sequence[Result]) -> Gap | None:
     """The mean difference to the full cache; None unless every result knows its own and how sure.
 
-    The tasks' intervals combine as those of independent estimates, each side for itself: one task
-    keeps its own. Source: Zou and Donner, Statistics in Medicine 27 (2008), the MOVER.
+    What was gained and lost on all tasks is pooled: eight tasks of 20 samples are known as well as
+    one of 160. Perplexities' intervals combine as those of independent estimates.
     """
     known = [r.difference for r in results if r.difference is not None and r.difference.samples > 1]
     if not known or len(known) < len(results):
         return None
     weights = _weights(results)
-    parts = list(zip(weights, known, strict=True))
-    value = sum(weight * part.value for weight, part in parts)
-    return Gap(
-        value,
-        value - _root(weight * (part.value - part.low) for weight, part in parts),
-        value + _root(weight * (part.high - part.value) for weight, part in parts),
-    )
+    pairs = [one.pair for one in known]
+    both = [one for one in pairs if one is not None]
+    if len(both) < len(pairs):
+        return Gap(*map(float, combined([_interval(one) for one in known], weights)))
+    return Gap(*(100 * float(each) for each in paired(pooled_pairs(both, weights))))
+
+
+def _interval(of: Estimate | Difference) -> Interval:
+    return Interval(*(np.array(each, np.float64) for each in (of.value, of.low, of.high)))
 
 
 def clearly_better(one: Estimate, other: Estimate, lower: bool) -> bool:
-    """Whether `one` is ahead by more than two standard errors of the difference.
+    """Whether the 95 % interval of how far `one` is ahead leaves out zero.
 
-    Samples are shared, so errors taken as independent are too large rather than too small.
+    Samples are shared, so intervals taken as independent are too wide rather than too narrow.
     """
-    if one.error is None or other.error is None:
+    if lower:
+        one, other = other, one
+    if one.low is None or other.high is None:
         return False
-    ahead = other.value - one.value if lower else one.value - other.value
-    return ahead > CLEAR * math.hypot(one.error, other.error)
+    ahead = one.value - other.value
+    return ahead > math.hypot(one.value - one.low, other.high - other.value)
 
 
 def frontier(points: Sequence[tuple[float, float]], lower: bool = False) -> list[int]:
@@ -175,7 +194,7 @@ def _place(row: Row, others: Sequence[Row], lower: bool) -> tuple[int, int] | No
 
 
 def _ranked(row: Row) -> bool:
-    known = row.score is not None and row.score.error is not None
+    known = row.score is not None and row.score.low is not None
     return known and row.complete and row.budget is not None
 
 
@@ -200,7 +219,3 @@ def _average(values: Iterable[float | None]) -> float | None:
     known = list(values)
     numbers = [value for value in known if value is not None]
     return sum(numbers) / len(numbers) if numbers and len(numbers) == len(known) else None
-
-
-def _root(values: Iterable[float]) -> float:
-    return math.sqrt(sum(value**2 for value in values))

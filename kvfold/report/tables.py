@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from kvfold.eval.run.result import Result
+from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board, titles
 from kvfold.report.doubts import of_board
 from kvfold.report.headline import headline, signed
@@ -24,8 +25,8 @@ COLUMNS = (
     "errors / failed / cut",
 )  # fmt: skip
 READING = (
-    "score: percent ± standard error; − full: against the full cache on the same samples, ≈ where "
-    "the interval holds zero; place: what two standard errors leave open among methods of a "
+    "score: percent, with its 95 % interval; − full: against the full cache on the same samples, ≈ "
+    "where the interval holds zero; place: what the intervals leave open among methods of a "
     "budget; kept: asked → measured; bytes, prefill: over the full cache's; cut: truncated prompts"
 )
 _ESCAPED = str.maketrans(
@@ -134,7 +135,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         _safe(row.method) + ("" if row.complete else f" ({row.units} of {row.expected})"),
         row.budget or "–",
-        "–" if row.score is None else _score(row.score.value, row.score.error),
+        "–" if row.score is None else scored(row.score),
         _gap(row),
         "–" if row.place is None else "–".join(dict.fromkeys(map(str, row.place))),
         "–" if row.kept is None else _kept(row),
@@ -145,8 +146,11 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _score(value: float, error: float | None) -> str:
-    return f"{value:.1f}" if error is None else f"{value:.1f} ± {error:.1f}"
+def scored(score: Estimate) -> str:
+    """A mean and its interval."""
+    if score.low is None or score.high is None:
+        return f"{score.value:.1f}"
+    return f"{score.value:.1f} ({score.low:.1f} to {score.high:.1f})"
 
 
 def _gap(row: Row) -> str:

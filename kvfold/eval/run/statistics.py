@@ -4,100 +4,148 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from kvfold.eval.run.intervals import (
+    Array,
+    Moments,
+    Pair,
+    bounded,
+    moments,
+    pair,
+    paired,
+    student,
+)
 from kvfold.eval.run.sample import Outcome, Sample
 
-RESAMPLES, CONFIDENCE = 2000, 0.95
 PERPLEXITY = "perplexity"
 # What samples tell of themselves that a score is read by.
 BREAKDOWN = ("depth", "bucket", "length", "difficulty", "category", "subject", "level")
 
 
 class Estimate(BaseModel):
-    """A mean over samples and its standard error; None where one sample says nothing of it."""
+    """A mean over samples, its standard error, and where it is with 95 % confidence.
+
+    `count` is the number of samples, Kish's effective one where weights differ. The error is None
+    where one sample says nothing of it, the interval where nothing else does either.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     value: float
     error: float | None
+    low: float | None
+    high: float | None
+    count: float
 
 
 class Difference(BaseModel):
-    """Against the full cache on the same samples: the mean, and where 95 % of resamples lie.
+    """Against the full cache on the same samples: the mean, and where it is with 95 % confidence.
 
-    `worse` and `better` count samples that lost or gained by the metric, whichever way it points.
+    `worse` and `better` count samples that lost or gained by the metric, whichever way it points;
+    `gained` and `lost` are their means over all samples, with the `correlation` of the two. Of a
+    perplexity these are None, and of one sample's the interval too.
     """
 
     model_config = ConfigDict(frozen=True)
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     samples: int
-    worse: int
-    better: int
+    worse: int = 0
+    better: int = 0
+    gained: Estimate | None = None
+    lost: Estimate | None = None
+    correlation: float | None = None
+
+    @property
+    def pair(self) -> Pair | None:
+        """What was gained and lost, as shares."""
+        if self.gained is None or self.lost is None or self.correlation is None:
+            return None
+        gained, lost = shares(self.gained), shares(self.lost)
+        return Pair(gained, lost, np.array(self.correlation))
+
+
+def percent(of: Moments) -> Estimate:
+    """A mean of scores in [0, 1], in percent."""
+    found = bounded(of)
+    error = 100 * math.sqrt(of.variance) if of.samples > 1 else None
+    value, low, high = (100 * float(each) for each in found)
+    return Estimate(value=value, error=error, low=low, high=high, count=of.size)
+
+
+def shares(of: Estimate) -> Moments:
+    """What `percent` made of, for pooling with others."""
+    variance = np.array(((of.error or 0.0) / 100) ** 2)
+    return Moments(np.array(of.value / 100), variance, of.count, max(round(of.count), 1))
 
 
 def estimate(outcomes: Sequence[Outcome], metric: str) -> Estimate:
-    """The weighted mean over samples, and its standard error with them as units.
+    """The weighted mean over samples, and how sure it is with them as units.
 
     Questions about one context are not independent: a sample's are averaged first.
     """
-    values, weights = _values(outcomes, metric)
-    mean = float((values * weights).sum() / weights.sum())
-    error = None
-    count = len(outcomes)
-    if count > 1:
-        apart = (weights * (values - mean)).square().sum() * count / (count - 1)
-        error = float(apart.sqrt() / weights.sum())
+    of = moments(*_values(outcomes, metric))
     if metric != PERPLEXITY:
-        return Estimate(value=100 * mean, error=None if error is None else 100 * error)
+        return percent(of)
+    value = math.exp(of.mean)
+    if of.samples < 2:
+        return Estimate(value=value, error=None, low=None, high=None, count=of.size)
+    _, low, high = (math.exp(each) for each in student(of))
     # The error of an exponential, to first order.
-    value = math.exp(mean)
-    return Estimate(value=value, error=None if error is None else value * error)
+    error = value * math.sqrt(of.variance)
+    return Estimate(value=value, error=error, low=low, high=high, count=of.size)
 
 
 def difference(
     outcomes: Mapping[int, Outcome], full: Mapping[int, Outcome], metric: str
 ) -> Difference | None:
-    """The paired bootstrap over the samples that both have; None where there are none."""
+    """Over the samples that both have, which weigh the same; None where there are none."""
     shared = [index for index in outcomes if index in full]
     if not shared:
         return None
-    count = len(shared)
     ours, weights = _values([outcomes[index] for index in shared], metric)
-    base, base_weights = _values([full[index] for index in shared], metric)
-    drawn = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
-    scale = _scale(metric)
+    base, _ = _values([full[index] for index in shared], metric)
     gain = base - ours if metric == PERPLEXITY else ours - base
+    made = (
+        _of_perplexities(ours, base, weights) if metric == PERPLEXITY else _of_scores(gain, weights)
+    )
+    worse, better = int((gain < 0).sum()), int((gain > 0).sum())
+    return made.model_copy(update={"worse": worse, "better": better})
 
-    def apart(rows: torch.Tensor) -> torch.Tensor:
-        mean = (ours * weights)[rows].sum(-1) / weights[rows].sum(-1)
-        other = (base * base_weights)[rows].sum(-1) / base_weights[rows].sum(-1)
-        return scale(mean) - scale(other)
 
-    tail = (1 - CONFIDENCE) / 2
-    low, high = apart(drawn).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+def _of_scores(gains: Array, weights: Array) -> Difference:
+    of = pair(gains, weights)
+    value, low, high = (100 * float(each) for each in paired(of))
     return Difference(
-        value=float(apart(torch.arange(count)[None])),
+        value=value,
         low=low,
         high=high,
-        samples=count,
-        worse=int((gain < 0).sum()),
-        better=int((gain > 0).sum()),
+        samples=len(gains),
+        gained=percent(of.gained),
+        lost=percent(of.lost),
+        correlation=float(of.correlation),
     )
 
 
-def _scale(metric: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.exp if metric == PERPLEXITY else lambda mean: 100 * mean
+def _of_perplexities(ours: Array, base: Array, weights: Array) -> Difference:
+    """To first order in what each sample adds to the two."""
+    one, other = (math.exp(moments(nll, weights).mean) for nll in (ours, base))
+    value, samples = one - other, len(weights)
+    if samples < 2:
+        return Difference(value=value, low=None, high=None, samples=samples)
+    spread = student(moments(one * ours - other * base, weights))
+    far = float(spread.value - spread.low)
+    return Difference(value=value, low=value - far, high=value + far, samples=samples)
 
 
-def _values(outcomes: Sequence[Outcome], metric: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each sample's mean over its answers `[n]`, and its weight `[n]`, in double precision."""
+def _values(outcomes: Sequence[Outcome], metric: str) -> tuple[Array, Array]:
+    """Each sample's mean over its answers `[n]`, and its weight `[n]`."""
     values, weights = [], []
     for outcome in outcomes:
         weight = sum(answer.weight for answer in outcome.answers)
@@ -107,7 +155,7 @@ def _values(outcomes: Sequence[Outcome], metric: str) -> tuple[torch.Tensor, tor
         ]
         values.append(sum((value or 0.0) * share for value, share in scored) / (weight or 1.0))
         weights.append(weight)
-    return torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+    return np.array(values, dtype=np.float64), np.array(weights, dtype=np.float64)
 
 
 def breakdown(samples: Sequence[Sample], metric: str) -> dict[str, dict[str, Estimate]]:

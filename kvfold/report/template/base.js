@@ -82,7 +82,10 @@ function kept(row) {
   return row.nominal === null ? measured : `${percent(row.nominal)} → ${measured}`;
 }
 
-const withError = (row) => fixed(row.score) + (row.error === null ? "" : ` ± ${fixed(row.error)}`);
+const withInterval = (row) =>
+  fixed(row.score) + (row.least === null ? "" : ` (${fixed(row.least)} to ${fixed(row.most)})`);
+// Where there is no interval, the score itself.
+const least = (row) => row.least ?? row.score, most = (row) => row.most ?? row.score;
 const interval = (row) => (row.low === null ? "" : `${signed(row.low)} to ${signed(row.high)}`);
 const place = (row) =>
   row.first === null ? "–" : row.first === row.last ? `${row.first}` : `${row.first}–${row.last}`;

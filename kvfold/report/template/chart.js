@@ -33,24 +33,21 @@ function chart(holder, rows, lower) {
 
 function scales(points, width, height, frame, narrow, lower) {
   const bytes = points.map((row) => row.bytes);
-  const least = Math.min(...bytes) / (narrow ? 1.3 : 1.75), most = Math.max(...bytes, 0.5) * 1.12;
-  const lows = points.map((row) => row.score - (row.error ?? 0));
-  const top = lower ? Infinity : 100;
-  const highs = points.map((row) => Math.min(row.score + (row.error ?? 0), top));
-  const [low, high, step] = rounded(Math.min(...lows), Math.max(...highs));
+  const first = Math.min(...bytes) / (narrow ? 1.3 : 1.75), last = Math.max(...bytes, 0.5) * 1.12;
+  const [low, high, step] = rounded(Math.min(...points.map(least)), Math.max(...points.map(most)));
   const wide = width - frame.left - frame.right, tall = height - frame.top - frame.bottom;
   return {
-    x: (value) => frame.left + (wide * Math.log(value / least)) / Math.log(most / least),
+    x: (value) => frame.left + (wide * Math.log(value / first)) / Math.log(last / first),
     y: (value) => frame.top + tall * (1 - (value - low) / (high - low)),
-    low, high, step, least, most,
+    low, high, step, first, last,
   };
 }
 
 function rounded(low, high) {
   const rough = Math.max(high - low, 1) / 5, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const least = Math.floor(low / step) * step, most = Math.ceil(high / step) * step;
-  return least < most ? [least, most, step] : [least - step, most + step, step];
+  const bottom = Math.floor(low / step) * step, top = Math.ceil(high / step) * step;
+  return bottom < top ? [bottom, top, step] : [bottom - step, top + step, step];
 }
 
 function grid(scale, width, height, frame, narrow, lower) {
@@ -60,7 +57,7 @@ function grid(scale, width, height, frame, narrow, lower) {
     parts.push(draw("line", { class: "grid", x1: frame.left, x2: width - frame.right, y1: y, y2: y }));
     parts.push(draw("text", { x: frame.left - 8, y: y + 4, "text-anchor": "end" }, fixed(value, scale.step < 1 ? 1 : 0)));
   }
-  for (const tick of ticks.filter((tick) => tick >= scale.least && tick <= scale.most)) {
+  for (const tick of ticks.filter((tick) => tick >= scale.first && tick <= scale.last)) {
     parts.push(draw("text", { x: scale.x(tick), y: height - 24, "text-anchor": "middle" }, percent(tick).replace(".0", "")));
     parts.push(draw("line", { class: "tick", x1: scale.x(tick), x2: scale.x(tick), y1: height - 44, y2: height - 39 }));
   }
@@ -71,12 +68,13 @@ function grid(scale, width, height, frame, narrow, lower) {
 }
 
 function fullBand(full, scale, width, frame) {
-  const error = full.error ?? 0, span = { x: frame.left, width: width - frame.left - frame.right };
+  const span = { x: frame.left, width: width - frame.left - frame.right };
   const y = scale.y(full.score), text = `full cache ${fixed(full.score)}`;
+  const top = scale.y(most(full)), bottom = scale.y(least(full));
   return draw("g", { class: "full" },
-    draw("rect", { ...span, y: scale.y(full.score + error), height: scale.y(full.score - error) - scale.y(full.score + error) }),
+    draw("rect", { ...span, y: top, height: bottom - top }),
     draw("line", { x1: span.x, x2: span.x + span.width, y1: y, y2: y }),
-    draw("text", { x: frame.left + 6, y: scale.y(full.score + error) + (scale.y(full.score + error) > 26 ? -6 : 16) }, text));
+    draw("text", { x: frame.left + 6, y: top + (top > 26 ? -6 : 16) }, text));
 }
 
 const line = (points, scale) =>
@@ -92,8 +90,7 @@ function series(rows, scale) {
   const group = draw("g", { class: classes, "data-method": method });
   if (own.length > 1) group.append(draw("path", { class: "path", d: line(own, scale) }));
   for (const row of own) {
-    const x = scale.x(row.bytes), error = row.error ?? 0;
-    const bar = `M${x},${scale.y(row.score - error)}V${scale.y(row.score + error)}`;
+    const x = scale.x(row.bytes), bar = `M${x},${scale.y(least(row))}V${scale.y(most(row))}`;
     if (!look.full) group.append(draw("path", { class: "bar", d: bar }));
     group.append(mark(look, { transform: `translate(${x},${scale.y(row.score)})`, class:
       `mark ${isOpen(look) ? "open" : ""} ${row.units < row.expected ? "partial" : ""}` }));
@@ -160,7 +157,7 @@ function hover(svg, points, scale) {
 }
 
 function details(row) {
-  const facts = [["score", withError(row)]];
+  const facts = [["score", withInterval(row)]];
   if (row.gap !== null) facts.push(["− full", `${signed(row.gap)} (${interval(row)})`]);
   facts.push(["bytes", percent(row.bytes)], ["entries kept", kept(row)]);
   if (row.first !== null) facts.push(["place", place(row)]);

@@ -23,7 +23,7 @@ function strips() {
     for (const row of [...own].reverse()) {
       const holder = position(make("span", {
         class: leaders.includes(row) || row.look.baseline ? "dot lead" : "dot",
-        title: `${row.look.label}: ${withError(row)}`, "data-method": row.method,
+        title: `${row.look.label}: ${withInterval(row)}`, "data-method": row.method,
       }), row.score);
       holder.append(key(row.look));
       track.append(holder);
@@ -46,24 +46,24 @@ function bytesHeld(rows) {
   return `${low === high ? high : `${low.replace(" %", "")}–${high}`} of bytes`;
 }
 
-// The best method, and everything that two standard errors do not tell from it.
+// The best method, and everything that intervals do not tell from it.
 function verdict(leaders, own) {
   if (!leaders.length) {
     const best = own.find((row) => row.first === 1);
     return make("div", { class: "verdict" }, make("b", {}, best ? best.look.label : "–"),
-      make("small", {}, best ? "no method beats it" : "errors are unknown"));
+      make("small", {}, best ? "no method beats it" : "intervals are unknown"));
   }
   const best = leaders[0], alike = own.filter((row) => row.first === 1 && row !== best);
   const names = alike.length > 2 ? `${alike.length} others` : alike.map((row) => row.look.label).join(", ");
   return make("div", { class: "verdict" }, named(best.look),
-    make("small", {}, [withError(best), best.gap === null ? "" : `${signed(best.gap)} to full`,
+    make("small", {}, [withInterval(best), best.gap === null ? "" : `${signed(best.gap)} to full`,
       names && `not told apart from ${names}`].filter(Boolean).join(" · ")));
 }
 
 const columns = [
   ["method", "Method", (row) => row.look.label, (row) => named(row.look)],
   ["budget", "Budget", (row) => row.nominal ?? row.kept ?? 1, (row) => row.budget ?? "–"],
-  ["score", "Score", (row) => row.score, (row) => withError(row)],
+  ["score", "Score", (row) => row.score, (row) => withInterval(row)],
   ["gap", "Difference to full", (row) => row.gap, gapCell],
   ["place", "Place", (row) => (row.first === null ? null : -row.first), place],
   ["bytes", "Bytes", (row) => row.bytes, (row) => percent(row.bytes)],
@@ -175,7 +175,7 @@ function matrixCell(row, rows, kind = "") {
   const full = rows.find((other) => other.look.full);
   const lost = row.gap === null || row.noise || !full ? 0 : -row.gap / full.score;
   const cell = make("td", { class: `${kind} ${row.noise ? "muted" : ""}`, title:
-    `${atBudget(row)}: ${withError(row)}${row.gap === null ? "" : `, ${signed(row.gap)} to full (${interval(row)})`}` },
+    `${atBudget(row)}: ${withInterval(row)}${row.gap === null ? "" : `, ${signed(row.gap)} to full (${interval(row)})`}` },
     fixed(row.score, 0));
   cell.style.setProperty("--lost", `${Math.round(100 * Math.min(Math.max(lost, 0), 1))}%`);
   cell.classList.toggle("whole", row.look.full);
