@@ -21,7 +21,6 @@ from kvfold.store.dense import DenseStore
 from kvfold.store.encoded import Encode, EntrySize
 from kvfold.store.rows import pick
 from kvfold.store.segments import SegmentStore
-from kvfold.store.sinks import MovingSinks
 
 
 class Compression(Held):
@@ -168,9 +167,8 @@ class Compression(Held):
         """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
         stages, store = self.plan.stages, self.stored()
         saved = None
+        self.return_sinks()
         if stages.compensate is not None:
-            if self.sinks is not None and isinstance(store, DenseStore):
-                self.sinks.restore(store)
             keys, values = store.dense()
             eviction = Eviction(
                 keys, values, self.places(), slots, self.sums, self.merging, seen.seed
@@ -183,16 +181,12 @@ class Compression(Held):
             self._store_only(store, slots)
             if saved is not None:
                 store.replace(*saved)
-        self.evicted_at = self.seen
+        self.note_eviction()
 
     def _store_only(self, store: DenseStore, slots: Tensor) -> None:
         """Keeps the entries at `slots [B, H, K]` of a dense store."""
-        if self.sinks is not None:
-            self.sinks.restore(store)
         store.keep(slots)
         self._select_per_entry(slots)
-        if self.plan.stages.positions == "reindex":
-            self.sinks = MovingSinks(store, self.plan.stages.forced.sinks, self.rotation)
 
     def _select_per_entry(self, slots: Tensor) -> None:
         self._per_entry(lambda x: pick(x, slots, 0))

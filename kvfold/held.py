@@ -93,10 +93,42 @@ class Held(CacheLayerMixin):
         self._per_entry(lambda x: x[..., : self.stored().length].clone())
         self.settle_sinks()
 
+    def note_eviction(self) -> None:
+        """Entries have just left: nothing older comes back, and re-indexed sinks move from now."""
+        self.evicted_at = self.seen
+        self.let_sinks_move()
+
+    def let_sinks_move(self) -> None:
+        """Remembers re-indexed sinks as given, which they still are in the store."""
+        stages = self.plan.stages
+        if stages.positions == "reindex" and self.sinks is None:
+            store = self.stored()
+            assert isinstance(store, DenseStore)
+            self.sinks = MovingSinks(store, self._first_slots(), stages.forced.sinks, self.rotation)
+
     def settle_sinks(self) -> None:
         """Moves re-indexed sinks to where all that is stored puts them."""
         if self.sinks is not None and isinstance(self.store, DenseStore):
-            self.sinks.follow(self.store, self._evicted_per_row())
+            self.sinks.follow(self.store, self._first_slots(), self._evicted_per_row())
+
+    def return_sinks(self) -> None:
+        """Puts re-indexed sinks back as they were given, until more entries have left."""
+        if self.sinks is not None and isinstance(self.store, DenseStore):
+            self.sinks.restore(self.store, self._first_slots())
+            self.sinks = None
+
+    def keys_as_given(self) -> Tensor:
+        """Stored keys `[B, H, T, D]` before any sink was moved."""
+        store = self.stored()
+        if self.sinks is None or not isinstance(store, DenseStore):
+            return store.keys
+        return self.sinks.as_given(store, self._first_slots())
+
+    def _first_slots(self) -> Tensor | None:
+        """The slot of each row's first token `[B, H, 1]`; None without padding, where it is 0."""
+        if self.logical.valid is None:
+            return None
+        return (self.columns() >= 0).byte().argmax(-1, keepdim=True)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raises KvfoldError where tokens cannot be taken back."""
@@ -152,6 +184,9 @@ class Held(CacheLayerMixin):
 
     def _evicted_per_row(self) -> Tensor:
         """Tokens seen but not stored `[B]`, where all heads store the same."""
+        store = self.stored()
+        if self.logical.valid is None and isinstance(store, DenseStore):
+            return self.seen_per_row() - (store.length - store.dead)
         return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
 
     def capacities(self) -> tuple[int, int]:

@@ -39,7 +39,8 @@ class Holding(Compression):
 
     def _compensates_one(self) -> bool:
         """Whether the method can save something of a single entry, in the place of what stays."""
-        if self.plan.stages.compensate_one is None or self.sinks is not None or self.plan.shared:
+        stages = self.plan.stages
+        if stages.compensate_one is None or stages.positions == "reindex" or self.plan.shared:
             return False
         return self.capacities()[0] > 0
 
@@ -73,7 +74,8 @@ class Holding(Compression):
     def _let_go(self, slot: Tensor) -> None:
         """The entries at `slot [B, H, 1]` leave, and what stays is not moved."""
         self._dense().drop(slot)
-        self.surplus, self.evicted_at = 0, self.seen
+        self.surplus = 0
+        self.note_eviction()
 
     def expected(self, attended: Attended) -> int | None:
         """The slot that leaves most often: what has just ceased to be recent has received least.

@@ -19,7 +19,7 @@ from tests.budgets import (
     sums_columns,
 )
 from tests.models import FAMILIES, build, continuation, prompts
-from tests.truth import MaskedDense, Reader, stock_cache
+from tests.truth import MaskedDense, Reader, sinks_moved_up, stock_cache, worst
 
 ALONE, PADDED = (64,), (64, 53, 24)
 BATCHES = pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
@@ -36,12 +36,6 @@ def pieces(rows: int, steps: int, block: int = 12) -> list[Tensor]:
     """Single tokens, then one block."""
     ids = continuation(rows, steps + block)
     return [*ids[:, :steps].split(1, 1), ids[:, steps:]]
-
-
-def worst(a: Tensor, b: Tensor, mask: Tensor | None = None) -> float:
-    """The largest difference, NaN if there is one, where `mask` says that there are tokens."""
-    difference = (a.double() - b.double()).abs()
-    return (difference if mask is None else difference[mask.bool()]).max().item()
 
 
 # --- budget at least the tokens seen ---------------------------------------------------------
@@ -200,25 +194,6 @@ def test_pyramid_layers_differ_in_length():
 
 
 # --- sinks that move -------------------------------------------------------------------------
-
-
-def rotated(keys: Tensor, by: Tensor) -> Tensor:
-    """Llama's rotation, written out: keys `[B, H, N, D]` by `by [B, 1, N]` positions."""
-    half = keys.shape[-1] // 2
-    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = by.double()[..., None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    first, second = keys[..., :half].double(), keys[..., half:].double()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def sinks_moved_up(keys: Tensor, gone: Tensor) -> Tensor:
-    """Each row's first four tokens follow the rest: by as many positions as were evicted."""
-    columns = torch.arange(keys.shape[2])
-    padding = (~gone[:, 0]).long().argmax(-1)  # sinks stay: all that is gone before is padding
-    evicted = gone[:, 0].sum(-1) - padding
-    sink = (columns >= padding[:, None]) & (columns < padding[:, None] + 4)
-    return rotated(keys, (sink * evicted[:, None])[:, None])
 
 
 @BATCHES

@@ -201,6 +201,23 @@ def test_reindexed_sinks_are_saved_as_given_whatever_was_read_since(model, token
         assert torch.equal(one, other)
 
 
+@torch.no_grad()
+def test_sinks_move_after_loading_a_text_that_fitted_the_budget(model, tokenizer, tmp_path):
+    tokens = compressed(model, tokenizer, "full").stats().seen
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "streaming_llm", tokens)
+    context.save(tmp_path / "a.kvfold")
+    loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    steps = [
+        [model(torch.tensor([[7]]), past_key_values=c.cache).logits for _ in range(4)]
+        for c in (context, loaded)
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
+    assert not torch.equal(
+        loaded.cache.layers[0].stored().keys[:, :, :4],
+        loaded.cache.layers[0].keys_as_given()[:, :, :4],
+    )
+
+
 def test_what_a_decoding_step_left_dead_is_saved_too(model, tokenizer, tmp_path):
     context = compressed(model, tokenizer, "h2o")
     token = torch.tensor([[5]])

@@ -18,7 +18,6 @@ from kvfold.logical import Logical
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoded import Encode, Named
 from kvfold.store.segments import SegmentStore
-from kvfold.store.sinks import MovingSinks
 
 # Beside the store: state of each head, and of the layer.
 BY_HEAD, WHOLE = (*PER_ENTRY, "merging"), ("capacity", "error")
@@ -37,9 +36,9 @@ def describe(layer: CompressedLayer, index: int) -> Described:
     """One layer of a context, which is one row; its tensors are views."""
     store = layer.stored()
     by_head = store.named()
-    if layer.sinks is not None and isinstance(store, DenseStore):
-        # As given: how far sinks are moved depends on what follows.
-        by_head["keys"] = list(layer.sinks.as_given(store)[0])
+    if layer.sinks is not None:
+        # How far sinks are moved depends on what follows.
+        by_head["keys"] = list(layer.keys_as_given()[0])
     state = {name: getattr(layer, name) for name in (*BY_HEAD, *WHOLE)}
     by_head |= {name: list(state[name][0]) for name in BY_HEAD if state[name] is not None}
     whole = {name: state[name] for name in WHOLE if state[name] is not None}
@@ -85,11 +84,8 @@ def restore(layer: CompressedLayer, saved: Described) -> None:
     layer.logical = Logical(part.seen, None if valid is None else valid.clone())
     layer.turns, layer.evicted_at = part.turns, part.evicted_at
     layer.surplus, layer.over_budget = part.surplus, part.over_budget
-    stages = layer.plan.stages
-    store = layer.store
-    evicted = isinstance(store, DenseStore) and store.stored_positions is not None
-    if isinstance(store, DenseStore) and evicted and stages.positions == "reindex":
-        layer.sinks = MovingSinks(store, stages.forced.sinks, layer.rotation)
+    if layer.evicted_at:
+        layer.let_sinks_move()
 
 
 def kept(layer: CompressedLayer) -> list[int]:
