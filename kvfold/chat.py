@@ -17,6 +17,7 @@ from kvfold.content import content
 from kvfold.errors import KvfoldError
 from kvfold.frame import token_ids
 from kvfold.layer import CompressedLayer
+from kvfold.length import check_length
 from kvfold.reader import fork
 
 if TYPE_CHECKING:
@@ -53,15 +54,18 @@ class Chat:
         max_new_tokens: int = 64,
         stop: str | Sequence[str] = (),
         special_tokens: bool = False,
+        allow_longer: bool = False,
         **options: Any,
     ) -> str:
         """The model's answer, greedy unless `options` for `model.generate` say otherwise.
 
         `answer_prefix` are words the answer starts with, and it ends where a `stop` string would
         begin; neither is part of what is returned. With `keep`, later turns see this one. What is
-        spelled like a special token is text, unless `special_tokens` says that it is meant. Raises
-        KvfoldError for several answers at once, and for a second turn where the chat template has
-        none; the chat is then as before, as after every error.
+        spelled like a special token is text, unless `special_tokens` says that it is meant. All
+        that is read is at most as long as the texts the model was trained on, unless the document
+        is longer, or `allow_longer` is given. Raises KvfoldError for several answers at once, and
+        for a second turn where the chat template has none; the chat is then as before, as after
+        every error.
         """
         return self.reply(
             question,
@@ -70,6 +74,7 @@ class Chat:
             max_new_tokens=max_new_tokens,
             stop=stop,
             special_tokens=special_tokens,
+            allow_longer=allow_longer,
             **options,
         ).text.strip()
 
@@ -82,11 +87,13 @@ class Chat:
         max_new_tokens: int = 64,
         stop: str | Sequence[str] = (),
         special_tokens: bool = False,
+        allow_longer: bool = False,
         **options: Any,
     ) -> Reply:
         """The answer as it came, and how it ended; all as for `ask`."""
         options |= {"max_new_tokens": max_new_tokens}
         asked = self._asked(question, answer_prefix, special_tokens)
+        self._check_length(asked, allow_longer)
         return self._answer(asked, keep, _listed(stop), _nowhere, Event(), options)
 
     def add(
@@ -113,6 +120,7 @@ class Chat:
         max_new_tokens: int = 64,
         stop: str | Sequence[str] = (),
         special_tokens: bool = False,
+        allow_longer: bool = False,
         **options: Any,
     ) -> Iterator[str]:
         """The answer in pieces, as they come; all as for `ask`.
@@ -122,6 +130,7 @@ class Chat:
         """
         options |= {"max_new_tokens": max_new_tokens}
         asked = self._asked(question, answer_prefix, special_tokens)
+        self._check_length(asked, allow_longer)
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
         cancelled = Event()
 
@@ -191,6 +200,13 @@ class Chat:
         theirs = [content(text, special_tokens) for text in (question, answer_prefix)]
         pieces = opening, theirs[0], frame.after, theirs[1]
         return token_ids(self.context.tokenizer, *pieces).to(self.ids.device)
+
+    def _check_length(self, asked: Tensor, allow_longer: bool) -> None:
+        """Refuses what makes the conversation too long, unless the document alone was allowed."""
+        longest = compat.trained_length(self.context.model)
+        already = longest is not None and self.context.ids.shape[1] > longest
+        tokens = self.ids.shape[1] + asked.shape[1]
+        check_length(self.context.model, tokens, allow_longer or already)
 
     def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
         """The tokens that follow `asked [1, N]`."""

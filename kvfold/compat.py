@@ -257,6 +257,32 @@ def dropping_length(model: PreTrainedModel) -> int | None:
     return limit
 
 
+def trained_length(model: PreTrainedModel) -> int | None:
+    """Tokens of the longest text the model was trained for, or None where it does not say.
+
+    Configurations name the length that scaling reaches, but for YaRN, linear and dynamic scaling:
+    these multiply the length before it (vLLM `config/model.py`). Types of layers with settings of
+    their own (Gemma 3) name what is reached.
+    """
+    config = text_config(model)
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if length is None or rope.get("rope_type") not in ("yarn", "linear", "dynamic"):
+        return length
+    before = length
+    if rope["rope_type"] == "yarn":
+        before = rope.get("original_max_position_embeddings") or length
+    return max(length, int(before * rope.get("factor", 1.0)))
+
+
+def has_position_table(model: PreTrainedModel) -> bool:
+    """Whether the model looks its positions up, so that there are none past its length."""
+    length, tokens = trained_length(model), model.get_input_embeddings()
+    tables = (m for m in model.get_decoder().children() if isinstance(m, nn.Embedding))
+    # OPT's has two rows more.
+    return any(t is not tokens and t.num_embeddings - (length or 0) in (0, 2) for t in tables)
+
+
 def not_compiled_because(model: PreTrainedModel) -> str | None:
     """Why one graph cannot decode, or None."""
     config = text_config(model)

@@ -19,6 +19,7 @@ from kvfold.content import content
 from kvfold.errors import KvfoldError
 from kvfold.frame import Frame, token_ids
 from kvfold.generate import Compress, read_per_chunk, read_turn
+from kvfold.length import check_length, reach
 from kvfold.method import Method
 from kvfold.stats import Stats
 
@@ -91,11 +92,13 @@ def compress(
     protect: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     special_tokens: bool = False,
+    allow_longer: bool = False,
 ) -> Context:
     """Reads `document` as the opening of a user's message and compresses it.
 
     What is spelled like a special token in it is text, unless `special_tokens` says that it is
-    meant. `prefill_chunk` and `compress` are as for `generate`, the rest as for `CompressedCache`;
+    meant. It is at most as long as the texts the model was trained on, unless `allow_longer`.
+    `prefill_chunk` and `compress` are as for `generate`, the rest as for `CompressedCache`;
     both also say what is raised.
     """
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
@@ -103,6 +106,8 @@ def compress(
     frame = Frame.of(tokenizer)
     read = content(document, special_tokens)
     ids = token_ids(tokenizer, frame.before, read).to(model.device)
+    piece = prefill_chunk if compress == "per_chunk" else None
+    check_length(model, reach(cache, ids.shape[1], piece), allow_longer)
     if compress == "per_chunk":
         read_per_chunk(model, cache, ids, None, prefill_chunk)
     else:

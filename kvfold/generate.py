@@ -14,6 +14,7 @@ from kvfold.compiled import check_compiled, decode_compiled
 from kvfold.drive import drive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.inputs import check_given, check_read_ahead
+from kvfold.length import check_prompt
 from kvfold.rebuild import rebuild
 
 # When the prompt is compressed.
@@ -31,6 +32,7 @@ def generate(
     prefill_chunk: int | None = None,
     compress: Compress = "at_end",
     compile: bool = False,
+    allow_longer: bool = False,
     **options: Any,
 ) -> Any:
     """`model.generate` with a compressed cache, in the order that is right for every model.
@@ -45,13 +47,15 @@ def generate(
             a turn. Memory is then that of a piece and of what is kept, and the result is an
             approximation, which `stats()` says.
         compile: decode by one compiled graph (`decode_compiled`); the result is the same.
+        allow_longer: read a prompt that is longer than the texts the model was trained on. Tokens
+            that are generated past that length are transformers' matter, which warns of them.
         options: everything `model.generate` takes but `inputs_embeds`; images, and other tensors
             for the model's forward, must reach it with the whole prompt, in one piece.
 
     Returns what `model.generate` returns, prompt included. Raises KvfoldError without ids or cache,
-    when the cache has seen more than `input_ids`, or where `compress`, `compile` or a piecewise
-    reading do not go with the method or the options; UnsupportedModel where the model would drop
-    the cache, or cannot be compiled.
+    when the cache has seen more than `input_ids`, for a prompt that is too long for the model, or
+    where `compress`, `compile` or a piecewise reading do not go with the method or the options;
+    UnsupportedModel where the model would drop the cache, or cannot be compiled.
     """
     check_given(input_ids, cache, options)
     assert input_ids is not None and cache is not None
@@ -66,6 +70,8 @@ def generate(
     if attention_mask is None:
         attention_mask = _leading_padding(model, input_ids)
     chunk = prefill_chunk or total
+    piece = prefill_chunk if compress == "per_chunk" else None
+    check_prompt(model, cache, attention_mask, piece, allow_longer)
     if compress == "per_chunk":
         _check_per_chunk(cache, prefill_chunk)
     assisted = any(options.get(name) for name in ASSISTED)

@@ -27,6 +27,7 @@ class Settings:
     compress: Compress
     seed: int
     special_tokens: bool = False
+    allow_longer: bool = False
 
     def compressed(
         self, model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
@@ -42,6 +43,7 @@ class Settings:
             compress=self.compress,
             seed=self.seed,
             special_tokens=self.special_tokens,
+            allow_longer=self.allow_longer,
         )
 
 

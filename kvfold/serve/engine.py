@@ -51,7 +51,7 @@ class Engine:
     ) -> None:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         config, frame = compat.text_config(model), Frame.of(tokenizer)
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.positions = None if settings.allow_longer else compat.trained_length(model)
         self.prompts = Prompts(tokenizer, frame, config.vocab_size, settings.special_tokens)
         method = parse(settings.method)
         budget = settings.budget if method.takes_budget else None
@@ -205,6 +205,7 @@ class Engine:
                 None if budget is None else Budget.of(budget),
                 prefill_chunk=self.settings.prefill_chunk,
                 special_tokens=self.settings.special_tokens,
+                allow_longer=self.settings.allow_longer,
             )
         except KvfoldError as refused:
             raise ApiError(400, str(refused)) from refused

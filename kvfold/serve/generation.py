@@ -57,6 +57,7 @@ def answer(
         cache=cache,
         attention_mask=torch.ones_like(asked),
         prefill_chunk=prefill_chunk,
+        allow_longer=True,  # the engine has looked
         do_sample=False,
         max_new_tokens=most,
         logits_processor=sampling.processors(asked.device),

@@ -16,7 +16,8 @@ class Settings:
     `method` and `budget` are used where a request names none. `memory` bounds the contexts held in
     memory. `folder` keeps contexts beyond the server's life; None: a private one that is removed.
     `workers` answers are generated at a time, and `queue` requests may wait for them.
-    `context_tokens` bounds documents and prompts, None: by what the model was made for.
+    `context_tokens` bounds documents and prompts, None: by what the model was trained for,
+    which `allow_longer` lets them pass.
     `special_tokens`: what clients spell like a special token is meant as one.
     """
 
@@ -33,6 +34,7 @@ class Settings:
     answer_tokens: int = 1024
     api_key: str | None = None
     special_tokens: bool = False
+    allow_longer: bool = False
     grace: float = 30.0
 
     def __post_init__(self) -> None:
