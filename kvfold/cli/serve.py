@@ -33,6 +33,12 @@ def command(
     budget: Annotated[
         str, typer.Option(help='The same: "512" tokens, "0.2" or "20%" of them, "2GiB".')
     ] = "0.5",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help='Those that clients may name beside it: "snapkv,kvzip".', show_default="all"
+        ),
+    ] = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Read texts in pieces of this many tokens.")
     ] = None,
@@ -52,6 +58,9 @@ def command(
     ] = 1,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a worker.")] = 64,
     body: Annotated[str, typer.Option(help="The largest request.")] = "32MiB",
+    values: Annotated[
+        int, typer.Option(min=1, help="Texts and numbers in the JSON of a request.")
+    ] = 2**18,
     context_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="The longest text.", show_default="the model's own length"),
@@ -73,6 +82,7 @@ def command(
     port, api-key, folder and body apply.
     """
     from kvfold.budget import Budget
+    from kvfold.method import listed
 
     largest = int(Budget.bytes(body).amount)
     if engine == "vllm":
@@ -103,6 +113,7 @@ def command(
     settings = Settings(
         method=method,
         budget=budget,
+        methods=None if methods is None else tuple(listed(methods)),
         prefill_chunk=prefill_chunk,
         memory=int(Budget.bytes(memory).amount),
         folder=folder,
@@ -110,6 +121,7 @@ def command(
         workers=workers,
         queue=queue,
         body=largest,
+        values=values,
         context_tokens=context_tokens,
         answer_tokens=answer_tokens,
         api_key=api_key,

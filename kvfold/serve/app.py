@@ -55,7 +55,13 @@ def build(engine: Engine) -> FastAPI:
     app.include_router(contexts.router(engine))
     app.include_router(status.router(engine, metrics))
     settings = engine.settings
-    app.add_middleware(Gate, api_key=settings.api_key, body=settings.body, workers=engine.workers)
+    app.add_middleware(
+        Gate,
+        api_key=settings.api_key,
+        body=settings.body,
+        values=settings.values,
+        workers=engine.workers,
+    )
     app.add_middleware(Counted, metrics=metrics)
     return app
 

@@ -19,7 +19,7 @@ from kvfold.cache import CompressedCache
 from kvfold.context import Context
 from kvfold.errors import KvfoldError
 from kvfold.frame import PARTING, Frame
-from kvfold.method import parse
+from kvfold.method import Composition, Method, parse
 from kvfold.reader import fork
 from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
 from kvfold.serve.errors import ApiError
@@ -54,6 +54,7 @@ class Engine:
         self.positions = None if settings.allow_longer else compat.trained_length(model)
         self.prompts = Prompts(tokenizer, frame, config.vocab_size, settings.special_tokens)
         method = parse(settings.method)
+        self.taken = None if settings.methods is None else _names(method, *settings.methods)
         budget = settings.budget if method.takes_budget else None
         CompressedCache(model, method, budget, tokenizer=tokenizer)
         self._of_thread = local()
@@ -194,6 +195,7 @@ class Engine:
             raise ApiError(400, "the text has no tokens", param="text")
         try:
             method = parse(request.method or self.settings.method)
+            self._check_taken(method)
             budget = request.budget
             if budget is None and method.takes_budget:
                 budget = self.settings.budget
@@ -212,6 +214,11 @@ class Engine:
         self._check_wanted()
         parts[-1] += PARTING
         return self.contexts.add(context, request.id, key_bytes(parts))
+
+    def _check_taken(self, method: Method) -> None:
+        """Raises KvfoldError for a method that is not among those this server was told to take."""
+        if self.taken is not None and not _names(method) <= self.taken:
+            raise KvfoldError(f"this server takes {', '.join(sorted(self.taken))}, not {method}")
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -235,3 +242,10 @@ class Engine:
         cancelled = getattr(self._of_thread, "cancelled", None)
         if cancelled is not None and cancelled.is_set():
             raise stopping()
+
+
+def _names(*methods: str | Method) -> frozenset[str]:
+    """Names of methods, of each part where they are composed; presets go by their method's."""
+    parsed = [parse(method) for method in methods]
+    parts = (m.parts if isinstance(m, Composition) else (m,) for m in parsed)
+    return frozenset(part.name for several in parts for part in several)

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+# What pydantic puts among the names of fields, and where FastAPI found them.
+TYPE = re.compile(r"(body|path|query|str|int|float|constrained-.*)$|.*\[")
+# Characters of a message: what is refused may be as long as a body.
+MOST_SHOWN = 1000
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -47,16 +52,24 @@ class ApiError(HTTPException):
 
 
 def invalid(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors about a request's body."""
-    first = errors[0]
-    # Between names of fields there are those of types, where several are allowed.
-    outer = ("body", "path", "str", "int", "float")
-    place = [str(part) for part in first["loc"] if part not in outer and "[" not in str(part)]
-    param = ".".join(place) or None
+    """The first of pydantic's errors about a request's body.
+
+    Where a field allows several types, the one that says what is wrong with a value of its type.
+    """
+    param = _place(errors[0])
+    alike = [error for error in errors if (_place(error) or "").startswith(param or "")]
+    said = next((error for error in alike if not error["type"].endswith("_type")), errors[0])
     where = f"{param}: " if param else ""
-    return ApiError(400, f"{where}{first['msg']}", code="invalid_value", param=param)
+    return ApiError(400, f"{where}{said['msg']}", code="invalid_value", param=param)
+
+
+def _place(error: Any) -> str | None:
+    """The field, without the names of types between those of fields where several are allowed."""
+    parts = [str(part) for part in error["loc"] if not TYPE.match(str(part))]
+    return ".".join(parts) or None
 
 
 def _printable(text: str) -> str:
-    """Without halves of characters, which JSON can carry and UTF-8 cannot."""
-    return text.encode(errors="replace").decode()
+    """Its beginning, without halves of characters, which JSON can carry and UTF-8 cannot."""
+    shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+    return shown.encode(errors="replace").decode()

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from kvfold.serve.bodies import Values
 from kvfold.serve.errors import ApiError
 from kvfold.serve.workers import Workers
 
@@ -16,17 +17,21 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 GUARDED = "/v1/"
+# Its content is a file as it is: nothing in it is parsed.
+FORM = b"multipart/form-data"
 
 
 class Gate:
     """An ASGI application around another one; it reads no body itself, and keeps none.
 
-    Bodies are counted as they come in, whatever length a client gave; those of a full queue are
-    not read.
+    Bodies are counted as they come in, whatever length a client gave, and so are their JSON values;
+    those of a full queue are not read.
     """
 
-    def __init__(self, app: App, *, api_key: str | None, body: int, workers: Workers) -> None:
-        self.app, self.body, self.workers = app, body, workers
+    def __init__(
+        self, app: App, *, api_key: str | None, body: int, values: int, workers: Workers
+    ) -> None:
+        self.app, self.body, self.values, self.workers = app, body, values, workers
         self.api_key = api_key
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -46,17 +51,21 @@ class Gate:
         except ApiError as refused:
             await refused.response()(scope, receive, send)
             return
-        await self.app(scope, self._counted(receive), send)
+        form = headers.get(b"content-type", b"").strip().lower().startswith(FORM)
+        await self.app(scope, self._counted(receive, form), send)
 
-    def _counted(self, receive: Receive) -> Receive:
-        total = 0
+    def _counted(self, receive: Receive, form: bool) -> Receive:
+        total, values = 0, Values(self.values)
 
         async def counted() -> Message:
             nonlocal total
             message = await receive()
-            total += len(message.get("body", b""))
+            piece = message.get("body", b"")
+            total += len(piece)
             if total > self.body:
                 raise too_large(self.body)
+            if not form:
+                values.feed(piece)
             return message
 
         return counted

@@ -11,6 +11,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+# Entries of a list that is no prompt, and characters of what is no text to read.
+MOST_ENTRIES, MOST_CHARACTERS = 4096, 500
 # Lower case, so that two contexts are never one file; no dots or slashes, so that none is a path.
 CONTEXT_ID = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 
@@ -27,8 +29,10 @@ def _of_whole_characters(text: str) -> str:
 Text = Annotated[str, AfterValidator(_of_whole_characters)]
 ContextId = Annotated[str, Field(pattern=CONTEXT_ID)]
 Zero = Annotated[float, Field(ge=0, le=0)]
-Stop = Annotated[list[Text], Field(max_length=16)]
-Tokens = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Name = Annotated[str, Field(max_length=MOST_CHARACTERS)]
+StopText = Annotated[str, Field(max_length=MOST_CHARACTERS), AfterValidator(_of_whole_characters)]
+Stop = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 class _Strict(BaseModel):
@@ -46,7 +50,7 @@ class Message(_Strict):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_ENTRIES)]
 
     @property
     def text(self) -> str:
@@ -78,7 +82,7 @@ class Request(_Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Text | Stop | None = None
+    stop: StopText | Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     context_id: ContextId | None = None
@@ -115,7 +119,7 @@ class Request(_Strict):
 class ChatRequest(Request):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_ENTRIES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] | None = None
 
@@ -135,7 +139,11 @@ class CompletionRequest(Request):
 
     usual_tokens: ClassVar[int | None] = 16
 
-    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1)]
+    prompt: (
+        Text
+        | Tokens
+        | Annotated[list[Text | Tokens], Field(fail_fast=True, min_length=1, max_length=1)]
+    )
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
@@ -159,7 +167,7 @@ class ContextRequest(_Strict):
 
     text: Annotated[Text, Field(min_length=1)]
     id: ContextId | None = None
-    method: Annotated[str, Field(max_length=500)] | None = None
+    method: Name | None = None
     budget: (
         Annotated[int, Field(gt=0, lt=2**53)]
         | Annotated[float, Field(gt=0, le=1)]

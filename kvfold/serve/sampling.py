@@ -11,6 +11,9 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWar
 
 from kvfold.serve.requests import Request
 
+# Divided by less, scores would pass what float32 holds; nothing but the likeliest is drawn here.
+COLDEST = 1e-6
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -35,7 +38,8 @@ class Sampling:
         """What makes greedy generation draw; nothing at temperature 0."""
         if self.temperature == 0:
             return []
-        chain: list[LogitsProcessor] = [TemperatureLogitsWarper(self.temperature)]
+        temperature = max(self.temperature, COLDEST)
+        chain: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
         if self.top_p < 1:
             chain.append(TopPLogitsWarper(self.top_p))
         generator = torch.Generator(device)

@@ -13,9 +13,11 @@ from kvfold.errors import KvfoldError
 class Settings:
     """Defaults of contexts, and limits; sizes are in bytes, lengths in tokens, times in seconds.
 
-    `method` and `budget` are used where a request names none. `memory` bounds the contexts held in
+    `method` and `budget` are used where a request names none, `methods` are those that it may name
+    beside it, None: all. `memory` bounds the contexts held in
     memory. `folder` keeps contexts beyond the server's life; None: a private one that is removed.
     `workers` answers are generated at a time, and `queue` requests may wait for them.
+    `body` bounds the bytes of a request, `values` those of its JSON, each text or number one.
     `context_tokens` bounds documents and prompts, None: by what the model was trained for,
     which `allow_longer` lets them pass.
     `special_tokens`: what clients spell like a special token is meant as one.
@@ -23,6 +25,7 @@ class Settings:
 
     method: str = "kvzip"
     budget: float | str | None = 0.5
+    methods: tuple[str, ...] | None = None
     prefill_chunk: int | None = None
     memory: int = 4 * 2**30
     folder: Path | None = None
@@ -30,6 +33,7 @@ class Settings:
     workers: int = 1
     queue: int = 64
     body: int = 32 * 2**20
+    values: int = 2**18
     context_tokens: int | None = None
     answer_tokens: int = 1024
     api_key: str | None = None
@@ -38,7 +42,7 @@ class Settings:
     grace: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("memory", "contexts", "workers", "body", "answer_tokens"):
+        for name in ("memory", "contexts", "workers", "body", "values", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise KvfoldError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.queue < 0 or self.grace < 0:

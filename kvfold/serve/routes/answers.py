@@ -12,6 +12,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvfold.serve.answers import TextWriter, Writer, events, whole
+from kvfold.serve.bodies import Route
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
 from kvfold.serve.generation import Finished, Started
@@ -47,7 +48,7 @@ class Events(StreamingResponse):
 
 def router(engine: Engine, metrics: Metrics) -> APIRouter:
     """The paths that answer."""
-    made = APIRouter(prefix="/v1")
+    made = APIRouter(prefix="/v1", route_class=Route)
 
     async def answer(
         request: Request, asked: ChatRequest | CompletionRequest, kind: type[Writer]

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
+from kvfold.serve.bodies import Route
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
 from kvfold.serve.held import Held
@@ -45,7 +46,7 @@ BODY = {
 
 def router(engine: Engine) -> APIRouter:
     """The paths of contexts."""
-    made = APIRouter(prefix="/v1/contexts")
+    made = APIRouter(prefix="/v1/contexts", route_class=Route)
 
     @made.post("", response_model=ContextDetail, status_code=201, openapi_extra=BODY)
     async def create(request: Request) -> Any:
@@ -84,11 +85,13 @@ async def _asked(request: Request) -> ContextRequest:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         if kind == JSON:
-            return ContextRequest.model_validate_json(await request.body())
+            return ContextRequest.model_validate(await request.json())
         if kind == FORM:
             return ContextRequest.model_validate(await _form(request))
     except ValidationError as problem:
         raise invalid(problem.errors()) from None
+    except (ValueError, RecursionError) as problem:
+        raise ApiError(400, f"the body is no JSON: {problem}", code="invalid_json") from None
     raise ApiError(415, f"send {JSON}, or {FORM} with a file")
 
 

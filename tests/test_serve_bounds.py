@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bounds a client: each limit of docs/serving.md is driven to where it holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.errors import KvfoldError
+from kvfold.serve.bodies import Values
+from kvfold.serve.engine import Engine
+from kvfold.serve.requests import MOST_CHARACTERS, MOST_ENTRIES
+from kvfold.serve.settings import Settings
+from tests.serving import Running, running
+from tests.test_cli import word_tokenizer
+from tests.test_files import QUESTION, new_model
+from tests.test_serve_refusals import CHAT, TEXT, assert_clean, chat, completion
+
+CONTEXTS = "/v1/contexts"
+VALUES = 40_000
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def server(model: Any) -> Iterator[Running]:
+    with running(model, word_tokenizer(), values=VALUES, answer_tokens=8) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def restricted(model: Any) -> Iterator[Running]:
+    # The default one is taken too.
+    with running(model, word_tokenizer(), method="snapkv", methods=("full",)) as made:
+        yield made
+
+
+def post(server: Running, path: str, body: bytes) -> httpx.Response:
+    return server.http.post(path, content=body, headers={"content-type": "application/json"})
+
+
+# --- arrays --------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text('a"\\,[{é\n', max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('"\\', max_size=2), inner),
+    max_leaves=12,
+)
+
+
+def values_of(found: Any) -> int:
+    """Texts, and marks that part or open: what a reader of the whole counts."""
+    if isinstance(found, str):
+        return 1
+    if isinstance(found, list):
+        return 1 + max(0, len(found) - 1) + sum(map(values_of, found))
+    if isinstance(found, dict):
+        inside = sum(1 + values_of(value) for value in found.values())
+        return 1 + max(0, len(found) - 1) + inside
+    return 0
+
+
+@given(JSON, st.booleans(), st.integers(1, 7))
+@settings(max_examples=150, deadline=None)
+def test_values_are_counted_wherever_a_body_is_cut(found, ascii_only, size):
+    body = json.dumps(found, ensure_ascii=ascii_only).encode()
+    values = Values(10**6)
+    for start in range(0, len(body), size):
+        values.feed(body[start : start + size])
+    assert values.count == values_of(found)
+
+
+MANY = {
+    CHAT: b'{"model": "tiny", "messages": [%s0]}',
+    TEXT: b'{"model": "tiny", "prompt": [%s0]}',
+    CONTEXTS: b'{"text": [%s0]}',
+}
+
+
+@pytest.mark.parametrize("path", MANY)
+@pytest.mark.parametrize("value", [b"0,", b"{},", b'"",', b'{"a":1},', b"[[[]]],"])
+def test_a_body_of_more_values_is_refused_before_it_is_parsed(server, path, value):
+    within, beyond = (MANY[path] % (value * count) for count in (VALUES // 10, VALUES))
+    assert post(server, path, within).status_code in (200, 400)
+    assert_clean(post(server, path, beyond), 413, f"more than the {VALUES} values")
+
+
+@pytest.mark.parametrize("path", MANY)
+def test_others_are_answered_while_a_large_body_is_refused(model, path):
+    with running(model, word_tokenizer()) as server, ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(post, server, path, MANY[path] % (b"0," * (2 * 2**20)))
+        longest = 0.0
+        while not sent.done():
+            started = time.perf_counter()
+            assert server.http.get("/health").status_code == 200
+            longest = max(longest, time.perf_counter() - started)
+        assert_clean(sent.result(), 413, "values")
+        assert longest < 1
+
+
+def test_lists_and_texts_that_are_not_read_have_a_length(server):
+    message = {"role": "user", "content": QUESTION}
+    part = {"type": "text", "text": "a"}
+    long = "a" * (MOST_CHARACTERS + 1)
+    for path, body in (
+        (CHAT, chat(messages=[message] * (MOST_ENTRIES + 1))),
+        (CHAT, chat(messages=[{"role": "user", "content": [part] * (MOST_ENTRIES + 1)}])),
+        (CHAT, chat(stop=long)),
+        (CHAT, chat(stop=[long])),
+        (TEXT, completion(stop=["a"] * 17)),
+        (CONTEXTS, {"text": "a", "method": long}),
+        (CONTEXTS, {"text": "a", "budget": "1" * 51}),
+    ):
+        assert_clean(server.http.post(path, json=body), 400, "at most")
+
+
+def test_what_was_wrong_is_not_sent_back_whole(server):
+    for body in (chat(model="a" * 10**5), chat(**{"b" * 10**5: 1})):
+        answered = server.http.post(CHAT, json=body)
+        assert answered.status_code in (400, 404) and len(answered.content) < 10**4
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "streaming_llm:sinks=1000000000",
+        "snapkv:window=99999999999999999999",
+        "snapkv:window=9223372036854775808",
+        "kivi:group=99999999999999999999",
+        "knorm:skip_layers=99999999999999999999",
+    ],
+)
+def test_numbers_in_a_method_take_neither_memory_nor_time(server, method):
+    started = time.perf_counter()
+    answered = server.http.post(
+        CONTEXTS, json={"text": "the sky is blue", "method": method, "budget": 2}
+    )
+    assert_clean(answered, 400)
+    assert time.perf_counter() - started < 5
+
+
+def test_a_kernel_wider_than_the_text_takes_no_time(server):
+    text, method = "the sky is blue " * 20, "auto:kernel=1000000001"
+    made = server.http.post(CONTEXTS, json={"text": text, "method": method})
+    assert made.status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("method", "status"),
+    [
+        (None, 201),
+        ("snapkv", 201),
+        ("snapkv_official:window=8", 201),
+        ("full", 201),
+        ("snapkv + kivi", 400),
+        ("h2o", 400),
+        ("kvzip:chunk=1", 400),
+    ],
+)
+def test_a_server_takes_the_methods_it_was_told_to(restricted, method, status):
+    body = {"text": "the sky is blue " * 30, "method": method}
+    answered = restricted.http.post(CONTEXTS, json=body)
+    assert answered.status_code == status, answered.text
+    if status == 400:
+        assert_clean(answered, 400, "this server takes full, snapkv")
+
+
+def test_a_method_that_no_server_has_is_refused_at_the_start(model):
+    with pytest.raises(KvfoldError, match="unknown method 'snapkb'"):
+        Engine("tiny", model, word_tokenizer(), Settings(methods=("snapkb",)))
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-38, 1e-45, 5e-324])
+def test_the_lowest_temperature_draws_the_likeliest_token(server, temperature):
+    greedy = server.http.post(CHAT, json=chat(temperature=0, max_tokens=8)).json()
+    drawn = server.http.post(CHAT, json=chat(temperature=temperature, max_tokens=8))
+    assert drawn.status_code == 200
+    assert drawn.json()["choices"][0]["message"] == greedy["choices"][0]["message"]
+
+
+def test_the_smallest_part_of_the_probability_is_one_token(server):
+    body = chat(temperature=2, top_p=5e-324, max_tokens=8)
+    greedy = server.http.post(CHAT, json=chat(temperature=0, max_tokens=8)).json()
+    drawn = server.http.post(CHAT, json=body).json()
+    assert drawn["choices"][0]["message"] == greedy["choices"][0]["message"]
