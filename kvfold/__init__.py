@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvfold.errors import IllegalComposition as IllegalComposition
     from kvfold.errors import KvfoldError as KvfoldError
     from kvfold.errors import UnsupportedModel as UnsupportedModel
+    from kvfold.eval.evaluate import evaluate as evaluate
     from kvfold.files.read import load as load
     from kvfold.generate import generate as generate
     from kvfold.method import Method as Method
@@ -70,6 +71,7 @@ _NAMES = {
         "KvfoldError",
         "UnsupportedModel",
     ),
+    "kvfold.eval.evaluate": ("evaluate",),
     "kvfold.files.read": ("load",),
     "kvfold.generate": ("generate",),
     "kvfold.method": ("Method", "methods", "parse"),

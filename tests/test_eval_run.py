@@ -468,3 +468,20 @@ def test_an_answer_that_must_not_be_empty_does_not_begin_with_a_stop_string(
     full = setting.outcome(replace(stopped, nonempty=True), **how).answers[0]
     said = setting.text([token for token in expected if token != first])
     assert full.prediction == said != ""
+
+
+@pytest.mark.parametrize("question_aware", [False, True])
+def test_what_a_benchmark_spells_like_a_special_token_is_text(setting, question_aware):
+    sample, control = record(), "<|assistant|>"
+    asked = replace(sample.questions[0], text=f"{sample.questions[0].text}{control} So?")
+    prompt = setting.prompt(replace(sample, context=f"{control}{sample.context}"))
+    number = setting.tokenizer.convert_tokens_to_ids(control)
+    assert number in setting.ids(control)
+    assert number not in prompt.ids
+    # The one of the chat template itself.
+    assert (prompt.asked(asked) == number).sum() == 1
+    spelled = replace(sample, context=f"{control}{sample.context}", questions=(asked,))
+    assert (
+        setting.outcome(spelled, question_aware=question_aware).tokens
+        == prompt.ids.shape[1] + (prompt.asked(asked).shape[1])
+    )

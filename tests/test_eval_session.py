@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import multiprocessing
 import os
@@ -14,9 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from typer.testing import CliRunner, Result
 
+import kvfold
 from kvfold.cli import app
 from kvfold.crew import workers
 from kvfold.crew.processes import processes
@@ -28,7 +32,9 @@ from kvfold.eval.run.sample import Sample
 from kvfold.eval.run.session import evaluate, store, summarize, write_records
 from kvfold.eval.tasks import Request, tasks
 from kvfold.frame import token_count
-from tests.evaluation import Setting, record, wanted
+from kvfold.report.load import load
+from kvfold.report.tables import to_csv
+from tests.evaluation import Setting, record, wanted, words
 
 FEW: list[Contender] = [("full", None), ("knorm", "0.5"), ("knorm", "0.25")]
 
@@ -404,3 +410,70 @@ def test_some_failures_are_said_and_the_run_succeeds(folder, tmp_path):
                   "--methods", "full", "--budgets", "0.9", "--out", out)  # fmt: skip
     assert ran.exit_code == 0, ran.output
     assert f"failed: 4 × {data}:2: field 'ordered_kv_records'" in " ".join(ran.output.split())
+
+
+# --- from Python -------------------------------------------------------------------------------
+
+
+def own_questions(path: Path) -> Path:
+    rows = [
+        {"context": words(40, seed), "question": "Which?", "answer": "7", "max_new_tokens": 4}
+        for seed in range(2)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"context": "x"}\n')
+    return path
+
+
+def test_records_from_python_are_rows_of_a_table(setting, tmp_path):
+    methods = ["snapkv:window=8", kvfold.parse("kivi:group=8,residual=8")]
+    found = kvfold.evaluate(
+        setting.model, setting.tokenizer, "jsonl", methods, [0.5, 16],
+        data=own_questions(tmp_path / "own.jsonl"), out=tmp_path / "out",
+    )  # fmt: skip
+    frame = pandas.DataFrame(found).set_index(["cell.method", "cell.budget"])
+    # Full cache and KIVI once; three baselines and SnapKV at two budgets.
+    assert len(frame) == 2 + 4 * 2
+    assert set(frame["cell.task"]) == {"jsonl"} and set(frame["samples"]) == {2}
+    full = frame.loc["full"].iloc[0]
+    assert full["kept"] == 1 and full["score.low"] <= full["score.value"] <= full["score.high"]
+    small = frame.loc[(str(kvfold.parse("snapkv:window=8")), "16")]
+    assert 0 < small["kept"] < 0.5 and small["difference.samples"] == 2
+    (reason,) = small["errors"]
+    assert reason.startswith(f"{tmp_path / 'own.jsonl'}:3: field 'question'")
+    text = to_csv(load([tmp_path / "out"]))
+    assert next(iter(csv.DictReader(io.StringIO(text)))).keys() == found[0].keys()
+    # It goes on where it was: nothing is run again.
+    before = (tmp_path / "out" / "samples.jsonl").read_bytes()
+    again = kvfold.evaluate(
+        setting.model, setting.tokenizer, ["jsonl"], "snapkv:window=8", 0.5,
+        data=tmp_path / "own.jsonl", out=tmp_path / "out",
+    )  # fmt: skip
+    assert (tmp_path / "out" / "samples.jsonl").read_bytes() == before
+    assert all(record in found for record in again) and len(again) == 5
+
+
+def test_evaluation_from_python_refuses_what_the_command_refuses(setting, tmp_path):
+    def run(*arguments: Any, **options: Any) -> None:
+        kvfold.evaluate(setting.model, setting.tokenizer, *arguments, **options)
+
+    for arguments, options, word in (
+        (("nothing", "full"), {}, "unknown task"),
+        (("niah", "snapkv"), {}, "needs a budget"),
+        (("jsonl", "full"), {}, "jsonl needs data"),
+        (("jsonl", "full"), {"data": tmp_path / "no.jsonl"}, "there is no file"),
+    ):
+        with pytest.raises(KvfoldError, match=word):
+            run(*arguments, **options)
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(KvfoldError, match=r"no sample has an answer: .*bad\.jsonl:1: field"):
+        run("jsonl", "full", data=tmp_path / "bad.jsonl")
+
+
+def test_the_command_says_at_once_which_rows_it_cannot_read(folder, tmp_path):
+    data = own_questions(tmp_path / "own.jsonl")
+    ran = command("--tasks", "jsonl", "--data", data, "--model", folder, "--workers", 1,
+                  "--methods", "full", "--budgets", "0.5", "--out", tmp_path / "out")  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    shown = " ".join(ran.output.split())
+    assert f"cannot be read: {data}:3: field 'question'" in shown
+    assert shown.index("cannot be read") < shown.index("score, mean over tasks")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +16,6 @@ from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
 from kvfold.cli.console import console, counted, table
-from kvfold.errors import KvfoldError
 
 if TYPE_CHECKING:
     from kvfold.compat import PreTrainedModel
@@ -27,9 +25,6 @@ if TYPE_CHECKING:
     from kvfold.eval.run.result import Result
     from kvfold.eval.run.sample import Sample
     from kvfold.eval.tasks import Request
-
-# A quarter of what a model reads is half of what KVzip can repeat; papers report 4096.
-SHARE, USUAL = 4, 4096
 
 
 def command(
@@ -104,6 +99,7 @@ def command(
         from kvfold.cli.run import load
         from kvfold.crew.processes import processes
         from kvfold.crew.workers import here
+        from kvfold.eval.evaluate import readable_tokens, usual_length
         from kvfold.eval.run import plan as planning
         from kvfold.eval.run.cell import Protocol, Subject
         from kvfold.eval.run.job import work
@@ -113,8 +109,7 @@ def command(
     # Refused here, before a large model is loaded.
     contenders = planning.contenders(listed(methods), words(budgets))
     network, tokenizer = load(model)
-    reads = getattr(network.config, "max_position_embeddings", USUAL)
-    readable = max_length or int(reads)
+    readable = max_length or readable_tokens(network)
     request = Request(
         samples=samples,
         seed=seed,
@@ -127,9 +122,7 @@ def command(
         conversation=conversation,
         depths=depths,
     )
-    sizes = (
-        numbers(lengths) if lengths else [min(USUAL, 2 ** (readable // SHARE).bit_length() // 2)]
-    )
+    sizes = numbers(lengths) if lengths else [usual_length(readable)]
     plan = planning.Plan(
         wanted=tuple(_drawn(screen, words(task), request, sizes)),
         subject=Subject.of(model, network, tokenizer),
@@ -161,23 +154,18 @@ def _drawn(
     screen: Console, names: Sequence[str], request: Request, lengths: Sequence[int]
 ) -> list[Wanted]:
     """The samples of all tasks; one that a benchmark's name stands for may want data in vain."""
-    from kvfold.eval.run.plan import Wanted
-    from kvfold.eval.tasks import select
+    from kvfold.eval.evaluate import drawn
 
     found = []
     with screen.status("drawing samples") as status:
-        for task in select(names):
-            status.update(f"drawing samples of {task.name}")
-            sizes = lengths if task.generated or task.phase == "stream" else lengths[:1]
-            try:
-                found += [Wanted.of(task, replace(request, length=size)) for size in sizes]
-            except KvfoldError as refused:
-                if task.name in names:
-                    raise
-                screen.print(Text(f"left out: {task.name}: {refused}", style="yellow"))
-    if not found:
-        raise KvfoldError("none of the tasks can be run: see above what they need")
+        for each in drawn(names, request, lengths, lambda note: _note(screen, note)):
+            found.append(each)
+            status.update(f"drawing samples; {each.task.name} is done")
     return found
+
+
+def _note(screen: Console, said: str) -> None:
+    screen.print(Text(said, style="yellow"))
 
 
 def _fitting(network: PreTrainedModel) -> int:

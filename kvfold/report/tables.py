@@ -8,11 +8,9 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel
-
+from kvfold.eval.run.flat import flat
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board, titles
@@ -77,36 +75,17 @@ def to_csv(results: Sequence[Result]) -> str:
     `by`, `errors`, …) is JSON in its column. An empty column is None.
     """
     out = io.StringIO()
-    lines = [_flat(result, Result) for result in results]
+    lines = [
+        {name: _text(value) for name, value in flat(result, Result).items()} for result in results
+    ]
     writer = csv.DictWriter(out, list(lines[0]))
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
 
 
-def _flat(model: BaseModel | None, kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """The same columns for each `model` of a `kind`, and for None."""
-    found: dict[str, Any] = {}
-    for name, field in kind.model_fields.items():
-        value = None if model is None else getattr(model, name)
-        fields = _with_fields(field.annotation)
-        if fields is not None:
-            found |= _flat(value, fields, f"{prefix}{name}.")
-        elif model is not None and isinstance(value, dict | tuple):
-            plain = model.model_dump(mode="json", include={name})[name]
-            found[prefix + name] = json.dumps(plain, ensure_ascii=False)
-        else:
-            found[prefix + name] = value
-    return found
-
-
-def _with_fields(annotation: Any) -> type[BaseModel] | None:
-    """The model that a value of this type is, if it is there; not one of many in a collection."""
-    several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-    for kind in (annotation, *several):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
+def _text(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
 
 
 def _table(shown: Sequence[Row], lower: bool = False) -> str:

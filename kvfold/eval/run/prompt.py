@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvfold.content import Content
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import Question, Record
 from kvfold.frame import Frame, token_count, token_ids
@@ -37,7 +38,8 @@ class Prompt:
         if record.chat:
             # Questions come with the white space that parts them from the context.
             frame = replace(Frame.of(tokenizer), parting="")
-        ids = token_ids(tokenizer, frame.before + record.context)
+        # What a benchmark spells like a special token is text, as in `kvfold.compress`.
+        ids = token_ids(tokenizer, frame.before, Content(record.context))
         return cls(record, tokenizer, frame, ids, token_count(tokenizer, frame.before))
 
     @property
@@ -51,8 +53,8 @@ class Prompt:
         opening = self.frame.parting if first else self.frame.between
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn")
-        text = f"{opening}{question.text}{self.frame.after}{question.answer_prefix}"
-        return token_ids(self.tokenizer, text)
+        text, prefix = Content(question.text), Content(question.answer_prefix)
+        return token_ids(self.tokenizer, opening, text, self.frame.after, prefix)
 
     def following(self) -> tuple[int, int]:
         """The most tokens that a question takes after the context, and it with its answer."""

@@ -23,7 +23,7 @@ from kvfold.eval.run.sample import Outcome, Sample
 
 PERPLEXITY = "perplexity"
 # What samples tell of themselves that a score is read by.
-BREAKDOWN = ("depth", "bucket", "length", "difficulty", "category", "subject", "level")
+BREAKDOWN = ("depth", "bucket", "length", "difficulty", "category", "subject", "level", "metric")
 
 
 class Estimate(BaseModel):

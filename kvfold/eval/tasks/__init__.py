@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import (
@@ -15,6 +16,7 @@ from kvfold.eval.tasks import (
     maths,
     mt_bench,
     needle,
+    own,
     perplexity,
     ruler_niah,
     ruler_qa,
@@ -24,17 +26,25 @@ from kvfold.eval.tasks import (
 )
 from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
 
-__all__ = ["Question", "Record", "Request", "Task", "Unreadable", "select", "tasks"]
+__all__ = ["Question", "Record", "Request", "Task", "Unreadable", "families", "select", "tasks"]
 
 _FILES = (
     ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, key_value, perplexity, longbench,
-    longbench_v2, loogle, infinitebench, scbench, maths, mt_bench,
+    longbench_v2, loogle, infinitebench, scbench, maths, mt_bench, own,
 )  # fmt: skip
 
 
 def tasks() -> dict[str, Task]:
     """Every task by its name, the generated ones first."""
     return {task.name: task for file in _FILES for task in file.TASKS}
+
+
+def families() -> dict[str, list[Task]]:
+    """The tasks of each benchmark, whose name stands for all of them."""
+    found: dict[str, list[Task]] = {}
+    for task in tasks().values():
+        found.setdefault(task.benchmark, []).append(task)
+    return found
 
 
 def select(names: Iterable[str]) -> list[Task]:
@@ -44,12 +54,16 @@ def select(names: Iterable[str]) -> list[Task]:
     """
     known, found = tasks(), dict[str, Task]()
     for name in names:
-        members = [known[name]] if name in known else []
-        members = members or [task for task in known.values() if task.benchmark == name]
+        members = [known[name]] if name in known else families().get(name, [])
         if not members:
-            benchmarks = dict.fromkeys(task.benchmark for task in known.values())
-            raise KvfoldError(
-                f"unknown task {name!r}: choose of {', '.join(benchmarks)}, or one task"
-            )
+            raise KvfoldError(_unknown(name, known))
         found |= {task.name: task for task in members}
     return list(found.values())
+
+
+def _unknown(name: str, known: Mapping[str, Task]) -> str:
+    """A task may be meant by a benchmark's own name for it, or be misspelt."""
+    near = [task for task in known if task.endswith(f"_{name}")]
+    near = near or difflib.get_close_matches(name, [*known, *families()], 3, 0.75)
+    meant = f"did you mean {' or '.join(map(repr, near))}? If not, " if near else ""
+    return f"unknown task {name!r}: {meant}choose of {', '.join(families())}, or one task"

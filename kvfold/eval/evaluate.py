@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation from Python: what `kvfold eval` does, with a model that is loaded already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from kvfold import compat
+from kvfold.budget import Budget
+from kvfold.crew.workers import here
+from kvfold.errors import KvfoldError
+from kvfold.eval.run import session
+from kvfold.eval.run.cell import Protocol, Subject
+from kvfold.eval.run.flat import flat
+from kvfold.eval.run.job import work
+from kvfold.eval.run.plan import Plan, Wanted, contenders
+from kvfold.eval.run.result import Result
+from kvfold.eval.tasks import Request, Unreadable, select
+from kvfold.frame import token_count
+from kvfold.method import Method
+
+# A quarter of what a model reads is half of what KVzip can repeat; papers report 4096.
+SHARE, USUAL = 4, 4096
+
+Said = Callable[[str], None]
+
+
+def evaluate(
+    model: compat.PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: str | Sequence[str],
+    methods: str | Method | Sequence[str | Method],
+    budgets: Budget | float | str | Sequence[Budget | float | str] = (),
+    *,
+    data: str | Path | None = None,
+    samples: int | None = None,
+    lengths: int | Sequence[int] | None = None,
+    haystack: str | Path | None = None,
+    question_aware: bool = False,
+    max_length: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+) -> list[dict[str, Any]]:
+    """Tasks × methods × budgets, beside the full cache and the baselines, one record for each cell.
+
+    Returns plain dictionaries with the columns of `records.csv`: `pandas.DataFrame(records)` is a
+    table of them. Options are those of `kvfold eval`; with `out` samples and records are kept in
+    that folder, where a run that was stopped goes on and `kvfold report` finds them. Raises
+    KvfoldError for unknown names, for data that cannot be read, and where no sample has an answer.
+    """
+    competing = contenders([str(one) for one in _listed(methods)], _listed(budgets))
+    readable = max_length or readable_tokens(model)
+    request = Request(
+        samples=samples,
+        seed=seed,
+        count=partial(token_count, tokenizer),
+        data=None if data is None else str(data),
+        haystack=None if haystack is None else Path(haystack),
+    )
+    sizes = [usual_length(readable)] if lengths is None else _listed(lengths)
+    name = getattr(model.config, "name_or_path", "") or type(model).__name__
+    plan = Plan(
+        wanted=tuple(drawn(_listed(tasks), request, sizes)),
+        subject=Subject.of(name, model, tokenizer),
+        protocol=Protocol(question_aware=question_aware, max_length=readable),
+        contenders=tuple(competing),
+    )
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        return _run(plan, model, tokenizer, Path(out))
+    with TemporaryDirectory() as folder:
+        return _run(plan, model, tokenizer, Path(folder))
+
+
+def readable_tokens(model: compat.PreTrainedModel) -> int:
+    """What the model was trained to read, or what papers report."""
+    return int(getattr(model.config, "max_position_embeddings", USUAL))
+
+
+def usual_length(readable: int) -> int:
+    """Tokens of a generated sample where none are asked for: a power of two."""
+    return int(min(USUAL, 2 ** (readable // SHARE).bit_length() // 2))
+
+
+def drawn(
+    names: Sequence[str], request: Request, lengths: Sequence[int], say: Said = lambda text: None
+) -> Iterator[Wanted]:
+    """The samples of all tasks; of a benchmark's name those that can be drawn.
+
+    `say` is told what is left out, and which rows cannot be read. Raises KvfoldError for a task
+    that was named itself and cannot be drawn, and where none can.
+    """
+    found = False
+    for task in select(names):
+        sizes = lengths if task.generated or task.phase == "stream" else lengths[:1]
+        try:
+            wanted = [Wanted.of(task, replace(request, length=size)) for size in sizes]
+        except KvfoldError as refused:
+            if task.name in names:
+                raise
+            say(f"left out: {task.name}: {refused}")
+            continue
+        for sample in wanted[0].samples:
+            if isinstance(sample, Unreadable):
+                say(f"cannot be read: {sample.where}: {sample.why}")
+        found = True
+        yield from wanted
+    if not found:
+        raise KvfoldError("none of the tasks can be run: see above what they need")
+
+
+def _run(
+    plan: Plan, model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> list[dict[str, Any]]:
+    samples, cells = session.store(folder), plan.cells()
+    for _ in session.evaluate(plan, samples, here(work(plan.subject.name), model, tokenizer)):
+        pass
+    records = session.summarize(samples.load().records)
+    session.write_records(folder, records)
+    own = [record for record in records if record.cell in cells]
+    if not any(record.samples for record in own):
+        reasons = dict.fromkeys(reason for record in own for reason in record.errors)
+        raise KvfoldError(f"no sample has an answer: {'; '.join(list(reasons)[:3])}")
+    return [flat(record, Result) for record in own]
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics by name, for questions of one's own: a prediction against all right answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvfold.eval.metrics.longbench import code_sim
+from kvfold.eval.metrics.maths import equivalent, gsm8k_flexible
+from kvfold.eval.metrics.overlap import qa_f1, qa_f1_zh, words
+from kvfold.eval.metrics.rouge import google
+from kvfold.eval.metrics.ruler import string_match_all, string_match_part
+from kvfold.eval.metrics.scored import Scored, best
+
+Named = Callable[[str, Sequence[str]], Scored]
+
+DEFAULT = "contains"
+
+
+def _exact(prediction: str, answer: str) -> Scored:
+    return Scored(float(words(prediction) == words(answer)))
+
+
+def _best(metric: Callable[[str, str], Scored]) -> Named:
+    return lambda prediction, answers: best(metric(prediction, answer) for answer in answers)
+
+
+NAMED: dict[str, Named] = {
+    "contains": string_match_part,
+    "contains_all": string_match_all,
+    "exact": _best(_exact),
+    "f1": _best(qa_f1),
+    "f1_zh": _best(qa_f1_zh),
+    "rouge_l": lambda prediction, answers: google(prediction, answers, "rougeL"),
+    "rouge_lsum": lambda prediction, answers: google(prediction, answers, "rougeLsum"),
+    "number": _best(gsm8k_flexible),
+    "math": _best(equivalent),
+    "code": _best(code_sim),
+}
+# For people who choose one.
+MEANS = {
+    "contains": "any of the answers is in the prediction, case ignored",
+    "contains_all": "share of the answers that are in the prediction, case ignored",
+    "exact": "equal words, without case, punctuation and articles (SQuAD's exact match)",
+    "f1": "overlap of words (SQuAD's F1)",
+    "f1_zh": "overlap of Chinese words (LongBench)",
+    "rouge_l": "ROUGE-L (rouge-score)",
+    "rouge_lsum": "ROUGE-L over lines, for summaries (rouge-score)",
+    "number": "the last number is the answer (GSM8K)",
+    "math": "the last \\boxed{} equals the answer as an expression (math-verify)",
+    "code": "similarity of the first line of code (LongBench)",
+}

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as tables have them: one row each, one column per field."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+
+def flat(model: BaseModel | None, kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """A record as one level of fields, "cell.subject.name"; the same for each `model` and for None.
+
+    What has varying keys or length (`scores`, `by`, `errors`, …) stays a dict or a list.
+    """
+    found: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        value = None if model is None else getattr(model, name)
+        fields = _with_fields(field.annotation)
+        if fields is not None:
+            found |= flat(value, fields, f"{prefix}{name}.")
+        elif model is not None and isinstance(value, dict | tuple):
+            found[prefix + name] = model.model_dump(mode="json", include={name})[name]
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _with_fields(annotation: Any) -> type[BaseModel] | None:
+    """The model that a value of this type is, if it is there; not one of many in a collection."""
+    several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    for kind in (annotation, *several):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
