@@ -154,10 +154,13 @@ class Held(CacheLayerMixin):
     def _index(self, rows: Callable[[Tensor], Tensor]) -> None:
         if self.store is None:
             return
+        longest = self.store.length
         self.store.index(rows)
+        # The longest segment may be gone: shorter ones are filled up on the left.
+        gone = longest - self.store.length
+        self._per_entry(lambda x: rows(x[..., gone:]))
         self.logical.index(rows)
         self.last_queries.index(rows)
-        self._per_entry(rows)
         for name in ("capacity", "merging", "error"):
             if getattr(self, name) is not None:
                 setattr(self, name, rows(getattr(self, name)))

@@ -195,6 +195,24 @@ def test_rows_take_all_that_is_theirs_along(model, spec, change, argument, rows)
     assert positions(reader.cache) == positions(straight.cache)
 
 
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices"])
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("spec", ["roco:decode=append + adakv", "h2o:decode=append + adakv"])
+def test_column_sums_of_heads_of_their_own_length_follow_their_rows(model, spec, change, row):
+    """Where the row with the longest head is dropped, all others' heads become shorter ones."""
+    ids, mask = prompts(PADDED)
+    steps = continuation(2, 4).split(1, 1)
+    reader = start(model, spec, PADDED)
+    straight = Reader(model, compressed(model, spec), mask[[row, row]])
+    straight(ids[[row, row]])
+    getattr(reader.cache, change)(torch.tensor([row, row]))
+    reader.mask = reader.mask[[row, row]]
+    for piece in (*steps, continuation(2, 9, seed=5)):
+        torch.testing.assert_close(reader(piece), straight(piece), atol=1e-6, rtol=0)
+    assert positions(reader.cache) == positions(straight.cache)
+    assert reader.cache.stats().nbytes == reachable_bytes(reader.cache)
+
+
 @EVERY
 def test_two_caches_on_one_model_never_meet(model, spec):
     other = "random" if spec != "random" else "knorm"
