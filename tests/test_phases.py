@@ -24,6 +24,7 @@ from tests.budgets import (
     SMALL,
     UNIFORM,
     compressed,
+    encodes,
     moves,
 )
 from tests.models import build, continuation, prompts
@@ -330,7 +331,7 @@ def test_chunks_of_a_later_turn_equal_one_shot(model, spec):
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
-@COMPRESSES
+@pytest.mark.parametrize("spec", [spec for spec in METHODS if not encodes(spec)])
 def test_padding_between_turns_is_not_seen_either(model, spec, chunk):
     """Questions of 20 and 12 tokens to prompts of 64 and 53: the short one is padded in between."""
     ids, mask = prompts((64, 53))

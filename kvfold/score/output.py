@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvfold.observation import Observation
@@ -18,13 +19,15 @@ def change_alone(seen: Observation, window: int, kernel: int) -> Tensor:
     Without entry j, whose weight is a, an output o becomes (o − a·v) / (1 − a): it moves by about
     a·‖v − o‖. `[B, H, T]` float32, root of the squares summed over queries and a group's heads.
     """
+    seen, order = seen.padding_first()  # what padding parts are neighbours
     rows = _grouped(seen.window_attention(window), seen)
     values = seen.values.float()
     outputs = rows @ values
     squared = values.square().sum(-1)[:, :, None] + outputs.square().sum(-1, keepdim=True)
     distance = (squared - 2 * outputs @ values.transpose(-1, -2)).clamp(min=0)
     change = (rows.square() * distance).sum(2).sqrt()
-    return pool(change, kernel, "max", seen.positions < 0)
+    scores = pool(change, kernel, "max", seen.positions < 0)
+    return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)
 
 
 def relative_change(seen: Observation, kept: Tensor, queries: slice) -> Tensor:
