@@ -222,6 +222,21 @@ def test_a_record_counts_what_was_cut_failed_and_could_not_be_run():
     assert by_itself.difference is None and by_itself.errors == {"died": 1}
 
 
+def test_a_record_names_its_haystack():
+    of = cell("niah_magic")
+    made = lines(of, [outcome(1.0)], haystack=["book.txt"])
+    answers = (
+        made[0]
+        .outcome.answers[0]
+        .model_copy(update={"scores": dict.fromkeys(tasks()["niah_magic"].metrics, 1.0)})
+    )
+    made[0] = made[0].model_copy(
+        update={"outcome": made[0].outcome.model_copy(update={"answers": (answers,)})}
+    )
+    assert result(tasks()["niah_magic"], of, made, made).haystack == "book.txt"
+    assert result(tasks()["kv_retrieval"], cell(), [], []).haystack is None
+
+
 def test_a_record_without_any_outcome_has_no_score():
     found = result(tasks()["kv_retrieval"], cell(), lines(cell(), ["a", "b"]), [])
     assert (found.score, found.difference, found.kept, found.nbytes, found.by) == (

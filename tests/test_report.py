@@ -33,7 +33,7 @@ from kvfold.report.load import load
 from kvfold.report.look import COLORS, looks
 from kvfold.report.page import embedded, page, payload
 from kvfold.report.pictures import by_depth
-from kvfold.report.tables import markdown, to_csv
+from kvfold.report.tables import by_task, markdown, to_csv
 from kvfold.report.write import write
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -42,9 +42,10 @@ MODEL = Subject(
     name="tiny", config="c", weights="w", vocabulary="v", dtype="float32", attention="sdpa"
 )
 PLAIN: dict[str, Any] = {
-    "benchmark": "ruler", "group": "needles", "phase": "prefill", "metric": "match",
-    "lower_is_better": False, "samples": 100, "questions": 100, "scores": {}, "by": {},
-    "kept_per_layer": (), "peak_bytes": None, "tokens": 1000.0, "prefill_seconds": 2.0,
+    "benchmark": "ruler", "group": "needles", "haystack": None, "phase": "prefill",
+    "metric": "match", "lower_is_better": False, "samples": 100, "questions": 100,
+    "scores": {}, "by": {}, "kept_per_layer": (), "peak_bytes": None, "tokens": 1000.0,
+    "prefill_seconds": 2.0,
     "seconds_per_token": None, "answer_tokens": None, "truncation": "none", "truncated": 0,
     "at_limit": 0, "failed": {}, "errors": {}, "commits": ("abc",), "setups": (HERE,),
     "nbytes_full": 1000.0,
@@ -409,6 +410,23 @@ def test_markdown_says_what_is_inside_the_noise() -> None:
     results = [made(), made("m", "0.2", (89.0, 1.0), (-1.0, -3.0, 1.0))]
     assert "| ≈ −1.0 (−3.0 to +1.0) |" in markdown(boards(results))
     assert (signed(-0.04), signed(2.0), signed(-2.0)) == ("0.0", "+2.0", "−2.0")
+
+
+def test_every_table_names_the_haystack() -> None:
+    results = [
+        made(task="a", haystack="book.txt"),
+        made(task="b", haystack="noise instead of essays", group="others"),
+        made(task="c", haystack="book.txt"),
+    ]
+    text = markdown(boards(results))
+    assert "### all tasks\n\nHaystack: book.txt (a, c); noise instead of essays (b).\n" in text
+    assert "### others\n\nHaystack: noise instead of essays (b).\n" in text
+    assert "### a\n\nHaystack: book.txt (a).\n" in by_task(boards(results))
+    views = payload(boards(results), looks(summary.rows(results)))["boards"][0]["views"]
+    assert {v["name"]: v["haystack"] for v in views if v["kind"] == "task"} == {
+        "a": "book.txt (a)", "b": "noise instead of essays (b)", "c": "book.txt (c)",
+    }  # fmt: skip
+    assert "Haystack" not in markdown(boards([made()]))
 
 
 def test_the_best_methods_have_colours_of_their_own() -> None:

@@ -187,8 +187,8 @@ def test_essay_tasks_take_essays_where_they_are_given(tmp_path):
     (tmp_path / "a.txt").write_text("Birds fly high! " * 10, encoding="utf-8")
     for name in ESSAYS:
         noise, essay = (made(f"ruler_{name}", 1, haystack=h)[0] for h in (None, tmp_path))
-        assert noise.metadata["haystack"] == "noise"
-        assert essay.metadata["haystack"] == "essay"
+        assert noise.metadata["haystack"] == "noise instead of essays"
+        assert essay.metadata["haystack"] == tmp_path.name
         body = essay.context.split("\n", 1)[1]
         # Needles stand between sentences.
         found = re.findall(r"(.)?(?:^|\s)One of the special magic", body)
@@ -196,6 +196,13 @@ def test_essay_tasks_take_essays_where_they_are_given(tmp_path):
         assert "Birds fly high!" in body
     with pytest.raises(KvfoldError, match="no text"):
         made("ruler_niah_single_2", haystack=tmp_path / "absent")
+
+
+def test_essays_beside_the_data_are_the_haystack(tmp_path):
+    (tmp_path / "haystack.txt").write_text("Birds fly high! " * 300, encoding="utf-8")
+    for name in ("ruler_niah_single_2", "niah_magic"):
+        (record,) = made(name, 1, data=str(tmp_path))
+        assert record.metadata["haystack"] == "haystack.txt" and "Birds fly" in record.context
 
 
 def test_the_chain_of_variables_can_be_followed():
@@ -317,7 +324,7 @@ def test_any_needle_can_be_hidden(tmp_path):
     request = Request(samples=1, length=600, count=count, haystack=tmp_path)
     record = next(task.records(request))
     assert " The safe opens with 4711. It" in record.context or own.text in record.context
-    assert record.metadata["haystack"] == "text"
+    assert record.metadata["haystack"] == tmp_path.name
     assert task.score("4711!", record.questions[0]).value == 1
     assert set(task.metrics) == {"keywords", "rouge_1", "rouge_l"}
 

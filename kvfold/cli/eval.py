@@ -181,6 +181,7 @@ def _evaluate(screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out
     """Runs what is missing, with a bar, and writes the records."""
     from kvfold.cli.records import loaded, say_failures
     from kvfold.eval.run.session import evaluate, store, summarize, write_records
+    from kvfold.report.board import haystacks
 
     samples = store(out)
     loaded(screen, samples)
@@ -198,7 +199,9 @@ def _evaluate(screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out
     for lower, title in ((False, "score, mean over tasks"), (True, "perplexity")):
         own = [record for record in asked if record.score and record.lower_is_better == lower]
         if own:
+            where = haystacks(own)
             screen.print(_table(title, own))
+            screen.print(Text(f"haystack: {where}\n" if where else ""), end="")
     screen.print(Text(f"records: {path.resolve()}\ntables and a page: kvfold report {out}"))
     say_failures(screen, asked)
 

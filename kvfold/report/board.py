@@ -17,12 +17,13 @@ OVERALL = "all tasks"
 
 
 class View(NamedTuple):
-    """Rows over one group or task, at every length (None) or at one."""
+    """Rows over one group or task, at every length (None) or at one; in which haystacks."""
 
     kind: Kind
     name: str
     length: int | None
     rows: list[Row]
+    haystack: str
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,21 @@ class Board:
             members += [("task", t, [r for r in self.scored if r.cell.task == t]) for t in tasks]
         found = []
         for kind, name, own in members:
-            found.append(View(kind, name, None, rows(own)))
+            found.append(View(kind, name, None, rows(own), haystacks(own)))
             lengths = self.lengths(self.scored)
             for length in lengths if len(lengths) > 1 else []:
                 at = [r for r in own if r.cell.length == length]
-                found += [View(kind, name, length, rows(at))] if at else []
+                found += [View(kind, name, length, rows(at), haystacks(at))] if at else []
         return found
+
+
+def haystacks(results: Sequence[Result]) -> str:
+    """What needles were hidden in: "noise (single_1); book.txt (single_2)"; empty without any."""
+    found: dict[str, dict[str, None]] = {}
+    for result in results:
+        if result.haystack is not None:
+            found.setdefault(result.haystack, {})[result.cell.task] = None
+    return "; ".join(f"{name} ({', '.join(tasks)})" for name, tasks in found.items())
 
 
 def boards(results: Sequence[Result]) -> list[Board]:

@@ -88,7 +88,13 @@ def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
         "groups": board.groups,
         "weak": weak,
         "views": [
-            {"kind": v.kind, "name": v.name, "length": v.length, "rows": _rows(v.rows, order)}
+            {
+                "kind": v.kind,
+                "name": v.name,
+                "length": v.length,
+                "haystack": v.haystack,
+                "rows": _rows(v.rows, order),
+            }
             for v in views
         ],
         "perplexity": _rows(rows(board.perplexities), order, lower=True),

@@ -140,8 +140,8 @@ def _maps(results: Sequence[Result], looks: dict[str, Look]) -> Figure:
         bar.set_label("score, %", fontsize=7)
         bar.ax.tick_params(labelsize=6, length=0)
         bar.outline.set_visible(False)
-    task = _plain(results[0].cell.task)
-    drawn.suptitle(f"{task}: length in tokens across, depth down", fontsize=9)
+    task, where = _plain(results[0].cell.task), _plain(results[0].haystack or "a haystack")
+    drawn.suptitle(f"{task} in {where}: length in tokens across, depth down", fontsize=9)
     return drawn
 
 

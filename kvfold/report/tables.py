@@ -13,7 +13,7 @@ from typing import Any
 from kvfold.eval.run.flat import flat
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate
-from kvfold.report.board import Board, titles
+from kvfold.report.board import Board, View, titles
 from kvfold.report.doubts import of_board
 from kvfold.report.headline import headline, signed
 from kvfold.report.summary import Row, rows
@@ -44,7 +44,7 @@ def markdown(boards: Sequence[Board]) -> str:
             said = headline(overall)
             parts.append(_safe(" ".join([said.claim, said.evidence, *said.further])))
         for view in (v for v in board.views() if v.length is None and v.kind != "task"):
-            parts += [f"### {_safe(view.name)}", _table(view.rows)]
+            parts += _view(view)
         if board.perplexities:
             parts += [
                 "### Perplexity (lower is better)",
@@ -64,8 +64,14 @@ def by_task(boards: Sequence[Board]) -> str:
     for board, title in zip(boards, titles(boards), strict=True):
         parts.append(f"## {_safe(title)}")
         for view in (v for v in board.views() if v.length is None and v.kind == "task"):
-            parts += [f"### {_safe(view.name)}", _table(view.rows)]
+            parts += _view(view)
     return "\n\n".join(parts) + "\n"
+
+
+def _view(view: View) -> list[str]:
+    """Heading, haystacks and table."""
+    where = [f"Haystack: {_safe(view.haystack)}."] if view.haystack else []
+    return [f"### {_safe(view.name)}", *where, _table(view.rows)]
 
 
 def to_csv(results: Sequence[Result]) -> str:

@@ -7,14 +7,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
 
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import CUT, FULL, RANDOM, SINKS_AND_RECENT, Cell, Protocol, Subject
 from kvfold.eval.run.job import Job
 from kvfold.eval.run.sample import digest
-from kvfold.eval.tasks import Record, Request, Task, Unreadable
+from kvfold.eval.tasks import Record, Request, Task, Unreadable, source
 from kvfold.method import parse
 
 Contender = tuple[str, str | None]
@@ -83,7 +82,7 @@ class Wanted:
                 task=self.task.name,
                 length=self.length,
                 seed=request.seed,
-                data=tuple(_name(source) for source in data if source is not None),
+                data=tuple(source.name_of(one) for one in data if one is not None),
                 protocol=protocol,
                 method=method,
                 budget=budget,
@@ -91,12 +90,6 @@ class Wanted:
             for method, budget in contenders
             if self.task.phase != "stream" or streams(method)
         ]
-
-
-def _name(source: str | Path) -> str:
-    """What data is called: a hub's own name, or a file's or folder's, wherever it lies here."""
-    path = Path(source)
-    return path.resolve().name if path.exists() else str(source)
 
 
 @dataclass(frozen=True)

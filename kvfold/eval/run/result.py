@@ -29,7 +29,8 @@ class Result(BaseModel):
     are all metrics'. `kept`, `nbytes`, `nbytes_full`, `peak_bytes`, seconds and `answer_tokens` are
     means over samples, `kept_nominal` the ratio that was asked for. `truncated` samples were cut,
     `at_limit` answers reached `max_new_tokens`; `failed` counts predictions that could not be
-    parsed or scored, `errors` samples without an answer, each by its reason.
+    parsed or scored, `errors` samples without an answer, each by its reason. `haystack` names the
+    text that needles were hidden in, where there are any.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -37,6 +38,7 @@ class Result(BaseModel):
     cell: Cell
     benchmark: str
     group: str
+    haystack: str | None
     phase: str
     metric: str | None
     lower_is_better: bool
@@ -92,6 +94,7 @@ def result(task: Task, cell: Cell, samples: Sequence[Sample], full: Sequence[Sam
         cell=cell,
         benchmark=task.benchmark,
         group=task.group,
+        haystack=next((s.metadata["haystack"] for s in samples if "haystack" in s.metadata), None),
         phase=task.phase,
         metric=names[0] if names else None,
         lower_is_better=task.by_likelihood,

@@ -64,7 +64,9 @@ def generate(name: str, draw: Draw, request: Request) -> Iterator[Record]:
 
     The haystack starts at any of its sentences, so that samples of one depth differ.
     """
-    text = source.text(request.haystack) if request.haystack else " ".join(ruler_wording.NOISE)
+    path = source.haystack(request)
+    text = source.text(path) if path else " ".join(ruler_wording.NOISE)
+    named = source.name_of(path) if path else ruler_wording.NO_ESSAYS
     every = split(text)
 
     def build(size: int, rng: random.Random, index: int) -> Record:
@@ -84,7 +86,7 @@ def generate(name: str, draw: Draw, request: Request) -> Iterator[Record]:
         metadata = {
             "depth": percent,
             "length": request.length,
-            "haystack": "text" if request.haystack else "noise",
+            "haystack": named,
         }
         return Record(name, index, context, (question,), stop=("\n",), metadata=metadata)
 

@@ -69,10 +69,10 @@ class Request:
 
     `length` is in tokens and holds prompt and answer, as RULER counts; `count` says how many
     tokens a text is. `data` is a JSONL file, a folder of them, or a hub dataset's name;
-    `haystack` a text file or a folder of them; `words` a folder of word lists; `shots` a JSONL
-    file of solved examples. `questions` are drawn per context where a task shares it; SCBench's
-    are asked in one `conversation` or each on its own. `depths` is the number of places a needle
-    is tried at.
+    `haystack` a text file or a folder of them, where `data` holds none; `words` a folder of word
+    lists; `shots` a JSONL file of solved examples. `questions` are drawn per context where a task
+    shares it; SCBench's are asked in one `conversation` or each on its own. `depths` is the number
+    of places a needle is tried at.
     """
 
     samples: int | None = None

@@ -4,7 +4,7 @@
 Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/niah.py` and `scripts/synthetic.yaml`
 (Hsieh et al., 2024, arXiv 2404.06654, section 3.1). Two differences: sentences are split by a
 regular expression instead of nltk's punkt, which needs a download; and where no essays are
-given the essay tasks use the noise, which `metadata["haystack"]` says.
+given the essay tasks use the noise. `metadata["haystack"]` names the text.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvfold.eval.tasks import ruler, source
 from kvfold.eval.tasks import ruler_wording as wording
@@ -26,6 +27,13 @@ from kvfold.eval.tasks.vocabulary import Vocabulary
 DEPTHS = [round(100 * point / 39) for point in range(40)]
 # Fewer repeats of the noise, or words of an essay, are no haystack.
 LEAST = {"noise": 5, "needle": 5, "essay": 50}
+
+
+class Essay(NamedTuple):
+    """A haystack's name, and its words."""
+
+    name: str
+    words: list[str]
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Needles:
     def build(
         self,
         task: str,
-        essay: Sequence[str] | None,
+        essay: Essay | None,
         vocabulary: Vocabulary,
         size: int,
         rng: random.Random,
@@ -55,15 +63,16 @@ class Needles:
         rng.shuffle(needles)
         asked = rng.sample(keys, self.queries)
         if self.haystack == "essay":
-            noise = " ".join(wording.NOISE).split()
-            hidden = in_essay(essay or noise, size, needles, rng)
+            words = essay.words if essay else " ".join(wording.NOISE).split()
+            hidden = in_essay(words, size, needles, rng)
         else:
             hidden = self._in_lines(size, needles, keys, vocabulary, rng)
         several = self.queries * self.values > 1
         intro, question, prefix = wording.needles(self.value_kind, asked, several)
         answers = tuple(value for key in asked for value in values[key])
         limit = ruler.MAX_NEW_TOKENS["niah"]
-        used = "noise" if self.haystack == "essay" and not essay else self.haystack
+        essays = essay.name if essay else wording.NO_ESSAYS
+        used = {"essay": essays, "needle": "needles"}.get(self.haystack, self.haystack)
         return Record(
             task,
             index,
@@ -118,7 +127,8 @@ def split(text: str) -> list[str]:
 
 
 def _generate(name: str, needles: Needles, request: Request) -> Iterator[Record]:
-    essay = source.text(request.haystack).split() if request.haystack else None
+    path = source.haystack(request)
+    essay = Essay(source.name_of(path), source.text(path).split()) if path else None
     build = partial(needles.build, f"ruler_{name}", essay, Vocabulary.of(request.words))
     return fitted(request, name, build, LEAST[needles.haystack])
 

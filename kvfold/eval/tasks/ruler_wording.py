@@ -18,6 +18,9 @@ NOISE = (
     "There and back again.",
 )
 
+# What a haystack of essays is called where none are given.
+NO_ESSAYS = "noise instead of essays"
+
 
 class Wording(NamedTuple):
     """The text is put between `intro` and `question`; `prefix` goes where the answer starts."""

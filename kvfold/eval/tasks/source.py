@@ -62,6 +62,12 @@ def has(request: Request, file: str) -> bool:
     return not path.is_dir() or (path / f"{file}.jsonl").is_file()
 
 
+def name_of(source: str | Path) -> str:
+    """What data is called: a hub's own name, or a file's or folder's, wherever it lies here."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else str(source)
+
+
 def _picked(one: tuple[str, Any], wanted: Callable[[dict[str, Any]], bool]) -> bool:
     return not isinstance(one[1], dict) or wanted(one[1])
 
@@ -124,6 +130,15 @@ def _dataset(name: str, subset: str | None) -> Iterator[tuple[str, Any]]:
     split = next((s for s in (subset, "test") if s in splits), next(iter(splits)))
     for number, row in enumerate(splits[split]):
         yield f"{name}/{split}[{number}]", dict(row)
+
+
+def haystack(request: Request) -> Path | None:
+    """The text to hide needles in: the one given, or `haystack` (a folder) or `haystack.txt` in the
+    folder of data."""
+    if request.haystack is not None or request.data is None:
+        return request.haystack
+    found = (Path(request.data) / name for name in ("haystack", "haystack.txt"))
+    return next((path for path in found if path.exists()), None)
 
 
 def text(path: Path) -> str:

@@ -51,15 +51,24 @@ function unpack(rows) {
   return unpacked.get(rows);
 }
 
-function viewRows(kind, name, length) {
+function findView(kind, name, length) {
   const same = (view) => view.kind === kind && view.name === name && view.length === length;
-  const found = state.board.views.find(same);
+  return state.board.views.find(same);
+}
+
+function viewRows(kind, name, length) {
+  const found = findView(kind, name, length);
   return found ? unpack(found.rows) : [];
 }
 
-function currentRows() {
+function currentView() {
   const [kind, name] = state.view.split("\n");
-  return viewRows(kind, name, state.length);
+  return findView(kind, name, state.length);
+}
+
+function currentRows() {
+  const found = currentView();
+  return found ? unpack(found.rows) : [];
 }
 
 const isShown = (row) =>

@@ -39,8 +39,10 @@ function lead() {
   const where = length === null ? "" : ` at ${count(length)} tokens`;
   const tasks = kind === "group" ? board.groups[name] : kind === "task" ? [name] : [];
   const weak = tasks.length > 0 && tasks.every((task) => board.weak.includes(task));
+  const haystack = currentView()?.haystack;
   return `Mean over ${name}${where}, ${board.title}. Bars are 95 % intervals; the broad line joins what no ` +
     "other method beats in both score and bytes. Faint is what is neither on it nor leading at any budget." +
+    (haystack ? ` Haystack: ${haystack}.` : "") +
     (weak ? " The full cache itself is near guessing here, so this says little." : "");
 }
 
