@@ -209,9 +209,9 @@ class CompressedCache(compat.Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last `-tokens_to_remove` tokens.
 
-        Raises KvfoldError, and changes nothing, where entries were evicted since, and for models
-        with recurrent layers, or with sliding windows that have slid, anywhere but to where a
-        `frozen()` block began.
+        Raises KvfoldError, and changes nothing, where entries were evicted or encoded since, and
+        for models with recurrent layers, or with sliding windows that have slid, anywhere but to
+        where a `frozen()` block began.
         """
         for layer in self.compressed_layers:
             layer.check_crop(tokens_to_remove)

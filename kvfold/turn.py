@@ -90,13 +90,15 @@ class Turn:
         store = layer.store
         assert isinstance(store, SegmentStore)
         if not store.encode.pairs:
-            store.encode_due(decoding, seen)
+            if store.encode_due(decoding, seen):
+                layer.evicted_at = layer.seen
         elif self.partner is None:
             self.partner = layer
         else:
-            first, self.partner = self.partner.store, None
-            assert isinstance(first, SegmentStore)
-            first.encode_with(store, decoding)
+            first, self.partner = self.partner, None
+            assert isinstance(first.store, SegmentStore)
+            if first.store.encode_with(store, decoding):
+                first.evicted_at = layer.evicted_at = layer.seen
 
     def forget(self) -> None:
         """As before the first turn."""

@@ -374,6 +374,33 @@ def test_questions_with_long_answers_change_nothing(model, spec):
     assert torch.equal(answers[0], answers[-1]) and not torch.equal(answers[0], answers[1])
 
 
+@EVERY
+def test_tokens_are_taken_back_as_if_never_read_or_not_at_all(model, spec):
+    """What older entries were encoded for cannot be undone; it is refused and nothing changes."""
+    if "kvzip" in spec:
+        spec = spec.removeprefix("kvzip:chunk=50 + ")
+    reader = Reader(model, compressed(model, spec, BUDGET))
+    reader(prompts((47,))[0])
+    steps = continuation(1, 40).split(1, 1)
+    twins, refused = [copy.deepcopy(reader.cache)], []
+    for token in steps:
+        reader(token)
+        twins.append(copy.deepcopy(reader.cache))
+    for back in range(1, 41):
+        cropped, twin = copy.deepcopy(twins[40]), copy.deepcopy(twins[40 - back])
+        try:
+            cropped.crop(-back)
+        except kvfold.KvfoldError as problem:
+            assert "encoded" in str(problem) and cropped.get_seq_length() == 87
+            refused.append(back)
+            continue
+        assert not refused  # what cannot be taken back once cannot be together with more
+        assert positions(cropped) == positions(twin)
+        again = [Reader(model, cache)(steps[0]) for cache in (cropped, twin)]
+        assert torch.equal(*again)
+    assert bool(refused) == ("think" not in spec)
+
+
 @EACH
 def test_nothing_is_encoded_twice(spec):
     """200 generated tokens and two more turns only add to what is encoded."""

@@ -200,17 +200,18 @@ class SegmentStore:
 
         return self._keys.due(key_count), self._values.due(value_count)
 
-    def encode_due(self, decoding: bool, seen: Observation | None = None) -> None:
-        """Encodes what is due; at a turn's end with what its attention saw."""
+    def encode_due(self, decoding: bool, seen: Observation | None = None) -> bool:
+        """Encodes what is due; at a turn's end with what its attention saw. Whether any was."""
         keys, values = self.due(decoding)
         first = self._keys.encoded is None
         if first or any(map(len, keys)):
             self._keys.accept(self.encode.keys(keys, seen, self._keys.encoded))
         if first or any(map(len, values)):
             self._values.accept(self.encode.values(values))
+        return any(map(len, keys + values))
 
-    def encode_with(self, second: SegmentStore, decoding: bool) -> None:
-        """Encodes what is due here and in the other layer of the pair, together."""
+    def encode_with(self, second: SegmentStore, decoding: bool) -> bool:
+        """Encodes what is due here and in the other layer of the pair. Whether any was."""
         assert isinstance(self.encode, Pairing)
         mine, theirs = self.due(decoding), second.due(decoding)
         parts = ((self._keys, second._keys), (self._values, second._values))
@@ -222,6 +223,7 @@ class SegmentStore:
                 both = extend_pair(own.encoded, other.encoded, *both)
             own.become(both[0])
             other.become(both[1])
+        return any(len(rows) for of_part in mine for rows in of_part)
 
     def share_with(self, first: SegmentStore) -> None:
         """Makes this second layer of a pair share memory with the first again, after a copy."""
