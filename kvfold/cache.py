@@ -67,7 +67,7 @@ class CompressedCache(compat.Cache):
         self.protect = spans
         forced = replace(stages.forced, spans=stages.forced.spans + spans)
         stages = replace(stages, forced=forced)
-        self.budget = _checked_budget(self.method, budget, forced.least)
+        self.budget = checked_budget(self.method, budget, forced.least)
         layers = compat.stock_layers(model)
         self.ranks = compat.ranks_of(model)
         self.ranks.check_method(self.method)
@@ -166,7 +166,7 @@ class CompressedCache(compat.Cache):
             raise KvfoldError("a cache takes another budget only while its first turn is read")
         other = copy.deepcopy(self)
         least = other.compressed_layers[0].plan.stages.forced.least
-        other.budget = _checked_budget(self.method, budget, least)
+        other.budget = checked_budget(self.method, budget, least)
         for layer in other.compressed_layers:
             layer.plan = replace(layer.plan, budget=other.budget)
         with other.reading():
@@ -342,13 +342,16 @@ class CompressedCache(compat.Cache):
         )
 
 
-def _checked_budget(
+def checked_budget(
     method: Method, budget: Budget | float | str | None, least: int
 ) -> Budget | None:
-    """The budget of a method that keeps `least` entries per KV head whatever it is."""
+    """The budget of a method that keeps `least` entries per KV head whatever it is.
+
+    Raises BudgetError for one that is missing, superfluous, or below that.
+    """
     if method.takes_budget and budget is None:
         raise BudgetError(
-            f"{method} needs a budget: an int for tokens, a float for the part kept, or a size"
+            f'{method} needs a budget: the part to keep (0.2), tokens (512) or a size ("2GiB")'
         )
     if not method.takes_budget and budget is not None:
         raise BudgetError(f"{method} takes no budget: leave it out")

@@ -102,7 +102,7 @@ def compress(
     both also say what is raised.
     """
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
-    check_reusable(cache)
+    check_reusable(cache.method)
     frame = Frame.of(tokenizer)
     read = content(document, special_tokens)
     ids = token_ids(tokenizer, frame.before, read).to(model.device)
@@ -115,10 +115,10 @@ def compress(
     return Context(model, tokenizer, cache, frame, ids)
 
 
-def check_reusable(cache: CompressedCache) -> None:
+def check_reusable(method: Method) -> None:
     """Raises KvfoldError for a method that compresses only while a question is answered."""
-    if cache.method.stages().decode == "once":
+    if method.stages().decode == "once":
         raise KvfoldError(
-            f"{cache.method} compresses at the first generated token, but what is generated for a "
+            f"{method} compresses at the first generated token, but what is generated for a "
             "question is taken back: choose a variant that compresses when the prompt ends"
         )

@@ -15,6 +15,7 @@ from kvfold.drive import drive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.inputs import check_given, check_read_ahead
 from kvfold.length import check_prompt
+from kvfold.method import Method
 from kvfold.rebuild import rebuild
 
 # When the prompt is compressed.
@@ -73,7 +74,7 @@ def generate(
     piece = prefill_chunk if compress == "per_chunk" else None
     check_prompt(model, cache, attention_mask, piece, allow_longer)
     if compress == "per_chunk":
-        _check_per_chunk(cache, prefill_chunk)
+        check_per_chunk(cache.method, prefill_chunk)
     assisted = any(options.get(name) for name in ASSISTED)
     if compile:
         if assisted:
@@ -184,7 +185,7 @@ def read_per_chunk(
     Pieces are of equal length, and of at most `chunk` tokens. Raises KvfoldError for methods that
     must see a prompt as a whole.
     """
-    chunk = _check_per_chunk(cache, chunk)
+    chunk = check_per_chunk(cache.method, chunk)
     start, total = cache.get_seq_length(), input_ids.shape[1]
     for end in _ends(start, total, chunk):
         with cache.reading(until=end):
@@ -199,11 +200,11 @@ def _ends(start: int, stop: int, chunk: int) -> list[int]:
     return [start + (stop - start) * (i + 1) // pieces for i in range(pieces)]
 
 
-def _check_per_chunk(cache: CompressedCache, chunk: int | None) -> int:
+def check_per_chunk(method: Method, chunk: int | None) -> int:
     """The length of a piece; raises KvfoldError without one, or where the method needs it all."""
     if chunk is None:
-        raise KvfoldError('compress="per_chunk" needs prefill_chunk=, the length of a piece')
-    stages = cache.method.stages()
+        raise KvfoldError("per_chunk needs prefill_chunk= (--prefill-chunk), the length of a piece")
+    stages = method.stages()
     reason = None
     if stages.needs.rebuilding is not None:
         reason = "lets the model repeat the whole prompt before it scores any of it"
@@ -212,7 +213,7 @@ def _check_per_chunk(cache: CompressedCache, chunk: int | None) -> int:
     elif stages.decode == "once":
         reason = "compresses when the first token is generated"
     if reason is not None:
-        raise KvfoldError(f'{cache.method} {reason}: leave out compress="per_chunk"')
+        raise KvfoldError(f"{method} {reason}: leave out per_chunk")
     return chunk
 
 

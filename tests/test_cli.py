@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import kvfold
+from kvfold.answer import Answer
 from kvfold.cli import app
+from kvfold.cli.run import encode
 from kvfold.inspect.kept import kept_figure, kept_grid
+from kvfold.loading import Loading, load
+from tests.models import build
 
 WORDS = ["the", "grass", "is", "green", "sky", "blue", "here", "we", "go"]
 PROMPT = " ".join(WORDS * 8)
@@ -162,3 +168,192 @@ def test_kept_figure_has_one_panel_per_label_and_counts_needles() -> None:
     note = figure.axes[0].get_title("right")
     assert "kept 50.0%" in note
     assert "75.0% of those in needles" in note
+
+
+def untouched(*arguments: str) -> str:
+    """The message of a command that is refused before any model is loaded."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", never)
+        patch.setattr("transformers.AutoTokenizer.from_pretrained", never)
+        return refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "bundled", "--prompt", "a"), "needs a budget"),
+        (("run", "bundled", "--method", "kivi", "--budget", "0.2", "--prompt", "a"), "takes no"),
+        (("run", "bundled", "--budget", "5", "--prompt", "a"), "at least 32"),
+        (("run", "bundled", "--method", "merge", "--budget", "0.2", "--prompt", "a"), "merge"),
+        (("run", "bundled", "--budget", "0.2", "--file", "absent.txt"), "there is no such file"),
+        (
+            ("run", "bundled", "--budget", "0.2", "--prompt", "a", "--compress", "per_chunk"),
+            "--prefill-chunk",
+        ),
+        (("run", "bundled", "--budget", "0.2", "--prompt", "a", "--top-p", "0.9"), "temperature"),
+        (("run", "bundled", "--budget", "0.2", "--prompt", "a", "--temperature", "1e-9"), "0.01"),
+        (("run", "./absent", "--budget", "0.2", "--prompt", "a"), "there is no such folder"),
+        (("run", __file__, "--budget", "0.2", "--prompt", "a"), "a file; name the folder"),
+        (("compress", "bundled", "absent.txt"), "there is no such file"),
+        (("compress", "bundled", __file__, "--method", "snapkv", "--budget", "3"), "at least 32"),
+        (("compress", "bundled", __file__, "--method", "snapkw"), "did you mean 'snapkv'?"),
+        (("ask", "bundled", "absent.kvfold", "why"), "absent.kvfold"),
+        (("inspect", "--methods", "snapkv", "--budget", "3"), "at least 32"),
+        (("inspect", "--file", "absent.txt"), "there is no such file"),
+        (("serve", "bundled", "--method", "nope"), "unknown method 'nope'"),
+        (("serve", "bundled", "--method", "snapkv", "--budget", "5"), "at least 32"),
+        (("serve", "bundled", "--budget", "much"), "cannot read 'much'"),
+        (
+            ("run", "bundled", "--budget", "1", "--prompt", "a", "--device", "cpu",
+             "--device-map", "auto", "--method", "knorm"),
+            "leave out the device",
+        ),
+        (
+            ("run", "bundled", "--budget", "1", "--prompt", "a", "--revision", "main",
+             "--method", "knorm"),
+            "one revision",
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_what_needs_no_model_is_refused_before_one_is_loaded(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in untouched(*arguments)
+
+
+def test_version_and_short_help() -> None:
+    assert kvfold_command("--version").output == f"kvfold {kvfold.__version__}\n"
+    assert kvfold_command("run", "-h").output == kvfold_command("run", "--help").output
+
+
+@pytest.mark.parametrize("command", ["run", "compress", "ask", "eval", "inspect", "serve"])
+def test_every_command_that_loads_a_model_has_the_same_options(command: str) -> None:
+    shown = kvfold_command(command, "--help").output
+    for option in ("dtype", "device", "device-map", "attn-implementation", "revision",
+                   "trust-remote-code", "gguf-file", "adapter"):  # fmt: skip
+        assert f"--{option} " in shown
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    result = kvfold_command(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_run_prints_json_that_counts_the_same(folder: Path) -> None:
+    arguments = ("run", str(folder), "--method", "knorm", "--budget", "20", "--prompt", PROMPT)
+    made = run_json(*arguments, "--max-new-tokens", "4")
+    assert made["stats"]["seen"] == 75 and made["stats"]["kept"] == [[[23, 23]]] * 2
+    assert made["stats"]["nbytes"] > 0 and made["seconds"]["first_token"] > 0
+    assert made["answer"] in kvfold_command(*arguments, "--max-new-tokens", "4").output
+
+
+def test_run_reads_standard_input_and_encodings(folder: Path, tmp_path: Path) -> None:
+    run = ("run", str(folder), "--method", "full", "--max-new-tokens", "3", "--file")
+    piped = CliRunner().invoke(app, [*run, "-", "--json"], input=PROMPT)
+    assert piped.exit_code == 0, piped.output
+    assert json.loads(piped.stdout)["stats"]["seen"] == 74
+    written = tmp_path / "prompt.txt"
+    written.write_bytes("the grass is grün".encode("latin-1"))
+    assert "give the right --encoding" in refused(*run, str(written))
+    assert run_json(*run, str(written), "--encoding", "latin-1")["stats"]["seen"] == 6
+    assert "unknown encoding" in refused(*run, str(written), "--encoding", "nope")
+
+
+def test_run_draws_by_its_seed(folder: Path) -> None:
+    run = ("run", str(folder), "--method", "full", "--prompt", PROMPT, "--temperature", "2")
+    answers = [run_json(*run, "--seed", seed)["answer"] for seed in "112"]
+    assert answers[0] == answers[1] != answers[2]
+    likeliest = run_json("run", str(folder), "--method", "full", "--prompt", PROMPT)["answer"]
+    assert run_json(*run, "--top-k", "1")["answer"] == likeliest
+
+
+def test_run_shows_tokens_as_they_come_and_ctrl_c_keeps_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 0
+
+    def interrupted(self: Any, *arguments: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise KeyboardInterrupt
+        return own(self, *arguments)
+
+    own = Answer.__call__
+    run = ("run", str(folder), "--method", "full", "--prompt", PROMPT, "--max-new-tokens", "9")
+    whole = run_json(*run)["answer"].split()
+    monkeypatch.setattr(Answer, "__call__", interrupted)
+    result = kvfold_command(*run)
+    assert result.exit_code == 130
+    assert result.stdout.split()[-3:] == whole[:3]
+    assert result.stderr.splitlines()[-1] == "stopped"
+    assert "Traceback" not in result.output
+
+
+def test_a_system_message_comes_before_the_prompt(folder: Path, tmp_path: Path) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<bos> {{ m['role'] }} {{ m['content'] }} {% endfor %}sky"
+    )
+    expected = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "we go"}, {"role": "user", "content": PROMPT}],
+        return_dict=False,
+    )
+    assert encode(tokenizer, PROMPT, None, "we go")[0].tolist() == expected
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(kvfold.KvfoldError, match="drops system messages"):
+        encode(tokenizer, PROMPT, None, "we go")
+    tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(kvfold.KvfoldError, match="takes no system message: no system"):
+        encode(tokenizer, PROMPT, None, "we go")
+    assert "needs the chat template" in refused(
+        "run", str(folder), "--method", "full", "--prompt", "a", "--system", "b"
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_models_without_sdpa_run_by_their_own_attention(family: str, tmp_path: Path) -> None:
+    model = build(family, vocab_size=len(SPECIAL + WORDS))
+    assert model.config._attn_implementation == "eager"
+    model.save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    run = ("run", str(tmp_path), "--prompt", PROMPT, "--max-new-tokens", "3")
+    full = run_json(*run, "--method", "full")
+    ids = word_tokenizer()(PROMPT, return_tensors="pt").input_ids
+    out = model.generate(ids, max_new_tokens=3, do_sample=False)
+    own = word_tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert full["answer"] == own
+    assert run_json(*run, "--method", "snapkv:window=4", "--budget", "20")["stats"]["kept"]
+    message = refused(*run, "--method", "full", "--attn-implementation", "sdpa")
+    assert "cannot load" in message and "does not support" in message
+
+
+def test_dtype_and_attention_are_chosen(folder: Path) -> None:
+    model, _ = load(str(folder), Loading(dtype="bfloat16", attn_implementation="eager"))
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
+    bundled, _ = load("bundled")
+    assert bundled.dtype == torch.float32 and bundled.config._attn_implementation == "sdpa"
+
+
+def test_an_adapter_changes_the_answer(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    made = peft.get_peft_model(tiny_llama(), settings)
+    made.save_pretrained(tmp_path)
+    ids = word_tokenizer()(PROMPT, return_tensors="pt").input_ids
+    plain, _ = load(str(folder))
+    adapted, _ = load(str(folder), Loading(adapter=str(tmp_path)))
+    with torch.no_grad():
+        expected, logits = made.eval()(ids).logits, adapted(ids).logits
+        torch.testing.assert_close(logits, expected)
+        assert not torch.allclose(logits, plain(ids).logits, atol=1e-3)
+    with pytest.raises(kvfold.KvfoldError, match="there is no such folder"):
+        load(str(folder), Loading(adapter="./absent"))

@@ -23,11 +23,11 @@ from torch import Tensor
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError
-from kvfold.cli.run import load as load_model
 from kvfold.files import format as files_format
 from kvfold.files import write
 from kvfold.files.format import CHECKSUM, FORMAT, HEADER, VERSION, digest, read_header
 from kvfold.layer import CompressedLayer
+from kvfold.loading import load as load_model
 from kvfold.method import preset, spelled_out
 from kvfold.store.dense import DenseStore
 from kvfold.store.segments import SegmentStore

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold.cli.run import load
 from kvfold.errors import KvfoldError
 from kvfold.files.format import Header, opened, read_header
+from kvfold.loading import load
 from kvfold.method import preset
 from kvfold.ranks import Ranks
 from tests.models import build

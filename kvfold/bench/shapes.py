@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from kvfold.bundled import FOLDER
-from kvfold.cli.run import load
 from kvfold.compat import PreTrainedModel, text_config
 from kvfold.errors import KvfoldError
+from kvfold.loading import load
 
 _LONG = {"max_position_embeddings": 131072, "pad_token_id": 0, "bos_token_id": 1}
 _LLAMA_3 = {

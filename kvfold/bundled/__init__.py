@@ -15,12 +15,11 @@ FOLDER = Path(__file__).parent
 
 
 def bundled_model(**options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The bundled model in float32 and its tokenizer, without network.
+    """The bundled model and its tokenizer, without network; in float32 unless `options` differ.
 
-    `options` are more of `from_pretrained`, for the model.
+    `options` are those of `from_pretrained`, for the model.
     """
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        FOLDER, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa", **options
-    )
+    options = {"dtype": torch.float32} | options
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, local_files_only=True, **options)
     return model.eval(), tokenizer

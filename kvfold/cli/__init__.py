@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+import kvfold
 from kvfold.cli import ask, bench, compress, demo, eval, info, inspect, methods, report, run, serve
 from kvfold.cli.console import errors
 from kvfold.errors import KvfoldError
@@ -18,21 +20,48 @@ class Commands(TyperGroup):
     """The commands; what kvfold refuses ends them with one line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command that was asked for."""
-        try:
-            return super().invoke(ctx)
-        except KvfoldError as refused:
-            errors().print(Text(f"error: {refused}", style="red"))
-            raise typer.Exit(2) from None
+        """Runs the command that was asked for; Ctrl-C ends it with exit code 130."""
+        with warnings.catch_warnings():
+            warnings.showwarning = _one_line
+            try:
+                return super().invoke(ctx)
+            except KvfoldError as refused:
+                errors().print(Text(f"error: {refused}", style="red"))
+                raise typer.Exit(2) from None
+            except KeyboardInterrupt:
+                errors().print("\nstopped")
+                raise typer.Exit(130) from None
+
+
+def _one_line(message: Warning | str, *about: Any, **options: Any) -> None:
+    """A warning as users of a program read it: without file and line."""
+    errors().print(Text(f"warning: {message}", style="yellow"))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvfold {kvfold.__version__}")
+        raise typer.Exit
 
 
 app = typer.Typer(
     cls=Commands,
-    help="A KV cache that stays small: compression methods for Hugging Face models, measured.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit."),
+    ] = False,
+) -> None:
+    """A KV cache that stays small: compression methods for Hugging Face models, measured."""
+
+
 app.command("demo")(demo.command)
 app.command("run")(run.command)
 app.command("compress")(compress.command)

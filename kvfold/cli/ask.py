@@ -7,35 +7,51 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from kvfold.cli.console import console
-from kvfold.cli.run import load
+from kvfold.cli.console import console, messages, print_json, stats_json
+from kvfold.cli.options import (
+    Encoding,
+    Json,
+    MaxNewTokens,
+    Sampling,
+    loading,
+    read_text,
+    sampling,
+    with_options,
+)
+from kvfold.cli.run import show
+from kvfold.loading import Loading, load
 
 
+@with_options(loading=loading, sampling=sampling)
 def command(
     model: Annotated[str, typer.Argument(help="The model that compressed the document.")],
     context: Annotated[Path, typer.Argument(help="A file written by `kvfold compress`.")],
-    question: Annotated[str, typer.Argument(help="What to ask.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 is greedy; more draws the tokens.")
-    ] = 0.0,
+    question: Annotated[str, typer.Argument(help="What to ask; - is standard input.")],
+    encoding: Encoding = "utf-8",
+    max_new_tokens: MaxNewTokens = 64,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
     ] = None,
+    as_json: Json = False,
+    *,
+    loading: Loading,
+    sampling: Sampling,
 ) -> None:
     """Ask a compressed document a question; the answer is shown as it comes."""
-    out = console()
-    with out.status("importing torch and transformers"):
+    asked = read_text(Path(question), encoding) if question == "-" else question
+    with messages(as_json).status("importing torch and transformers"):
         import kvfold
         from kvfold.files.format import read_header
     # Refused here, before a large model is loaded.
     read_header(context)
-    network, tokenizer = load(model, among_ranks=True)
+    network, tokenizer = load(model, loading, among_ranks=True)
     held = kvfold.load(context, network, tokenizer)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
-    pieces = held.stream(question, max_new_tokens=max_new_tokens, stop=stop or (), **sampling)
-    for piece in pieces:
-        out.print(Text(piece), end="", soft_wrap=True)
+    options = {"max_new_tokens": max_new_tokens, "stop": stop or (), **sampling.options()}
+    if as_json:
+        print_json({"answer": held.ask(asked, **options), "stats": stats_json(held.stats())})
+        return
+    out = console()
+    for piece in held.stream(asked, **options):
+        show(out, piece)
     out.print()

@@ -13,18 +13,44 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvfold.cli.console import console, kept_per_layer, progress, size, table
-from kvfold.cli.run import Compress, load
+from kvfold.cli.console import (
+    console,
+    kept_per_layer,
+    messages,
+    print_json,
+    progress,
+    size,
+    stats_json,
+    table,
+)
+from kvfold.cli.options import (
+    BUDGET_HELP,
+    Compress,
+    Encoding,
+    Json,
+    MethodText,
+    ModelName,
+    checked,
+    loading,
+    read_text,
+    with_options,
+)
 from kvfold.errors import KvfoldError
+from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
     from kvfold.compat import PreTrainedModel
     from kvfold.files.many import Settings
 
 
+# What is kept of a document where no budget is given.
+BUDGET = "0.5"
+
+
+@with_options(loading=loading)
 def command(
-    model: Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')],
-    documents: Annotated[list[Path], typer.Argument(help="Text files.")],
+    model: ModelName,
+    documents: Annotated[list[Path], typer.Argument(help="Text files; - is standard input.")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -34,13 +60,12 @@ def command(
             show_default="*.kvfold",
         ),
     ] = None,
-    method: Annotated[
-        str, typer.Option(help='A name of `kvfold methods`, or "snapkv:window=16".')
-    ] = "kvzip",
+    method: MethodText = "kvzip",
     budget: Annotated[
         str | None,
-        typer.Option(help='What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'),
+        typer.Option(help=BUDGET_HELP, show_default=f"{BUDGET}, if the method takes one"),
     ] = None,
+    encoding: Encoding = "utf-8",
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Read the document in pieces of this many tokens.")
     ] = None,
@@ -53,37 +78,59 @@ def command(
         str | None,
         typer.Option(help="Share several documents out over the Ray cluster at this address."),
     ] = None,
+    as_json: Json = False,
+    *,
+    loading: Loading,
 ) -> None:
     """Compress documents into files; ask them questions later with `kvfold ask`."""
-    shown = console()
-    with shown.status("importing torch and transformers"):
+    notes = messages(as_json)
+    with notes.status("importing torch and transformers"):
         import kvfold
+        from kvfold.context import check_reusable
         from kvfold.files.many import Settings
+        from kvfold.generate import check_per_chunk
     # Refused here, before a large model is loaded.
-    chosen = kvfold.parse(method)
-    limit = None if budget is None else kvfold.Budget.of(budget)
+    usual = BUDGET if kvfold.parse(method).takes_budget else None
+    chosen, limit = checked(method, budget or usual)
+    check_reusable(chosen)
+    if compress == "per_chunk":
+        check_per_chunk(chosen, prefill_chunk)
     settings = Settings(chosen, limit, prefill_chunk, compress, seed)
     if len(documents) == 1 and ray is None:
-        _compress_one(shown, model, documents[0], out, settings)
+        text = read_text(documents[0], encoding)
+        path = _file(documents[0], out)
+        _compress_one(notes, model, loading, text, path, settings, as_json)
     else:
         from kvfold.cli.compress_many import compress_many
 
-        compress_many(shown, model, documents, out, settings, ray)
+        compress_many(notes, model, loading, documents, encoding, out, settings, ray, as_json)
 
 
-def _compress_one(
-    shown: Console, model: str, document: Path, out: Path | None, settings: Settings
-) -> None:
-    """One document, with a word about what is kept of it."""
-    from kvfold.files.format import read_header
-
-    text = read_text(document)
+def _file(document: Path, out: Path | None) -> Path:
+    """The file that is written of a document; raises KvfoldError where it cannot be."""
+    if out is None and str(document) == "-":
+        raise KvfoldError("standard input has no name for the file: give --out")
     path = out or document.with_suffix(".kvfold")
     if path.is_dir() or not path.parent.is_dir():
         what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise KvfoldError(f"cannot write {path}: {what}")
-    network, tokenizer = load(model, among_ranks=True)
-    with progress(shown) as bar, _watched(network, bar):
+    return path
+
+
+def _compress_one(
+    notes: Console,
+    model: str,
+    loading: Loading,
+    text: str,
+    path: Path,
+    settings: Settings,
+    as_json: bool,
+) -> None:
+    """One document, with a word about what is kept of it."""
+    from kvfold.files.format import read_header
+
+    network, tokenizer = load(model, loading, among_ranks=True)
+    with progress(notes) as bar, _watched(network, bar):
         context = settings.compressed(network, tokenizer, text)
     context.save(path)
     ranks = context.cache.ranks
@@ -92,6 +139,9 @@ def _compress_one(
     # Of all heads, whichever rank holds them.
     kept = [[part.kept] for part in read_header(path).layers]
     stats = replace(context.stats(), kept=kept)
+    if as_json:
+        print_json({"file": path, "bytes": path.stat().st_size, "stats": stats_json(stats)})
+        return
     where = f", first of {ranks.size} ranks" if ranks.size > 1 else ""
     rows = [("tokens", f"{stats.seen:,}")]
     rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.kept)]
@@ -104,19 +154,9 @@ def _compress_one(
     made = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
     for row in rows:
         made.add_row(*row)
-    shown.print(made)
-    shown.print(f"{path}: ask it with `kvfold ask {model} {path} QUESTION`.", soft_wrap=True)
-
-
-def read_text(path: Path) -> str:
-    """The text of a file; raises KvfoldError where there is none."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise KvfoldError(f"cannot read {path}: {problem}") from problem
-    if not text.strip():
-        raise KvfoldError(f"{path} is empty")
-    return text
+    out = console()
+    out.print(made)
+    out.print(f"{path}: ask it with `kvfold ask {model} {path} QUESTION`.", soft_wrap=True)
 
 
 @contextmanager

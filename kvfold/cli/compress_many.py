@@ -5,25 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.compress import read_text
-from kvfold.cli.console import counted, size, table
-from kvfold.cli.run import load
+from kvfold.cli.console import console, counted, print_json, size, stats_json, table
+from kvfold.cli.options import read_text
 from kvfold.errors import KvfoldError
 from kvfold.files.many import Document, Made, Settings, work
+from kvfold.loading import Loading, load
 
 
 def compress_many(
-    shown: Console,
+    notes: Console,
     model: str,
+    loading: Loading,
     documents: Sequence[Path],
+    encoding: str,
     out: Path | None,
     settings: Settings,
     ray: str | None,
+    as_json: bool,
 ) -> None:
     """A file for each document that has none, or an older one; run again, it goes on.
 
@@ -31,6 +35,8 @@ def compress_many(
     """
     from kvfold.crew.workers import here
 
+    if any(str(document) == "-" for document in documents):
+        raise KvfoldError("standard input is one document: give it alone, and without --ray")
     if out is not None and not out.is_dir():
         raise KvfoldError(f"cannot write into {out}: there is no such folder")
     paths = [(out or path.parent) / f"{path.stem}.kvfold" for path in documents]
@@ -40,22 +46,28 @@ def compress_many(
     pairs = list(zip(documents, paths, strict=True))
     waiting = [pair for pair in pairs if not _is_newer(*pair)]
     if len(waiting) < len(pairs):
-        shown.print(f"{len(pairs) - len(waiting)} of {len(pairs)} files are there already")
-    jobs = [Document(read_text(text), path.resolve(), settings) for text, path in waiting]
+        notes.print(f"{len(pairs) - len(waiting)} of {len(pairs)} files are there already")
+    jobs = [Document(read_text(text, encoding), path.resolve(), settings) for text, path in waiting]
     if not jobs:
+        if as_json:
+            print_json([])
         return
+    doing = work(model, loading)
     if ray is None:
-        workers = here(work(model), *load(model))
+        workers = here(doing, *load(model, loading))
     else:
         from kvfold.crew.cluster import cluster
 
-        workers = cluster(work(model), ray, None)
+        workers = cluster(doing, ray, None)
     found: list[Made] = []
-    with counted(shown, "documents", len(jobs)) as done:
+    with counted(notes, "documents", len(jobs)) as done:
         for made in workers(jobs):
             found.append(made)
             done(len(found))
-    _show(shown, found)
+    if as_json:
+        print_json([_as_json(made) for made in found])
+    else:
+        _show(console(), found)
     if any(made.why for made in found):
         raise typer.Exit(1)
 
@@ -65,6 +77,11 @@ def _is_newer(document: Path, file: Path) -> bool:
     if not (file.is_file() and document.is_file()):
         return False
     return file.stat().st_mtime >= document.stat().st_mtime
+
+
+def _as_json(made: Made) -> dict[str, Any]:
+    stats = None if made.stats is None else stats_json(made.stats)
+    return {"file": made.path, "stats": stats, "error": made.why}
 
 
 def _show(shown: Console, found: Sequence[Made]) -> None:

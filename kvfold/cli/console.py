@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -20,6 +21,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from kvfold.stats import Stats
 
 WIDTH = 100
 
@@ -34,6 +38,24 @@ def console() -> Console:
 def errors() -> Console:
     """Standard error, where a message stays one line however narrow the terminal."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def messages(as_json: bool) -> Console:
+    """Where progress and notes go: to standard output, but with JSON on it to standard error."""
+    if not as_json:
+        return console()
+    return Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+
+
+def print_json(value: Any) -> None:
+    """JSON on standard output, plain where that is no terminal; of ranks only the first one's."""
+    console().print_json(data=value, default=str)
+
+
+def stats_json(stats: Stats) -> dict[str, Any]:
+    """What a cache holds, as JSON."""
+    derived = {"nbytes": stats.nbytes, "ratio": stats.ratio, "kept_fraction": stats.kept_fraction}
+    return dataclasses.asdict(stats) | derived
 
 
 def progress(out: Console) -> Progress:

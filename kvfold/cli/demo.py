@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cli.console import console, progress, size, table
-from kvfold.cli.run import load
 from kvfold.errors import KvfoldError
+from kvfold.loading import BUNDLED, load
 
 if TYPE_CHECKING:
     from kvfold.cli.measure import Result, Trial
@@ -53,7 +53,7 @@ def command(
     with out.status("importing torch and transformers"):
         from kvfold.cli.measure import Trial
     limits = _limits(budgets)
-    trial = Trial.of(*load("bundled"), seed)
+    trial = Trial.of(*load(BUNDLED), seed)
     _check(trial, limits)
     _prepare(page)
     middle = limits[len(limits) // 2]

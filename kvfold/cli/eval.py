@@ -16,6 +16,8 @@ from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
 from kvfold.cli.console import console, counted, table
+from kvfold.cli.options import loading, with_options
+from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
     from kvfold.compat import PreTrainedModel
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from kvfold.eval.tasks import Request
 
 
+@with_options(loading=loading)
 def command(
     task: Annotated[
         str, typer.Option("--tasks", help='Tasks or benchmarks: "ruler,niah", "kv_retrieval".')
@@ -87,6 +90,8 @@ def command(
     out: Annotated[
         Path, typer.Option("--out", "-o", file_okay=False, help="Run again, it goes on.")
     ] = Path("kvfold-eval"),
+    *,
+    loading: Loading,
 ) -> None:
     """Evaluate methods at budgets, beside the full cache, random eviction, sinks and recent tokens,
     and a context that is just cut.
@@ -96,7 +101,6 @@ def command(
     """
     screen = console()
     with screen.status("importing torch and transformers"):
-        from kvfold.cli.run import load
         from kvfold.crew.processes import processes
         from kvfold.crew.workers import here
         from kvfold.eval.evaluate import readable_tokens, usual_length
@@ -108,7 +112,7 @@ def command(
         from kvfold.method import listed
     # Refused here, before a large model is loaded.
     contenders = planning.contenders(listed(methods), words(budgets))
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, loading)
     readable = max_length or readable_tokens(network)
     request = Request(
         samples=samples,
@@ -136,12 +140,12 @@ def command(
     if ray is not None:
         from kvfold.crew.cluster import cluster
 
-        crew = cluster(work(model), ray, workers)
+        crew = cluster(work(model, loading), ray, workers)
     elif (count := workers or _fitting(network)) > 1:
         del network
-        crew = processes(work(model), count)
+        crew = processes(work(model, loading), count)
     else:
-        crew = here(work(model), network, tokenizer)
+        crew = here(work(model, loading), network, tokenizer)
     idle = [method for method in dict(contenders) if not planning.streams(method)]
     if idle and any(each.task.phase == "stream" for each in plan.wanted):
         names = ", ".join(idle)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvfold.cli.console import console, kept_per_layer, size, table
+from kvfold.cli.console import console, kept_per_layer, messages, print_json, size, table
+from kvfold.cli.options import Json
 
 if TYPE_CHECKING:
     from kvfold.files.format import Header
@@ -16,16 +17,19 @@ if TYPE_CHECKING:
 
 def command(
     context: Annotated[Path, typer.Argument(help="A file written by `kvfold compress`.")],
+    as_json: Json = False,
 ) -> None:
     """Show what a context file holds: method, what is kept, and for which model."""
-    out = console()
-    with out.status("importing torch"):
+    with messages(as_json).status("importing torch"):
         from kvfold.files.format import read_header
     header = read_header(context)
+    if as_json:
+        print_json({"bytes": context.stat().st_size, **header.model_dump(exclude={"checksums"})})
+        return
     shown = table(str(context), "what", "value")
     for row in [*_content(header), ("bytes of the file", size(context.stat().st_size))]:
         shown.add_row(*row)
-    out.print(shown)
+    console().print(shown)
 
 
 def _content(header: Header) -> list[tuple[str, str]]:

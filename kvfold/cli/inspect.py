@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.compress import read_text
 from kvfold.cli.console import console, progress
-from kvfold.cli.run import load
+from kvfold.cli.options import BUDGET_HELP, Encoding, checked, loading, read_text, with_options
 from kvfold.errors import KvfoldError
+from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,16 +32,18 @@ PAGE = "index.html"
 PICTURES = ("attention.png", "variance.png", "lazy.png", "norms.png", "kept.png")
 
 
+@with_options(loading=loading)
 def command(
     model: Annotated[str, typer.Option(help='A folder, a hub id, or "bundled".')] = "bundled",
     methods: Annotated[
         str, typer.Option(help="Compared side by side, separated by commas.")
     ] = "snapkv,pyramidkv,kvzip,d2o",
-    budget: Annotated[
-        str, typer.Option(help='What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".')
-    ] = "0.2",
+    budget: Annotated[str, typer.Option(help=BUDGET_HELP)] = "0.2",
     prompt: Annotated[str | None, typer.Option(help="The text that is read.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A text file with it.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A text file with it; - is standard input.")
+    ] = None,
+    encoding: Encoding = "utf-8",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -51,9 +53,11 @@ def command(
     seed: Annotated[
         int, typer.Option(help="Another text with needles; another choice of random methods.")
     ] = 0,
+    *,
+    loading: Loading,
 ) -> None:
     """Look into a model: heatmaps, variance, lazy layers, and the text as each method keeps it."""
-    text = _text(prompt, file)
+    text = _text(prompt, file, encoding)
     screen = console()
     with screen.status("importing torch and transformers"):
         import kvfold
@@ -62,9 +66,9 @@ def command(
     # Refused here, before a large model is loaded.
     named, limit = names(methods), kvfold.Budget.of(budget)
     for each in named:
-        kvfold.parse(each)
+        checked(each, budget if kvfold.parse(each).takes_budget else None)
     folder = _folder(out)
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, loading)
     _check(network, tokenizer, named, limit)
     most = _trained_length(network)
     if text is None:
@@ -87,12 +91,12 @@ def command(
     screen.print(Text(f"Pictures beside it: {', '.join(PICTURES)}", overflow="fold"))
 
 
-def _text(prompt: str | None, file: Path | None) -> str | None:
+def _text(prompt: str | None, file: Path | None, encoding: str) -> str | None:
     """The text that was given; None where one is to be generated."""
     if prompt is not None and file is not None:
         raise KvfoldError("give the text as --prompt TEXT or as --file PATH, not both")
     if file is not None:
-        return read_text(file)
+        return read_text(file, encoding)
     if prompt is not None and not prompt.strip():
         raise KvfoldError("the prompt is empty")
     return prompt

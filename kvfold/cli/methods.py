@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli.console import console, table
+from kvfold.cli.console import console, print_json, table
+from kvfold.cli.options import Json
 
 if TYPE_CHECKING:
     from kvfold.method import Method, Stages
@@ -21,18 +22,32 @@ DECODE = {
 }
 
 
-def command() -> None:
+def command(as_json: Json = False) -> None:
     """List every method: what it does at each stage, its paper, its defaults."""
     import kvfold
     from kvfold.method import preset
 
+    known = {name: preset(name) for name in kvfold.methods()}
+    if as_json:
+        print_json([_as_json(name, method) for name, method in known.items()])
+        return
     shown = table(None, "name", "stages", "paper", "defaults")
-    for name in kvfold.methods():
-        method = preset(name)
+    for name, method in known.items():
         shown.add_row(name, _stages(method), method.paper or "-", defaults(method))
     out = console()
     out.print(shown)
     out.print('Options go after a colon: --method "snapkv:window=16,kernel=5".')
+
+
+def _as_json(name: str, method: Method) -> dict[str, Any]:
+    return {
+        "name": name,
+        "summary": method.summary,
+        "stages": _stages(method),
+        "paper": method.paper,
+        "takes_budget": method.takes_budget,
+        "defaults": dataclasses.asdict(method),
+    }
 
 
 def _stages(method: Method) -> str:

@@ -3,80 +3,65 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from kvfold.cli.console import console, kept_per_layer, progress, seconds, size, table
+from kvfold.cli.console import (
+    console,
+    kept_per_layer,
+    messages,
+    print_json,
+    seconds,
+    size,
+    stats_json,
+    table,
+)
+from kvfold.cli.options import (
+    BudgetText,
+    Compress,
+    Encoding,
+    Json,
+    MaxNewTokens,
+    MethodText,
+    ModelName,
+    Sampling,
+    checked,
+    loading,
+    read_text,
+    sampling,
+    with_options,
+)
 from kvfold.errors import KvfoldError
+from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from kvfold.cache import CompressedCache
-    from kvfold.compat import PreTrainedModel
+    from kvfold.cli.streaming import Clock
     from kvfold.stats import Stats
 
-# As in kvfold.generate, which would import torch before `--help` is shown.
-Compress = Literal["at_end", "per_chunk"]
 
-
-@dataclass
-class Clock:
-    """A streamer for `generate` that notes when each token came."""
-
-    bar: Progress
-    task: TaskID
-    started: float = 0.0
-    times: list[float] = field(default_factory=list)
-    prompt_seen: bool = False
-
-    def start(self) -> None:
-        """Called when the prefill begins."""
-        self.started = time.perf_counter()
-
-    def put(self, _: Tensor) -> None:
-        """Called with the prompt first, then with each token."""
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        self.times.append(time.perf_counter())
-        self.bar.update(self.task, description="generating", completed=len(self.times))
-
-    def end(self) -> None:
-        """Called when generation ends."""
-
-    @property
-    def first_token(self) -> float:
-        """Seconds until the first token."""
-        return self.times[0] - self.started
-
-    @property
-    def per_token(self) -> float | None:
-        """Mean seconds between tokens, or None where only one came."""
-        steps = len(self.times) - 1
-        return (self.times[-1] - self.times[0]) / steps if steps > 0 else None
-
-
+@with_options(loading=loading, sampling=sampling)
 def command(
-    model: Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')],
-    method: Annotated[
-        str, typer.Option(help='A name of `kvfold methods`, or "snapkv:window=16".')
-    ] = "snapkv",
-    budget: Annotated[
-        str | None,
-        typer.Option(help='What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'),
-    ] = None,
+    model: ModelName,
+    method: MethodText = "snapkv",
+    budget: BudgetText = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A text file with the prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    file: Annotated[
+        Path | None, typer.Option(help="A text file with the prompt; - is standard input.")
+    ] = None,
+    encoding: Encoding = "utf-8",
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(help="Put the prompt into the chat template.", show_default="if there is one"),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 64,
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Read the prompt in pieces of this many tokens.")
     ] = None,
@@ -84,104 +69,101 @@ def command(
         Compress,
         typer.Option(help="When: at the prompt's end, or per_chunk, which bounds the memory."),
     ] = "at_end",
-    chat: Annotated[
-        bool | None,
-        typer.Option(help="Put the prompt into the chat template.", show_default="if there is one"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Fixes the choice of random methods.")] = 0,
+    as_json: Json = False,
+    *,
+    loading: Loading,
+    sampling: Sampling,
 ) -> None:
-    """Generate with a compressed cache, and say what it kept and cost."""
-    text = _text(prompt, file)
-    out = console()
-    with out.status("importing torch and transformers"):
+    """Generate with a compressed cache, and say what it kept and cost.
+
+    The answer is shown as it comes; Ctrl-C ends it.
+    """
+    text = _text(prompt, file, encoding)
+    notes = messages(as_json)
+    with notes.status("importing torch and transformers"):
         import kvfold
+        from kvfold.cli.streaming import answer
+        from kvfold.generate import check_per_chunk
     # Refused here, before a large model is loaded.
-    chosen = kvfold.parse(method)
-    limit = None if budget is None else kvfold.Budget.of(budget)
+    chosen, limit = checked(method, budget)
+    if compress == "per_chunk":
+        check_per_chunk(chosen, prefill_chunk)
     # transformers shows its own progress.
-    network, tokenizer = load(model, among_ranks=True)
-    ids = encode(tokenizer, text, chat).to(network.device)
-    cache = kvfold.CompressedCache(network, chosen, limit, tokenizer=tokenizer, seed=seed)
-    with progress(out) as bar:
-        clock = Clock(bar, bar.add_task(f"reading {ids.shape[1]:,} tokens", total=max_new_tokens))
-        answer = _generate(
-            network, tokenizer, ids, cache, clock, max_new_tokens, prefill_chunk, compress
-        )
-    out.print(Text(answer))
-    out.print(costs(cache.stats(), clock))
-
-
-def _generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: Tensor,
-    cache: CompressedCache,
-    clock: Clock,
-    max_new_tokens: int,
-    prefill_chunk: int | None,
-    compress: Compress,
-) -> str:
-    """The greedy answer, with `clock` running."""
-    import kvfold
-
-    clock.start()
-    produced = kvfold.generate(
-        model,
+    network, tokenizer = load(model, loading, among_ranks=True)
+    ids = encode(tokenizer, text, chat, system).to(network.device)
+    cache = kvfold.CompressedCache(network, chosen, limit, tokenizer=tokenizer, seed=sampling.seed)
+    out = console()
+    put = (lambda piece: None) if as_json else (lambda piece: show(out, piece))
+    said, clock = answer(
+        network,
+        tokenizer,
         ids,
-        cache=cache,
-        attention_mask=ids.new_ones(ids.shape),
+        cache,
+        notes,
+        put,
         prefill_chunk=prefill_chunk,
         compress=compress,
         max_new_tokens=max_new_tokens,
-        do_sample=False,
-        streamer=clock,
+        **sampling.options(),
     )
-    return str(tokenizer.decode(produced[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+    stats = cache.stats()
+    if as_json:
+        took = {"first_token": clock.first_token, "per_token": clock.per_token}
+        print_json({"answer": said, "stats": stats_json(stats), "seconds": took})
+        return
+    out.print()
+    out.print(costs(stats, clock))
 
 
-def load(
-    name: str, *, among_ranks: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer; raises KvfoldError where there is none by that name.
+def show(out: Any, piece: str) -> None:
+    """A piece of an answer, as it comes: neither wrapped nor marked up."""
+    out.print(Text(piece), end="", soft_wrap=True)
 
-    With `among_ranks`, processes that torchrun started share the model; else each has all of it.
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None, system: str | None = None
+) -> Tensor:
+    """The prompt's tokens `[1, N]`, inside the chat template if asked or, by default, if any.
+
+    Control tokens that the texts spell stay text. Raises KvfoldError where a chat template is
+    asked for, or a system message needs one, in vain.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import kvfold
-    from kvfold.compat import parallel_options
+    from kvfold.content import Content, ids_of, own_tokens, segment_ids
+    from kvfold.frame import Frame
 
-    shared = parallel_options() if among_ranks else {}
-    try:
-        if name == "bundled":
-            return kvfold.bundled_model(**shared)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype="auto", attn_implementation="sdpa", **shared
-        )
-    except (OSError, ValueError) as problem:
-        first_line = str(problem).partition("\n")[0]
-        raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
-    if shared:
-        return model.eval(), tokenizer
-    # transformers' wrapper hides the signature of `to` from type checkers.
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    return model.eval(), tokenizer
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Tensor:
-    """The prompt's tokens `[1, N]`, inside the chat template if asked or, by default, if any."""
-    from kvfold.context import Frame
-
-    if chat and not tokenizer.chat_template:
-        raise KvfoldError("this tokenizer has no chat template: use --no-chat")
     wrapped = bool(tokenizer.chat_template) if chat is None else chat
-    if wrapped:
+    if wrapped and not tokenizer.chat_template:
+        raise KvfoldError("this tokenizer has no chat template: use --no-chat")
+    if system is not None and not wrapped:
+        raise KvfoldError("a system message needs the chat template: leave out --system")
+    said = Content(text)
+    if system is not None:
+        ids = segment_ids(tokenizer, _after_system(tokenizer, Content(system), said))
+    elif wrapped:
         frame = Frame.of(tokenizer)
-        text = frame.before + text + frame.after
-    # A chat template writes its own special tokens.
-    return tokenizer(text, add_special_tokens=not wrapped, return_tensors="pt").input_ids
+        ids = ids_of(tokenizer, frame.before, said, frame.after)
+    else:
+        first, last = own_tokens(tokenizer)
+        ids = [*first, *ids_of(tokenizer, said), *last]
+    return torch.tensor([ids], dtype=torch.long)
+
+
+def _after_system(tokenizer: PreTrainedTokenizerBase, system: str, text: str) -> list[str]:
+    """Segments of a prompt after a system message; raises KvfoldError where templates have none."""
+    from jinja2.exceptions import TemplateError
+
+    from kvfold.frame import conversation
+
+    try:
+        parts = conversation(tokenizer, [("system", system), ("user", text)])
+    except TemplateError as problem:
+        raise KvfoldError(f"this chat template takes no system message: {problem}") from problem
+    said = system.strip()
+    if "".join(parts).count(said) == text.count(said):
+        raise KvfoldError("this chat template drops system messages: leave out --system")
+    return parts
 
 
 def costs(stats: Stats, clock: Clock) -> Table:
@@ -205,17 +187,12 @@ def costs(stats: Stats, clock: Clock) -> Table:
     return shown
 
 
-def _text(prompt: str | None, file: Path | None) -> str:
+def _text(prompt: str | None, file: Path | None, encoding: str) -> str:
     if (prompt is None) == (file is None):
         raise KvfoldError("give the prompt as --prompt TEXT or as --file PATH")
-    if prompt is not None:
-        text = prompt
-    else:
-        assert file is not None
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise KvfoldError(f"cannot read {file}: {problem}") from problem
-    if not text.strip():
+    if file is not None:
+        return read_text(file, encoding)
+    assert prompt is not None
+    if not prompt.strip():
         raise KvfoldError("the prompt is empty")
-    return text
+    return prompt

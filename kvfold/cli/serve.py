@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvfold.cli.console import console, errors, size
-from kvfold.cli.run import load
+from kvfold.cli.options import ModelName, checked, loading, with_options
 from kvfold.errors import KvfoldError
+from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
     from kvfold.serve.settings import Settings
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
+@with_options(loading=loading)
 def command(
-    model: Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')],
+    model: ModelName,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
     api_key: Annotated[
@@ -74,6 +76,8 @@ def command(
         typer.Option(help="vllm: a stock vLLM answers from the files of --folder."),
     ] = "transformers",
     vllm: Annotated[str, typer.Option(help='Arguments for vLLM: "--max-model-len 8192".')] = "",
+    *,
+    loading: Loading,
 ) -> None:
     """Serve a model and compressed contexts over OpenAI's API, with transformers in process.
 
@@ -86,6 +90,8 @@ def command(
 
     largest = int(Budget.bytes(body).amount)
     if engine == "vllm":
+        if loading != Loading():
+            raise KvfoldError("vLLM loads the model itself: give its own arguments as --vllm")
         from kvfold.serve.vllm.cli import serve
 
         serve(
@@ -103,6 +109,7 @@ def command(
     out = console()
     with out.status("importing torch and transformers"):
         try:
+            from kvfold.method import parse
             from kvfold.serve.engine import Engine
             from kvfold.serve.server import Server, listening
             from kvfold.serve.settings import Settings
@@ -128,8 +135,9 @@ def command(
         grace=grace,
     )
     # Refused here, before a large model is loaded.
+    checked(method, budget if parse(method).takes_budget else None)
     bound = listening(host, port)
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, loading)
     name = Path(model).name if Path(model).is_dir() else model
     answering = Engine(name, network, tokenizer, settings)
     for problem in answering.contexts.adopt():

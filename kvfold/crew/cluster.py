@@ -73,7 +73,7 @@ class _Runner:
 
     def __init__(self, work: Work[Any, Any], count: int) -> None:
         self.work = work
-        self.model, self.tokenizer = start(work.name, count)
+        self.model, self.tokenizer = start(work, count)
 
     def run(self, job: Any) -> Any:
         return self.work.run(self.model, self.tokenizer, job)

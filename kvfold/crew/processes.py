@@ -65,7 +65,7 @@ class _Processes:
 def _serve(connection: Connection, work: Work[Any, Any], count: int) -> None:
     # Ctrl-C is for the process that waits for this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    model, tokenizer = start(work.name, count)
+    model, tokenizer = start(work, count)
     while True:
         try:
             job = connection.recv()

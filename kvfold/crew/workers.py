@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from kvfold import compat
-from kvfold.cli.run import load
+from kvfold.loading import Loading, load
 
 # A job that has taken so many workers with it is not tried again.
 TRIES = 2
@@ -29,7 +29,7 @@ Workers = Callable[[Iterable[J]], Iterator[R]]
 
 @dataclass(frozen=True)
 class Work(Generic[J, R]):
-    """What is done with a job, by the model `name`.
+    """What is done with a job, by the model `name`, which every worker loads in the same way.
 
     `run` takes model, tokenizer and job; other processes find it by its module. `given_up` is what
     comes of a job that its workers did not survive: it takes the job, and why.
@@ -38,6 +38,7 @@ class Work(Generic[J, R]):
     name: str
     run: Callable[[compat.PreTrainedModel, PreTrainedTokenizerBase, J], R]
     given_up: Callable[[J, str], R]
+    loading: Loading = field(default_factory=Loading)
 
 
 def here(
@@ -108,10 +109,12 @@ def together(work: Work[J, R], crew: Crew[W]) -> Workers[J, R]:
     return run
 
 
-def start(name: str, count: int) -> tuple[compat.PreTrainedModel, PreTrainedTokenizerBase]:
+def start(
+    work: Work[Any, Any], count: int
+) -> tuple[compat.PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of one of `count` workers, which share the cores unless the environment does."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     # The bar at the terminal is that of the jobs.
     disable_progress_bar()
-    return load(name)
+    return load(work.name, work.loading)

@@ -13,6 +13,7 @@ from kvfold.budget import Budget
 from kvfold.crew.workers import Work
 from kvfold.errors import KvfoldError
 from kvfold.generate import Compress
+from kvfold.loading import Loading
 from kvfold.method import Method
 from kvfold.stats import Stats
 
@@ -65,9 +66,9 @@ class Made:
     why: str | None = None
 
 
-def work(name: str) -> Work[Document, Made]:
+def work(name: str, loading: Loading | None = None) -> Work[Document, Made]:
     """What workers with the model `name` do with documents."""
-    return Work(name, make, _given_up)
+    return Work(name, make, _given_up, loading or Loading())
 
 
 def _given_up(document: Document, why: str) -> Made:

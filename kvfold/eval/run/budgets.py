@@ -44,7 +44,7 @@ def compressed(
 
     def new(budget: str | None) -> CompressedCache:
         made = CompressedCache(model, method, budget, tokenizer=prompt.tokenizer, seed=seed)
-        check_reusable(made)
+        check_reusable(made.method)
         return made
 
     def context(cache: CompressedCache) -> Context:

@@ -23,6 +23,7 @@ from kvfold.eval.run.sample import Outcome, Sample, digest
 from kvfold.eval.run.streamed import streamed
 from kvfold.eval.run.together import together
 from kvfold.eval.tasks import Record, Task, Unreadable, tasks
+from kvfold.loading import Loading
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def run(
     return [job.line(cell, outcomes[cell]) for cell in job.cells]
 
 
-def work(name: str) -> Work[Job, list[Sample]]:
+def work(name: str, loading: Loading | None = None) -> Work[Job, list[Sample]]:
     """What workers with the model `name` do with jobs."""
-    return Work(name, run, _given_up)
+    return Work(name, run, _given_up, loading or Loading())
 
 
 def _given_up(job: Job, why: str) -> list[Sample]:

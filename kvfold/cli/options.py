@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands have, each written once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kvfold.errors import KvfoldError
+from kvfold.loading import Loading
+
+if TYPE_CHECKING:
+    from kvfold.budget import Budget
+    from kvfold.method import Method
+
+ABOUT_MODEL, ABOUT_SAMPLING = "How the model is loaded", "How tokens are chosen"
+
+ModelName = Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')]
+MethodText = Annotated[str, typer.Option(help='A name of `kvfold methods`, or "snapkv:window=16".')]
+BUDGET_HELP = 'What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'
+BudgetText = Annotated[str | None, typer.Option(help=BUDGET_HELP)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Encoding = Annotated[str, typer.Option(help="Of the text files that are read.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+# As in kvfold.generate, which would import torch before `--help` is shown.
+Compress = Literal["at_end", "per_chunk"]
+
+
+def loading(
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of the weights; auto: the checkpoint's.", rich_help_panel=ABOUT_MODEL),
+    ] = "auto",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help='"cpu", "cuda:1".', show_default="a GPU if any", rich_help_panel=ABOUT_MODEL
+        ),
+    ] = None,
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help='"auto": over all devices; needs accelerate.', rich_help_panel=ABOUT_MODEL
+        ),
+    ] = None,
+    attn_implementation: Annotated[
+        str | None,
+        typer.Option(
+            help='"sdpa", "eager".', show_default="the model's own", rich_help_panel=ABOUT_MODEL
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=ABOUT_MODEL),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Run model code of the checkpoint.",
+            rich_help_panel=ABOUT_MODEL,
+        ),
+    ] = False,
+    gguf_file: Annotated[
+        str | None,
+        typer.Option(help="A GGUF file in the folder or repository.", rich_help_panel=ABOUT_MODEL),
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="A PEFT adapter: folder or hub id.", rich_help_panel=ABOUT_MODEL),
+    ] = None,
+) -> Loading:
+    """How the model of a command is loaded."""
+    return Loading(
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        gguf_file=gguf_file,
+        adapter=adapter,
+    )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: the likeliest one at temperature 0, else drawn."""
+
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    seed: int
+
+    def options(self) -> dict[str, Any]:
+        """Options of `model.generate`, after torch's generator was seeded."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        import torch
+
+        torch.manual_seed(self.seed)
+        cut = {"top_p": self.top_p, "top_k": self.top_k}
+        chosen = {name: value for name, value in cut.items() if value is not None}
+        return {"do_sample": True, "temperature": self.temperature, **chosen}
+
+
+def sampling(
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0, max=100, help="0: the likeliest token; above: drawn.",
+            rich_help_panel=ABOUT_SAMPLING,
+        ),
+    ] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Draw among the likeliest that make up this probability.",
+            show_default="the model's", rich_help_panel=ABOUT_SAMPLING,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Draw among so many of the likeliest; 0: all.",
+            show_default="the model's", rich_help_panel=ABOUT_SAMPLING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(help="Of drawn tokens and of random methods.", rich_help_panel=ABOUT_SAMPLING),
+    ] = 0,
+) -> Sampling:  # fmt: skip
+    """How the tokens of a command's answer are chosen; refuses what would do nothing."""
+    if 0 < temperature < 0.01:
+        raise KvfoldError("a temperature is 0, for the likeliest token, or at least 0.01")
+    if temperature == 0 and (top_p is not None or top_k is not None):
+        raise KvfoldError(
+            "nothing is drawn at temperature 0: give --temperature beside top-p, top-k"
+        )
+    return Sampling(temperature, top_p, top_k, seed)
+
+
+def with_options(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
+    """Gives a command the options of `groups`; each result is the parameter of the group's name."""
+
+    def extended(command: Callable[..., None]) -> Callable[..., None]:
+        added = {name: _parameters(group) for name, group in groups.items()}
+        own = [each for each in _parameters(command) if each.name not in groups]
+        every = [*own, *(each for parameters in added.values() for each in parameters)]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            for name, group in groups.items():
+                given[name] = group(**{each.name: given.pop(each.name) for each in added[name]})
+            command(**given)
+
+        run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in every}
+        return run
+
+    return extended
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """The text of a file, "-" being standard input; raises KvfoldError where there is none."""
+    name = "standard input" if str(path) == "-" else str(path)
+    try:
+        if str(path) == "-":
+            text = TextIOWrapper(typer.get_binary_stream("stdin"), encoding).read()
+        else:
+            text = path.read_text(encoding)
+    except FileNotFoundError as problem:
+        raise KvfoldError(f"cannot read {name}: there is no such file") from problem
+    except LookupError as problem:
+        raise KvfoldError(f"unknown encoding {encoding!r}: write for example latin-1") from problem
+    except UnicodeDecodeError as problem:
+        raise KvfoldError(
+            f"cannot read {name} as {encoding}: {problem.reason} at byte {problem.start}; "
+            "give the right --encoding"
+        ) from problem
+    except OSError as problem:
+        raise KvfoldError(f"cannot read {name}: {problem}") from problem
+    if not text.strip():
+        raise KvfoldError(f"{name} is empty")
+    return text
+
+
+def checked(method: str, budget: str | None) -> tuple[Method, Budget | None]:
+    """A method and its budget, refused before a model is loaded where a cache would refuse them."""
+    from kvfold.budget import Budget
+    from kvfold.cache import checked_budget
+    from kvfold.method import parse
+
+    made = parse(method)
+    limit = None if budget is None else Budget.of(budget)
+    return made, checked_budget(made, limit, made.stages().forced.least)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name: the bundled one, a folder, a hub id; and how they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvfold.compat import PreTrainedModel
+
+BUNDLED = "bundled"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded, so that another process can load the same one.
+
+    Args:
+        dtype: of the weights; "auto" is the checkpoint's own.
+        device: "cpu", "cuda:1"; None is the first GPU, or the CPU where there is none.
+        device_map: where layers go, as for `from_pretrained`, such as "auto"; instead of `device`.
+        attn_implementation: "sdpa", "eager", ...; None is the model's own default.
+        revision: branch, tag or commit of a hub model.
+        trust_remote_code: run model code that comes with the checkpoint.
+        gguf_file: the GGUF file in the folder or hub repository.
+        adapter: a PEFT adapter, a folder or hub id, that is put on the model.
+
+    Raises KvfoldError for an unknown dtype, and for two places at once.
+    """
+
+    dtype: str = "auto"
+    device: str | None = None
+    device_map: str | None = None
+    attn_implementation: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    gguf_file: str | None = None
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise KvfoldError(f"unknown dtype {self.dtype!r}: choose {', '.join(DTYPES)}")
+        if self.device is not None and self.device_map is not None:
+            raise KvfoldError("a device map says where each layer goes: leave out the device")
+
+    def of_files(self) -> dict[str, Any]:
+        """Options of `from_pretrained` that model and tokenizer have in common."""
+        # Without a value, transformers would ask at the terminal.
+        common: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+        if self.revision is not None:
+            common["revision"] = self.revision
+        if self.gguf_file is not None:
+            common["gguf_file"] = self.gguf_file
+        return common
+
+    def of_model(self) -> dict[str, Any]:
+        """Options of `from_pretrained` for the model alone; None is left to transformers."""
+        chosen = {
+            "dtype": self.dtype,
+            "attn_implementation": self.attn_implementation,
+            "device_map": self.device_map,
+        }
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+def load(
+    name: str, loading: Loading | None = None, *, among_ranks: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model `name` and its tokenizer, ready to generate.
+
+    With `among_ranks`, processes that torchrun started share the model; else each has all of it.
+    Raises KvfoldError where there is no such model, or it cannot be loaded so.
+    """
+    how = loading or Loading()
+    check_name(name, how)
+    from kvfold.compat import parallel_options
+
+    shared = parallel_options() if among_ranks else {}
+    if shared and (how.device or how.device_map):
+        raise KvfoldError("ranks share a model over their own devices: leave out the device")
+    try:
+        model, tokenizer = _from_pretrained(name, how, shared)
+        if how.adapter is not None:
+            model.load_adapter(how.adapter)
+        if not shared and how.device_map is None:
+            # transformers' wrapper hides the signature of `to` from type checkers.
+            model.to(_device(how))  # type: ignore[arg-type]
+    except KvfoldError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError) as problem:
+        first_line = str(problem).strip().partition("\n")[0]
+        raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
+    return model.eval(), tokenizer
+
+
+def check_name(name: str, loading: Loading) -> None:
+    """Raises KvfoldError for a model or adapter that cannot be there, before anything is loaded."""
+    own = loading.revision or loading.gguf_file or loading.trust_remote_code
+    if name == BUNDLED and own:
+        raise KvfoldError("the bundled model has one revision and no code or GGUF file of its own")
+    if name != BUNDLED:
+        _check_place(name, "model")
+    folder = Path(name)
+    if loading.gguf_file is not None and folder.is_dir():
+        if not (folder / loading.gguf_file).is_file():
+            raise KvfoldError(f"there is no file {loading.gguf_file} in {name}")
+    elif folder.is_dir() and name != BUNDLED and not _holds_model(folder):
+        raise KvfoldError(
+            f"cannot load {name!r}: the folder holds no model, config.json is missing"
+        )
+    if loading.adapter is not None:
+        _check_place(loading.adapter, "adapter")
+
+
+def _check_place(name: str, what: str) -> None:
+    """Raises KvfoldError for what is neither a folder nor might be a hub id."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    path = Path(name)
+    if path.is_dir():
+        return
+    if path.is_file():
+        raise KvfoldError(f"cannot load {name!r}: a file; name the folder that holds the {what}")
+    try:
+        validate_repo_id(name)
+    except HFValidationError as problem:
+        raise KvfoldError(f"cannot load {name!r}: there is no such folder") from problem
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def _from_pretrained(
+    name: str, loading: Loading, shared: dict[str, Any]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvfold.bundled import bundled_model
+
+    options = loading.of_model() | shared
+    if name == BUNDLED:
+        if loading.dtype == "auto":
+            del options["dtype"]
+        return bundled_model(**options)
+    common = loading.of_files()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        return AutoModelForCausalLM.from_pretrained(name, **common, **options), tokenizer
+    except OSError as problem:
+        if Path(name).is_dir():
+            raise
+        first_line = str(problem).strip().partition("\n")[0]
+        raise KvfoldError(
+            f"cannot load {name!r}: there is no such folder, and from the hub: {first_line}"
+        ) from problem
+
+
+def _device(loading: Loading) -> str:
+    import torch
+
+    return loading.device or ("cuda" if torch.cuda.is_available() else "cpu")
