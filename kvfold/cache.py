@@ -335,6 +335,7 @@ class CompressedCache(compat.Cache):
                 if not isinstance(layer, CompressedLayer)
             },
             forced_over_budget=over,
+            inexact=self.method.stages().inexact,
             protected=[] if not started else started[0].protected().tolist(),
             errors=[
                 [] if layer.error is None else layer.error.mean(0).tolist() for layer in started

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.allocate.rounding import UNLIMITED
 from kvfold.budget import Budget
 from kvfold.compensate.eviction import Eviction
 from kvfold.errors import KvfoldError, UnsupportedModel
@@ -103,7 +104,7 @@ class Compression(Held):
 
     def compress(self, seen: Observation, counts: Tensor) -> None:
         """Brings the layer to `counts`, `[B]` or `[B, H]`, entries per KV head."""
-        everything = self.plan.budget == Budget.ratio(1.0)
+        everything = self.plan.budget == Budget.ratio(1.0) or bool((counts == UNLIMITED).all())
         counts = counts + self.protected().view(-1, *[1] * (counts.dim() - 1))
         self.capacity = None if everything or counts.dim() > 1 else counts
         self._evict(seen, counts)
@@ -119,6 +120,7 @@ class Compression(Held):
             slots = torch.arange(places.shape[-1], device=places.device)
             self._note_error(seen, slots.expand_as(places))
             self._note_surplus(stored, counts)
+            self._mark_padding()
             if stages.encode is not None:
                 self._encode_all(seen)
             # What is recent may reach further back from now on, and be counted in slots.
@@ -132,6 +134,12 @@ class Compression(Held):
         self._note_error(seen, chosen.slots)
         self._note_surplus((chosen.slots >= 0).sum(-1), counts)
         self._keep(seen, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
+
+    def _mark_padding(self) -> None:
+        """Makes holes of padding where single entries are to leave: these never join it."""
+        padded = self.logical.valid is not None and self.surplus == 0
+        if padded and isinstance(self.store, DenseStore):
+            self.store.place(self.columns())
 
     def _leave_out_dead(self) -> None:
         """Copies what is alive, where entries have left without being moved."""

@@ -57,7 +57,8 @@ class Across:
     `statistic` turns an Observation into whatever `share` needs of a layer; `share` takes all
     layers' statistics, the budget per head and layer `[B]` and the tokens seen `[B]`, and returns
     each layer's entries per head, `[B]`, or `[B, H]` with `per_head`. The budget is whole entries,
-    int64; with `unrounded` it is what it was before it was rounded down, float64.
+    int64; with `unrounded` it is what it was before it was rounded down, float64. A layer that gets
+    `UNLIMITED` (allocate/rounding.py) is never compressed.
     """
 
     statistic: Callable[[Observation], Tensor]
@@ -77,6 +78,7 @@ class Stages:
     the end of the prefill; "once" compresses at the first generated token instead of the prefill's
     end; "append" lets generated tokens come on top. `positions` "reindex" lets the sinks move up to
     the recent tokens, as StreamingLLM does. `funnel` prunes tokens between the layers of a forward.
+    `inexact` says why the entries kept differ from the budget, where they do.
     """
 
     needs: Needs = field(default_factory=Needs)
@@ -90,6 +92,7 @@ class Stages:
     decode: Literal["append", "hold", "once"] = "append"
     positions: Literal["original", "reindex"] = "original"
     funnel: Funnel | None = None
+    inexact: str = ""
 
     def __post_init__(self) -> None:
         if self.decode != "append" and self.encode is not None:
@@ -184,6 +187,9 @@ class Composition(Method):
             for name, value in _set_stages(brought).items():
                 if name == "needs":
                     merged[name] = merged[name].joined(value)
+                    continue
+                if name == "inexact" and name in merged:
+                    merged[name] += f"; {value}"
                     continue
                 if name in owner:
                     raise IllegalComposition(

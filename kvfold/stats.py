@@ -18,6 +18,7 @@ class Stats:
     and values, positions, state (score sums, remembered queries, padding), and slack for tokens to
     come. `nbytes_full` is what transformers' own cache would hold for them. `other_layers` are left
     as they are, outside all these numbers.
+    `inexact` says why a method keeps another number of entries than its budget, where it does.
     `protected` tokens of each row are kept beside the budget. `errors[l]` are a budget-free
     method's relative errors of the layer's output: predicted and, if it was asked to, measured.
     """
@@ -36,6 +37,7 @@ class Stats:
     nbytes_full: int
     other_layers: dict[int, str]
     forced_over_budget: bool
+    inexact: str
     errors: list[list[float]]
 
     @property
@@ -56,6 +58,12 @@ class Stats:
         seen = sum(self.seen_per_row) * len(self.kept) * heads
         return stored / seen if seen else 1.0
 
+    @property
+    def mean_kept(self) -> float:
+        """Entries per layer, row and KV head."""
+        counts = [count for layer in self.kept for row in layer for count in row]
+        return sum(counts) / len(counts) if counts else 0.0
+
     def __repr__(self) -> str:
         return (
             f"Stats(method={self.method!r}, budget={self.budget!r}, seen={self.seen}, "
@@ -74,6 +82,11 @@ class Stats:
             lines.append(f"compressed after every {self.per_chunk} tokens of the prompt")
         if self.forced_over_budget:
             lines.append("the budget came out below the forced set, which was kept")
+        if self.inexact and self.kept_fraction < 1:
+            lines.append(
+                f"{self.mean_kept:,.1f} entries per layer and KV head are stored where the budget "
+                f"is {self.budget}: {self.inexact}"
+            )
         if any(self.protected):
             lines.append(f"protected beside the budget: {max(self.protected)} tokens")
         return "\n".join(lines)

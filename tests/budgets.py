@@ -19,6 +19,7 @@ def _spec(name: str) -> str:
     options = {field.name: getattr(preset(name), field.name) for field in fields(preset(name))}
     small = ["window=8"] if "window" in options else []
     small += ["skip_layers=none"] if options.get("skip_layers") else []
+    small += ["spending=exact"] if options.get("spending") == "official" else []
     small += ["group=8", "residual=8"] if name.startswith("kivi") else []
     small += ["queries=8", "recent=8"] if name.startswith("think") else []
     small += ["block=8"] if name.startswith("minicache") else []

@@ -150,6 +150,22 @@ def test_every_method_decodes_the_same_or_is_refused(model):
     assert set(refusing) == {"cam", "streaming"}
 
 
+@pytest.mark.parametrize("lengths", [ALONE, PADDED])
+def test_layers_without_a_limit_decode_beside_those_that_hold_one(model, lengths):
+    ids, mask = prompts(lengths)
+    caches = [compressed(model, "d2o_official:skip_layers=0", 0.3) for _ in range(2)]
+    outs = [
+        kvfold.generate(
+            model, ids, cache=cache, attention_mask=mask, do_sample=False, max_new_tokens=20, **how
+        )
+        for cache, how in zip(caches, ({}, COMPILED), strict=True)
+    ]
+    assert torch.equal(*outs)
+    # Where nothing leaves, padding is still stored, which a graph does not hand back.
+    assert where(caches[0]) == where(caches[1])
+    assert len({len(caches[0].positions(layer)[0][0]) for layer in range(2)}) == 2
+
+
 @BATCHES
 @pytest.mark.parametrize("budget", [20, 70, 200])
 @pytest.mark.parametrize("spec", HOLDING)

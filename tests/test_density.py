@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold import BudgetError
-from kvfold.allocate.density import by_density, column_variance, densities
+from kvfold.allocate.density import as_released, by_density, column_variance, densities
+from kvfold.allocate.rounding import UNLIMITED
 from kvfold.observation import Observation
 
 EXACT = ["softmax", "uniform", "reciprocal"]
@@ -183,3 +184,38 @@ def test_skipped_layers_stay_whole_inside_the_total(shape):
 def test_skipped_layers_that_take_everything_are_refused(skipped):
     with pytest.raises(BudgetError, match=r"whole layers of 100 tokens.*skip fewer layers"):
         counts_of([[1.0], [2.0], [3.0]], 60, 100, skip_layers=skipped)
+
+
+# --- as released -------------------------------------------------------------------------------
+
+
+def released(variances, part, seen, recent=0.5, skipped=(0, 1, -1)):
+    per_layer = [torch.tensor([heads]) for heads in variances]
+    budget = torch.tensor([part * seen], dtype=torch.float64)
+    tokens = torch.tensor([seen])
+    counts = as_released(per_layer, budget, tokens, recent=recent, skip_layers=skipped)
+    return [int(count) for count in counts]
+
+
+HEADS_OF_LAYERS = [[1.0, 3.0, 2.0], [10.0] * 3, [5.0, 6.0, 100.0], [0.0, 4.0, 4.0], [9.0, 8.0, 1.0]]
+
+
+@pytest.mark.parametrize("part", [0.05, 0.1, 0.3])
+def test_released_layers_keep_their_part_of_all_and_whole_ones_come_on_top(part):
+    """F by hand: 0.5, 0, 0.336842, 0.666667, 0.625."""
+    densest = [0.5, 0.0, 0.336842, 0.666667, 0.625]
+    whole = sum(math.exp(-f) for f in densest)
+    expected = [2 * int(700 * math.exp(-f) / whole * 5 * part * 0.5) for f in densest]
+    assert released(HEADS_OF_LAYERS, part, 700, skipped=()) == expected
+    counts = released(HEADS_OF_LAYERS, part, 700)
+    assert counts == [UNLIMITED, UNLIMITED, *expected[2:4], UNLIMITED]
+
+
+def test_released_parts_lie_between_a_hundredth_and_all():
+    flat, steep = [[1.0, 1.0]] * 3, [[0.0, 1.0]] * 3
+    assert released(flat + steep, 0.9, 100, skipped=())[:3] == [100] * 3
+    assert released(flat, 0.001, 700, skipped=()) == [6] * 3
+
+
+def test_a_row_that_fits_is_left_alone_as_released():
+    assert released(HEADS_OF_LAYERS, 1.0, 100, skipped=()) == [100] * 5

@@ -215,7 +215,11 @@ def assert_prefill(
 
 
 def assert_steps(
-    spec: str, budget: int, heads: int, lengths: tuple[int, ...], change: Callable[[ByHand], None]
+    spec: str,
+    budget: float,
+    heads: int,
+    lengths: tuple[int, ...],
+    change: Callable[[ByHand], None],
 ) -> None:
     """So it is after the prompt and after each of three generated tokens; `change` evicts."""
     reader = compressed(spec, budget, heads, lengths)
@@ -695,15 +699,32 @@ def d2o_official_step(layer: Layer, size: int) -> None:
         head.keep(of_head)
 
 
+def d2o_official_sizes(layers: list[Layer], part: float) -> list[int]:
+    """The released code: F is the mean of a layer's variances, brought to 0 … 1 over its heads."""
+    tokens, means = len(layers[0].heads[0]), []
+    for layer in layers:
+        variances = [float(head.sums.var()) for head in layer.heads]
+        low, high = min(variances), max(variances)
+        means.append(sum((v - low) / (high - low + 1e-6) for v in variances) / len(variances))
+    whole = sum(math.exp(-mean) for mean in means)
+    sizes = [10**9] * len(layers)
+    for index in range(2, len(layers) - 1):
+        ratio = min(1.0, max(0.01, math.exp(-means[index]) / whole * len(layers) * part))
+        hitters, recent = int(tokens * ratio * 0.5), int(tokens * ratio * 0.5)
+        sizes[index] = hitters + recent
+    return sizes
+
+
 def sized_once(
-    step: Callable[[Layer, int], None], budget: int, skipped: tuple[int, ...] = ()
+    step: Callable[[Layer, int], None],
+    sized: Callable[[list[Layer]], list[int]],
 ) -> Callable[[ByHand], None]:
     """Layers get their sizes at the end of the prompt, and hold them."""
     sizes: dict[int, list[int]] = {}
 
     def change(one: ByHand) -> None:
         if id(one) not in sizes:
-            sizes[id(one)] = d2o_sizes(one.layers, budget, skipped)
+            sizes[id(one)] = sized(one.layers)
         for layer, size in zip(one.layers, sizes[id(one)], strict=True):
             step(layer, size)
 
@@ -712,14 +733,27 @@ def sized_once(
 
 @SHAPES
 def test_d2o_sizes_layers_merges_and_moves_its_threshold(heads, lengths):
-    assert_steps("d2o", SMALL, heads, lengths, sized_once(d2o_step, SMALL))
+    sizes = partial(d2o_sizes, budget=SMALL)
+    assert_steps("d2o", SMALL, heads, lengths, sized_once(d2o_step, sizes))
 
 
-@HEADS
-def test_d2o_as_released(heads):
-    """The first two layers and the last stay whole, of 64 tokens; the other keeps 16."""
-    change = sized_once(d2o_official_step, 52, skipped=(0, 1, LAYERS - 1))
-    assert_steps("d2o_official", 52, heads, ALONE, change)
+@SHAPES
+def test_d2o_with_whole_layers_inside_the_budget(heads, lengths):
+    """The first two layers and the last hold a prompt's tokens; the other what they leave."""
+
+    def sizes(layers: list[Layer]) -> list[int]:
+        budget = int(len(layers[0].heads[0]) * 0.8125)
+        return d2o_sizes(layers, budget, skipped=(0, 1, LAYERS - 1))
+
+    spec = "d2o_official:spending=exact"
+    assert_steps(spec, 0.8125, heads, lengths, sized_once(d2o_official_step, sizes))
+
+
+@SHAPES
+def test_d2o_as_released(heads, lengths):
+    """The first two layers and the last keep everything beside the budget, whatever it is."""
+    sizes = partial(d2o_official_sizes, part=0.3)
+    assert_steps("d2o_official", 0.3, heads, lengths, sized_once(d2o_official_step, sizes))
 
 
 def cam_step(one: ByHand, budget: int, targets: int) -> None:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaKV, KVzip, SimLayerKV, DBudgetKV and RoCo as methods: options, and what a cache keeps."""
 
+import re
+
 import pytest
 import torch
 
 import kvfold
-from kvfold import KvfoldError, parse
+from kvfold import CompressedCache, KvfoldError, parse
 from kvfold.frame import Frame, token_ids
 from kvfold.method import Across, Measured
 from kvfold.methods.kvzip import PREVIOUS, REPEAT, REPEAT_FROM
 from tests.models import build, prompts
 from tests.test_score import observe
+from tests.truth import Reader
 
 LENGTHS = (64, 53, 24)
 
@@ -100,6 +103,36 @@ def test_adakv_shares_another_method_s_budgets_among_heads(model):
     shared = kept(model, "pyramidkv:window=8 + adakv", 20)[0]
     assert torch.equal(shared.sum(-1), pyramid.sum(-1))
     assert not torch.equal(shared, pyramid)
+
+
+# --- what spends something else than its budget ------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [0.05, 0.3])
+def test_d2o_as_released_says_what_it_spends_beside_its_budget(model, part):
+    ids = prompts((128,))[0]
+    cache = CompressedCache(model, "d2o_official:sinks=0", part)
+    Reader(model, cache)(ids)
+    stats = cache.stats()
+    assert [layer[0][0] for layer in stats.kept[:2]] == [128, 128] == stats.kept[3][0]
+    assert stats.kept[2][0][0] <= 128 * part * 1.7
+    assert f"{stats.mean_kept:.1f} entries" in str(stats) and "0, 1, -1 stay whole" in str(stats)
+    assert "stay whole" not in str(CompressedCache(model, "d2o_official", part).stats())
+
+
+@pytest.mark.parametrize(
+    ("spec", "budget", "why"),
+    [
+        ("pyramidkv_official:window=8", 20, "rounds its step down"),
+        ("adakv:window=8,rule=blend", 20, "rounded by itself"),
+        ("d2o:allocation=exponential", 20, "do not add up"),
+        ("pyramidkv_official:window=8 + adakv:rule=blend", 20, "step down.*; .*by itself"),
+    ],
+)
+def test_methods_that_do_not_spend_their_budget_say_why(model, spec, budget, why):
+    cache = CompressedCache(model, spec, budget)
+    Reader(model, cache)(prompts((64,))[0])
+    assert re.search(why, str(cache.stats()))
 
 
 # --- KVzip -------------------------------------------------------------------------------------

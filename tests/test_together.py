@@ -441,12 +441,12 @@ def test_whole_layers_beyond_the_budget_are_refused_and_harm_no_other_cache():
     model, ids = model_with(2, "kvfold"), prompts(ALONE)[0]
     before = Reader(model, CompressedCache(model, "d2o", SMALL))(ids)
     # Three of four layers stay whole: 3 · 64 of 4 · 47.
-    cache = CompressedCache(model, "d2o_official", 47)
+    cache = CompressedCache(model, "d2o:skip_layers=0/1/-1", 47)
     with pytest.raises(BudgetError, match=r"192 entries.*budget is 188.*skip fewer layers"):
         Reader(model, cache)(ids)
     again = Reader(model, CompressedCache(model, "d2o", SMALL))
     assert torch.equal(again(ids), before)
-    Reader(model, CompressedCache(model, "d2o_official", 49))(ids)
+    Reader(model, CompressedCache(model, "d2o:skip_layers=0/1/-1", 49))(ids)
 
 
 @pytest.mark.parametrize("group", [16, 24])

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.allocate.rounding import ROUNDING, largest_remainder
+from kvfold.allocate.rounding import ROUNDING, UNLIMITED, largest_remainder
 from kvfold.errors import BudgetError
 from kvfold.observation import Observation
 
@@ -76,6 +76,33 @@ def by_density(
         shares = iter(largest_remainder(_filled(own, inside, tokens), inside, tokens))
         rows.append([next(shares) if layer in sharing else tokens for layer in range(layers)])
     return list(torch.tensor(rows, device=seen.device).T)
+
+
+def as_released(
+    statistics: list[Tensor],
+    budget: Tensor,
+    seen: Tensor,
+    *,
+    norm: Norm = "official",
+    recent: float = 0.5,
+    skip_layers: Sequence[int] = (),
+) -> list[Tensor]:
+    """What the released code keeps of a layer, `[B]` entries per head: not the budget in sum.
+
+    Shapes as in `by_density`, but that `budget [B]` need not be whole. With ρ its part of what was
+    seen, a layer's part is softmax(−F)·L·ρ over all L layers, within 0.01 and 1; of its entries the
+    `recent` ones and the others are rounded down apart. Layers in `skip_layers` take part in the
+    softmax and are then never compressed. A row whose budget is what was seen or more keeps that.
+
+    Source: AIoT-MLSys-Lab/d2o.
+    """
+    layers = len(statistics)
+    weights = (-densities(statistics, norm)).softmax(0)
+    part = (weights * layers * (budget.double() / seen)).clamp(0.01, 1.0)
+    newest, others = (seen * part * share + ROUNDING for share in (recent, 1 - recent))
+    counts = torch.where(budget >= seen, budget.long(), newest.long() + others.long())
+    counts[list(skip_layers)] = UNLIMITED
+    return list(counts)
 
 
 def densities(statistics: list[Tensor], norm: Norm) -> Tensor:

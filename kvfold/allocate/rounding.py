@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 ROUNDING = 1e-9  # added before rounding down, so that a part that is a whole number stays one
+UNLIMITED = 2**31 - 1  # entries of a layer that keeps everything, while decoding as well
 
 
 def largest_remainder(shares: Sequence[float], total: int, most: int | None = None) -> list[int]:

@@ -50,10 +50,14 @@ class AdaKV(Method):
             allocate=uniform,
             heads=self._heads(),
             forced=Forced(recent=self.window),
+            inexact=self._inexact(),
         )
 
     def brings(self) -> Stages:
-        return Stages(heads=self._heads())
+        return Stages(heads=self._heads(), inexact=self._inexact())
+
+    def _inexact(self) -> str:
+        return "each head's blended share is rounded by itself" if self.rule == "blend" else ""
 
     def _heads(self) -> Heads:
         return partial(adaptive, floor=self.floor, rule=self.rule, normalize=self.normalize)

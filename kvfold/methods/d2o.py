@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from kvfold.allocate.density import Norm, Shape, by_density, column_variance
+from kvfold.allocate.density import Norm, Shape, as_released, by_density, column_variance
 from kvfold.compensate.similar import Decide, merge_one, merge_similar
 from kvfold.errors import KvfoldError
 from kvfold.method import Across, Method, Stages, register
@@ -24,6 +24,7 @@ from kvfold.store.norms import On
             "norm": "official",
             "merge": "official",
             "decide": "head_mean",
+            "spending": "official",
         }
     },
 )
@@ -38,7 +39,14 @@ class D2O(Method):
        reaches a threshold per head, a moving average by `beta`; otherwise it is lost.
 
     `skip_layers`, from the end where negative, stay whole inside the budget. `decode="append"`
-    compresses the prompt only. `d2o_official` holds what the released code does.
+    compresses the prompt only.
+
+    `d2o_official` holds the released code's values, and spends as it does (`spending`): layers 0, 1
+    and the last stay whole beside the budget, and the others keep their part of it, rounded down;
+    stats say how much that is. It differs from that code in this: the prompt is compressed at its
+    end, not when the first token is generated; attention is of KV heads, the mean of their query
+    heads, summed in float32; thresholds begin anew with every sequence; a layer of F = 0 does not
+    switch compression off.
     Source: Wan et al., sections 4 and 5.4 to 5.6; AIoT-MLSys-Lab/d2o.
     """
 
@@ -51,6 +59,7 @@ class D2O(Method):
     similarity: On = "keys"
     decide: Decide = "head"
     skip_layers: tuple[int, ...] = ()
+    spending: Literal["exact", "official"] = "exact"
     decode: Literal["hold", "append"] = "hold"
 
     def __post_init__(self) -> None:
@@ -59,6 +68,11 @@ class D2O(Method):
                 raise KvfoldError(f"d2o:{name} is a part, 0 to 1, not {getattr(self, name)}")
         if self.sinks < 0:
             raise KvfoldError(f"d2o:sinks is 0 or more, not {self.sinks}")
+        if self.spending == "official" and self.allocation != "softmax":
+            raise KvfoldError(
+                f"d2o:allocation={self.allocation} is not in the released code: choose "
+                "allocation=softmax or spending=exact"
+            )
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
@@ -66,8 +80,7 @@ class D2O(Method):
         return self.decide == "head"
 
     def stages(self) -> Stages:
-        skip, on, decide = self.skip_layers, self.similarity, self.decide
-        share = partial(by_density, norm=self.norm, shape=self.allocation, skip_layers=skip)
+        on, decide = self.similarity, self.decide
         options: dict[str, Any] = {
             "beta": self.beta,
             "on": on,
@@ -78,9 +91,28 @@ class D2O(Method):
         return Stages(
             needs=Needs(column_sums=True, only_attention=True, norms=on if merging else None),
             score=partial(accumulated_attention, per_visible_query=False),
-            allocate=Across(column_variance, share),
+            allocate=self._allocate(),
             forced=Forced(sinks=self.sinks, recent=Share(self.recent)),
             compensate=partial(merge_similar, **options) if merging else None,
             compensate_one=partial(merge_one, **options) if merging else None,
             decode=self.decode,
+            inexact=self._inexact(),
+        )
+
+    def _allocate(self) -> Across:
+        skip, norm = self.skip_layers, self.norm
+        if self.spending == "official":
+            share = partial(as_released, norm=norm, recent=self.recent, skip_layers=skip)
+            return Across(column_variance, share, unrounded=True)
+        share = partial(by_density, norm=norm, shape=self.allocation, skip_layers=skip)
+        return Across(column_variance, share)
+
+    def _inexact(self) -> str:
+        if self.allocation == "exponential":
+            return "the exponential parts do not add up to the whole budget"
+        if self.spending == "exact":
+            return ""
+        whole = ", ".join(map(str, self.skip_layers))
+        return (f"layers {whole} stay whole beside it, " if whole else "") + (
+            "the others' parts are rounded down, as released"
         )

@@ -50,7 +50,13 @@ class KVzip(Method):
             needs=Needs(rebuilding=Rebuilding(self.chunk, REPEAT, REPEAT_FROM, PREVIOUS)),
             score=most_attention,
             allocate=self._allocate(),
+            inexact=self._inexact(),
         )
+
+    def _inexact(self) -> str:
+        if self.strict:
+            return "the released threshold rounds once over all heads, and leaves its own pair out"
+        return "heads stay whole or keep nothing" if self.level == "head" else ""
 
     def _allocate(self) -> Schedule | Across:
         if self.level == "uniform":

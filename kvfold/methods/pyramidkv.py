@@ -10,12 +10,16 @@ from kvfold.observation import Needs
 from kvfold.score.window import Pooling, check_window, window_votes
 from kvfold.select.forced import Forced
 
+ROUNDED_STEP = "the released schedule rounds its step down, so that upper layers keep more"
+
 
 @register("pyramidkv", paper="arXiv 2406.02069", presets={"official": {"rounding": "official"}})
 @dataclass(frozen=True)
 class PyramidKV(Method):
     """SnapKV's votes, with budgets that fall from the bottom layer to the top one.
 
+    Votes are max-pooled over `kernel` neighbours, as in the released code; the paper sums attention
+    and names no pooling (`kernel=1`).
     The top layer keeps `1/beta` of the mean beside the window, the bottom one what is left of
     twice the mean. `rounding="exact"` spends exactly the budget; `"official"` reproduces the
     released integers, which spend more than they are given.
@@ -43,4 +47,5 @@ class PyramidKV(Method):
             ),
             allocate=partial(schedule, window=self.window, beta=self.beta),
             forced=Forced(recent=self.window),
+            inexact="" if self.rounding == "exact" else ROUNDED_STEP,
         )
