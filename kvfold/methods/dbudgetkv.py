@@ -24,9 +24,12 @@ class DBudgetKV(Method):
 
     The released code takes sinks out of both norms, without which one strong sink lets nearly
     everything go; `include_sinks` (preset `dbudgetkv_literal`) is what the paper writes. `rows` is
-    its k, the last queries to average. `ranking="attention"` is its ablation and the released
+    its k, the last queries to average: each sees what came before it here, and the tokens after it
+    as well in the released code. `ranking="attention"` is its ablation and close to the released
     default: tokens with fewest votes of the last 8 queries go first, those 8 stay, sinks may go.
-    The code's threshold is 0.05 and no layer stays whole, the paper's are the defaults here.
+    Each KV head ranks by the mean of its query heads here, where the released code stores and ranks
+    every query head by itself: with groups of several, other and more tokens stay here. The code's
+    threshold is 0.05 and no layer stays whole, the paper's are the defaults here.
     Source: Ni et al., section 3.2; Patrick-Ni/ReFreeKV `modified_models/dynamic_metrics.py`.
     """
 

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether merging what is evicted lowers the loss of the text that follows.
+
+`python benchmarks/merging.py MODEL BOOKS OUT.jsonl`: passages of each novel in the folder BOOKS
+(plain text files), 700 tokens to compress and the next 120. Their loss is compared, passage by
+passage, with the same method without merging. They are read all at once, so that what the prompt
+loses is what is measured; with `--one-by-one` as in decoding, where entries go on leaving. A run
+that is started again goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel
+from rich.progress import track
+from scipy import stats
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import kvfold
+from kvfold.jsonl import Store
+
+PROMPT, NEXT = 700, 120
+CHARACTERS = 10 * (PROMPT + NEXT)  # no novel has tokens so long
+KEPT = (0.1, 0.2)
+# Each method that merges, and what it is without.
+PAIRS = {
+    "h2o + merge": "h2o",
+    "h2o + merge:rule=cam": "h2o",
+    "d2o": "d2o:merge=none",
+    "knorm + merge": "knorm",
+    "cam": "streaming_llm_original",
+}
+
+
+class Record(BaseModel):
+    """The mean loss of a passage's next tokens; kept 1 is the full cache."""
+
+    book: str
+    passage: int
+    method: str
+    kept: float
+    one_by_one: bool
+    loss: float
+
+
+@dataclass(frozen=True)
+class Passages:
+    """One passage of every novel: ids `[B, PROMPT + NEXT]`."""
+
+    number: int
+    books: list[str]
+    ids: Tensor
+
+
+def passages(folder: Path, tokenizer, count: int) -> Iterator[Passages]:
+    """`count` passages spread evenly over each novel, the first of all, then the second …"""
+    novels = {path.stem: path.read_text() for path in sorted(folder.glob("*.txt"))}
+    for number in range(count):
+        rows = []
+        for text in novels.values():
+            start = len(text) * (2 * number + 1) // (2 * count)
+            ids = tokenizer(text[start : start + CHARACTERS], return_tensors="pt").input_ids
+            rows.append(ids[:, : PROMPT + NEXT])
+        yield Passages(number, list(novels), torch.cat(rows))
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, ids: Tensor) -> tuple[kvfold.CompressedCache, Tensor]:
+    """A cache whose prompt is read and still whole, with column sums, and the last logits."""
+    cache = kvfold.CompressedCache(model, "h2o", 1.0)
+    cache.turn.reading = True
+    out = model(ids[:, :PROMPT], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache, out.logits
+
+
+def compressed(
+    whole: kvfold.CompressedCache, model: PreTrainedModel, method: str, kept: float
+) -> kvfold.CompressedCache:
+    """The prompt that was read, compressed by `method`: reading is the same for all of these."""
+    cache = copy.deepcopy(whole)
+    fresh = kvfold.CompressedCache(model, method, None if method == "full" else kept)
+    for layer, planned in zip(cache.compressed_layers, fresh.compressed_layers, strict=True):
+        layer.plan = planned.plan
+        if not layer.plan.stages.needs.column_sums:
+            layer.sums = None
+    with cache.reading():
+        pass
+    return cache
+
+
+@torch.no_grad()
+def losses(
+    model: PreTrainedModel,
+    cache: kvfold.CompressedCache,
+    logits: Tensor,
+    ids: Tensor,
+    one_by_one: bool,
+) -> list[float]:
+    """Mean loss of each row's last `NEXT` tokens after the compressed prompt."""
+    pieces = ids[:, PROMPT:-1].split(1 if one_by_one else NEXT, 1)
+    with nullcontext() if one_by_one else cache.frozen():
+        later = [model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces]
+    predicted = torch.cat([logits, *later], 1).float().mT
+    return F.cross_entropy(predicted, ids[:, PROMPT:], reduction="none").mean(-1).tolist()
+
+
+def report(records: list[Record]) -> None:
+    """Prints mean losses, and paired differences with 95 % intervals."""
+    loss = {(r.method, r.kept, r.book, r.passage): r.loss for r in records}
+    full = [r.loss for r in records if r.method == "full"]
+    print(f"full cache: {sum(full) / len(full):.3f}, n={len(full)}\n")
+    print("| kept | method | n | loss | without merging | difference (95 %) | worse |")
+    print("|---|---|---|---|---|---|---|")
+    for kept, (merged, plain) in product(KEPT, PAIRS.items()):
+        pairs = [
+            (loss[key], loss[plain, *key[1:]])
+            for key in loss
+            if key[:2] == (merged, kept) and (plain, *key[1:]) in loss
+        ]
+        if len(pairs) < 2:
+            continue
+        with_it, without = torch.tensor(pairs).T
+        change = with_it - without
+        low, high = stats.ttest_1samp(change.numpy(), 0).confidence_interval()
+        print(
+            f"| {kept} | {merged} | {len(pairs)} | {with_it.mean():.3f} | {without.mean():.3f} "
+            f"| {change.mean():+.3f} ({low:+.3f} to {high:+.3f}) | {int((change > 0).sum())} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("books", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--passages", type=int, default=5, help="of each novel")
+    parser.add_argument("--one-by-one", action="store_true")
+    parser.add_argument("--merging", nargs="+", choices=PAIRS, default=list(PAIRS))
+    arguments = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    store = Store(arguments.out, Record)
+    one_by_one = arguments.one_by_one
+    records = [r for r in store.load().records if r.one_by_one == one_by_one]
+    done = {(r.method, r.kept, r.passage) for r in records}
+    methods = dict.fromkeys(
+        name for merged in arguments.merging for name in (PAIRS[merged], merged)
+    )
+    runs = [("full", 1.0), *((method, kept) for kept in KEPT for method in methods)]
+    for text in passages(arguments.books, tokenizer, arguments.passages):
+        left = [run for run in runs if (*run, text.number) not in done]
+        if not left:
+            continue
+        whole, logits = read(model, text.ids)
+        for method, kept in track(left, f"passage {text.number + 1} of every novel"):
+            cache = compressed(whole, model, method, kept)
+            found = losses(model, cache, logits, text.ids, one_by_one)
+            common = {"passage": text.number, "method": method, "kept": kept}
+            new = [
+                Record(book=book, loss=loss, one_by_one=one_by_one, **common)
+                for book, loss in zip(text.books, found, strict=True)
+            ]
+            store.add(new)
+            records += new
+    report(records)
+
+
+if __name__ == "__main__":
+    main()
