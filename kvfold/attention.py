@@ -18,6 +18,7 @@ from kvfold.kernels.segments import attend_to_segments
 from kvfold.kernels.single import attend_beside, attend_single, attend_with_row
 from kvfold.layer import CompressedLayer
 from kvfold.mask import as_added, physical_mask, valid_columns
+from kvfold.padding import check_announced
 from kvfold.recall import Attended, Foreseen
 from kvfold.store.dense import DenseStore
 from kvfold.store.segments import Segments, SegmentStore
@@ -206,5 +207,5 @@ def eager_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     return _attention("eager", *args, **kwargs)
 
 
-compat.register_attention("sdpa", sdpa_attention)
-compat.register_attention("eager", eager_attention)
+compat.register_attention("sdpa", sdpa_attention, check_announced)
+compat.register_attention("eager", eager_attention, check_announced)

@@ -19,6 +19,7 @@ from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse
 from kvfold.observation import Rebuilding
 from kvfold.owner import Owner
+from kvfold.padding import Padding, announce
 from kvfold.spans import spans_of
 from kvfold.stats import Stats
 from kvfold.store.segments import SegmentStore
@@ -134,6 +135,7 @@ class CompressedCache(compat.Cache):
                 f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: the last "
                 "forward failed, or single layers were cropped; make a new cache"
             )
+        announce(Padding(self.owner.name, query_length, slides=bool(self._other_layers())))
         return super().get_mask_sizes(query_length, layer_idx)
 
     # --- turns ------------------------------------------------------------------------------

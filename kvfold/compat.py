@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import inspect
 import os
@@ -56,10 +57,22 @@ LEFT_ALONE = tuple(
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def register_attention(kind: str, function: AttentionFunction) -> None:
-    """Makes `function` known to transformers, with the mask function of its delegate."""
+def register_attention(
+    kind: str, function: AttentionFunction, check_padding: Callable[[Tensor | None], None]
+) -> None:
+    """Makes `function` known to transformers, with the mask function of its delegate.
+
+    `check_padding` is shown what each mask is made of: which columns are tokens `[B, N]`.
+    """
+    make = ALL_MASK_ATTENTION_FUNCTIONS[kind]
+
+    @functools.wraps(make)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        check_padding(kwargs.get("attention_mask"))
+        return make(*args, **kwargs)
+
     AttentionInterface.register(NAMES[kind], function)
-    AttentionMaskInterface.register(NAMES[kind], ALL_MASK_ATTENTION_FUNCTIONS[kind])
+    AttentionMaskInterface.register(NAMES[kind], mask)
 
 
 def delegate(kind: str, module: nn.Module) -> AttentionFunction:

@@ -16,6 +16,7 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.inputs import check_given, check_read_ahead
 from kvfold.length import check_prompt
 from kvfold.method import Method
+from kvfold.padding import check_last
 from kvfold.rebuild import rebuild
 
 # When the prompt is compressed.
@@ -41,7 +42,8 @@ def generate(
     Args:
         input_ids: the whole conversation so far `[B, N]`, with what the cache has already seen.
         cache: a fresh one, or one that goes on from an earlier turn.
-        attention_mask: `[B, N]`, 0 at left padding; without one, leading pad tokens are padding.
+        attention_mask: `[B, N]`, 0 at padding, which stands before a turn's tokens; without one,
+            leading pad tokens are padding.
         prefill_chunk: read the prompt in pieces of at most this many tokens; with
             `compress="at_end"` the result is the same, and the whole prompt is held until then.
         compress: "per_chunk" brings every layer back to the budget after each piece, as if it were
@@ -70,6 +72,7 @@ def generate(
         )
     if attention_mask is None:
         attention_mask = _leading_padding(model, input_ids)
+    check_last(attention_mask)
     chunk = prefill_chunk or total
     piece = prefill_chunk if compress == "per_chunk" else None
     check_prompt(model, cache, attention_mask, piece, allow_longer)
