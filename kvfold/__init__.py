@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from kvfold.eval.evaluate import evaluate as evaluate
     from kvfold.files.read import load as load
     from kvfold.generate import generate as generate
+    from kvfold.method import Across as Across
+    from kvfold.method import Measured as Measured
     from kvfold.method import Method as Method
-    from kvfold.method import methods as methods
+    from kvfold.method import Stages as Stages
     from kvfold.method import parse as parse
     from kvfold.methods.adakv import AdaKV as AdaKV
     from kvfold.methods.auto import Auto as Auto
@@ -52,6 +54,12 @@ if TYPE_CHECKING:
     from kvfold.methods.streaming_llm import StreamingLLM as StreamingLLM
     from kvfold.methods.think import ThinK as ThinK
     from kvfold.methods.tova import TOVA as TOVA
+    from kvfold.observation import Needs as Needs
+    from kvfold.observation import Observation as Observation
+    from kvfold.registry import list_methods as list_methods
+    from kvfold.registry import methods as methods
+    from kvfold.registry import register as register
+    from kvfold.select.forced import Forced as Forced
     from kvfold.spans import span as span
     from kvfold.stats import Stats as Stats
 
@@ -74,7 +82,7 @@ _NAMES = {
     "kvfold.eval.evaluate": ("evaluate",),
     "kvfold.files.read": ("load",),
     "kvfold.generate": ("generate",),
-    "kvfold.method": ("Method", "methods", "parse"),
+    "kvfold.method": ("Across", "Measured", "Method", "Stages", "parse"),
     "kvfold.methods.adakv": ("AdaKV",),
     "kvfold.methods.auto": ("Auto",),
     "kvfold.methods.cam": ("CaM",),
@@ -97,6 +105,9 @@ _NAMES = {
     "kvfold.methods.streaming_llm": ("StreamingLLM",),
     "kvfold.methods.think": ("ThinK",),
     "kvfold.methods.tova": ("TOVA",),
+    "kvfold.observation": ("Needs", "Observation"),
+    "kvfold.registry": ("list_methods", "methods", "register"),
+    "kvfold.select.forced": ("Forced",),
     "kvfold.spans": ("span",),
     "kvfold.stats": ("Stats",),
 }

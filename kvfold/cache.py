@@ -67,7 +67,7 @@ class CompressedCache(compat.Cache):
         spans = spans_of(protect)
         self.protect = spans
         forced = replace(stages.forced, spans=stages.forced.spans + spans)
-        stages = replace(stages, forced=forced)
+        stages = replace(stages, forced=forced, method=str(self.method))
         self.budget = checked_budget(self.method, budget, forced.least)
         layers = compat.stock_layers(model)
         self.ranks = compat.ranks_of(model)

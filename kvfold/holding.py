@@ -229,7 +229,9 @@ def _slots(watched: dict[Holding, Attended]) -> dict[Holding, Tensor]:
         differing = heads if scores.stride(1) else 1
         masks = [mask for layer in layers if (mask := layer._hidden(differing)) is not None]
         hidden = joined(masks) if masks else None
-        chosen = leaving_between(scores[:, :differing], hidden, *ends).expand(-1, heads, -1)
+        stages = layers[0].plan.stages
+        chosen = leaving_between(stages, scores[:, :differing], hidden, *ends)
+        chosen = chosen.expand(-1, heads, -1)
         slots |= zip(layers, chosen.chunk(len(layers)), strict=True)
     return slots
 

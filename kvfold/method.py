@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method is: a frozen dataclass that names its stages; the registry; "a:x=1 + b" strings."""
+"""What a method is: a frozen dataclass that names its stages; "a:x=1 + b" strings."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +17,8 @@ from kvfold.allocate.uniform import uniform
 from kvfold.compensate.eviction import Compensate, CompensateOne
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.observation import Needs, Observation
+from kvfold.registry import preset, registered
+from kvfold.registry import register as register
 from kvfold.score.position import recency
 from kvfold.select.forced import Forced
 from kvfold.store.encoded import Encode
@@ -71,14 +71,16 @@ class Across:
 class Stages:
     """The stages a method sets; what it leaves at None or at its default it does not do.
 
-    `score` None keeps every entry. `allocate` sizes the layers, `heads` shares a layer's size among
-    its heads. `compensate` saves something of what is evicted, and `compensate_one` the same,
-    cheaply, of the one entry that leaves while decoding. `encode` is how entries are stored.
+    `score` None keeps every entry. `allocate` sizes the layers, evenly where it is None beside a
+    score; `heads` shares a layer's size among its heads. `compensate` saves something of what is
+    evicted, and `compensate_one` the same, cheaply, of the one entry that leaves while decoding.
+    `encode` is how entries are stored.
     `decode` "hold" runs the same stages after every generated token and keeps the size reached at
     the end of the prefill; "once" compresses at the first generated token instead of the prefill's
     end; "append" lets generated tokens come on top. `positions` "reindex" lets the sinks move up to
     the recent tokens, as StreamingLLM does. `funnel` prunes tokens between the layers of a forward.
     `inexact` says why the entries kept differ from the budget, where they do.
+    `method` is the text of the method that they are of, which a cache fills in.
     """
 
     needs: Needs = field(default_factory=Needs)
@@ -93,8 +95,11 @@ class Stages:
     positions: Literal["original", "reindex"] = "original"
     funnel: Funnel | None = None
     inexact: str = ""
+    method: str = ""
 
     def __post_init__(self) -> None:
+        if self.score is not None and self.allocate is None:
+            object.__setattr__(self, "allocate", uniform)
         if self.decode != "append" and self.encode is not None:
             raise IllegalComposition(
                 "what is stored encoded cannot be evicted entry by entry, so a method that evicts "
@@ -134,9 +139,9 @@ class Stages:
 class Method:
     """Base of all methods: a frozen dataclass of the paper's hyper-parameters, without state."""
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
-    summary: ClassVar[str]
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
     takes_budget: ClassVar[bool] = True
     # A KV head's scores, its statistic, and what is saved of its entries come from it alone.
     by_head: ClassVar[bool] = False
@@ -156,7 +161,7 @@ class Method:
             for f in dataclasses.fields(self)
             if values[f.name] != f.default
         ]
-        return self.name + (":" + ",".join(changed) if changed else "")
+        return called(self) + (":" + ",".join(changed) if changed else "")
 
 
 @dataclass(frozen=True)
@@ -213,12 +218,32 @@ class Composition(Method):
         return " + ".join(map(str, self.parts))
 
 
+def called(method: Method) -> str:
+    """The method's registered name, not one that its class inherits; else the class's own."""
+    return str(vars(type(method)).get("name") or type(method).__name__)
+
+
 def spelled_out(method: Method) -> str:
     """The text from which `parse` makes this method even when defaults have changed."""
     if isinstance(method, Composition):
         return " + ".join(map(spelled_out, method.parts))
     options = [f"{f.name}={_as_text(getattr(method, f.name))}" for f in dataclasses.fields(method)]
-    return method.name + (":" + ",".join(options) if options else "")
+    return called(method) + (":" + ",".join(options) if options else "")
+
+
+def is_registered(method: Method) -> bool:
+    """Whether `spelled_out` gives a text from which another process can make the method."""
+    return all(registered(called(part)) is type(part) for part in _parts(method))
+
+
+def origins(method: Method) -> dict[str, str]:
+    """The modules of those of its parts that are not kvfold's own, by the parts' names."""
+    modules = {called(part): type(part).__module__ for part in _parts(method)}
+    return {name: of for name, of in modules.items() if not of.startswith("kvfold.")}
+
+
+def _parts(method: Method) -> tuple[Method, ...]:
+    return method.parts if isinstance(method, Composition) else (method,)
 
 
 def _as_text(value: Any) -> str:
@@ -234,56 +259,6 @@ def _set_stages(stages: Stages) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One registered name: a method class and, for a preset, the values that differ."""
-
-    cls: type[Method]
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-_REGISTRY: dict[str, Entry] = {}
-M = TypeVar("M", bound=type[Method])
-
-
-def register(
-    name: str, *, paper: str, presets: dict[str, dict[str, Any]] | None = None
-) -> Callable[[M], M]:
-    """Class decorator: makes a method known by `name`, and each preset by `name_preset`."""
-
-    def add(cls: M) -> M:
-        cls.name, cls.paper = name, paper
-        cls.summary = (cls.__doc__ or "").strip().splitlines()[0]
-        _REGISTRY[name] = Entry(cls)
-        for preset, values in (presets or {}).items():
-            _REGISTRY[f"{name}_{preset}"] = Entry(cls, values)
-        return cls
-
-    return add
-
-
-def _registry() -> dict[str, Entry]:
-    """Every registered name, those of kvfold's own methods among them."""
-    import_module("kvfold.methods")
-    return _REGISTRY
-
-
-def methods() -> dict[str, type[Method]]:
-    """Every registered name and its method class, presets included."""
-    return {name: entry.cls for name, entry in sorted(_registry().items())}
-
-
-def preset(name: str) -> Method:
-    """The method registered as `name`, with that name's values."""
-    known = _registry()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-        raise KvfoldError(f"unknown method {name!r}: {hint}")
-    entry = known[name]
-    return entry.cls(**entry.values)
-
-
 def parse(spec: str | Method) -> Method:
     """A method from a text such as "snapkv:window=16,kernel=5"; "+" composes.
 
@@ -293,6 +268,8 @@ def parse(spec: str | Method) -> Method:
     if isinstance(spec, Method):
         _check_numbers(spec)
         return spec
+    if isinstance(spec, type) and issubclass(spec, Method):
+        raise KvfoldError(f"a method is an instance: write {spec.__name__}()")
     parts = [_parse_one(part.strip()) for part in str(spec).split("+")]
     for part in parts:
         _check_numbers(part)
@@ -305,14 +282,14 @@ def parse(spec: str | Method) -> Method:
 
 def _check_numbers(method: Method) -> None:
     """Raises KvfoldError, naming the option, for a number that int32 or float32 does not hold."""
-    for part in method.parts if isinstance(method, Composition) else (method,):
+    for part in _parts(method):
         for option in dataclasses.fields(part):
             value = getattr(part, option.name)
             for number in value if isinstance(value, tuple) else (value,):
                 most = LARGEST.get(type(number))
                 if most is not None and not abs(number) <= most:
                     raise KvfoldError(
-                        f"{part.name}:{option.name} is a number from {-most:g} to {most:g}, "
+                        f"{called(part)}:{option.name} is a number from {-most:g} to {most:g}, "
                         f"not {number:.3g}"
                     )
 

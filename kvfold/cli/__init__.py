@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 import kvfold
 from kvfold.cli import ask, bench, compress, demo, eval, info, inspect, methods, report, run, serve
 from kvfold.cli.console import errors
+from kvfold.cli.imports import takes_methods
 from kvfold.errors import KvfoldError
 
 
@@ -63,16 +64,16 @@ def program(
 
 
 app.command("demo")(demo.command)
-app.command("run")(run.command)
-app.command("compress")(compress.command)
-app.command("ask")(ask.command)
+app.command("run")(takes_methods(run.command))
+app.command("compress")(takes_methods(compress.command))
+app.command("ask")(takes_methods(ask.command))
 app.command("info")(info.command)
-app.command("eval")(eval.command)
-app.command("inspect")(inspect.command)
-app.command("methods")(methods.command)
-app.command("bench")(bench.command)
+app.command("eval")(takes_methods(eval.command))
+app.command("inspect")(takes_methods(inspect.command))
+app.command("methods")(takes_methods(methods.command))
+app.command("bench")(takes_methods(bench.command))
 app.command("report")(report.command)
-app.command("serve")(serve.command)
+app.command("serve")(takes_methods(serve.command))
 
 
 def main() -> None:

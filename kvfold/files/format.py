@@ -94,7 +94,7 @@ class Header(_Part):
 
     `method` spells out every option. `bits` are those of keys and values where they are packed.
     Tensors in `same_as` are stored once, under the other name. Checksums are of each tensor's
-    dtype, shape and bytes.
+    dtype, shape and bytes. `origins` are the modules of methods that are not kvfold's own, by name.
     """
 
     written_by: str
@@ -116,6 +116,7 @@ class Header(_Part):
     others: list[OtherPart]
     same_as: dict[str, str]
     checksums: dict[str, str]
+    origins: dict[str, str] = {}
 
 
 def together(of_ranks: tuple[LayerPart | OtherPart, ...]) -> LayerPart | OtherPart:
@@ -153,7 +154,8 @@ def digest_of(tensor: Tensor) -> str:
 
 def metadata(header: Header) -> dict[str, str]:
     """The header as metadata of safetensors."""
-    text = header.model_dump_json()
+    # Without, a file is as it was before there were any.
+    text = header.model_dump_json(exclude=None if header.origins else {"origins"})
     return {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)}
 
 

@@ -21,6 +21,7 @@ from kvfold.files.layers import Described, kept
 from kvfold.frame import Frame
 from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse, spelled_out
+from kvfold.registry import registered
 from kvfold.store.encoded import Named
 
 
@@ -85,6 +86,7 @@ def _check(
 
 
 def _method(file: ContextFile) -> Method:
+    _check_origins(file)
     try:
         method = parse(file.header.method)
     except KvfoldError as problem:
@@ -97,6 +99,18 @@ def _method(file: ContextFile) -> Method:
             f"{spelled_out(method)}"
         )
     return method
+
+
+def _check_origins(file: ContextFile) -> None:
+    """Raises ContextFileError, naming what to import, where a method of the file is unknown."""
+    for name, module in file.header.origins.items():
+        if registered(name) is None:
+            found = "a script or notebook" if module == "__main__" else f"the module {module}"
+            raise ContextFileError(
+                f"{file.path} was made with the method {name!r} of {found}, which is not "
+                f"registered here: import its module before kvfold.load, or give the command "
+                f"--import {module if module != '__main__' else 'MODULE'} (a name, or a .py file)"
+            )
 
 
 def _fill(

@@ -36,7 +36,7 @@ from kvfold.files.format import (
 )
 from kvfold.files.identity import model_part, rope_part
 from kvfold.layer import CompressedLayer
-from kvfold.method import parse, spelled_out
+from kvfold.method import is_registered, origins, parse, spelled_out
 from kvfold.store.encoded import Named
 from kvfold.store.packed import Packing
 
@@ -135,6 +135,7 @@ def _write(
         others=[part for part in parts if isinstance(part, OtherPart)],
         same_as={name: other for s in shares for name, other in s.tensors.same_as.items()},
         checksums={name: digest_of(tensor) for name, tensor in stored.items()},
+        origins=origins(cache.method),
     )
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))
@@ -169,10 +170,11 @@ def _check(cache: CompressedCache) -> None:
         raise KvfoldError("the cache is in the middle of a turn: save it when the turn has ended")
     if any(len(layer.stored().keys) != 1 for layer in own):
         raise KvfoldError("a context file holds one document, and this cache has several rows")
-    if parse(spelled_out(cache.method)) != cache.method:
+    named = is_registered(cache.method)
+    if not named or parse(spelled_out(cache.method)) != cache.method:
         raise KvfoldError(
             f"{cache.method} is not a registered method, so no file could be loaded again: "
-            "register it"
+            "decorate its class with @kvfold.register(name)"
         )
 
 
