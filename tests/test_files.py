@@ -43,6 +43,7 @@ KINDS = {
     "snapkv": (40, DenseStore),
     "h2o": (60, DenseStore),
     "d2o": (60, DenseStore),
+    "d2o:similarity=independent": (60, DenseStore),
     "streaming_llm": (40, DenseStore),
     "kvzip": (40, SegmentStore),
     "adakv": (40, SegmentStore),

@@ -47,7 +47,7 @@ class Head:
         self.keys = self.values = torch.zeros(0, size, dtype=torch.float64)
         self.sums = self.squares = self.queries = torch.zeros(0, dtype=torch.float64)
         self.rows = torch.zeros(group, 0, 0, dtype=torch.float64)  # [G, S, T], the newest forward's
-        self.threshold: float | None = None
+        self.threshold: Any = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -684,6 +684,33 @@ def d2o_step(layer: Layer, size: int) -> None:
             merge_evicted(head, d2o_kept(head, size, recent=0.25))
 
 
+def nearest_value(head: Head, kept: list[int]) -> list[tuple[int, float, int]]:
+    """As `nearest`, among values."""
+    twin = copy.copy(head)
+    twin.keys = head.values
+    return nearest(twin, kept)
+
+
+def d2o_independent_step(layer: Layer, size: int) -> None:
+    """Keys join by keys, values by values, each past a threshold of its own."""
+    for head in layer.heads:
+        if len(head) <= size:
+            continue
+        kept = d2o_kept(head, size, recent=0.25)
+        before = head.threshold or (None, None)
+        after, entries = [], {}
+        for name, find, old in zip(
+            ("keys", "values"), (nearest, nearest_value), before, strict=True
+        ):
+            found, twin = find(head, kept), copy.copy(head)
+            twin.keys, twin.values = head.keys.clone(), head.values.clone()
+            after.append(moved(old, sum(u for _, u, _ in found) / len(found), 0.7))
+            merge(twin, [f for f in found if f[1] >= after[-1] - 1e-12], official=False)
+            entries[name] = getattr(twin, name)
+        head.threshold, head.keys, head.values = tuple(after), entries["keys"], entries["values"]
+        head.keep(kept)
+
+
 def d2o_official_step(layer: Layer, size: int) -> None:
     """All heads decide together, about the mean of their i-th evicted entries."""
     if len(layer.heads[0]) <= size:
@@ -735,6 +762,12 @@ def sized_once(
 def test_d2o_sizes_layers_merges_and_moves_its_threshold(heads, lengths):
     sizes = partial(d2o_sizes, budget=SMALL)
     assert_steps("d2o", SMALL, heads, lengths, sized_once(d2o_step, sizes))
+
+
+@SHAPES
+def test_d2o_merges_keys_and_values_apart(heads, lengths):
+    sizes, spec = partial(d2o_sizes, budget=SMALL), "d2o:similarity=independent"
+    assert_steps(spec, SMALL, heads, lengths, sized_once(d2o_independent_step, sizes))
 
 
 @SHAPES

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -57,6 +58,27 @@ def merge_similar(
     merged, threshold = _reached(similarity, candidates, eviction.state, beta, decide)
     merge = _Merge(evicted, nearest, merged, _exact(similarity, keys), weights)
     return merge.into(keys, eviction.keys), merge.into(values, eviction.values), threshold
+
+
+def merge_apart(
+    eviction: Eviction,
+    *,
+    beta: float = 0.7,
+    weights: Weights = "softmax",
+    decide: Decide = "head",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `merge_similar`, but keys go by the cosines of keys and values by those of values.
+
+    An entry's key and value may join two different entries, or one of them none; thresholds
+    `[B, H, 2]` are those of keys and of values. (D2O, Table 9.)
+    """
+    before = (None, None) if eviction.state is None else eviction.state.unbind(-1)
+    apart = partial(merge_similar, beta=beta, weights=weights, decide=decide)
+    keys, _, of_keys = apart(replace(eviction, state=before[0]), on="keys")
+    _, values, of_values = apart(replace(eviction, state=before[1]), on="values")
+    if of_keys is None or of_values is None:
+        return keys, values, None
+    return keys, values, torch.stack([of_keys, of_values], -1)
 
 
 def merge_one(

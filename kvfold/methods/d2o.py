@@ -4,13 +4,12 @@ from functools import partial
 from typing import Any, Literal
 
 from kvfold.allocate.density import Norm, Shape, as_released, by_density, column_variance
-from kvfold.compensate.similar import Decide, merge_one, merge_similar
+from kvfold.compensate.similar import Decide, merge_apart, merge_one, merge_similar
 from kvfold.errors import KvfoldError
 from kvfold.method import Across, Method, Stages, register
 from kvfold.observation import Needs
 from kvfold.score.columns import accumulated_attention
 from kvfold.select.forced import Forced, Share
-from kvfold.store.norms import On
 
 
 @register(
@@ -35,8 +34,9 @@ class D2O(Method):
     1. A layer's budget falls with the variance of its column sums (`allocation`, `norm`).
     2. It keeps the first `sinks` tokens, the newest ones (`recent`, a part of its budget), and
        those that received most attention.
-    3. An evicted token is merged into the nearest kept one by cosine (`similarity`) where that
-       reaches a threshold per head, a moving average by `beta`; otherwise it is lost.
+    3. An evicted token is merged into the nearest kept one by cosine of keys (`similarity`) where
+       that reaches a threshold per head, a moving average by `beta`; otherwise it is lost.
+       "independent" merges keys by keys and values by values, each with a threshold (Table 9).
 
     `skip_layers`, from the end where negative, stay whole inside the budget. `decode="append"`
     compresses the prompt only.
@@ -59,7 +59,7 @@ class D2O(Method):
     allocation: Shape = "softmax"
     norm: Norm = "across_layers"
     merge: Literal["softmax", "average", "official", "none"] = "softmax"
-    similarity: On = "keys"
+    similarity: Literal["keys", "values", "independent"] = "keys"
     decide: Decide = "head"
     skip_layers: tuple[int, ...] = ()
     spending: Literal["exact", "official"] = "exact"
@@ -83,24 +83,30 @@ class D2O(Method):
         return self.decide == "head"
 
     def stages(self) -> Stages:
-        on, decide = self.similarity, self.decide
-        options: dict[str, Any] = {
-            "beta": self.beta,
-            "on": on,
-            "weights": self.merge,
-            "decide": decide,
-        }
-        merging = self.merge != "none"
+        similarity = None if self.merge == "none" else self.similarity
+        norms = None if similarity == "independent" else similarity
         return Stages(
-            needs=Needs(column_sums=True, only_attention=True, norms=on if merging else None),
+            needs=Needs(column_sums=True, only_attention=True, norms=norms),
             score=partial(accumulated_attention, per_visible_query=False),
             allocate=self._allocate(),
             forced=Forced(sinks=self.sinks, recent=Share(self.recent)),
-            compensate=partial(merge_similar, **options) if merging else None,
-            compensate_one=partial(merge_one, **options) if merging else None,
             decode=self.decode,
             inexact=self._inexact(),
+            **self._merging(),
         )
+
+    def _merging(self) -> dict[str, Any]:
+        """The stages that save something of what is evicted."""
+        if self.merge == "none":
+            return {}
+        options: dict[str, Any] = {"beta": self.beta, "weights": self.merge, "decide": self.decide}
+        if self.similarity == "independent":
+            return {"compensate": partial(merge_apart, **options)}
+        options["on"] = self.similarity
+        return {
+            "compensate": partial(merge_similar, **options),
+            "compensate_one": partial(merge_one, **options),
+        }
 
     def _allocate(self) -> Across:
         skip, norm = self.skip_layers, self.norm
