@@ -15,6 +15,7 @@ from kvfold import compat
 from kvfold.attention import forget_pending, hand_out
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError, UnsupportedModel
+from kvfold.history import History
 from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse
 from kvfold.observation import Rebuilding
@@ -91,6 +92,7 @@ class CompressedCache(compat.Cache):
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # kvfold.generate has made sure
+        self.history = History()
         self.per_chunk: int | None = None  # a prompt was compressed after each so many tokens
 
     @property
@@ -227,6 +229,7 @@ class CompressedCache(compat.Cache):
                 f"{self.owner.name} has sliding windows or recurrent layers, which have let go of "
                 "older tokens: they only go back to where a `with cache.frozen():` block began"
             )
+        self.history = self.history.crop(self.get_seq_length() + tokens_to_remove)
         for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
         for i, other in others.items():
@@ -239,6 +242,7 @@ class CompressedCache(compat.Cache):
         """Forgets everything: the cache is as new."""
         super().reset()
         self.turn.forget()
+        self.history = History()
         self.per_chunk = None
         self._before_freezing = None
         self.owner.answered()
@@ -280,6 +284,7 @@ class CompressedCache(compat.Cache):
         """Applies `rows`, a selection along the batch axis, to what layers have in common."""
         if self.turn.prefix is not None:
             self.turn.prefix = rows(self.turn.prefix)
+        self.history = self.history.index(rows)
         self.share_pairs()
 
     def share_pairs(self) -> None:
@@ -290,6 +295,16 @@ class CompressedCache(compat.Cache):
             second.share_with(first)
 
     # --- what is stored ---------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch that was read; 0 before the first token."""
+        store = self.compressed_layers[0].store
+        return 0 if store is None else store.keys.shape[0]
+
+    def tokens_read(self) -> Tensor | None:
+        """Which columns are tokens and not padding `[B, seen]`; None: all."""
+        return self.compressed_layers[0].logical.tokens()
 
     def positions(self, layer: int) -> list[list[Tensor]]:
         """Original positions stored by compressible layer `layer`, ascending: `[B][H]`, 1-D long.
@@ -306,7 +321,7 @@ class CompressedCache(compat.Cache):
         """What is stored now: prints in a few lines, `details()` layer by layer."""
         own = self.compressed_layers
         started = [layer for layer in own if layer.store is not None]
-        kept, parts, state, full, over = [], [0, 0, 0], 0, 0, False
+        kept, parts, state, full, over = [], [0, 0, 0], self.history.nbytes, 0, False
         counted: set[int] = set()
         for layer in started:
             store = layer.store

@@ -13,11 +13,13 @@ from kvfold.cache import CompressedCache
 from kvfold.compiled import check_compiled, decode_compiled
 from kvfold.drive import drive
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.history import History
 from kvfold.inputs import check_given, check_read_ahead
 from kvfold.length import check_prompt
 from kvfold.method import Method
 from kvfold.padding import check_last
 from kvfold.rebuild import rebuild
+from kvfold.resume import IdsRead, Reuse, go_on_from
 
 # When the prompt is compressed.
 Compress = Literal["at_end", "per_chunk"]
@@ -35,12 +37,13 @@ def generate(
     compress: Compress = "at_end",
     compile: bool = False,
     allow_longer: bool = False,
+    reuse: Reuse | None = None,
     **options: Any,
 ) -> Any:
     """`model.generate` with a compressed cache, in the order that is right for every model.
 
     Args:
-        input_ids: the whole conversation so far `[B, N]`, with what the cache has already seen.
+        input_ids: the whole conversation so far `[B, N]`, beginning with what the cache has read.
         cache: a fresh one, or one that goes on from an earlier turn.
         attention_mask: `[B, N]`, 0 at padding, which stands before a turn's tokens; without one,
             leading pad tokens are padding.
@@ -52,28 +55,24 @@ def generate(
         compile: decode by one compiled graph (`decode_compiled`); the result is the same.
         allow_longer: read a prompt that is longer than the texts the model was trained on. Tokens
             that are generated past that length are transformers' matter, which warns of them.
+        reuse: "prefix" takes back what the cache read beyond the prefix it shares with `input_ids`.
         options: everything `model.generate` takes but `inputs_embeds`; images, and other tensors
             for the model's forward, must reach it with the whole prompt, in one piece.
 
-    Returns what `model.generate` returns, prompt included. Raises KvfoldError without ids or cache,
-    when the cache has seen more than `input_ids`, for a prompt that is too long for the model, or
-    where `compress`, `compile` or a piecewise reading do not go with the method or the options;
-    UnsupportedModel where the model would drop the cache, or cannot be compiled.
+    Returns what `model.generate` returns, prompt included. Raises KvfoldError without ids or cache;
+    for a prompt that is too long for the model; where the cache has read something else than the
+    beginning of `input_ids` (the first column that differs is named); where there is no new token;
+    where `reuse` would take back an eviction; where `compress`, `compile` or a piecewise reading do
+    not go with the method or the options. Raises UnsupportedModel where the model would drop the
+    cache, or cannot be compiled.
     """
     check_given(input_ids, cache, options)
     assert input_ids is not None and cache is not None
     if prefill_chunk is not None and prefill_chunk < 1:
         raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {prefill_chunk}")
-    total, seen = input_ids.shape[1], cache.get_seq_length()
-    if seen >= total:
-        raise KvfoldError(
-            f"the cache has seen {seen} tokens and the prompt has {total}: pass the whole "
-            "conversation, with at least one new token"
-        )
     if attention_mask is None:
         attention_mask = _leading_padding(model, input_ids)
     check_last(attention_mask)
-    chunk = prefill_chunk or total
     piece = prefill_chunk if compress == "per_chunk" else None
     check_prompt(model, cache, attention_mask, piece, allow_longer)
     if compress == "per_chunk":
@@ -85,6 +84,10 @@ def generate(
         check_compiled(model, cache, options)
     if assisted:
         check_read_ahead(model, cache, options)
+    go_on_from(cache, input_ids, attention_mask, reuse)
+    total, seen = input_ids.shape[1], cache.get_seq_length()
+    chunk = prefill_chunk or total
+    if assisted:
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
     settings = _settings(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
@@ -109,6 +112,7 @@ def generate(
     if rows > 1 and cache.get_seq_length() > 0:
         cache.batch_repeat_interleave(rows)
     cache.cannot_be_dropped = True
+    options |= {"logits_processor": [IdsRead(cache), *(options.get("logits_processor") or [])]}
     try:
         if compile:
             return decode_compiled(model, cache, input_ids, attention_mask, options)
@@ -121,6 +125,7 @@ def generate(
         )
     finally:
         cache.cannot_be_dropped = False
+        cache.history = cache.history.compact()
 
 
 def _leading_padding(model: compat.PreTrainedModel, input_ids: Tensor) -> Tensor:
@@ -150,6 +155,7 @@ def read_turn(
         if chunk < stop:
             raise KvfoldError(f"{cache.method} reads a prompt in one piece: leave out the chunk")
         drive(model, cache, input_ids, None if mask is None else mask[:, :stop])
+        cache.history = History(input_ids).compact()
         return
     if cache.rebuilding is None:
         with cache.reading(until=until):
@@ -235,6 +241,7 @@ def _read(
         covered = None if mask is None else mask[:, :end]
         padded = covered if covered is not None and bool((covered == 0).any()) else None
         compat.read(model, input_ids[:, begin:end], cache, padded)
+        cache.history = History(input_ids[:, :end]).compact()
 
 
 def _settings(model: compat.PreTrainedModel, options: dict[str, Any]) -> Any:
@@ -288,7 +295,10 @@ def _assisted(
             past_key_values=cache,
             **options,
         )
+    new = out if isinstance(out, Tensor) else out.sequences
+    whole = torch.cat([input_ids[:, :-1], new], 1)
+    cache.history = History(whole[:, : cache.get_seq_length()]).compact()
     if isinstance(out, Tensor):
-        return torch.cat([input_ids[:, :-1], out], 1)
-    out.sequences = torch.cat([input_ids[:, :-1], out.sequences], 1)
+        return whole
+    out.sequences = whole
     return out

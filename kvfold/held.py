@@ -47,7 +47,8 @@ class Held(CacheLayerMixin):
         self.is_initialized = False
         self.logical = Logical()
         self.turns = 0
-        self.evicted_at = 0  # tokens seen when something was last evicted or encoded
+        # Tokens seen at the last change that no crop undoes: an eviction, an encoding, a score sum.
+        self.evicted_at = 0
         self.sums: Tensor | None = None  # [B, H, T], attention received so far
         self.squares: Tensor | None = None  # [B, H, T], the same, squared
         self.rebuilding: Tensor | None = None  # [B, H, T], most attention while repeating the text
@@ -138,9 +139,9 @@ class Held(CacheLayerMixin):
             )
         if tokens_to_remove and self.store and self.seen + tokens_to_remove < self.evicted_at:
             raise KvfoldError(
-                f"cannot take back {-tokens_to_remove} tokens: older entries were evicted or "
-                "encoded since, as those tokens came; "
-                "generate inside `with cache.frozen():` what is to be taken back"
+                f"cannot take back {-tokens_to_remove} tokens: older entries were evicted, encoded or "
+                "scored since, as those tokens came; generate inside `with cache.frozen():` what is "
+                "to be taken back"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -212,6 +213,7 @@ class Held(CacheLayerMixin):
     # --- observe ----------------------------------------------------------------------------
 
     def _add_moments(self, sums: Tensor, squares: Tensor | None) -> None:
+        self.evicted_at = self.seen
         self.sums = self._added(sums, self.sums)
         if squares is not None:
             self.squares = self._added(squares, self.squares)

@@ -19,6 +19,7 @@ from kvfold.files.format import ContextFile, LayerPart, OtherPart, opened
 from kvfold.files.identity import model_differences, model_part, rope_differences, rope_part
 from kvfold.files.layers import Described, kept
 from kvfold.frame import Frame
+from kvfold.history import History
 from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse, spelled_out
 from kvfold.registry import registered
@@ -55,6 +56,7 @@ def load(
             cache.turn.prefix = file.tensor("prefix").to(model.device, copy=True)
         cache.per_chunk = header.per_chunk
         ids = file.tensor("ids").long()[None].to(model.device)
+        cache.history = History(ids).compact()
     frame = Frame(header.before, header.after, header.between)
     return Context(model, tokenizer, cache, frame, ids)
 
