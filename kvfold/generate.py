@@ -17,7 +17,7 @@ from kvfold.history import History
 from kvfold.inputs import check_given, check_read_ahead
 from kvfold.length import check_prompt
 from kvfold.method import Method
-from kvfold.padding import check_last
+from kvfold.padding import check_last, leading_padding
 from kvfold.rebuild import rebuild
 from kvfold.resume import IdsRead, Reuse, go_on_from
 
@@ -71,7 +71,7 @@ def generate(
     if prefill_chunk is not None and prefill_chunk < 1:
         raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {prefill_chunk}")
     if attention_mask is None:
-        attention_mask = _leading_padding(model, input_ids)
+        attention_mask = leading_padding(model, input_ids)
     check_last(attention_mask)
     piece = prefill_chunk if compress == "per_chunk" else None
     check_prompt(model, cache, attention_mask, piece, allow_longer)
@@ -126,16 +126,6 @@ def generate(
     finally:
         cache.cannot_be_dropped = False
         cache.history = cache.history.compact()
-
-
-def _leading_padding(model: compat.PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """The mask `[B, N]` of ids that come without one: pad tokens before the first other token."""
-    config = model.generation_config
-    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    pad = config.pad_token_id
-    if pad is None or pad in (*eos, config.bos_token_id):
-        return torch.ones_like(input_ids)
-    return ((input_ids != pad).cumsum(-1) > 0).long()
 
 
 def read_turn(

@@ -140,8 +140,8 @@ class Held(CacheLayerMixin):
         if tokens_to_remove and self.store and self.seen + tokens_to_remove < self.evicted_at:
             raise KvfoldError(
                 f"cannot take back {-tokens_to_remove} tokens: older entries were evicted, encoded "
-                "or scored since, as those tokens came; generate inside `with cache.frozen():` what is "
-                "to be taken back"
+                "or scored since, as those tokens came; generate inside `with cache.frozen():` "
+                "what is to be taken back"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
@@ -72,3 +74,13 @@ def check_announced(mask: Tensor | None) -> None:
     padding, _announced.padding = _announced.padding, None
     if padding is not None and mask is not None:
         padding.check(mask)
+
+
+def leading_padding(model: Any, input_ids: Tensor) -> Tensor:
+    """The mask `[B, N]` of ids that come without one: pad tokens before the first other token."""
+    config = model.generation_config
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = config.pad_token_id
+    if pad is None or pad in (*eos, config.bos_token_id):
+        return torch.ones_like(input_ids)
+    return ((input_ids != pad).cumsum(-1) > 0).long()
