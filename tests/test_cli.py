@@ -19,6 +19,7 @@ import kvfold
 from kvfold.answer import Answer
 from kvfold.cli import app
 from kvfold.cli.run import encode
+from kvfold.eval.tasks import families, tasks
 from kvfold.inspect.kept import kept_figure, kept_grid
 from kvfold.loading import Loading, load
 from tests.models import build
@@ -204,6 +205,11 @@ def untouched(*arguments: str) -> str:
         (("ask", "bundled", "absent.kvfold", "why"), "absent.kvfold"),
         (("inspect", "--methods", "snapkv", "--budget", "3"), "at least 32"),
         (("inspect", "--file", "absent.txt"), "there is no such file"),
+        (("eval", "--tasks", "niah_multikey_1"), "did you mean 'ruler_niah_multikey_1'?"),
+        (("eval", "--tasks", "longbench"), "longbench needs data, as --data: a folder with narr"),
+        (("eval", "--tasks", "niah", "--haystack", "absent"), "no such file or folder: absent"),
+        (("eval", "--tasks", "jsonl", "--data", "absent.jsonl"), "there is no file absent.jsonl"),
+        (("eval", "--tasks", "niah", "--lengths", "many"), "no positive whole number"),
         (("serve", "bundled", "--method", "nope"), "unknown method 'nope'"),
         (("serve", "bundled", "--method", "snapkv", "--budget", "5"), "at least 32"),
         (("serve", "bundled", "--budget", "much"), "cannot read 'much'"),
@@ -357,3 +363,64 @@ def test_an_adapter_changes_the_answer(folder: Path, tmp_path: Path) -> None:
         assert not torch.allclose(logits, plain(ids).logits, atol=1e-3)
     with pytest.raises(kvfold.KvfoldError, match="there is no such folder"):
         load(str(folder), Loading(adapter="./absent"))
+
+
+def test_tasks_lists_every_name_and_the_data_each_wants() -> None:
+    listed = kvfold_command("tasks")
+    assert listed.exit_code == 0, listed.output
+    words = listed.output.replace(",", " ").split()
+    assert set(words) >= set(tasks()) | set(families())
+    found = {task["name"]: task for task in run_json("tasks")}
+    assert set(found) == set(tasks())
+    assert found["longbench_qasper"]["data"] == "qasper.jsonl"
+    assert found["longbench_qasper"]["hub"] == "THUDM/LongBench"
+    assert found["ruler_niah_single_1"]["data"] is None
+    shown = kvfold_command("tasks", "loogle").output
+    assert "longdep_summarization.jsonl" in shown.replace("\n", "").replace(" ", "")
+    assert "did you mean 'ruler_vt'" in refused("tasks", "vt")
+
+
+def test_the_page_of_tasks_names_every_file_of_data() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text(encoding="utf-8")
+    for task in run_json("tasks"):
+        assert f"`{task['name']}`" in page
+        assert task["data"] is None or f"`{task['data']}`" in page
+
+
+def test_methods_and_context_files_as_json(folder: Path, tmp_path: Path) -> None:
+    listed = {method["name"]: method for method in run_json("methods")}
+    assert set(listed) == set(kvfold.methods())
+    assert listed["snapkv"]["defaults"]["window"] == 32
+    text, file = tmp_path / "text.txt", tmp_path / "text.kvfold"
+    text.write_text(PROMPT)
+    made = run_json("compress", str(folder), str(text), "--method", "knorm", "--budget", "20")
+    assert made["file"] == str(file) and made["bytes"] == file.stat().st_size
+    assert made["stats"]["kept"] == [[[20, 20]]] * 2
+    assert [layer["kept"] for layer in run_json("info", str(file))["layers"]] == [[20, 20]] * 2
+    ask = ("ask", str(folder), str(file), "the sky is")
+    assert run_json(*ask)["answer"] in " ".join(kvfold_command(*ask).output.split())
+    text.write_text(PROMPT + " again")
+    both = run_json("compress", str(folder), str(text), str(folder / "config.json"), "-o",
+                    str(tmp_path), "--method", "full")  # fmt: skip
+    assert sorted(Path(one["file"]).name for one in both) == ["config.kvfold", "text.kvfold"]
+
+
+def test_compress_keeps_half_where_no_budget_is_given(folder: Path, tmp_path: Path) -> None:
+    piped = CliRunner().invoke(
+        app,
+        ["compress", str(folder), "-", "-o", str(tmp_path / "a.kvfold"), "--method", "knorm",
+         "--json"],
+        input=PROMPT,
+    )  # fmt: skip
+    assert piped.exit_code == 0, piped.output
+    assert json.loads(piped.stdout)["stats"]["budget"] == "0.5 of the tokens seen"
+    assert "give --out" in refused("compress", str(folder), "-", "--method", "knorm")
+
+
+def test_what_is_no_context_file_is_called_that(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The sky is blue. " * 9)
+    assert "it is no context file; make one with `kvfold compress`" in refused(
+        "ask", "m", str(text), "q"
+    )
+    assert "there is no such file" in refused("info", str(tmp_path / "absent.kvfold"))

@@ -342,7 +342,8 @@ def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
     size = ("--samples", 1, "--lengths", 300)
     first = command("--tasks", "kv_retrieval,loogle", *how, *size)
     assert first.exit_code == 0, first.output
-    assert "left out: loogle_shortdep_qa" in first.output
+    assert first.output.count("left out: ") == 1
+    assert "left out: loogle needs data, as --data: a folder with shortdep_qa" in first.output
     shown = " ".join(first.output.split())
     for word in ("score, mean over tasks", "full", "cut", "random", "streaming_llm", "snapkv"):
         assert word in shown
@@ -367,7 +368,9 @@ def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
     [
         (("--tasks", "perplexity"), "perplexity needs data"),
         (("--tasks", "longbench_qasper,kv_retrieval"), "qasper needs data"),
-        (("--tasks", "loogle"), "none of the tasks can be run"),
+        (("--tasks", "loogle"), "none of the tasks can be run: loogle needs data, as --data:"),
+        (("--tasks", "longbench", "--data", "."), "has no narrativeqa.jsonl, qasper.jsonl,"),
+        (("--tasks", "jsonl", "--data", "absent.jsonl"), "there is no file absent.jsonl"),
         (("--tasks", "nothing"), "unknown task 'nothing'"),
         (("--tasks", "niah", "--methods", "snapvk"), "did you mean 'snapkv'"),
         (("--tasks", "niah", "--budgets", "1.5"), "at most 1.0"),

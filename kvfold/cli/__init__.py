@@ -11,7 +11,20 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import kvfold
-from kvfold.cli import ask, bench, compress, demo, eval, info, inspect, methods, report, run, serve
+from kvfold.cli import (
+    ask,
+    bench,
+    compress,
+    demo,
+    eval,
+    info,
+    inspect,
+    methods,
+    report,
+    run,
+    serve,
+    tasks,
+)
 from kvfold.cli.console import errors
 from kvfold.cli.imports import takes_methods
 from kvfold.errors import KvfoldError
@@ -71,6 +84,7 @@ app.command("info")(info.command)
 app.command("eval")(takes_methods(eval.command))
 app.command("inspect")(takes_methods(inspect.command))
 app.command("methods")(takes_methods(methods.command))
+app.command("tasks")(tasks.command)
 app.command("bench")(takes_methods(bench.command))
 app.command("report")(report.command)
 app.command("serve")(takes_methods(serve.command))

@@ -97,8 +97,8 @@ def command(
         check_per_chunk(chosen, prefill_chunk)
     settings = Settings(chosen, limit, prefill_chunk, compress, seed)
     if len(documents) == 1 and ray is None:
-        text = read_text(documents[0], encoding)
         path = _file(documents[0], out)
+        text = read_text(documents[0], encoding)
         _compress_one(notes, model, loading, text, path, settings, as_json)
     else:
         from kvfold.cli.compress_many import compress_many

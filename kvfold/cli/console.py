@@ -78,7 +78,7 @@ def table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in right else "left"
-        made.add_column(column, justify=justify, no_wrap=column == columns[0])
+        made.add_column(column, justify=justify, no_wrap=column == columns[0], overflow="fold")
     return made
 
 

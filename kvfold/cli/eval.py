@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from rich.text import Text
 from kvfold.cli.bench import numbers, words
 from kvfold.cli.console import console, counted, table
 from kvfold.cli.options import loading, with_options
+from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ def command(
     with screen.status("importing torch and transformers"):
         from kvfold.crew.processes import processes
         from kvfold.crew.workers import here
-        from kvfold.eval.evaluate import readable_tokens, usual_length
+        from kvfold.eval.evaluate import readable_tokens, usual_length, with_data
         from kvfold.eval.run import plan as planning
         from kvfold.eval.run.cell import Protocol, Subject
         from kvfold.eval.run.job import work
@@ -112,12 +114,9 @@ def command(
         from kvfold.method import listed
     # Refused here, before a large model is loaded.
     contenders = planning.contenders(listed(methods), words(budgets))
-    network, tokenizer = load(model, loading)
-    readable = max_length or readable_tokens(network)
     request = Request(
         samples=samples,
         seed=seed,
-        count=partial(token_count, tokenizer),
         data=data,
         haystack=haystack,
         words=word_lists,
@@ -126,9 +125,15 @@ def command(
         conversation=conversation,
         depths=depths,
     )
-    sizes = numbers(lengths) if lengths else [usual_length(readable)]
+    asked, named = numbers(lengths) if lengths else None, words(task)
+    _check_places(haystack, word_lists, shots)
+    with_data(named, request)
+    network, tokenizer = load(model, loading)
+    readable = max_length or readable_tokens(network)
+    request = replace(request, count=partial(token_count, tokenizer))
+    sizes = asked or [usual_length(readable)]
     plan = planning.Plan(
-        wanted=tuple(_drawn(screen, words(task), request, sizes)),
+        wanted=tuple(_drawn(screen, named, request, sizes)),
         subject=Subject.of(model, network, tokenizer),
         protocol=Protocol(
             question_aware=question_aware,
@@ -152,6 +157,13 @@ def command(
         note = f"left out where a text is streamed, since they only compress prompts: {names}"
         screen.print(Text(note, style="yellow"))
     _evaluate(screen, plan, crew, out)
+
+
+def _check_places(*places: Path | None) -> None:
+    """Raises KvfoldError for a file or folder that is not there."""
+    for place in places:
+        if place is not None and not place.exists():
+            raise KvfoldError(f"there is no such file or folder: {place}")
 
 
 def _drawn(

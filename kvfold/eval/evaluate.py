@@ -22,7 +22,7 @@ from kvfold.eval.run.flat import flat
 from kvfold.eval.run.job import work
 from kvfold.eval.run.plan import Plan, Wanted, contenders
 from kvfold.eval.run.result import Result
-from kvfold.eval.tasks import Request, Unreadable, select
+from kvfold.eval.tasks import NoData, Request, Task, Unreadable, families, select
 from kvfold.frame import token_count
 from kvfold.method import Method
 
@@ -98,7 +98,10 @@ def drawn(
     that was named itself and cannot be drawn, and where none can.
     """
     found = False
-    for task in select(names):
+    able, reasons = with_data(names, request)
+    for reason in reasons:
+        say(f"left out: {reason}")
+    for task in able:
         sizes = lengths if task.generated or task.phase == "stream" else lengths[:1]
         try:
             wanted = [Wanted.of(task, replace(request, length=size)) for size in sizes]
@@ -114,6 +117,31 @@ def drawn(
         yield from wanted
     if not found:
         raise KvfoldError("none of the tasks can be run: see above what they need")
+
+
+def with_data(names: Sequence[str], request: Request) -> tuple[list[Task], list[str]]:
+    """The tasks of these names that there is data for, and what each benchmark's others want.
+
+    No model is needed. Raises KvfoldError for an unknown name, for a task that was named itself
+    and has no data, and where none has.
+    """
+    able: list[Task] = []
+    absent: dict[str, dict[str, NoData]] = {}
+    for task in select(names):
+        missing = task.missing_data(request)
+        if missing is None:
+            able.append(task)
+        elif task.name in names:
+            raise missing
+        else:
+            absent.setdefault(task.benchmark, {})[task.name] = missing
+    reasons = [
+        NoData.said(name if len(of) == len(families()[name]) else ", ".join(of), list(of.values()))
+        for name, of in absent.items()
+    ]
+    if not able:
+        raise KvfoldError(f"none of the tasks can be run: {'; '.join(reasons)}")
+    return able, reasons
 
 
 def _run(

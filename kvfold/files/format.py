@@ -209,7 +209,25 @@ def opened(path: str | Path) -> Iterator[ContextFile]:
         with safe_open(path, framework="pt") as file:
             yield ContextFile(path, file)
     except (OSError, SafetensorError) as problem:
-        raise ContextFileError(f"cannot read {path} as a context: {problem}") from problem
+        raise ContextFileError(f"cannot read {path}: {_what_is_wrong(path, problem)}") from problem
+
+
+def _what_is_wrong(path: Path, problem: Exception) -> str:
+    """Why a file cannot be opened, in words for whoever named it."""
+    if not path.exists():
+        return "there is no such file"
+    if path.is_file() and not _begins_as_safetensors(path):
+        return "it is no context file; make one with `kvfold compress`"
+    return f"no whole context: {problem}"
+
+
+def _begins_as_safetensors(path: Path) -> bool:
+    """Whether a JSON object follows eight bytes that are its length."""
+    try:
+        with path.open("rb") as file:
+            return file.read(9)[8:] == b"{"
+    except OSError:
+        return True
 
 
 def read_header(path: str | Path) -> Header:

@@ -24,9 +24,19 @@ from kvfold.eval.tasks import (
     ruler_words,
     scbench,
 )
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import NoData, Question, Record, Request, Task, Unreadable
 
-__all__ = ["Question", "Record", "Request", "Task", "Unreadable", "families", "select", "tasks"]
+__all__ = [
+    "NoData",
+    "Question",
+    "Record",
+    "Request",
+    "Task",
+    "Unreadable",
+    "families",
+    "select",
+    "tasks",
+]
 
 _FILES = (
     ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, key_value, perplexity, longbench,

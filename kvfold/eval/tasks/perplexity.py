@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Record, Request, Task
+from kvfold.eval.tasks.record import NoData, Question, Record, Request, Task
 
 # No tokenizer of natural text makes tokens longer than this on average.
 CHARACTERS_PER_TOKEN = 12
@@ -35,7 +34,7 @@ def window(text: str, start: int, length: int, count: Callable[[str], int]) -> s
 
 def _records(request: Request) -> Iterator[Record]:
     if request.data is None:
-        raise KvfoldError("perplexity needs data: a text file, or a folder of them")
+        raise NoData("perplexity needs data: a text file, or a folder of them", "a text")
     text, count = source.text(Path(request.data)), request.counter()
     start = 0
     for index in itertools.count() if request.samples is None else range(request.samples):

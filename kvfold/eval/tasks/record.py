@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,6 +94,30 @@ class Request:
         return self.count
 
 
+class NoData(KvfoldError):
+    """Nothing to draw a task's samples from.
+
+    `wanted` is the file that a folder of data would hold, or what else is read; `hub` a dataset's
+    name; `where` the file that was looked for, None where no data was given.
+    """
+
+    def __init__(
+        self, said: str, wanted: str, hub: str | None = None, where: Path | None = None
+    ) -> None:
+        super().__init__(said)
+        self.wanted, self.hub, self.where = wanted, hub, where
+
+    @classmethod
+    def said(cls, name: str, missing: Sequence[NoData]) -> str:
+        """What all of a benchmark's tasks are missing, in one sentence."""
+        first = missing[0]
+        files = ", ".join(dict.fromkeys(each.wanted for each in missing))
+        if first.where is not None:
+            return f"{name}: {first.where.parent} has no {files}"
+        offer = f", or the hub dataset {first.hub}" if first.hub else ""
+        return f"{name} needs data, as --data: a folder with {files}{offer}"
+
+
 Metric = Callable[[str, Question], Scored]
 
 
@@ -131,3 +155,16 @@ class Task:
         if self.metric is None:
             raise KvfoldError(f"{self.name} has no metric")
         return self.metrics[self.metric](prediction, question)
+
+    def missing_data(self, request: Request) -> NoData | None:
+        """What `request` lacks for this task's samples, if anything; none are generated for it."""
+        if self.generated:
+            return None
+        try:
+            next(iter(self.records(replace(request, samples=1, count=request.count or len))), None)
+        except NoData as missing:
+            return missing
+        except KvfoldError:
+            # Said where the samples are drawn.
+            return None
+        return None

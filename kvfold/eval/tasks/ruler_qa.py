@@ -22,7 +22,7 @@ from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
 from kvfold.eval.tasks.generated import fitted
-from kvfold.eval.tasks.record import Question, Record, Request, Unreadable
+from kvfold.eval.tasks.record import NoData, Question, Record, Request, Unreadable
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _records(
     if path and path.is_dir() and (path / file).is_file():
         path = path / file
     if path is None:
-        raise KvfoldError(f"ruler_{name} needs data: {file}, or a JSONL file made by RULER")
+        raise NoData(f"ruler_{name} needs data: {file}, or a JSONL file made by RULER", file)
     if path.suffix != ".json":
         return ruler.read(name, "qa", request)
     try:

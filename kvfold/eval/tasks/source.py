@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.tasks.record import Record, Request, Unreadable
+from kvfold.eval.tasks.record import NoData, Record, Request, Unreadable
 
 
 class Row(BaseModel):
@@ -84,14 +84,15 @@ def _rows(
     """Where each row is and the row, or a word about what is wrong with it."""
     if data is None:
         offer = f" or the hub dataset {hub}" if hub else ""
-        raise KvfoldError(f"{file} needs data: a JSONL file, a folder with {file}.jsonl{offer}")
+        said = f"{file} needs data: a JSONL file, a folder with {file}.jsonl{offer}"
+        raise NoData(said, f"{file}.jsonl", hub)
     path = Path(data)
     if path.is_dir():
         path = path / f"{file}.jsonl"
     if path.is_file():
         return _lines(path)
     if data.count("/") != 1 or path.suffix in (".json", ".jsonl") or data.startswith((".", "/")):
-        raise KvfoldError(f"there is no file {path}")
+        raise NoData(f"there is no file {path}", f"{file}.jsonl", hub, path)
     return _dataset(data, subset)
 
 
