@@ -100,7 +100,13 @@ class Stages:
     def __post_init__(self) -> None:
         if self.score is not None and self.allocate is None:
             object.__setattr__(self, "allocate", uniform)
-        if self.decode != "append" and self.encode is not None:
+        if self.decode == "once" and self.needs.window > 1:
+            raise IllegalComposition(
+                "what compresses at the first generated token sees the query of that token alone, "
+                f"and {self.needs.window} are needed: choose one that compresses at the prompt's "
+                "end, such as simlayerkv:when=last_query"
+            )
+        if self.decode == "hold" and self.encode is not None:
             raise IllegalComposition(
                 "what is stored encoded cannot be evicted entry by entry, so a method that evicts "
                 "while decoding cannot be followed by it: choose decode=append where it is offered"
@@ -154,6 +160,10 @@ class Method:
         """The stages it adds to other methods in a composition."""
         return self.stages()
 
+    def sizes(self) -> Stages | None:
+        """The stages it adds where another method selects; None: it goes with no other one."""
+        return None
+
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         changed = [
@@ -177,7 +187,9 @@ class Composition(Method):
     def takes_budget(self) -> bool:  # type: ignore[override]
         """Whether the part that sizes the layers does."""
         parts = zip(self.parts, self._brought(), strict=True)
-        return any(part.takes_budget for part, brought in parts if brought.allocate is not None)
+        sizing = [(part, brought.allocate) for part, brought in parts if brought.allocate]
+        unevenly = [part for part, allocate in sizing if allocate is not uniform]
+        return any(part.takes_budget for part in unevenly or [part for part, _ in sizing])
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
@@ -196,12 +208,20 @@ class Composition(Method):
                 if name == "inexact" and name in merged:
                     merged[name] += f"; {value}"
                     continue
-                if name in owner:
+                # Even sizes give way to a part that sizes layers.
+                if value is uniform and name in merged:
+                    continue
+                if name in owner and merged[name] is not uniform:
                     raise IllegalComposition(
                         f"{owner[name]} and {part} both bring the {name} stage: choose one of them"
                     )
                 owner[name] = part
                 merged[name] = value
+        if merged.get("decode") == "hold" and not self.takes_budget:
+            raise IllegalComposition(
+                f"{self} finds its sizes without a budget, so there is none to hold while "
+                "decoding: choose decode=append where it is offered"
+            )
         # All at once: half of a composition may be illegal where the whole is not.
         return Stages(**merged)
 
@@ -212,6 +232,9 @@ class Composition(Method):
         if able and not any(stages.score for stages in brought):
             whole = max(able, key=lambda part: part.takes_budget)
             brought[self.parts.index(whole)] = whole.stages()
+        if sum(stages.score is not None for stages in brought) > 1:
+            sizing = [part.sizes() for part in self.parts]
+            brought = [sizes or stages for sizes, stages in zip(sizing, brought, strict=True)]
         return brought
 
     def __str__(self) -> str:

@@ -516,6 +516,26 @@ def test_simlayerkv_trims_lazy_layers(options, mass, heads, lengths):
 
 
 @SHAPES
+def test_simlayerkv_prunes_lazy_layers_by_another_method_s_scores(heads, lengths):
+    """As many entries of a lazy layer stay, sinks + window, but those that SnapKV votes for."""
+    masses = [mass_of_last_query(layer) for layer in prompt_read(heads, lengths, 0).layers]
+    threshold, size = between(masses), SINKS + WINDOW
+
+    def keep(layers: list[Layer]) -> list[list[list[int]]]:
+        kept = []
+        for layer in layers:
+            tokens = len(layer.heads[0])
+            lazy = tokens > size and mass_of_last_query(layer) > threshold
+            count = size if lazy else tokens
+            kept.append([with_window(head, count) for head in layer.heads])
+        return kept
+
+    spec = f"simlayerkv:window={WINDOW},threshold={threshold!r} + snapkv:window={WINDOW}"
+    held = assert_prefill(spec, None, heads, lengths, keep)
+    assert sorted(layer[0][0] for layer in held.stats().kept) == [12, 12, 64, 64]
+
+
+@SHAPES
 def test_simlayerkv_asks_the_first_generated_token(heads, lengths):
     step = continuation(len(lengths), 1)
     after = [

@@ -67,6 +67,8 @@ LEGAL = [
     "d2o:decode=append + adakv",
     "knorm:skip_layers=0 + cam:deterministic=true",
     f"kvzip + {KIVI}",
+    f"{LAZY} + {SNAPKV}",
+    f"{SNAPKV} + {LAZY} + {KIVI}",
 ]
 
 
@@ -179,6 +181,30 @@ def test_what_is_selected_is_what_is_packed(selecting, bits, lengths):
     # bits + 2 · 64 / 8 instead of 64 bits a number, but for the newest entries.
     assert quantised.cache.stats().kv_bytes < 0.8 * plain.cache.stats().kv_bytes
     for token in steps_of(len(lengths), 10).split(1, 1):
+        plain(token), quantised(token)
+    assert positions(quantised.cache) == positions(plain.cache)
+
+
+@BATCHES
+def test_lazy_layers_are_trimmed_at_the_first_token_and_all_are_packed(lengths):
+    """The paper's main setting with 4 bits: nothing changes until a token is generated."""
+    selecting = "simlayerkv:window=8,threshold=0.2,when=first_decode"
+    plain, quantised = both(selecting, f"{KIVI},bits=4", 2, lengths)
+    tokens = steps_of(len(lengths), 12).split(1, 1)
+    for index in each_head(plain.cache):
+        for got, want in zip(
+            entries(quantised.cache, *index), entries(plain.cache, *index), strict=True
+        ):
+            assert torch.equal(got, want)
+    plain(tokens[0]), quantised(tokens[0])
+    kept = {n for layer in plain.cache.stats().kept for row in layer for n in row}
+    assert min(kept) == 12 and max(kept) == 65
+    assert positions(quantised.cache) == positions(plain.cache)
+    for index in each_head(plain.cache):
+        expected = kivi(*entries(plain.cache, *index), 4)
+        for got, want in zip(entries(quantised.cache, *index), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+    for token in tokens[1:]:
         plain(token), quantised(token)
     assert positions(quantised.cache) == positions(plain.cache)
 
@@ -342,7 +368,10 @@ NOT_A_PAIR = r"stored as a pair.*same entries.*choose one that goes by position"
         (f"h2o + {KIVI}", EVICTS_LATER),
         (f"tova + {KIVI}", EVICTS_LATER),
         (f"cam + {KIVI}", EVICTS_LATER),
-        (f"{LAZY},when=first_decode + {KIVI}", EVICTS_LATER),
+        (f"{LAZY},when=first_decode + {SNAPKV}", r"query of that token alone.*8 are needed"),
+        (f"{LAZY} + h2o", r"without a budget.*none to hold.*choose decode=append"),
+        (f"{LAZY} + {PYRAMIDKV}", r"both bring the allocate stage: choose one"),
+        (f"{LAZY} + {LAZY}", r"both bring the needs? stage|both bring the allocate stage"),
         ("streaming_llm + think", EVICTS_LATER),
         ("streaming_llm + kivi", EVICTS_LATER),
         ("streaming_llm:decode=append + think", MOVES),

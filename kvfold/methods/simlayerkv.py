@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -33,7 +33,9 @@ class SimLayerKV(Method):
     trims after it; `"last_query"` the prompt's last one, so that decoding starts trimmed;
     `"prefill"` the last `n_last`, each for the `recent` tokens before it, as in the released code.
     What is not longer than sinks and window is left alone; that code keeps tokens twice then.
-    Other strategies are the paper's to compare with: as many layers, or entries in a pyramid.
+    In a composition it sizes layers, and another method chooses what a lazy one keeps, as in
+    "simlayerkv + snapkv". Other strategies are the paper's to compare with: as many layers, or
+    entries in a pyramid.
     Source: Zhang et al., sections 5 and 6.4; sail-sg/SimLayerKV `LongBench/SimLayerKV_llama.py`.
     """
 
@@ -62,11 +64,12 @@ class SimLayerKV(Method):
         return self.strategy == "lazy"
 
     def stages(self) -> Stages:
+        return replace(self.sizes(), score=recency, forced=Forced(sinks=self.sinks))
+
+    def sizes(self) -> Stages:
         return Stages(
             needs=Needs(window=self.n_last if self.when == "prefill" else 1),
-            score=recency,
             allocate=self._allocate(),
-            forced=Forced(sinks=self.sinks),
             decode="once" if self.when == "first_decode" else "append",
         )
 
