@@ -1,15 +1,23 @@
 #!/usr/bin/env bash
-# The leaderboard of the bundled model: benchmarks/leaderboard.sh BOOK FOLDER
+# All published results of the bundled model, from the samples to docs/results:
 #
-# BOOK is a text that the model was not trained on (Project Gutenberg's 84, 1661 or 35). Run again,
-# it goes on where it stopped. Each folder in FOLDER is one comparison, in which every method meets
-# the same tasks; `kvfold report FOLDER/leaderboard --out docs/results` makes the pages of the first.
+#     benchmarks/leaderboard.sh BOOK [FOLDER]
+#
+# BOOK is a text that the model was not trained on (Project Gutenberg's 84, 1661 or 35): needles are
+# hidden in it, and it is continued. Samples are kept in FOLDER; run again, it goes on where it
+# stopped. Every method of a comparison meets the same tasks. Records name the commit, so nothing may
+# be uncommitted when it begins.
 set -eu
-book=$1 out=$2
+book=$1 out=${2:-kvfold-leaderboard}
+root=$(cd "$(dirname "$0")/.." && pwd)
+if [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; then
+    echo "commit first: records name the commit that they were made at" >&2
+    exit 1
+fi
 run() {
     local comparison=$1
     shift
-    kvfold eval --out "$out/$comparison" "$@"
+    kvfold eval --out "$out/$comparison" --haystack "$book" "$@"
 }
 
 # What the bundled model masters with a full cache.
@@ -57,3 +65,18 @@ run dbudgetkv --tasks $needles --methods "$norm" --budgets 0.5 --lengths 1024 --
 
 run pyramidkv --tasks $needles --methods "pyramidkv,snapkv" --budgets 64,128,256,512,1024 \
     --lengths 2048 --samples 10 --question-aware
+
+# Pages, tables, records and samples into docs/results.
+docs=$root/docs/results
+publish() {
+    local comparison=$1 folder=$2
+    kvfold report "$out/$comparison" --out "$out/pages/$comparison"
+    mkdir -p "$folder"
+    cp "$out/$comparison/records.jsonl" "$out/pages/$comparison/report.md" "$folder"
+    python "$root/benchmarks/compact_samples.py" "$out/$comparison" "$folder/samples.csv.gz"
+}
+publish leaderboard "$docs"
+cp "$out"/pages/leaderboard/{index.html,tasks.md,*.png} "$docs"
+for comparison in uuids streaming d2o simlayerkv dbudgetkv pyramidkv; do
+    publish $comparison "$docs/$comparison"
+done

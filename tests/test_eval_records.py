@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import importlib.util
+import io
 import math
 import random
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from scipy.stats import binomtest
@@ -19,11 +24,12 @@ from kvfold.eval.run.job import Job
 from kvfold.eval.run.plan import Wanted, contenders, streams, written
 from kvfold.eval.run.result import result
 from kvfold.eval.run.sample import Answer, Outcome, Sample, digest
-from kvfold.eval.run.session import summarize
+from kvfold.eval.run.session import store, summarize
 from kvfold.eval.run.statistics import PERPLEXITY, breakdown, difference, estimate
 from kvfold.eval.tasks import Request, Unreadable, tasks
 from tests.evaluation import HELD, outcome, record
 
+COMPACT = Path(__file__).parents[1] / "benchmarks" / "compact_samples.py"
 SUBJECT = Subject(name="m", config="c", weights="w", vocabulary="v", dtype="d", attention="a")
 
 
@@ -270,6 +276,25 @@ def test_samples_and_records_survive_their_files():
     assert again == made and again[0].cell in {cell()}
     (found,) = summarize(made)
     assert type(found).model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.skipif(not COMPACT.exists(), reason="benchmarks are not in this copy")
+def test_published_samples_are_short_and_the_same_again(tmp_path):
+    spec = importlib.util.spec_from_file_location("compact_samples", COMPACT)
+    compact = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compact)
+    said = scored(0.5)
+    long = said.answers[0].model_copy(update={"prediction": "blah " * 100})
+    of = cell(method="snapkv", budget="0.2")
+    store(tmp_path).add(lines(of, [said.model_copy(update={"answers": (long,)}), "too long"]))
+    for name in ("a.gz", "b.gz"):
+        compact.main(tmp_path, tmp_path / name)
+    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
+    first, second = csv.DictReader(
+        io.StringIO(gzip.decompress((tmp_path / "a.gz").read_bytes()).decode())
+    )
+    assert (first["method"], first["score"], second["error"]) == ("snapkv", "0.5", "too long")
+    assert first["prediction"] == ("blah " * 100)[:200]
 
 
 # --- what is run -------------------------------------------------------------------------------

@@ -297,6 +297,14 @@ def test_every_doubt_is_said() -> None:
         assert words in said, words
 
 
+def test_kvzips_rows_of_the_bundled_model_are_doubted() -> None:
+    bundled = MODEL.model_copy(update={"name": "bundled"})
+    for subject, method, said in ((bundled, "kvzip", True), (MODEL, "kvzip", False),
+                                  (bundled, "snapkv", False)):  # fmt: skip
+        results = [made(method, "0.2", subject=subject)]
+        assert ("own repeat prompt, in 15 %" in markdown(boards(results))) == said
+
+
 def test_four_choices_are_guessed_right_a_quarter_of_the_time() -> None:
     assert doubts.near_guessing(made(score=(27.0, 1.0), metric="option"))
     assert not doubts.near_guessing(made(score=(27.0, 1.0), metric="match"))

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of an evaluation, small enough to publish: `compact_samples.py FOLDER FILE.csv.gz`.
+
+A row for each answer of each sample, in the order in which they were made: what was asked of which
+method, its score in [0, 1] (a perplexity's mean negative log-likelihood), and the first characters
+of what the model said.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvfold.eval.run.sample import Sample
+from kvfold.eval.run.session import store
+from kvfold.eval.tasks import tasks
+
+CHARACTERS = 200
+COLUMNS = (
+    "task", "length", "question_aware", "method", "budget", "index", "text", "turn", "score",
+    "tokens", "ended", "prediction", "error",
+)  # fmt: skip
+
+
+def rows(sample: Sample) -> Iterator[dict[str, Any]]:
+    """What is published of a sample."""
+    cell, metric = sample.cell, tasks()[sample.cell.task].metric
+    asked = {
+        "task": cell.task,
+        "length": cell.length,
+        "question_aware": int(cell.protocol.question_aware),
+        "method": cell.method,
+        "budget": cell.budget,
+        "index": sample.index,
+        "text": sample.text,
+    }
+    if sample.outcome is None:
+        yield asked | {"error": (sample.error or "")[:CHARACTERS]}
+        return
+    for turn, answer in enumerate(sample.outcome.answers):
+        yield asked | {
+            "turn": turn,
+            "score": answer.nll if metric is None else answer.scores[metric],
+            "tokens": answer.tokens,
+            "ended": answer.ended,
+            "prediction": answer.prediction[:CHARACTERS],
+        }
+
+
+def main(folder: Path, out: Path) -> None:
+    """Writes the same bytes for the same samples."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="")
+    writer.writeheader()
+    for sample in store(folder).load().records:
+        writer.writerows(rows(sample))
+    out.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
