@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -19,10 +21,10 @@ from kvfold.serve.bodies import Values
 from kvfold.serve.engine import Engine
 from kvfold.serve.requests import MOST_CHARACTERS, MOST_ENTRIES
 from kvfold.serve.settings import Settings
-from tests.serving import Running, running
+from tests.serving import Running, running, until
 from tests.test_cli import word_tokenizer
 from tests.test_files import QUESTION, new_model
-from tests.test_serve_refusals import CHAT, TEXT, assert_clean, chat, completion
+from tests.test_serve_refusals import CHAT, TEXT, assert_clean, chat, completion, head
 
 CONTEXTS = "/v1/contexts"
 VALUES = 40_000
@@ -129,6 +131,110 @@ def test_what_was_wrong_is_not_sent_back_whole(server):
     for body in (chat(model="a" * 10**5), chat(**{"b" * 10**5: 1})):
         answered = server.http.post(CHAT, json=body)
         assert answered.status_code in (400, 404) and len(answered.content) < 10**4
+
+
+# --- connections, and the time that clients take ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hurried(model: Any) -> Iterator[Running]:
+    limits: dict[str, Any] = {"client_timeout": 0.5, "connections": 6, "queue": 2, "body": 10**6}
+    with running(model, word_tokenizer(), **limits) as made:
+        yield made
+
+
+def opened(server: Running, *sent: bytes) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", server.port), 10)
+    for part in sent:
+        made.sendall(part)
+    return made
+
+
+def answered(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    with connection, suppress(ConnectionResetError):
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+    return b""
+
+
+def test_headers_that_do_not_come_close_the_connection(hurried):
+    for begun in ((), (b"GET /health HTTP/1.1\r\n",), (b"POST /v1/contexts HTTP/1.1\r\nHost:",)):
+        started = time.perf_counter()
+        assert answered(opened(hurried, *begun)) == b""
+        assert 0.3 < time.perf_counter() - started < 5
+    # After an answer, too.
+    twice = opened(hurried, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /hea")
+    assert answered(twice).count(b"HTTP/1.1 200") == 1
+
+
+def test_a_body_that_does_not_come_is_refused_in_time(hurried):
+    for path in (CHAT, CONTEXTS):
+        begun = head(path, "Content-Length: 1000"), b'{"text'
+        assert answered(opened(hurried, *begun)).startswith(b"HTTP/1.1 408")
+    assert hurried.engine.workers.arriving == 0
+
+
+def test_uploads_take_their_place_when_they_begin(hurried):
+    begun = [opened(hurried, head(CONTEXTS, "Content-Length: 1000"), b'{"te') for _ in range(3)]
+    until(lambda: hurried.engine.workers.arriving == 3)
+    assert_clean(hurried.http.post(CHAT, json=chat()), 429, "3 requests are waiting")
+    assert hurried.http.get("/health").status_code == 200
+    for connection in begun:
+        connection.close()
+    until(lambda: hurried.engine.workers.arriving == 0)
+    assert hurried.http.post(CHAT, json=chat()).status_code == 200
+
+
+def test_a_connection_too_many_is_closed(hurried):
+    hurried.http.close()
+    del hurried.http
+    until(lambda: not hurried.server.server_state.connections)
+    held = [opened(hurried) for _ in range(6)]
+    until(lambda: len(hurried.server.server_state.connections) == 6)
+    assert b"HTTP/1.1 503" in answered(opened(hurried)) and answered(held[0]) == b""
+    for connection in held:
+        connection.close()
+    assert httpx.get(f"{hurried.url}/health").status_code == 200
+
+
+def test_who_does_not_take_an_answer_is_closed(hurried):
+    held = opened(hurried)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    # Answers of some megabytes in all, none of which is taken.
+    with suppress(OSError):
+        for _ in range(300):
+            held.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n")
+    until(lambda: not hurried.server.server_state.connections)
+    held.close()
+
+
+# --- who asks ------------------------------------------------------------------------------------
+
+
+def test_every_path_but_those_of_watchers_asks_for_the_key(model):
+    with running(model, word_tokenizer(), api_key="right") as server:
+        for path in ("/openapi.json", "/v1/models", "/none", "/v2/none"):
+            assert_clean(server.http.get(path), 401, "API key")
+        for path in ("/health", "/ready", "/metrics"):
+            assert server.http.get(path).status_code == 200
+        key = {"Authorization": "Bearer right", "Origin": "http://elsewhere.example"}
+        assert server.http.get("/openapi.json", headers=key).status_code == 200
+
+
+def test_web_pages_of_other_sites_are_refused(server):
+    file = {"file": ("a.txt", b"the sky is blue")}
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+        for headers in ({"Origin": origin}, {"Origin": origin, "Host": "127.0.0.1"}):
+            refused = server.http.post(CONTEXTS, files=file, headers=headers)
+            assert_clean(refused, 403, "other sites")
+    # A name that its owner made to point here, with itself as the origin.
+    rebound = {"Host": "evil.example", "Origin": "http://evil.example"}
+    assert_clean(server.http.post(CONTEXTS, files=file, headers=rebound), 403, "other sites")
+    own = {"Origin": server.url}
+    made = server.http.post(CONTEXTS, files=file, data={"budget": "2"}, headers=own)
+    assert made.status_code != 403
+    for name in ("localhost:8000", "[::1]:8000", "127.0.0.1", "server"):
+        assert server.http.get("/v1/models", headers={"Host": name}).status_code == 200
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Fake:
 
     def __init__(self, contexts: Contexts, key: str | None = None) -> None:
         self.seen: list[httpx.Request] = []
+        self.size = 2**20
         self.answer: Callable[[httpx.Request], httpx.Response] = lambda _: completion()
         client = httpx.AsyncClient(
             base_url="http://vllm", transport=httpx.MockTransport(self._answered)
@@ -73,7 +74,9 @@ class Fake:
         self.seen.append(request)
         made = self.answer(request)
         # As from a connection: not read yet.
-        return httpx.Response(made.status_code, headers=made.headers, content=_bytes(made.content))
+        return httpx.Response(
+            made.status_code, headers=made.headers, content=_bytes(made.content, self.size)
+        )
 
     def ask(self, method: str, path: str, **content: Any) -> httpx.Response:
         """What a client gets."""
@@ -96,8 +99,9 @@ def vllm(contexts: Contexts) -> Fake:
     return Fake(contexts)
 
 
-async def _bytes(content: bytes) -> AsyncIterator[bytes]:
-    yield content
+async def _bytes(content: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, max(1, len(content)), size):
+        yield content[start : start + size]
 
 
 def piece(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -184,6 +188,37 @@ def test_a_stream_becomes_that_of_a_chat(vllm):
     assert last["choices"] == [] and last["usage"] == {"total_tokens": 5}
 
 
+@pytest.mark.parametrize("text", ["a\u2028b\u2029c\x85d", "a\x1cb\x0bc", "é" * 9])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_a_stream_is_parted_at_line_feeds_only(vllm, text, ascii_only):
+    lines = f"data: {json.dumps(piece(text, 'stop'), ensure_ascii=ascii_only)}\n\ndata: [DONE]\n\n"
+    vllm.answer = lambda _: httpx.Response(200, text=lines)
+    vllm.size = 3
+    answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"stream": True})
+    # In one line for any client, wherever it ends lines.
+    only, done = (line for line in answer.text.splitlines() if line)
+    assert json.loads(only.removeprefix("data: "))["choices"][0]["delta"]["content"] == text
+    assert done == "data: [DONE]"
+
+
+def test_an_altered_file_is_refused_before_vllm_fails(context, tokenizer, tmp_path):
+    file = tmp_path / "a.kvfold"
+    context.save(file)
+    context.model.save_pretrained(tmp_path / "model")
+    shelf = Shelf(tmp_path)
+    fitting = Fitting(shelf, Skeleton(context.model.config, str(tmp_path / "model")), "float32")
+    vllm = Fake(Contexts(shelf, fitting, tokenizer))
+    assert vllm.ask("POST", "/v1/chat/completions", json=CHAT).status_code == 200
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused = vllm.ask("POST", "/v1/chat/completions", json=CHAT)
+    assert refused.status_code == 400 and "is damaged" in refused.json()["error"]["message"]
+    (listed,) = vllm.ask("GET", "/v1/contexts").json()["data"]
+    assert "is damaged" in listed["refused"]
+    context.save(file)
+    assert vllm.ask("POST", "/v1/chat/completions", json=CHAT).status_code == 200
+
+
 @pytest.mark.parametrize("prompt", ["the sky is", [3, 7, 5], ["the sky is"], [[3, 7, 5]]])
 def test_a_completion_goes_on_from_the_document(vllm, contexts, prompt):
     answer = vllm.ask("POST", "/v1/completions", json=TEXT | {"prompt": prompt})
@@ -268,15 +303,31 @@ def test_the_key_and_the_size_are_checked(contexts):
     vllm = Fake(contexts, KEY)
     right = {"Authorization": f"Bearer {KEY}"}
     for headers in ({}, {"Authorization": KEY}, {"Authorization": "Bearer other"}):
-        for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/contexts")):
+        for method, path in (
+            ("POST", "/v1/chat/completions"),
+            ("GET", "/v1/contexts"),
+            ("POST", "/invocations"),
+            ("POST", "/tokenize"),
+            ("GET", "/version"),
+        ):
             assert vllm.ask(method, path, json=CHAT, headers=headers).status_code == 401
     assert vllm.seen == []
     assert vllm.ask("POST", "/v1/chat/completions", json=CHAT, headers=right).status_code == 200
     assert vllm.seen[-1].headers["authorization"] == f"Bearer {KEY}"
     assert vllm.ask("GET", "/health").status_code == 200
+    assert vllm.ask("GET", "/metrics").status_code == 200
+    assert vllm.ask("POST", "/tokenize", json={}, headers=right).status_code == 200
     large = json.dumps(CHAT | {"user": "x" * LARGEST})
     answer = vllm.ask("POST", "/v1/chat/completions", content=large, headers=right)
     assert answer.status_code == 413
+
+
+def test_many_values_are_refused_and_deep_ones_are_vllm_s_own_business(vllm, contexts):
+    refused = vllm.ask("POST", "/v1/completions", content=b"[" + b"0," * 2400 + b"0]")
+    assert refused.status_code == 200
+    vllm.app = build(Proxy(contexts, httpx.AsyncClient(), Door(None, LARGEST, 1000), LONGEST))
+    refused = vllm.ask("POST", "/v1/completions", content=b"[" + b"0," * 2400 + b"0]")
+    assert refused.status_code == 413 and "1000 values" in refused.text
 
 
 def test_another_vocabulary_is_refused(contexts, tokenizer):

@@ -63,6 +63,11 @@ def command(
     values: Annotated[
         int, typer.Option(min=1, help="Texts and numbers in the JSON of a request.")
     ] = 2**18,
+    connections: Annotated[int, typer.Option(min=1, help="Connections open at a time.")] = 512,
+    client_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for a client to send its headers, its body, to take answers."),
+    ] = 60.0,
     context_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="The longest text.", show_default="the model's own length"),
@@ -129,6 +134,8 @@ def command(
         queue=queue,
         body=largest,
         values=values,
+        connections=connections,
+        client_timeout=client_timeout,
         context_tokens=context_tokens,
         answer_tokens=answer_tokens,
         api_key=api_key,

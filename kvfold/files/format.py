@@ -178,6 +178,11 @@ class ContextFile:
             raise self.damaged(f"{name} was altered")
         return tensor
 
+    def check(self) -> None:
+        """Reads all tensors; raises ContextFileError where one is not as it was written."""
+        for name in self.header.checksums:
+            self.tensor(name)
+
     def damaged(self, how: str) -> ContextFileError:
         """The error that says what is wrong with this file."""
         return ContextFileError(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvfold.serve.errors import ApiError
+from kvfold.serve.events import event
 from kvfold.serve.generation import Finished, Started, Stripped
 from kvfold.serve.responses import (
     ChatChoice,
@@ -105,10 +105,10 @@ class TextWriter(Writer):
 async def whole(job: Job, writer: Writer) -> BaseModel:
     """The answer when it is complete."""
     text = ""
-    while not isinstance(event := await job.next(), Finished):
-        text += writer.strip(event)
-    writer.counted(event)
-    return writer.whole(text, event)
+    while not isinstance(came := await job.next(), Finished):
+        text += writer.strip(came)
+    writer.counted(came)
+    return writer.whole(text, came)
 
 
 async def events(job: Job, writer: Writer, with_usage: bool) -> AsyncIterator[str]:
@@ -116,20 +116,19 @@ async def events(job: Job, writer: Writer, with_usage: bool) -> AsyncIterator[st
     try:
         for chunk in writer.first():
             yield _event(chunk, with_usage)
-        while not isinstance(event := await job.next(), Finished):
-            if text := writer.strip(event):
+        while not isinstance(came := await job.next(), Finished):
+            if text := writer.strip(came):
                 yield _event(writer.piece(text), with_usage)
-        writer.counted(event)
-        yield _event(writer.last(event), with_usage)
+        writer.counted(came)
+        yield _event(writer.last(came), with_usage)
         if with_usage:
-            yield _event(writer.only_usage(event), with_usage)
+            yield _event(writer.only_usage(came), with_usage)
         yield DONE
     except ApiError as refused:
-        yield f"data: {json.dumps(refused.body())}\n\n"
+        yield event(refused.body())
     except Exception:
         log.exception("an answer failed half-way")
-        failed = ApiError(500, "the server failed: see its log")
-        yield f"data: {json.dumps(failed.body())}\n\n"
+        yield event(ApiError(500, "the server failed: see its log").body())
     finally:
         job.close()
 
@@ -141,4 +140,4 @@ def _event(chunk: BaseModel, with_usage: bool) -> str:
     for choice in content["choices"]:
         if "delta" in choice:
             choice["delta"] = {k: v for k, v in choice["delta"].items() if v is not None}
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return event(content)

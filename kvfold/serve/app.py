@@ -54,14 +54,7 @@ def build(engine: Engine) -> FastAPI:
     app.include_router(answers.router(engine, metrics))
     app.include_router(contexts.router(engine))
     app.include_router(status.router(engine, metrics))
-    settings = engine.settings
-    app.add_middleware(
-        Gate,
-        api_key=settings.api_key,
-        body=settings.body,
-        values=settings.values,
-        workers=engine.workers,
-    )
+    app.add_middleware(Gate, settings=engine.settings, workers=engine.workers)
     app.add_middleware(Counted, metrics=metrics)
     return app
 

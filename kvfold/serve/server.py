@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -13,10 +14,13 @@ import uvicorn
 
 from kvfold.errors import KvfoldError
 from kvfold.serve.app import build
+from kvfold.serve.connections import limited
 from kvfold.serve.engine import Engine
 
 # For clients that do not take what is ready for them, after the grace is over.
 LAST_BYTES = 5
+# Seconds that a connection stays open between two requests.
+IDLE = 5
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -42,6 +46,8 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build(engine),
+                http=limited(engine.settings.connections, engine.settings.client_timeout),  # type: ignore[arg-type]
+                timeout_keep_alive=min(IDLE, math.ceil(engine.settings.client_timeout)),
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=LAST_BYTES,

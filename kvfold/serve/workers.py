@@ -23,7 +23,7 @@ class Workers:
 
     def __init__(self, count: int, queue: int) -> None:
         self.count, self.queue = count, queue
-        self.admitted = self.running = 0
+        self.arriving = self.admitted = self.running = 0
         self.seconds = 1.0
         self.closing = False
         self._lock = Lock()
@@ -35,10 +35,18 @@ class Workers:
         """Jobs in the queue."""
         return self.admitted - self.running
 
-    def submit(self, work: Callable[[], Any], cancelled: Event) -> Future[Any]:
-        """Runs `work` when a thread is free; raises ApiError for a full queue, or at the end."""
+    def arrive(self) -> Seat:
+        """A place for the job of a request that begins; raises ApiError for a full queue."""
         with self._lock:
-            self.check_room()
+            self._check_room()
+            self.arriving += 1
+        return Seat(self)
+
+    def submit(self, work: Callable[[], Any], cancelled: Event, seat: Seat) -> Future[Any]:
+        """Runs `work` in the place of `seat` when a thread is free; raises ApiError at the end."""
+        with self._lock:
+            self.check_open()
+            seat.vacate()
             self.admitted += 1
             self._cancels.add(cancelled)
 
@@ -57,16 +65,21 @@ class Workers:
         if self.closing:
             raise stopping()
 
-    def check_room(self) -> None:
-        """Raises ApiError when one job more would be refused."""
+    def _check_room(self) -> None:
         self.check_open()
-        if self.admitted >= self.count + self.queue:
+        taken = self.admitted + self.arriving
+        if taken >= self.count + self.queue:
             raise ApiError(
                 429,
-                f"{self.waiting} requests are waiting already: try again later",
+                f"{self.waiting + self.arriving} requests are waiting already: try again later",
                 code="queue_full",
-                retry_after=max(1, math.ceil(self.seconds * self.admitted / self.count)),
+                retry_after=max(1, math.ceil(self.seconds * taken / self.count)),
             )
+
+    def left(self, seat: Seat) -> None:
+        """A request ended before it became a job, or after."""
+        with self._lock:
+            seat.vacate()
 
     def cancel(self) -> None:
         """Ends what runs at its next token."""
@@ -93,6 +106,22 @@ class Workers:
                 self.seconds += NEWEST * (time.perf_counter() - started - self.seconds)
 
 
+class Seat:
+    """The place that a request holds in the queue while it comes in, before it is a job."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers, self._taken = workers, True
+
+    def leave(self) -> None:
+        """Frees the place where no job has taken it over."""
+        self._workers.left(self)
+
+    def vacate(self) -> None:
+        """The same, with the lock of the workers held."""
+        self._workers.arriving -= self._taken
+        self._taken = False
+
+
 class Job:
     """Work in a worker's thread, whose events are awaited one by one by the loop that made it.
 
@@ -100,11 +129,13 @@ class Job:
     it returns is the last event, and what it raises is raised to whom waits.
     """
 
-    def __init__(self, workers: Workers, work: Callable[[Callable[[Any], None], Event], Any]):
+    def __init__(
+        self, workers: Workers, work: Callable[[Callable[[Any], None], Event], Any], seat: Seat
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = Event()
-        self._future = workers.submit(lambda: work(self._put, self.cancelled), self.cancelled)
+        self._future = workers.submit(lambda: work(self._put, self.cancelled), self.cancelled, seat)
         self._future.add_done_callback(self._ended)
 
     async def next(self) -> Any:

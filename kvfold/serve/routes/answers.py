@@ -15,6 +15,7 @@ from kvfold.serve.answers import TextWriter, Writer, events, whole
 from kvfold.serve.bodies import Route
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
+from kvfold.serve.gate import SEAT
 from kvfold.serve.generation import Finished, Started
 from kvfold.serve.metrics import Metrics
 from kvfold.serve.requests import ChatRequest, CompletionRequest
@@ -56,7 +57,7 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
         if asked.model != engine.name:
             message = f"there is no model {asked.model!r}: this server has {engine.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        job = Job(engine.workers, partial(engine.answer, asked))
+        job = Job(engine.workers, partial(engine.answer, asked), request.scope[SEAT])
         # Only when it begins is it known whether the request can be answered.
         started: Started = await unless_gone(request, job, job.next())
         metrics.tokens.labels("prompt").inc(started.prompt)

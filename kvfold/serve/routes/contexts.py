@@ -14,6 +14,7 @@ from starlette.requests import Request
 from kvfold.serve.bodies import Route
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
+from kvfold.serve.gate import SEAT
 from kvfold.serve.held import Held
 from kvfold.serve.requests import CONTEXT_ID, ContextRequest
 from kvfold.serve.responses import ContextDeleted, ContextDetail, ContextInfo, ContextList
@@ -52,7 +53,7 @@ def router(engine: Engine) -> APIRouter:
     async def create(request: Request) -> Any:
         """Compresses a text, given as JSON or as a file."""
         asked = await _asked(request)
-        job = Job(engine.workers, partial(engine.create, asked))
+        job = Job(engine.workers, partial(engine.create, asked), request.scope[SEAT])
         held: Held = await unless_gone(request, job, job.next())
         return held.info(engine.name)
 

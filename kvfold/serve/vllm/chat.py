@@ -7,7 +7,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-DATA, DONE = "data: ", "[DONE]"
+from kvfold.serve.events import DATA, event
+
+DONE = "[DONE]"
 
 
 def message(completion: dict[str, Any]) -> dict[str, Any]:
@@ -19,10 +21,24 @@ def message(completion: dict[str, Any]) -> dict[str, Any]:
     return _renamed(completion, "chat.completion", choices)
 
 
-async def chunks(lines: AsyncIterator[str]) -> AsyncIterator[str]:
+async def lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """The lines of a stream of events, which end at "\\n" alone.
+
+    Texts may hold characters that end lines elsewhere, such as U+2028 and U+0085.
+    """
+    rest = b""
+    async for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.decode()
+    if rest:
+        yield rest.decode()
+
+
+async def chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
     """The events of a stream, piece by piece; errors of vLLM's pass as they are."""
     begun = False
-    async for line in lines:
+    async for line in lines(pieces):
         if not line.startswith(DATA):
             continue
         content = line.removeprefix(DATA)
@@ -35,7 +51,7 @@ async def chunks(lines: AsyncIterator[str]) -> AsyncIterator[str]:
         ]
         begun = True
         made = _renamed(piece, "chat.completion.chunk", choices)
-        yield f"{DATA}{json.dumps(made, ensure_ascii=False)}\n\n"
+        yield event(made)
 
 
 def _delta(text: str, begun: bool) -> dict[str, str]:

@@ -21,6 +21,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvfold.errors import KvfoldError
+from kvfold.serve.connections import limited
+from kvfold.serve.settings import Settings
 from kvfold.serve.vllm.door import Door
 from kvfold.serve.vllm.proxy import Proxy, build
 from kvfold.serve.vllm.questions import Contexts
@@ -71,7 +73,10 @@ class Server(uvicorn.Server):
     """Ends when it is told to, or when vLLM does."""
 
     def __init__(self, app: FastAPI, child: subprocess.Popen[bytes]) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False))
+        connections = limited(Settings.connections, Settings.client_timeout)
+        super().__init__(
+            uvicorn.Config(app, http=connections, log_level="warning", access_log=False)  # type: ignore[arg-type]
+        )
         self.child = child
 
     async def on_tick(self, counter: int) -> bool:

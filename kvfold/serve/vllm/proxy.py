@@ -46,7 +46,7 @@ class Proxy:
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         body = await self.door.read(request)
-        asking = _naming_a_context(body, ChatRequest)
+        asking = await run_in_threadpool(_naming_a_context, body, ChatRequest)
         if asking is None:
             return await self._forward(request, body)
         asked = await run_in_threadpool(self.contexts.chat, asking)
@@ -63,7 +63,7 @@ class Proxy:
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         body = await self.door.read(request)
-        asking = _naming_a_context(body, CompletionRequest)
+        asking = await run_in_threadpool(_naming_a_context, body, CompletionRequest)
         if asking is None:
             return await self._forward(request, body)
         asked = await run_in_threadpool(self.contexts.complete, asking)
@@ -126,7 +126,7 @@ def _naming_a_context(body: bytes, kind: type[A]) -> A | None:
     """The request, or None where it names no context and is vLLM's own business."""
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or found.get("context_id") is None:
         return None
@@ -179,7 +179,7 @@ def _passed(answer: httpx.Response) -> Response:
 def _events(answer: httpx.Response) -> Response:
     """vLLM's stream as that of a chat."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    pieces = chunks(answer.aiter_lines())
+    pieces = chunks(answer.aiter_bytes())
     return Passing(answer, pieces, headers=headers, media_type="text/event-stream")
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.errors import KvfoldError
+from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.files.format import opened
 from kvfold.frame import Frame
 from kvfold.serve.errors import ApiError
 from kvfold.serve.prompts import Prompts
@@ -24,6 +25,7 @@ class Contexts:
         self.shelf, self.fitting = shelf, fitting
         self.prompts = Prompts(tokenizer, Frame.of(tokenizer), fitting.skeleton.config.vocab_size)
         self.vocabulary = vocabulary(tokenizer)
+        self._read: dict[str, tuple[Card, ContextFileError | None]] = {}
 
     def chat(self, asking: ChatRequest) -> Asked:
         """Questions and answers that follow the document."""
@@ -67,4 +69,22 @@ class Contexts:
         card = self.shelf.card(name)
         check_vocabulary(card, self.vocabulary)
         self.fitting.check(card)
+        self._check_whole(card)
         return card
+
+    def _check_whole(self, card: Card) -> None:
+        """Raises ContextFileError for altered tensors; each version of a file is read once.
+
+        vLLM would notice it too, and could say no more than that it failed.
+        """
+        known, problem = self._read.get(card.id, (None, None))
+        if known is not card:
+            problem = None
+            try:
+                with opened(self.shelf.path(card.id)) as file:
+                    file.check()
+            except ContextFileError as found:
+                problem = found
+            self._read[card.id] = card, problem
+        if problem is not None:
+            raise problem
