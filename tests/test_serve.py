@@ -231,6 +231,9 @@ def test_a_failure_in_mid_stream_is_told(server, context, monkeypatch):
     answered = server.chat(QUESTION, context_id=context)
     assert answered.status_code == 500 and "secret" not in answered.text
     assert answered.json()["error"]["type"] == "server_error"
+    # The same connection goes on.
+    stream = answered.extensions["network_stream"]
+    assert server.http.get("/health").extensions["network_stream"] is stream
 
     def out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

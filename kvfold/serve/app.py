@@ -47,7 +47,6 @@ def build(engine: Engine) -> FastAPI:
             HungUp: _gone,
             ClientDisconnect: _gone,
             torch.OutOfMemoryError: _out_of_memory,
-            Exception: _failed,
         },
     )
     metrics = Metrics(engine)
@@ -60,7 +59,11 @@ def build(engine: Engine) -> FastAPI:
 
 
 class Counted:
-    """Counts requests by route and status, and how long they took."""
+    """Counts requests by route and status, and how long they took; answers for what failed.
+
+    The framework's own answer to a failure is followed by the end of the connection, on which a
+    client may have sent its next request.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -70,18 +73,22 @@ class Counted:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, started = GONE, time.perf_counter()
+        status, begun, started = GONE, False, time.perf_counter()
 
         async def noted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
+            nonlocal status, begun
+            status, begun = message.get("status", status), True
             await send(message)
 
         try:
             await self.app(scope, receive, noted)
         except Exception:
             status = 500
-            raise
+            if begun:
+                raise
+            log.exception("a request failed")
+            failed = ApiError(500, "the server failed: see its log")
+            await failed.response()(scope, receive, noted)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             self.metrics.requests.labels(route, str(status)).inc()
@@ -111,8 +118,3 @@ async def _out_of_memory(request: Request, problem: Any) -> Response:
     log.error("out of memory: %s", problem)
     message = "the server is out of memory: send less, or try again later"
     return ApiError(503, message, code="out_of_memory", retry_after=10).response()
-
-
-async def _failed(request: Request, problem: Any) -> Response:
-    """The traceback is in the server's log."""
-    return ApiError(500, "the server failed: see its log").response()
