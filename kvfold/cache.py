@@ -321,7 +321,8 @@ class CompressedCache(compat.Cache):
         """What is stored now: prints in a few lines, `details()` layer by layer."""
         own = self.compressed_layers
         started = [layer for layer in own if layer.store is not None]
-        kept, parts, state, full, over = [], [0, 0, 0], self.history.nbytes, 0, False
+        kept, parts, state, full = [], [0, 0, 0], self.history.nbytes, 0
+        over, later = False, 0
         counted: set[int] = set()
         for layer in started:
             store = layer.store
@@ -332,6 +333,7 @@ class CompressedCache(compat.Cache):
             entry = (store.keys.shape[-1] + store.values.shape[-1]) * store.keys.element_size()
             full += store.keys.shape[0] * store.keys.shape[1] * layer.seen * entry
             over |= layer.over_budget
+            later = max(later, layer.later())
         if self.turn.prefix is not None:
             state += self.turn.prefix.numel() * self.turn.prefix.element_size()
         return Stats(
@@ -353,6 +355,8 @@ class CompressedCache(compat.Cache):
             },
             forced_over_budget=over,
             inexact=self.method.stages().inexact,
+            later=later,
+            later_budget=self.turn.own,
             protected=[] if not started else started[0].protected().tolist(),
             errors=[
                 [] if layer.error is None else layer.error.mean(0).tolist() for layer in started

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from kvfold import compat
 from kvfold.answer import Answer, Reply, end_tokens
+from kvfold.cache import CompressedCache
 from kvfold.content import content
 from kvfold.errors import KvfoldError
 from kvfold.frame import token_ids
 from kvfold.layer import CompressedLayer
 from kvfold.length import check_length
 from kvfold.reader import fork
+from kvfold.stats import Stats
 
 if TYPE_CHECKING:
     from kvfold.context import Context
@@ -37,7 +39,7 @@ class Chat:
         context.check()
         self.context = context
         self.ids = context.ids
-        self.reader = fork(context.cache)
+        self.reader = self._new_reader()
         self._before_turns: list[int] = []
 
     @property
@@ -157,8 +159,14 @@ class Chat:
         if not 0 <= turns <= self.turns:
             raise KvfoldError(f"{turns} turns cannot be dropped of {self.turns}")
         if turns:
-            self._go_back(self._before_turns[-turns])
+            ids = self.ids[:, : self._before_turns[-turns]]
+            self._settle(ids)
+            self.ids = ids
             del self._before_turns[-turns:]
+
+    def stats(self) -> Stats:
+        """What the chat reads from: the context, and its own turns."""
+        return self.reader.stats()
 
     def _answer(
         self,
@@ -172,23 +180,24 @@ class Chat:
         """The answer to what was `asked [1, n]`."""
         if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
             raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
-        before = self.ids.shape[1]
-        asked = torch.cat([self.ids, asked], 1)
+        ids, start = self.ids, self.reader.get_seq_length()
+        asked = torch.cat([ids, asked], 1)
         answer = Answer(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
-        kept = before
         try:
             generated = self._generated(asked, answer, options)
             tokens = answer.finish(generated)
             if keep and not cancelled.is_set():
                 said = torch.tensor([self._without_end(tokens)], device=asked.device)
-                self.ids = torch.cat([asked, said.to(asked.dtype)], 1)
-                self._before_turns.append(before)
-                kept = self.ids.shape[1]
+                ids = torch.cat([asked, said.to(asked.dtype)], 1)
+            self._settle(ids)
         except BaseException:
-            # Layers may no longer hold the same tokens.
-            self.reader = fork(self.context.cache)
+            if self.reader.owner.waiting or compat.lengths(self.reader) != {start}:
+                # Layers may no longer hold the same tokens: turns are read again.
+                self.reader = self._new_reader()
             raise
-        self._go_back(kept)
+        if ids is not self.ids:
+            self._before_turns.append(self.ids.shape[1])
+            self.ids = ids
         return answer.reply(generated, self._ends())
 
     def _asked(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
@@ -228,17 +237,20 @@ class Chat:
     def _ends(self) -> list[int]:
         return end_tokens(self.context.model)
 
-    def _go_back(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
-        self.ids = self.ids[:, :length]
-        excess = self.reader.get_seq_length() - length
+    def _new_reader(self) -> CompressedCache:
+        """What reads on from the context."""
+        return fork(self.context.cache)
+
+    def _settle(self, ids: Tensor) -> None:
+        """Lets the reader hold nothing beyond `ids [1, N]`; what it has not seen it reads later."""
+        excess = self.reader.get_seq_length() - ids.shape[1]
         if excess <= 0:
             return
         if all(isinstance(layer, CompressedLayer) for layer in self.reader.layers):
             self.reader.crop(-excess)
         else:
             # Sliding and recurrent layers cannot: turns that are kept are read again.
-            self.reader = fork(self.context.cache)
+            self.reader = self._new_reader()
 
 
 def _listed(stop: str | Sequence[str]) -> Sequence[str]:

@@ -16,8 +16,9 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.held import Held
 from kvfold.method import Across, Measured
 from kvfold.observation import Observation
-from kvfold.select.choose import choose
+from kvfold.select.choose import choose, scores_of
 from kvfold.select.forced import with_forced
+from kvfold.select.top import top
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoded import Encode, EntrySize
 from kvfold.store.rows import pick
@@ -32,14 +33,20 @@ class Compression(Held):
         stages = self.plan.stages
         self.turns += 1
         self.last_queries.forget()
+        if self.turn.own is not None:
+            self._keep_own(seen, self.turn.own)
+            return
         own_forwards = stages.funnel or (stages.needs.rebuilding and self.rebuilding is None)
         if own_forwards:
             self._check_started()
             if stages.encode is not None:
                 self._encode_all(seen)
-        elif stages.decode == "once":
+            return
+        if stages.decode == "once":
             self.late = True
-        elif isinstance(stages.allocate, Across):
+            return
+        self.settled = self.seen
+        if isinstance(stages.allocate, Across):
             self.turn.gather(self, self._with_candidates(seen))
         elif stages.score is not None or stages.encode is not None:
             self._size_and_compress(seen)
@@ -53,6 +60,21 @@ class Compression(Held):
         scores = with_forced(seen.rebuilding, forced, places)
         prefix = places < self.protected().view(-1, 1, 1)
         return dataclasses.replace(seen, rebuilding=scores.masked_fill(prefix, -torch.inf))
+
+    def _keep_own(self, seen: Observation, most: int) -> None:
+        """Brings what a reader has read itself to the `most` best; what it shares stays."""
+        store, stages = self.stored(), self.plan.stages
+        own = store.own
+        if own <= most:
+            return
+        places = self.places()
+        counts = torch.full((len(places),), most, device=places.device)
+        scores = scores_of(stages, dataclasses.replace(seen, budget=counts), places.shape[1])
+        scores = with_forced(scores, stages.forced.mask(places, counts), places)
+        slots = top(scores[..., -own:], counts)
+        store.keep_own(slots)
+        self._per_entry(lambda x: torch.cat([x[..., :-own], pick(x[..., -own:], slots, 0)], -1))
+        self.evicted_at = self.seen
 
     def _check_started(self) -> None:
         """Raises KvfoldError for a first turn without the method's own; later ones come on top."""
@@ -109,6 +131,7 @@ class Compression(Held):
         self.capacity = None if everything or counts.dim() > 1 else counts
         self._evict(seen, counts)
         self.rebuilding = None
+        self.settled = self.seen
 
     def _evict(self, seen: Observation, counts: Tensor) -> None:
         """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""

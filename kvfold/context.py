@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvfold import compat
+from kvfold.bounded_chat import BoundedChat
 from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
 from kvfold.chat import Chat
@@ -65,9 +66,12 @@ class Context:
         """The answer in pieces, as they come; `options` are those of `Chat.stream`."""
         return self.chat().stream(question, **options, keep=False)
 
-    def chat(self) -> Chat:
-        """Several turns, of which each sees those before it; they share what this context holds."""
-        return Chat(self)
+    def chat(self, budget: Budget | float | str | None = None) -> Chat:
+        """Several turns, of which each sees those before it; they share what this context holds.
+
+        With a `budget`, a number of tokens, its own turns hold no more; see `BoundedChat`.
+        """
+        return Chat(self) if budget is None else BoundedChat(self, budget)
 
     def stats(self) -> Stats:
         """What the compressed document takes."""

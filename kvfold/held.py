@@ -49,6 +49,7 @@ class Held(CacheLayerMixin):
         self.turns = 0
         # Tokens seen at the last change that no crop undoes: an eviction, an encoding, a score sum.
         self.evicted_at = 0
+        self.settled = 0  # tokens seen when the layer was last brought to its budget
         self.sums: Tensor | None = None  # [B, H, T], attention received so far
         self.squares: Tensor | None = None  # [B, H, T], the same, squared
         self.rebuilding: Tensor | None = None  # [B, H, T], most attention while repeating the text
@@ -90,13 +91,14 @@ class Held(CacheLayerMixin):
             return
         self.store.crop(count)
         self.logical.crop(count)
+        self.settled = min(self.settled, self.seen)
         self.surplus = None if self.surplus is None else self.surplus - count
         self._per_entry(lambda x: x[..., : self.stored().length].clone())
         self.settle_sinks()
 
     def note_eviction(self) -> None:
         """Entries have just left: nothing older comes back, and re-indexed sinks move from now."""
-        self.evicted_at = self.seen
+        self.evicted_at = self.settled = self.seen
         self.let_sinks_move()
 
     def let_sinks_move(self) -> None:
@@ -181,6 +183,13 @@ class Held(CacheLayerMixin):
     def places(self) -> Tensor:
         """Each stored entry's number among its row's tokens `[B, H, T]`, −1 for padding."""
         return self.logical.places(self.columns())
+
+    def later(self) -> int:
+        """The most entries that a head stores of what came after the layer was last compressed."""
+        held = self.capacity is not None and self.plan.stages.decode == "hold"
+        if held and not self.turn.frozen:
+            return 0
+        return int((self.columns() >= self.settled).sum(-1).max())
 
     def seen_per_row(self) -> Tensor:
         """Tokens seen by each row `[B]`, padding left out."""

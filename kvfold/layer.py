@@ -30,7 +30,7 @@ class CompressedLayer(Holding):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         else:
-            if key_states.shape[2] > 1 and not self.turn.frozen:
+            if key_states.shape[2] > 1 and not self.turn.frozen and self.turn.own is None:
                 self._leave_out_dead()
             self.store.append(key_states, value_states, first=self.seen)
         new = key_states.shape[2]
@@ -98,6 +98,7 @@ class CompressedLayer(Holding):
         assert isinstance(store, DenseStore)
         self.logical = Logical(valid.shape[1], None if bool(valid.all()) else valid)
         self.turns += 1
+        self.settled = self.seen
         if columns.shape[1] < valid.shape[1]:
             store.place(columns[:, None])
             self.evicted_at = self.seen

@@ -6,11 +6,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import torch
+from torch import Tensor
+
+from kvfold import compat
+from kvfold.allocate.uniform import uniform
 from kvfold.cache import CompressedCache
+from kvfold.errors import BudgetError
 from kvfold.held import PER_ENTRY
 from kvfold.layer import CompressedLayer
+from kvfold.method import Stages
 from kvfold.owner import Owner
 from kvfold.recall import LastQueries
+from kvfold.score.position import recency
+from kvfold.select.forced import Forced
 from kvfold.turn import Turn
 
 
@@ -42,8 +51,51 @@ def _fork_layer(layer: CompressedLayer, turn: Turn, owner: Owner) -> CompressedL
     other.store = layer.stored().fork()
     other.logical = dataclasses.replace(layer.logical)
     other.last_queries = LastQueries(layer.last_queries.width)
-    other.evicted_at = layer.seen
+    other.evicted_at = other.settled = layer.seen
     other.sinks = other.surplus = None
     for name in PER_ENTRY:
         setattr(other, name, None)
     return other
+
+
+def fork_within(cache: CompressedCache, own: int) -> CompressedCache:
+    """As `fork`; `end_turn` brings what it has read itself back to `own` entries per KV head.
+
+    Entries go by the method's scores. Where it has none, or where they take forwards of its own
+    (KVzip), the newest stay. Nothing is merged, and every layer and head keeps as many. Raises
+    BudgetError for less than one entry, or than the method's window.
+    """
+    stages = own_stages(cache.method.stages())
+    least = max(1, stages.forced.least)
+    if own < least:
+        raise BudgetError(
+            f"later turns of {cache.method} keep at least {least} entries per KV head, the budget "
+            f"is {own}: raise it"
+        )
+    reader = fork(cache)
+    reader.turn.own = own
+    for layer in reader.compressed_layers:
+        layer.plan = dataclasses.replace(layer.plan, stages=stages)
+    return reader
+
+
+def own_stages(stages: Stages) -> Stages:
+    """How later turns are compressed after a document that was compressed by `stages`."""
+    if stages.score is None or stages.needs.rebuilding is not None:
+        return Stages(score=recency, allocate=uniform)
+    forced = Forced(recent=stages.forced.recent)
+    return Stages(needs=stages.needs, score=stages.score, allocate=uniform, forced=forced)
+
+
+@torch.no_grad()
+def end_turn(model: compat.PreTrainedModel, reader: CompressedCache, ids: Tensor) -> None:
+    """Reads what `fork_within` has not seen of `ids [1, N]`, a turn, and compresses it.
+
+    After an error the reader is of no use any more.
+    """
+    reader.turn.frozen = False
+    try:
+        with reader.reading(until=ids.shape[1]):
+            compat.read(model, ids[:, reader.get_seq_length() :], reader, None)
+    finally:
+        reader.turn.frozen = True

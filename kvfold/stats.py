@@ -21,6 +21,8 @@ class Stats:
     `inexact` says why a method keeps another number of entries than its budget, where it does.
     `protected` tokens of each row are kept beside the budget. `errors[l]` are a budget-free
     method's relative errors of the layer's output: predicted and, if it was asked to, measured.
+    `later` are the most entries of a KV head that came after the last compression; `budget` does
+    not bound them, but `later_budget` entries do where a chat has one.
     """
 
     method: str
@@ -39,6 +41,8 @@ class Stats:
     forced_over_budget: bool
     inexact: str
     errors: list[list[float]]
+    later: int = 0
+    later_budget: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +82,8 @@ class Stats:
             f"{self._per_head()}",
             f"bytes {self.nbytes:,} of {self.nbytes_full:,} ({self.ratio:.1%})",
         ]
+        if self.later and (self.budget != "none" or self.later_budget is not None):
+            lines.append(self._later())
         if self.per_chunk is not None:
             lines.append(f"compressed after every {self.per_chunk} tokens of the prompt")
         if self.forced_over_budget:
@@ -104,6 +110,15 @@ class Stats:
             lines.append(line + "".join(f"  {name} error {error:.3f}" for name, error in names))
         lines += [f"layer {index}: {kind}, as it is" for index, kind in self.other_layers.items()]
         return "\n".join(lines)
+
+    def _later(self) -> str:
+        """What came after the last compression, and what bounds it."""
+        counts = [count for layer in self.kept for row in layer for count in row]
+        before = sum(counts) / max(1, len(counts)) - self.later
+        bound = "which no budget bounds"
+        if self.later_budget is not None:
+            bound = f"whose own budget is {self.later_budget:,}"
+        return f"of these {before:,.0f} of the context, {self.later:,} of later turns, {bound}"
 
     def _per_head(self) -> str:
         """How many entries each KV head of each layer holds; nothing before the first token."""

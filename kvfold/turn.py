@@ -43,7 +43,8 @@ class Turn:
     tokens, kept beside the budget. `gathered` are layers that wait for the others' statistics,
     `partner` one that waits for the other of its pair, `singles` what those attended to of which an
     entry leaves when the others have attended as well. While `driving`, layers run one by one on
-    fewer and fewer tokens, and `watched` is what the last of them saw.
+    fewer and fewer tokens, and `watched` is what the last of them saw. `own` are the entries per
+    KV head to which a reader brings back what it has read itself; None: it keeps them all.
     """
 
     reading: bool = False
@@ -56,6 +57,7 @@ class Turn:
     singles: dict[Holding, Attended] = field(default_factory=dict)
     driving: bool = False
     watched: Observation | None = None
+    own: int | None = None
 
     def ends(self, seen: int, new: int) -> bool:
         """Whether a forward of `new` tokens that reached `seen` completes a turn."""

@@ -82,7 +82,7 @@ def restore(layer: CompressedLayer, saved: Described) -> None:
         setattr(layer, name, whole[name].clone() if name in whole else None)
     valid = whole.get("valid")
     layer.logical = Logical(part.seen, None if valid is None else valid.clone())
-    layer.turns, layer.evicted_at = part.turns, part.evicted_at
+    layer.turns, layer.evicted_at, layer.settled = part.turns, part.evicted_at, part.seen
     layer.surplus, layer.over_budget = part.surplus, part.over_budget
     if layer.evicted_at:
         layer.let_sinks_move()

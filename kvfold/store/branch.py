@@ -41,6 +41,10 @@ class Branch(Growing):
         """Drops the last `count`, which must be its own."""
         self.own.crop(count)
 
+    def keep_own(self, slots: Tensor) -> None:
+        """Keeps, of its own rows `[B, H, T, D]`, those at `slots [B, H, K]`."""
+        self.own = Growing.gathered(self.own.rows, slots)
+
     def index(self, select: Callable[[Tensor], Tensor]) -> None:
         self.trunk = select(self.trunk)
         self.own.index(select)

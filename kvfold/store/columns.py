@@ -77,6 +77,9 @@ class BranchOfColumns(Branch):
         columns = _from(first, new, self.trunk)
         self.append(columns.expand(*self.trunk.shape[:2], new))
 
+    def keep_own(self, slots: Tensor) -> None:
+        self.own = Growing(self.own.rows.gather(2, slots))
+
 
 def _from(first: int, count: int, like: Tensor) -> Tensor:
     return torch.arange(first, first + count, dtype=like.dtype, device=like.device)

@@ -199,6 +199,23 @@ class DenseStore:
         self._forget()
         self.dead, self.holes = 0, bool((positions < 0).any())
 
+    @property
+    def own(self) -> int:
+        """Entries of each head that came after what is shared."""
+        return self._keys.own.length if isinstance(self._keys, Branch) else 0
+
+    def keep_own(self, slots: Tensor) -> None:
+        """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
+        assert isinstance(self._keys, Branch) and isinstance(self._values, Branch)
+        shared = self.length - self.own
+        if not isinstance(self._positions, BranchOfColumns):
+            columns = self.positions.int()
+            self._positions = BranchOfColumns(columns[:, :, :shared])
+            self._positions.append(columns[:, :, shared:])
+        for part in (self._keys, self._values, self._positions):
+            part.keep_own(slots)
+        self._forget()
+
     def place(self, columns: Tensor) -> None:
         """Says where each entry stands: `columns [B, H or 1, T]`, ascending, −1 for holes."""
         self._forget()

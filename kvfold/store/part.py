@@ -146,6 +146,18 @@ class Part:
         in_tail = slots - length + width
         self._take(self.tail.rows, torch.where((slots >= 0) & (in_tail >= first), in_tail, -1))
 
+    @property
+    def own(self) -> int:
+        """Entries of every segment that came after what is shared."""
+        return self.tail.own.length if isinstance(self.tail, Branch) else 0
+
+    def keep_own(self, slots: Tensor) -> None:
+        """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
+        assert isinstance(self.tail, Branch)
+        gone = self.own - slots.shape[-1]
+        self.tail.keep_own(slots)
+        self.alive = [count - gone for count in self.alive]
+
     def due(self, count: Callable[[int, int], int]) -> list[Tensor]:
         """Each segment's oldest rows `[n, D]` of the tail, up to `count(entries, encoded)`."""
         encoded = [0] * len(self.alive) if self.encoded is None else self.encoded.lengths

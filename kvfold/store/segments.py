@@ -187,6 +187,20 @@ class SegmentStore:
         self._values.keep(slots, length)
         self._settle(positions, slots)
 
+    @property
+    def own(self) -> int:
+        """Entries of each head that came after what is shared."""
+        return self._keys.own
+
+    def keep_own(self, slots: Tensor) -> None:
+        """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
+        shared, own = self.positions.split([self.length - self.own, self.own], -1)
+        columns = torch.cat([shared, own.gather(2, slots)], -1)
+        self._keys.keep_own(slots)
+        self._values.keep_own(slots)
+        every = torch.arange(columns.shape[-1], device=slots.device).expand_as(columns)
+        self._settle(columns, every.masked_fill(columns < 0, -1))
+
     def due(self, decoding: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values `[n, D]` of each segment that are to be encoded now."""
 
