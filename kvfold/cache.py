@@ -15,6 +15,7 @@ from kvfold import compat
 from kvfold.attention import forget_pending, hand_out
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError, UnsupportedModel
+from kvfold.forwards import ToldOfForwards, watch
 from kvfold.history import History
 from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse
@@ -27,7 +28,7 @@ from kvfold.store.segments import SegmentStore
 from kvfold.turn import Plan, Turn
 
 
-class CompressedCache(compat.Cache):
+class CompressedCache(compat.Cache, ToldOfForwards):
     """A KV cache that keeps what `method` chooses within `budget`.
 
     Args:
@@ -75,6 +76,7 @@ class CompressedCache(compat.Cache):
         self.ranks.check_method(self.method)
         stages = self.ranks.joining(stages)
         compat.enable(model)
+        watch(model)
         self.turn, self.owner = Turn(), Owner(model)
         self.dropping_length = compat.dropping_length(model)
         shared = compat.shares_entries(model)
@@ -93,6 +95,7 @@ class CompressedCache(compat.Cache):
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # kvfold.generate has made sure
         self.history = History()
+        self._begun: int | None = None  # columns seen before a forward that has not returned
         self.per_chunk: int | None = None  # a prompt was compressed after each so many tokens
 
     @property
@@ -139,6 +142,22 @@ class CompressedCache(compat.Cache):
             )
         announce(Padding(self.owner.name, query_length, slides=bool(self._other_layers())))
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def forward_begins(self) -> None:
+        """Raises KvfoldError where the last one failed when all layers had stored its tokens."""
+        seen = self.get_seq_length()
+        new = 0 if self._begun is None else seen - self._begun
+        # Where it failed earlier than that, layers tell.
+        if new > 0 and not self.owner.waiting and len(compat.lengths(self)) == 1:
+            raise KvfoldError(
+                f"the last forward failed after all layers had stored its {new} tokens: take them "
+                f"back with cache.crop({-new}) before they are read again, or make a new cache"
+            )
+        self._begun = seen
+
+    def forward_returned(self) -> None:
+        """The tokens of the last forward count as read."""
+        self._begun = None
 
     # --- turns ------------------------------------------------------------------------------
 
@@ -244,7 +263,7 @@ class CompressedCache(compat.Cache):
         self.turn.forget()
         self.history = History()
         self.per_chunk = None
-        self._before_freezing = None
+        self._before_freezing = self._begun = None
         self.owner.answered()
 
     @property

@@ -30,6 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.forwards import unwatch
 from kvfold.ranks import Ranks
 
 __all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "PreTrainedModel"]
@@ -116,6 +117,7 @@ def disable(model: PreTrainedModel) -> None:
     for kind, name in NAMES.items():
         if text_config(model)._attn_implementation == name:
             model.set_attn_implementation(kind)
+    unwatch(model)
 
 
 def is_enabled(model: PreTrainedModel) -> bool:

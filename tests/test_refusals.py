@@ -501,6 +501,61 @@ def test_layers_of_unequal_length_are_noticed_before_anything_is_stored(index):
     assert [layer.get_seq_length() for layer in cache.layers] == lengths
 
 
+def broken(module):
+    """Until the handle that is returned is removed, every call of `module` fails."""
+
+    def fail(*args):
+        raise RuntimeError("broken")
+
+    return module.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("part", ["embed_tokens", "norm", "lm_head"])
+def test_a_forward_that_failed_is_not_read_twice(part, steps):
+    """Behind the last layer its tokens are stored: they are taken back, or nothing goes on."""
+    model = build("llama", torch.float64)
+    ids, tokens = prompts((12,))[0], continuation(1, 4).split(1, 1)
+    reader, untouched = (Reader(model, CompressedCache(model, "full")) for _ in range(2))
+    for piece in (ids, *tokens[:steps]):
+        reader(piece), untouched(piece)
+    handle = broken(dict(model.named_modules())[part if part == "lm_head" else f"model.{part}"])
+    with pytest.raises(RuntimeError, match="broken"):
+        reader(tokens[2])
+    handle.remove()
+    if part != "embed_tokens":
+        for _ in range(2):
+            with pytest.raises(KvfoldError, match=r"stored its 1 tokens: .*crop\(-1\)"):
+                reader(tokens[2])
+        reader.cache.crop(-1)
+    for token in tokens[2:]:
+        assert torch.equal(reader(token), untouched(token))
+    assert reader.cache.stats() == untouched.cache.stats()
+
+
+def test_a_forward_that_failed_when_it_had_evicted_cannot_be_taken_back(model):
+    reader = Reader(model, CompressedCache(model, "snapkv:window=8", 20))
+    handle = broken(model.lm_head)
+    with pytest.raises(RuntimeError, match="broken"):
+        reader(prompts((64,))[0])
+    handle.remove()
+    with pytest.raises(KvfoldError, match="stored its 64 tokens"):
+        reader(continuation(1, 1))
+    with pytest.raises(KvfoldError, match="evicted"):
+        reader.cache.crop(-64)
+    reader.cache.reset()
+    reader(prompts((64,))[0])
+
+
+def test_forwards_are_watched_once_and_no_longer_when_disabled():
+    model = build("llama")
+    for _ in range(2):
+        CompressedCache(model, "knorm", 20)
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    kvfold.disable(model)
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
 def test_after_an_error_while_reading_nothing_is_compressed(model):
     cache = CompressedCache(model, "snapkv:window=8", 20)
     with pytest.raises(RuntimeError, match="interrupted"), cache.reading():
