@@ -181,7 +181,7 @@ def _drawn(
 
 
 def _note(screen: Console, said: str) -> None:
-    screen.print(Text(said, style="yellow"))
+    screen.print(Text(said, style="yellow"), soft_wrap=True)
 
 
 def _fitting(network: PreTrainedModel) -> int:

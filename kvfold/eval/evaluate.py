@@ -29,6 +29,9 @@ from kvfold.method import Method
 # A quarter of what a model reads is half of what KVzip can repeat; papers report 4096.
 SHARE, USUAL = 4, 4096
 
+# Rows that cannot be read of which each is named.
+ROWS = 10
+
 Said = Callable[[str], None]
 
 
@@ -110,9 +113,11 @@ def drawn(
                 raise
             say(f"left out: {task.name}: {refused}")
             continue
-        for sample in wanted[0].samples:
-            if isinstance(sample, Unreadable):
-                say(f"cannot be read: {sample.where}: {sample.why}")
+        bad = [sample for sample in wanted[0].samples if isinstance(sample, Unreadable)]
+        for sample in bad[:ROWS]:
+            say(f"cannot be read: {sample.where}: {sample.why}")
+        if len(bad) > ROWS:
+            say(f"cannot be read: {len(bad) - ROWS} more rows of {task.name}")
         found = True
         yield from wanted
     if not found:
