@@ -28,7 +28,7 @@ from kvfold.cli.inspect import PAGE, PICTURES
 from kvfold.inspect import pictures
 from kvfold.inspect.document import Document, Needle
 from kvfold.inspect.holding import Holding, heads_per_token, hold
-from kvfold.inspect.page import contents, page
+from kvfold.inspect.page import contents, folded, page
 from kvfold.inspect.pool import cuts, means
 from kvfold.inspect.watch import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window, watch
 from tests.models import VOCABULARY, build
@@ -397,3 +397,10 @@ def test_what_cannot_be_done_is_refused_at_once(
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_blank_lines_do_not_fill_the_page() -> None:
+    pieces = ["a", "\n", "\n\n", " \n", "b\n", "\n", "c"]
+    shown = [folded(pieces).get(i, piece) for i, piece in enumerate(pieces)]
+    assert shown == ["a", "\n", "\n↵", " ↵", "b\n", "\n", "c"]
+    assert folded(["a", "\n\n", "b"]) == {}

@@ -21,6 +21,7 @@ from kvfold.inspect.pool import cuts, means
 from kvfold.inspect.watch import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window
 
 DECADES = 5  # of the logarithmic scale of attention, below 1
+BREAKS, BREAK = 2, "\u21b5"  # line breaks in a row that are shown as such, and a further one
 STRIP = 600  # columns of a layer's strip in the lazy map, at most
 SCRIPTS = ("charts.js", "document.js", "page.js")
 
@@ -54,6 +55,7 @@ def contents(
     return {
         "facts": _facts(title, tokens, layers, holdings),
         "pieces": document.pieces,
+        "folded": folded(document.pieces),
         "needles": [vars(needle) for needle in document.needles],
         "layers": [layer.index for layer in layers],
         "heads": holdings[0].heads,
@@ -66,6 +68,23 @@ def contents(
         "sinks": SINKS,
         "window": lazy_window(tokens),
     }
+
+
+def folded(pieces: Sequence[str]) -> dict[int, str]:
+    """Pieces as the page shows them, where that differs: one blank line, and signs for more."""
+    shown, breaks = {}, 0
+    for index, piece in enumerate(pieces):
+        text = ""
+        for letter in piece:
+            if letter == "\n":
+                text += letter if breaks < BREAKS else BREAK
+                breaks += 1
+            else:
+                text += letter
+                breaks = 0 if letter.strip() else breaks
+        if text != piece:
+            shown[index] = text
+    return shown
 
 
 def _facts(

@@ -41,7 +41,7 @@ class Methods {
     const text = make(card, "div", "text");
     text.tabIndex = 0;
     const spans = this.data.pieces.map((piece, i) => {
-      const span = make(text, "span", "", piece);
+      const span = make(text, "span", "", this.data.folded[i] ?? piece);
       span.dataset.token = i;
       return span;
     });
