@@ -446,6 +446,18 @@ def test_compiled_sides_take_part_beside_eager_ones(
     assert made == [*eager, Label("kvfold", "h2o", "0.2", compiled=True)]
 
 
+def test_the_summary_as_json(tmp_path: Path, no_peak: None) -> None:
+    result = bench(
+        "tiny", "--method", "knorm", "--lengths", "40", "--new-tokens", "2", "--repeats", "1",
+        "--out", str(tmp_path / "r.jsonl"), "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = {row["label"]: row for row in json.loads(result.stdout)}
+    knorm = next(row for label, row in rows.items() if label.startswith("knorm"))
+    assert knorm["cell"]["length"] == 40 and knorm["kept"] == 9 / 41
+    assert knorm["per_token"]["median"] > 0 and knorm["rounds"] == 1
+
+
 @pytest.mark.parametrize(
     "method", ["h2o", "snapkv", "adakv", "full", "kivi:group=16", "think", "minicache"]
 )

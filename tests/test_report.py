@@ -7,6 +7,7 @@ import base64
 import csv
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -443,8 +444,36 @@ def test_the_best_methods_have_colours_of_their_own() -> None:
     found = looks(summary.rows([made(), *results, made("random", "0.2")]))
     assert found["full"].color is None and found["random"].color is None
     assert len(set(found.values())) == count + 2
+    own = [look for look in found.values() if look.color is not None]
+    assert len({(look.shape, look.dash) for look in own if look.color == 0}) == 2
+    assert all(one.shape != other.shape for one, other in itertools.pairwise(own))
     best = [f"m{n}" for n in range(count - 1, count - 1 - len(COLORS), -1)]
     assert [found[name].color for name in best] == list(range(len(COLORS)))
+
+
+def test_methods_of_one_colour_differ_in_shape_and_dash() -> None:
+    count = 3 * len(COLORS)
+    results = [made(f"m{n}", "0.2", (float(n), 1.0)) for n in range(count)]
+    found = looks(summary.rows(results))
+    for color in range(len(COLORS)):
+        same = [look for look in found.values() if look.color == color]
+        assert len({look.shape for look in same}) == len({look.dash for look in same}) == 3
+
+
+def test_a_larger_budget_that_scores_less_is_said_and_explained_where_it_can_be() -> None:
+    results = [made(), *(made("kvzip", b, (s, 1.0)) for b, s in (("0.2", 92.9), ("0.5", 82.8)))]
+    about = "More of the cache scores less, for certain"
+    for name, explained in (("bundled", True), ("other", False)):
+        named = MODEL.model_copy(update={"name": name})
+        cells = [r.cell.model_copy(update={"subject": named}) for r in results]
+        of_name = [
+            r.model_copy(update={"cell": cell}) for r, cell in zip(results, cells, strict=True)
+        ]
+        found = {d.about: d.lines for d in doubts.of_board(boards(of_name)[0])}
+        assert found[about][0].startswith("kvzip: 92.9 at 0.2, and 82.8 at 0.5")
+        assert ("distracts a model of four layers" in found[about][0]) == explained
+    near = [made(), *(made("kvzip", b, (s, 3.0)) for b, s in (("0.2", 92.9), ("0.5", 90.8)))]
+    assert about not in {d.about for d in doubts.of_board(boards(near)[0])}
 
 
 def test_needles_by_length_and_depth() -> None:
@@ -514,6 +543,10 @@ def test_the_command_writes_page_tables_and_pictures(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(path.stat().st_size > 500 for path in out.iterdir())
     assert "Perplexity (lower is better)" in (out / "report.md").read_text(encoding="utf-8")
+    again = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--out", str(out), "--json"])
+    said = json.loads(again.stdout)
+    assert {Path(path).name for path in said["files"]} == {path.name for path in out.iterdir()}
+    assert all(claim["claim"] and claim["evidence"] for claim in said["claims"].values())
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:

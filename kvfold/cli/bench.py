@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.console import console, progress
+from kvfold.cli.console import messages, print_json, progress
+from kvfold.cli.options import Json
 from kvfold.errors import KvfoldError
 
 if TYPE_CHECKING:
     from kvfold.bench.entrants import Makers, Peer
     from kvfold.bench.record import Cell, Record
     from kvfold.bench.session import Session
+    from kvfold.bench.summary import Row
     from kvfold.jsonl import Store
 
 METHODS = (
@@ -75,9 +78,10 @@ def command(
     out: Annotated[
         Path, typer.Option("--out", "-o", dir_okay=False, help="Records; run again, it goes on.")
     ] = Path("kvfold-bench.jsonl"),
+    as_json: Json = False,
 ) -> None:
     """Measure methods beside the full cache, in turns: time, bytes, peak memory."""
-    screen = console()
+    screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         import torch
 
@@ -118,7 +122,7 @@ def command(
         session = Session.of(subject, {each.name: each.setup for each in invited})
         work = {cell: _able(screen, cell, made, invited) for cell in cells}
         _measure(screen, store, session, work, repeats)
-    _show(screen, store, cells)
+    _show(screen, store, cells, as_json)
 
 
 def words(text: str) -> list[str]:
@@ -181,14 +185,21 @@ def _measure(
                 bar.advance(task)
 
 
-def _show(screen: Console, store: Store[Record], cells: list[Cell]) -> None:
-    """Tables of these cells, and a picture beside the records."""
+def _as_json(row: Row) -> dict[str, Any]:
+    """A participant's medians, and its ratios to the full cache with their quartiles."""
+    return dataclasses.asdict(row) | {"cell": row.cell.model_dump(), "label": str(row.label)}
+
+
+def _show(screen: Console, store: Store[Record], cells: list[Cell], as_json: bool) -> None:
+    """Tables of these cells, or JSON, and a picture beside the records."""
     from kvfold.bench.picture import figure
     from kvfold.bench.summary import rows
     from kvfold.bench.table import tables
 
     records = [record for record in store.load().records if record.cell in cells]
-    for shown in tables(rows(records)):
+    if as_json:
+        print_json([_as_json(row) for row in rows(records)])
+    for shown in () if as_json else tables(rows(records)):
         screen.print(shown)
     for side in dict.fromkeys(record.side for record in records if record.label.is_peer_full):
         own = [record for record in records if record.side == side]

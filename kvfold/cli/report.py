@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvfold.cli.console import console
+from kvfold.cli.console import messages, print_json
+from kvfold.cli.options import Json
 from kvfold.cli.records import say_failures
 from kvfold.errors import KvfoldError
 
@@ -21,9 +22,10 @@ def command(
     out: Annotated[
         Path, typer.Option("--out", "-o", file_okay=False, help="The folder to write into.")
     ] = Path("kvfold-report"),
+    as_json: Json = False,
 ) -> None:
     """Turn evaluation records into tables, Pareto pictures and one page."""
-    screen = console()
+    screen = messages(as_json)
     with screen.status("importing torch and matplotlib"):
         from kvfold.report.load import load
         from kvfold.report.write import write
@@ -33,6 +35,11 @@ def command(
             written = write(results, out)
         except OSError as problem:
             raise KvfoldError(f"cannot write into {out}: {problem}") from problem
+    if as_json:
+        claims = {title: claim._asdict() for title, claim in written.claims.items()}
+        print_json({"claims": claims, "files": [path.resolve() for path in written.paths]})
+        say_failures(screen, results)
+        return
     for title, claim in written.claims.items():
         screen.print(Text.assemble((title, "bold"), ": ", claim.claim))
         screen.print(Text(claim.evidence, style="dim"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One colour and one shape for a method, the same wherever it is drawn."""
+"""One colour, shape and dash for a method, the same wherever it is drawn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ COLORS = (
     "#0072b2", "#d55e00", "#00916a", "#b04f8f", "#b57f00", "#4b3b9a", "#8c1c3c", "#2f97d1",
 )  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "diamond")
+# Lengths of line and gap, in points; none: a whole line. Baselines have one of their own.
+DASHES: tuple[tuple[int, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
+BASELINE_DASH = (3, 4)
 GREY = "#767676"
 
 BASELINES = {
@@ -30,10 +33,14 @@ class Look(NamedTuple):
 
     color: int | None
     shape: str
+    dash: tuple[int, ...] = BASELINE_DASH
 
 
 def looks(rows: Sequence[Row]) -> dict[str, Look]:
-    """Every method of `rows`; the best have the colours to themselves, the baselines are grey."""
+    """Every method of `rows`; baselines are grey.
+
+    Neighbours in rank differ in colour and shape, methods of one colour in shape and dash.
+    """
     scores: dict[str, list[float]] = {}
     for row in rows:
         known = scores.setdefault(row.method, [])
@@ -44,6 +51,7 @@ def looks(rows: Sequence[Row]) -> dict[str, Look]:
     )
     found = {name: Look(None, BASELINE_SHAPES[name]) for name in BASELINES if name in scores}
     for number, method in enumerate(methods):
-        shape = SHAPES[number // len(COLORS) % len(SHAPES)]
-        found[method] = Look(number % len(COLORS), shape)
+        round_, color = divmod(number, len(COLORS))
+        shape = SHAPES[(number + round_) % len(SHAPES)]
+        found[method] = Look(color, shape, DASHES[round_ % len(DASHES)])
     return found

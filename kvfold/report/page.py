@@ -52,7 +52,8 @@ def payload(boards: Sequence[Board], looks: dict[str, Look]) -> dict[str, Any]:
         "fields": FIELDS,
         "methods": [
             {"name": name, "label": BASELINES.get(name, name), "baseline": name in BASELINES,
-             "full": name == FULL, "color": look.color, "shape": look.shape}
+             "full": name == FULL, "color": look.color, "shape": look.shape,
+             "dash": look.dash}
             for name, look in looks.items()
         ],
         "boards": [

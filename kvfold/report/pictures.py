@@ -62,7 +62,7 @@ def _panel(panel: Axes, shown: Sequence[Row], looks: dict[str, Look], lower: boo
         panel.errorbar(
             x, y, yerr=error, label=_label(method), marker=MARKERS[look.shape],
             color=GREY if look.color is None else COLORS[look.color],
-            linestyle="--" if look.color is None else "-",
+            linestyle=(0, look.dash) if look.dash else "-",
             markersize=9 if method == FULL else 5, linewidth=0.9, elinewidth=0.9, alpha=0.9,
         )  # fmt: skip
         if method == FULL:

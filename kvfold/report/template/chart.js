@@ -88,7 +88,10 @@ function series(rows, scale) {
   const own = [...rows].sort((a, b) => a.bytes - b.bytes);
   const classes = ["series", colorClass(look), isStrong(own) ? "strong" : ""].join(" ");
   const group = draw("g", { class: classes, "data-method": method });
-  if (own.length > 1) group.append(draw("path", { class: "path", d: line(own, scale) }));
+  if (own.length > 1) {
+    const dash = look.dash.length ? { "stroke-dasharray": look.dash.join(" ") } : {};
+    group.append(draw("path", { class: "path", d: line(own, scale), ...dash }));
+  }
   for (const row of own) {
     const x = scale.x(row.bytes), bar = `M${x},${scale.y(least(row))}V${scale.y(most(row))}`;
     if (!look.full) group.append(draw("path", { class: "bar", d: bar }));
