@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class Frame:
         before, after = _around(tokenizer, "user")
         turns = _around(tokenizer, "user", "assistant", "user")
         return cls(before, after, turns[2] if len(turns) == 4 else None)
+
+    def opened_with(self, instruction: str) -> Frame:
+        """The same with an instruction before the document."""
+        return replace(self, before=self.before + instruction)
 
 
 def _around(tokenizer: PreTrainedTokenizerBase, *roles: str) -> list[str]:

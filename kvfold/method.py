@@ -23,6 +23,11 @@ from kvfold.score.position import recency
 from kvfold.select.forced import Forced
 from kvfold.store.encoded import Encode
 
+
+class FileName(str):
+    """An option that names a file, "none" for no file; clients of a server may not give one."""
+
+
 # Of the options of methods: more tokens than any text has, and what scores are computed in.
 LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
 

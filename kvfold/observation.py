@@ -17,13 +17,16 @@ from kvfold.store.rows import pick, take
 class Rebuilding:
     """How a text is repeated to the model: in parts of `chunk` tokens, asked for in words.
 
-    `later` parts are asked for with the `previous` tokens before them.
+    `later` parts are asked for with the `previous` tokens before them. `instruction` stands before
+    the text and is kept beside the budget. With a file of `head_scores` nothing is repeated.
     """
 
     chunk: int
     first: str
     later: str
     previous: int
+    instruction: str = ""
+    head_scores: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvfold import compat
 from kvfold.cache import CompressedCache
+from kvfold.errors import KvfoldError
 from kvfold.frame import Frame, token_ids
+from kvfold.head_scores import give_head_scores
 from kvfold.observation import Rebuilding
 from kvfold.turn import Repeating
 
@@ -27,17 +29,29 @@ def rebuild(
 
     `input_ids [B, N]` are what the whole cache holds, `mask [B, N]` is 0 at padding. The text of a
     row begins after the chat template's opening, if the row has it: those tokens are kept beside
-    the budget. The cache is left as it was.
+    the budget. The cache is left as it was. Given scores of heads take the place of repeating.
+
+    Raises KvfoldError for a row without the method's instruction, and for a file of head scores
+    that cannot be read or is another model's.
     """
     how, tokenizer = cache.rebuilding, cache.tokenizer
     assert how is not None and tokenizer is not None
     frame = Frame.of(tokenizer)
-    opening = token_ids(tokenizer, frame.before)[0].to(input_ids.device)
+    opening = token_ids(tokenizer, frame.opened_with(how.instruction).before)[0]
+    opening = opening.to(input_ids.device)
     mask = torch.ones_like(input_ids) if mask is None else mask
     starts = (mask.cumsum(-1) == 0).sum(-1)
     rows = zip(input_ids, starts.tolist(), strict=True)
     prefix = torch.stack([_opening(row, start, opening) for row, start in rows])
+    if how.instruction and not bool(prefix.all()):
+        raise KvfoldError(
+            f"the prompt does not begin with {how.instruction.strip()!r}, as {cache.method} wants: "
+            "use kvfold.compress, which puts it there, or leave out instruction=true"
+        )
     cache.turn.prefix = prefix
+    if how.head_scores is not None:
+        give_head_scores(cache, how.head_scores)
+        return
     texts = [
         row[kept.bool()][skip:]
         for row, kept, skip in zip(input_ids, mask, prefix.tolist(), strict=True)

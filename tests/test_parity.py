@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -1008,6 +1009,42 @@ def test_kvzip_keeps_what_repeating_the_text_looks_at(options, heads):
     expected = []
     for text, prefix in zip(texts, (len(opening), 0), strict=True):
         kept = kvzip(kvzip_scores(heads, tuple(text[:-1]), prefix), SMALL, prefix, options)
+        one = ByHand(truth)(torch.tensor([text[:-1]]))
+        expected.append(evict(one, lambda _, kept=kept: kept)(torch.tensor([text[-1:]])))
+    assert_holds(cache, expected)
+
+
+@HEADS
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_kvzip_keeps_heads_by_scores_from_a_file_and_repeats_nothing(heads, suffix, tmp_path):
+    size = len(tokenizer())
+    model, truth = (model_with(heads, role, vocab_size=size) for role in ("kvfold", "truth"))
+    opening = chat_frame()[0]
+    texts = [opening + some_ids(70 - len(opening), 1), some_ids(53, 2)]
+    scores = torch.rand(LAYERS, heads, generator=torch.Generator().manual_seed(3))
+    file = str(tmp_path / f"heads{suffix}")
+    if suffix == ".pt":
+        torch.save(scores[:, None], file)
+    else:
+        save_file({"head_scores": scores}, file)
+    cache = kvfold.CompressedCache(
+        model, f"kvzip:level=head,head_scores={file}", 0.5, tokenizer=tokenizer()
+    )
+    ids = torch.tensor([texts[0], (0,) * 17 + texts[1]])
+    mask = torch.tensor([[1] * 70, [0] * 17 + [1] * 53])
+    lengths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    options = {"attention_mask": mask, "max_new_tokens": 1, "do_sample": False}
+    kvfold.generate(model, ids, cache=cache, prefill_chunk=30, **options)
+    hook.remove()
+    assert lengths == [30, 30, 9, 1]
+    expected = []
+    for text, prefix in zip(texts, (len(opening), 0), strict=True):
+        tokens = len(text) - 1 - prefix
+        per_token = [[[score] * tokens for score in layer] for layer in scores.tolist()]
+        kept = kvzip(per_token, int(tokens * 0.5), prefix, "level=head")
         one = ByHand(truth)(torch.tensor([text[:-1]]))
         expected.append(evict(one, lambda _, kept=kept: kept)(torch.tensor([text[-1:]])))
     assert_holds(cache, expected)

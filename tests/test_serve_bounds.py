@@ -285,6 +285,13 @@ def test_a_server_takes_the_methods_it_was_told_to(restricted, method, status):
         assert_clean(answered, 400, "this server takes full, snapkv")
 
 
+def test_clients_may_not_name_files_on_the_server(server, tmp_path):
+    method = f"kvzip:level=head,head_scores={tmp_path / 'heads.pt'}"
+    for body in (method, f"{method} + kivi"):
+        answered = server.http.post(CONTEXTS, json={"text": "the sky is blue", "method": body})
+        assert_clean(answered, 400, "kvzip:head_scores names a file, which clients may not")
+
+
 def test_a_method_that_no_server_has_is_refused_at_the_start(model):
     with pytest.raises(KvfoldError, match="unknown method 'snapkb'"):
         Engine("tiny", model, word_tokenizer(), Settings(methods=("snapkb",)))

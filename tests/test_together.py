@@ -425,7 +425,7 @@ def test_a_budget_for_a_method_without_one_is_refused(name, budget):
 
 @pytest.mark.parametrize("spec", ["adakv", "d2o", "cam", "roco", "kvzip", f"{SNAPKV} + {KIVI}"])
 def test_a_budget_that_is_missing_is_refused(spec):
-    with pytest.raises(BudgetError, match=r"needs a budget: an int for tokens, a float"):
+    with pytest.raises(BudgetError, match=r"needs a budget: the part to keep \(0.2\), tokens"):
         CompressedCache(model_with(2, "kvfold"), spec, tokenizer=word_tokenizer())
 
 

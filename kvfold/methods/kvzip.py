@@ -8,11 +8,15 @@ from torch import Tensor
 from kvfold.allocate.pool import pooled, whole_heads
 from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
-from kvfold.method import Across, Method, Schedule, Stages, register
+from kvfold.method import Across, FileName, Method, Schedule, Stages, register
 from kvfold.observation import Needs, Observation, Rebuilding
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with "
+INSTRUCTION = (
+    "Given the context, answer to the following question or request without explanation.\n\n"
+)
+NO_FILE = FileName("none")
 PREVIOUS = 8  # tokens of the part before, after REPEAT_FROM
 
 
@@ -27,10 +31,13 @@ class KVzip(Method):
     3. The best entries of all layers and heads stay; what opens the chat stays beside the budget.
 
     `level="pair"` is this one pool, `"uniform"` keeps equally many in every head, `"head"` keeps
-    whole heads by their highest score. The paper takes head scores once from another sample; here
-    they come from the text itself. `strict` is the released rule: of all N pairs those that score
-    strictly above the `int(r·N)`-th best, one less where no two are equal. Without it exactly
-    `floor(r·n)` of n tokens stay in the mean of all heads.
+    whole heads by their highest score. The paper takes head scores once from another sample:
+    `head_scores` names a file of them (.safetensors or .pt, one tensor [L, H]; no comma or plus in
+    its name), and nothing is repeated then; without it they come from the text itself.
+    `instruction` puts the released code's sentence before the document, kept beside the budget.
+    `strict` is the released rule: of all N pairs those that score strictly above the `int(r·N)`-th
+    best, one less where no two are equal. Without it exactly `floor(r·n)` of n tokens stay in the
+    mean of all heads. Attention is scored in float32, where that code takes the model's dtype.
     Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`.
     """
 
@@ -38,20 +45,29 @@ class KVzip(Method):
     level: Literal["pair", "uniform", "head"] = "pair"
     chunk: int = 2000
     strict: bool = False
+    instruction: bool = False
+    head_scores: FileName = NO_FILE
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise KvfoldError(f"kvzip:chunk is at least 1 token, not {self.chunk}")
         if self.strict and self.level != "pair":
             raise KvfoldError("kvzip:strict is a threshold over all pairs: choose level=pair")
+        if self.head_scores != NO_FILE and self.level != "head":
+            raise KvfoldError("kvzip:head_scores are of whole heads: choose level=head")
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(rebuilding=Rebuilding(self.chunk, REPEAT, REPEAT_FROM, PREVIOUS)),
+            needs=Needs(rebuilding=self._rebuilding()),
             score=most_attention,
             allocate=self._allocate(),
             inexact=self._inexact(),
         )
+
+    def _rebuilding(self) -> Rebuilding:
+        instruction = INSTRUCTION if self.instruction else ""
+        file = None if self.head_scores == NO_FILE else self.head_scores
+        return Rebuilding(self.chunk, REPEAT, REPEAT_FROM, PREVIOUS, instruction, file)
 
     def _inexact(self) -> str:
         if self.strict:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import partial
 from threading import Event, local
 from typing import Any
@@ -19,7 +20,7 @@ from kvfold.cache import CompressedCache
 from kvfold.context import Context
 from kvfold.errors import KvfoldError
 from kvfold.frame import PARTING, Frame
-from kvfold.method import Composition, Method, parse
+from kvfold.method import Composition, FileName, Method, parse
 from kvfold.reader import fork
 from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
 from kvfold.serve.errors import ApiError
@@ -196,6 +197,8 @@ class Engine:
         try:
             method = parse(request.method or self.settings.method)
             self._check_taken(method)
+            if request.method is not None:
+                _check_no_files(method)
             budget = request.budget
             if budget is None and method.takes_budget:
                 budget = self.settings.budget
@@ -242,6 +245,15 @@ class Engine:
         cancelled = getattr(self._of_thread, "cancelled", None)
         if cancelled is not None and cancelled.is_set():
             raise stopping()
+
+
+def _check_no_files(method: Method) -> None:
+    """Raises KvfoldError for a client's method that would open a file here."""
+    for part in method.parts if isinstance(method, Composition) else (method,):
+        for option in fields(part):
+            value = getattr(part, option.name)
+            if isinstance(value, FileName) and value != "none":
+                raise KvfoldError(f"{part.name}:{option.name} names a file, which clients may not")
 
 
 def _names(*methods: str | Method) -> frozenset[str]:
