@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold import compat
+from kvfold.errors import KvfoldError
 from kvfold.fixed.layer import FixedLayer
 from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
@@ -68,11 +69,52 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    pending, mark = _pending.layer, getattr(key, "_kvfold", None)
+    if isinstance(pending, FixedLayer):
+        forget_pending()
+        return pending.attend(module, query, kwargs), None
+    if pending is None and mark is None:
+        attend = compat.delegate(kind, module)
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    return _attend_to_stored(kind, module, query, key, value, attention_mask, **kwargs)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """An attention output whose gradient is refused: entries are kept without their history."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise KvfoldError(
+            "no gradient passes through a kvfold cache, whose entries are kept without history: "
+            "train without it, and generate under torch.no_grad()"
+        )
+
+
+@torch.compiler.disable
+def _attend_to_stored(
+    kind: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention to what a layer handed out; never part of a graph, which would not find it."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            out, weights = _attend_to_stored(
+                kind, module, query, key, value, attention_mask, **kwargs
+            )
+        return _WithoutGradient.apply(out, query), weights
     attend = compat.delegate(kind, module)
     index, pending, handed = _pending.index, _pending.layer, _pending.keys
     forget_pending()
-    if isinstance(pending, FixedLayer):
-        return pending.attend(module, query, kwargs), None
+    assert not isinstance(pending, FixedLayer)
     mark = getattr(key, "_kvfold", None)
     layer: CompressedLayer | None = None
     if mark is not None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvfold import compat
@@ -124,10 +125,23 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self._store(layer, layer_idx, key_states, value_states)
+
+    @torch.compiler.disable
+    def _store(
+        self, layer: CompressedLayer, index: int, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Stores one layer's entries; never part of a graph, in which its attention would be lost.
+
+        Raises UnsupportedModel where the last ones did not come to attention.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._store(layer, index, key_states, value_states)
         first = layer.plan.layer == 0
         self.owner.asked(first, level=not first or layer.seen == self.compressed_layers[-1].seen)
         keys, values = layer.update(key_states, value_states)
-        return hand_out(keys, layer_idx, layer), values
+        return hand_out(keys, index, layer), values
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that the next forward's mask covers, and the first of them.

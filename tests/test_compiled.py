@@ -538,3 +538,22 @@ def test_room_holds_nothing_that_could_spoil_a_sum(room):
     buffer = grown.reserve(room)
     assert buffer.shape[2] >= 30 + room and buffer.is_contiguous()
     assert buffer.sum() == 1 * 2 * 30 * 4 and torch.equal(grown.rows, buffer[:, :, :30])
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "h2o"])
+def test_a_forward_that_torch_compiled_itself_gives_the_same(spec):
+    model, ids = build("llama", num_hidden_layers=2), prompts((40,))[0]
+    options = {"max_new_tokens": 4, "do_sample": False}
+    cache = CompressedCache(model, spec, 33)
+    expected = kvfold.generate(model, ids, cache=cache, **options)
+    torch._dynamo.reset()
+    graphs = []
+
+    def counted(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model.forward = torch.compile(model.forward, backend=counted)
+    compiled = CompressedCache(model, spec, 33)
+    assert torch.equal(kvfold.generate(model, ids, cache=compiled, **options), expected)
+    assert compiled.stats() == cache.stats() and len(graphs) > 1

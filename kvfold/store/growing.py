@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.errors import KvfoldError
 from kvfold.store.rows import take
 
 ROOM = 12
@@ -46,8 +47,13 @@ class Growing:
         return shown
 
     def append(self, rows: Tensor) -> None:
-        """Adds `rows [B, H, S, …]`."""
+        """Adds `rows [B, H, S, …]`; raises KvfoldError outside the inference mode it began in."""
         end = self.length + rows.shape[2]
+        if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
+            raise KvfoldError(
+                "what was stored inside torch.inference_mode() cannot be added to outside of it: "
+                "go on inside it, or fill caches under torch.no_grad()"
+            )
         if end > self._buffer.shape[2]:
             self._put(self._copied(self.rows, end))
         self._buffer[:, :, self.length : end] = rows
