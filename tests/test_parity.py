@@ -373,6 +373,36 @@ def test_adakv_shares_a_layer_among_its_heads(floor, heads, lengths):
         assert len({n for layer in held.stats().kept for n in layer[0]}) > 2
 
 
+def blended(scores: list[list[float]], mean: int, part: float, normalize: bool) -> list[int]:
+    """The released shares: what the layer's best entries say, mixed with even ones and rounded."""
+    weighed = scores
+    if normalize:
+        held = [sum(sorted(row, reverse=True)[:mean]) / sum(row) for row in scores]
+        weighed = [
+            [score * share for score in row] for row, share in zip(scores, held, strict=True)
+        ]
+    everyone = sorted((-s, h, j) for h, row in enumerate(weighed) for j, s in enumerate(row))
+    won = [h for _, h, _ in everyone[: len(scores) * mean]]
+    return [round(won.count(h) * (1 - part) + int(mean * part)) for h in range(len(scores))]
+
+
+@SHAPES
+@pytest.mark.parametrize("part", [0.2, 0.5])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_adakv_as_released(normalize, part, heads, lengths):
+    def keep(layers: list[Layer]) -> list[list[list[int]]]:
+        kept = []
+        for layer in layers:
+            scores = [votes(head) for head in layer.heads]
+            counts = blended(scores, SMALL - WINDOW, part, normalize)
+            sized = zip(layer.heads, counts, strict=True)
+            kept.append([with_window(head, count + WINDOW) for head, count in sized])
+        return kept
+
+    spec = f"adakv:window={WINDOW},rule=blend,floor={part},normalize={str(normalize).lower()}"
+    assert_prefill(spec, SMALL, heads, lengths, keep)
+
+
 @SHAPES
 def test_adakv_shares_a_pyramid_among_its_heads(heads, lengths):
     def keep(layers: list[Layer]) -> list[list[list[int]]]:
@@ -514,6 +544,32 @@ def test_simlayerkv_trims_lazy_layers(options, mass, heads, lengths):
         spec, None, heads, lengths, lambda layers: trimmed_if_lazy(layers, threshold, mass)
     )
     assert sorted(layer[0][0] for layer in held.stats().kept) == [12, 12, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "window", "spared", "lazy"),
+    [
+        ("llama2", 0.65, 40, None, 3),
+        ("mistral", 0.8, 40, None, 1),
+        ("llama3", 0.9, 56, None, 4),
+        ("qwen", 0.85, 56, 3, 3),
+    ],
+)
+def test_simlayerkv_presets_trim_at_the_published_thresholds(name, threshold, window, spared, lazy):
+    def size(index: int, layer: Layer) -> int:
+        row = rows_of_layer(layer)[:, -1].mean(0)
+        mass = float(row[:SINKS].sum() + row[-window:].sum())
+        return SINKS + window if mass > threshold and index != spared else 64
+
+    def keep(layers: list[Layer]) -> list[list[list[int]]]:
+        return [
+            [first_and_newest(head, size(index, layer)) for head in layer.heads]
+            for index, layer in enumerate(layers)
+        ]
+
+    held = compressed(f"simlayerkv_{name}:window={window}", None, 2, ALONE).cache
+    assert_holds(held, [evict(copy.deepcopy(prompt_read(2, ALONE, 0)), keep)])
+    assert [layer[0][0] for layer in held.stats().kept].count(SINKS + window) == lazy
 
 
 @SHAPES
