@@ -15,6 +15,7 @@ from kvfold import BudgetError, KvfoldError
 from kvfold.reader import end_turn, fork, fork_within
 from kvfold.store.segments import SegmentStore
 from tests.models import build
+from tests.serving import running
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, QUESTION, new_model
 from tests.test_readers import QUESTIONS, held, same
@@ -159,6 +160,29 @@ def test_turns_read_what_stays_and_nothing_else(tokenizer, spec):
     kept = [head[head >= context.ids.shape[1]].tolist() for head in reader.positions(0)[0]]
     assert (kept == [newest] * len(kept)) == (spec == "kvzip")
     assert worst(logits(model, reader), truth(tokens(5, 9))) < 1e-9
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "kvzip"])
+def test_the_server_s_conversations_are_those_of_chats_within_a_budget(model, tokenizer, spec):
+    with running(model, tokenizer, method=spec, budget=60, chat_budget=12) as server:
+        name = server.create(DOCUMENT)
+        with server.engine.contexts.reading(name) as context:
+            chat, before = context.chat(budget=12), held(context)
+            found: list[kvfold.CompressedCache] = []
+            stock = server.engine._reader
+            server.engine._reader = lambda *given: found.append(stock(*given)) or found[-1]
+            messages: list[dict[str, str]] = []
+            for question in QUESTIONS[1:8]:
+                messages.append({"role": "user", "content": question})
+                said = server.says("", messages=messages, context_id=name, max_tokens=3)
+                assert said == chat.ask(question, max_new_tokens=3)
+                messages.append({"role": "assistant", "content": said})
+            asked = chat.ids.shape[1] - context.ids.shape[1]
+            assert asked > 40 and found[-1].stats().later <= 12 + 20
+            whole = {"role": "user", "content": f"{DOCUMENT}\n\n{QUESTIONS[1]}"}
+            if spec == "kvzip":  # found by its text
+                server.says("", messages=[whole], max_tokens=3)
+            assert same(before, held(context))
 
 
 # --- what can go wrong ---------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvfold
 from kvfold import KvfoldError
+from kvfold.cli.run import encode
 from kvfold.content import Content, control_tokens, ids_of, own_tokens, segment_ids, segments
 from kvfold.frame import Frame, conversation, token_ids
 from tests.models import build
@@ -304,3 +305,12 @@ def test_a_document_that_spells_a_conversation_is_not_taken_for_one(made, model)
         server.create(spelled)
         usage = server.chat("", messages=messages).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@EVERY
+def test_the_command_line_reads_prompts_as_text(made, kind):
+    tokenizer, hostile = made[kind], HOSTILE[kind]
+    for chat in (True, False):
+        plain = controls(tokenizer, encode(tokenizer, "Hello", chat))
+        assert controls(tokenizer, encode(tokenizer, hostile, chat)) == plain
+        assert controls(tokenizer, encode(tokenizer, hostile, chat, special_tokens=True)) != plain

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import kvfold
 from kvfold import KvfoldError, compat
 from tests.models import build, prompts
 from tests.serving import running
-from tests.test_cli import WORDS, word_tokenizer
+from tests.test_cli import WORDS, kvfold_command, refused, tiny_llama, word_tokenizer
 
 TRAINED = 64
 BOTH_NUMBERS = r"\b{}\b.*\b64\b"
@@ -134,12 +135,32 @@ def test_documents_and_conversations_are_refused_with_both_numbers(model, tokeni
 
 def test_the_server_refuses_too_long_texts_unless_it_is_told_otherwise(model, tokenizer):
     with running(model, tokenizer) as server:
-        refused = server.http.post("/v1/contexts", json={"text": words(70)})
-        assert refused.status_code == 400
-        assert "71" in refused.text and "64" in refused.text
+        answer = server.http.post("/v1/contexts", json={"text": words(70)})
+        assert answer.status_code == 400
+        assert "71" in answer.text and "64" in answer.text
         name = server.create(words(50))
-        refused = server.chat(words(20), context_id=name)
-        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        answer = server.chat(words(20), context_id=name)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
     with running(model, tokenizer, allow_longer=True) as server:
         name = server.create(words(70))
         assert server.chat(words(20), context_id=name).status_code == 200
+
+
+def test_commands_refuse_too_long_texts_unless_they_are_told_otherwise(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    text, file = tmp_path / "text.txt", tmp_path / "text.kvfold"
+    text.write_text(words(520))
+    model, limits = str(tmp_path / "model"), ("--method", "knorm", "--budget", "20")
+    read = ("--max-new-tokens", "1")
+    commands = [
+        ("run", model, "--file", str(text), *limits, *read),
+        ("compress", model, str(text), *limits),
+        ("inspect", "--model", model, "--file", str(text), "--out", str(tmp_path / "page")),
+    ]
+    for command in commands:
+        message = refused(*command)
+        assert re.search(r"\b52\d\b.*\b512\b.*--allow-longer", message), message
+    for command in commands[:2]:
+        assert kvfold_command(*command, "--allow-longer").exit_code == 0
+    assert kvfold_command("ask", model, str(file), "sky", *read).exit_code == 0

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvfold.cli.console import console, messages, print_json, stats_json
 from kvfold.cli.options import (
+    AllowLonger,
     Encoding,
     Json,
     MaxNewTokens,
     Sampling,
+    SpecialTokens,
     loading,
     read_text,
     sampling,
@@ -33,6 +35,8 @@ def command(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
     ] = None,
+    special_tokens: SpecialTokens = False,
+    allow_longer: AllowLonger = False,
     as_json: Json = False,
     *,
     loading: Loading,
@@ -47,7 +51,9 @@ def command(
     read_header(context)
     network, tokenizer = load(model, loading, among_ranks=True)
     held = kvfold.load(context, network, tokenizer)
-    options = {"max_new_tokens": max_new_tokens, "stop": stop or (), **sampling.options()}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop or ()}
+    options |= {"special_tokens": special_tokens, "allow_longer": allow_longer}
+    options |= sampling.options()
     if as_json:
         print_json({"answer": held.ask(asked, **options), "stats": stats_json(held.stats())})
         return

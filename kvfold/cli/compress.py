@@ -25,11 +25,13 @@ from kvfold.cli.console import (
 )
 from kvfold.cli.options import (
     BUDGET_HELP,
+    AllowLonger,
     Compress,
     Encoding,
     Json,
     MethodText,
     ModelName,
+    SpecialTokens,
     checked,
     loading,
     read_text,
@@ -78,6 +80,8 @@ def command(
         str | None,
         typer.Option(help="Share several documents out over the Ray cluster at this address."),
     ] = None,
+    special_tokens: SpecialTokens = False,
+    allow_longer: AllowLonger = False,
     as_json: Json = False,
     *,
     loading: Loading,
@@ -95,7 +99,7 @@ def command(
     check_reusable(chosen)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
-    settings = Settings(chosen, limit, prefill_chunk, compress, seed)
+    settings = Settings(chosen, limit, prefill_chunk, compress, seed, special_tokens, allow_longer)
     if len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
         text = read_text(documents[0], encoding)

@@ -13,7 +13,15 @@ from rich.console import Console
 from rich.text import Text
 
 from kvfold.cli.console import console, progress
-from kvfold.cli.options import BUDGET_HELP, Encoding, checked, loading, read_text, with_options
+from kvfold.cli.options import (
+    BUDGET_HELP,
+    AllowLonger,
+    Encoding,
+    checked,
+    loading,
+    read_text,
+    with_options,
+)
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 
@@ -53,6 +61,7 @@ def command(
     seed: Annotated[
         int, typer.Option(help="Another text with needles; another choice of random methods.")
     ] = 0,
+    allow_longer: AllowLonger = False,
     *,
     loading: Loading,
 ) -> None:
@@ -62,7 +71,9 @@ def command(
     with screen.status("importing torch and transformers"):
         import kvfold
         from kvfold.cli.inspect_tables import explained, layers_table, methods_table
+        from kvfold.compat import trained_length
         from kvfold.inspect.document import LENGTH, Document
+        from kvfold.length import check_length
     # Refused here, before a large model is loaded.
     named, limit = names(methods), kvfold.Budget.of(budget)
     for each in named:
@@ -70,16 +81,12 @@ def command(
     folder = _folder(out)
     network, tokenizer = load(model, loading)
     _check(network, tokenizer, named, limit)
-    most = _trained_length(network)
     if text is None:
-        document = Document.with_needles(tokenizer, min(LENGTH, (most or LENGTH) // 2), seed)
+        most = trained_length(network) or LENGTH
+        document = Document.with_needles(tokenizer, min(LENGTH, most // 2), seed)
     else:
         document = Document.of(tokenizer, text)
-    tokens = document.ids.shape[1]
-    if most is not None and tokens > most:
-        screen.print(
-            f"{tokens:,} tokens are more than the {most:,} this model was made for.", style="yellow"
-        )
+        check_length(network, document.ids.shape[1], allow_longer)
     _make(folder)
     layers, holdings = _measure(screen, network, tokenizer, document, named, limit, seed)
     screen.print(layers_table(layers))
@@ -143,12 +150,6 @@ def _check(
     for each in named:
         own = limit if kvfold.parse(each).takes_budget else None
         kvfold.CompressedCache(model, each, own, tokenizer=tokenizer)
-
-
-def _trained_length(model: PreTrainedModel) -> int | None:
-    from kvfold import compat
-
-    return getattr(compat.text_config(model), "max_position_embeddings", None)
 
 
 def _measure(

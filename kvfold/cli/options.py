@@ -28,6 +28,14 @@ BUDGET_HELP = 'What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'
 BudgetText = Annotated[str | None, typer.Option(help=BUDGET_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Encoding = Annotated[str, typer.Option(help="Of the text files that are read.")]
+SpecialTokens = Annotated[
+    bool,
+    typer.Option("--special-tokens", help="Texts may spell control tokens; else these stay text."),
+]
+AllowLonger = Annotated[
+    bool,
+    typer.Option("--allow-longer", help="Read texts longer than those the model was trained on."),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 # As in kvfold.generate, which would import torch before `--help` is shown.
 Compress = Literal["at_end", "per_chunk"]

@@ -21,6 +21,7 @@ from kvfold.cli.console import (
     table,
 )
 from kvfold.cli.options import (
+    AllowLonger,
     BudgetText,
     Compress,
     Encoding,
@@ -29,6 +30,7 @@ from kvfold.cli.options import (
     MethodText,
     ModelName,
     Sampling,
+    SpecialTokens,
     checked,
     loading,
     read_text,
@@ -69,6 +71,8 @@ def command(
         Compress,
         typer.Option(help="When: at the prompt's end, or per_chunk, which bounds the memory."),
     ] = "at_end",
+    special_tokens: SpecialTokens = False,
+    allow_longer: AllowLonger = False,
     as_json: Json = False,
     *,
     loading: Loading,
@@ -90,7 +94,7 @@ def command(
         check_per_chunk(chosen, prefill_chunk)
     # transformers shows its own progress.
     network, tokenizer = load(model, loading, among_ranks=True)
-    ids = encode(tokenizer, text, chat, system).to(network.device)
+    ids = encode(tokenizer, text, chat, system, special_tokens).to(network.device)
     cache = kvfold.CompressedCache(network, chosen, limit, tokenizer=tokenizer, seed=sampling.seed)
     out = console()
     put = (lambda piece: None) if as_json else (lambda piece: show(out, piece))
@@ -104,6 +108,7 @@ def command(
         prefill_chunk=prefill_chunk,
         compress=compress,
         max_new_tokens=max_new_tokens,
+        allow_longer=allow_longer,
         **sampling.options(),
     )
     stats = cache.stats()
@@ -121,16 +126,20 @@ def show(out: Any, piece: str) -> None:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None, system: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    chat: bool | None,
+    system: str | None = None,
+    special_tokens: bool = False,
 ) -> Tensor:
     """The prompt's tokens `[1, N]`, inside the chat template if asked or, by default, if any.
 
-    Control tokens that the texts spell stay text. Raises KvfoldError where a chat template is
-    asked for, or a system message needs one, in vain.
+    Control tokens that the texts spell stay text, unless `special_tokens`. Raises KvfoldError where
+    a chat template is asked for, or a system message needs one, in vain.
     """
     import torch
 
-    from kvfold.content import Content, ids_of, own_tokens, segment_ids
+    from kvfold.content import content, ids_of, own_tokens, segment_ids
     from kvfold.frame import Frame
 
     wrapped = bool(tokenizer.chat_template) if chat is None else chat
@@ -138,9 +147,10 @@ def encode(
         raise KvfoldError("this tokenizer has no chat template: use --no-chat")
     if system is not None and not wrapped:
         raise KvfoldError("a system message needs the chat template: leave out --system")
-    said = Content(text)
+    said = content(text, special_tokens)
     if system is not None:
-        ids = segment_ids(tokenizer, _after_system(tokenizer, Content(system), said))
+        parts = _after_system(tokenizer, content(system, special_tokens), said)
+        ids = ids_of(tokenizer, *parts) if special_tokens else segment_ids(tokenizer, parts)
     elif wrapped:
         frame = Frame.of(tokenizer)
         ids = ids_of(tokenizer, frame.before, said, frame.after)

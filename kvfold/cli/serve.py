@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvfold.cli.console import console, errors, size
-from kvfold.cli.options import ModelName, checked, loading, with_options
+from kvfold.cli.options import AllowLonger, ModelName, SpecialTokens, checked, loading, with_options
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 
@@ -73,6 +73,16 @@ def command(
         typer.Option(min=1, help="The longest text.", show_default="the model's own length"),
     ] = None,
     answer_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 1024,
+    chat_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Entries per KV head that a conversation's earlier turns keep.",
+            show_default="all",
+        ),
+    ] = None,
+    special_tokens: SpecialTokens = False,
+    allow_longer: AllowLonger = False,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that answers may go on after a stop.")
     ] = 30.0,
@@ -139,6 +149,9 @@ def command(
         context_tokens=context_tokens,
         answer_tokens=answer_tokens,
         api_key=api_key,
+        chat_budget=chat_budget,
+        special_tokens=special_tokens,
+        allow_longer=allow_longer,
         grace=grace,
     )
     # Refused here, before a large model is loaded.

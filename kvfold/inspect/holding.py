@@ -63,6 +63,7 @@ def hold(
         limit,
         seed=seed,
         special_tokens=document.special_tokens,
+        allow_longer=True,  # whoever made the document has looked
     )
     stats = context.stats()
     positions = [context.cache.positions(i) for i in range(len(stats.kept))]

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from threading import Event, local
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 import kvfold
@@ -21,7 +23,7 @@ from kvfold.context import Context
 from kvfold.errors import KvfoldError
 from kvfold.frame import PARTING, Frame
 from kvfold.method import Composition, FileName, Method, parse
-from kvfold.reader import fork
+from kvfold.reader import end_turn, fork, fork_within
 from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
 from kvfold.serve.errors import ApiError
 from kvfold.serve.folder import Folder
@@ -100,9 +102,11 @@ class Engine:
         """The cache to go on from, all tokens, and how many of them the cache has read."""
         if request.context_id is not None:
             with self.contexts.reading(request.context_id) as context:
-                rest = self._rest(request, context)
+                turns = self._turns(request, context)
+                rest = list(chain(*turns))
                 self._check_length(len(rest))
-                yield fork(context.cache), context.ids[0].tolist() + rest, context.ids.shape[1]
+                ids = context.ids[0].tolist() + rest
+                yield self._reader(context, turns), ids, context.ids.shape[1]
             return
         parts: list[str] = []
         if isinstance(request, ChatRequest):
@@ -128,10 +132,34 @@ class Engine:
                 log.warning("a prompt begins with context %s, but %s", held.id, gone)
                 yield CompressedCache(self.model, "full"), ids, 0
             else:
-                yield fork(context.cache), context.ids[0].tolist() + rest, context.ids.shape[1]
+                turns = self._parted(request, rest)
+                ids = context.ids[0].tolist() + rest
+                yield self._reader(context, turns), ids, context.ids.shape[1]
 
-    def _rest(self, request: ChatRequest | CompletionRequest, context: Context) -> list[int]:
-        """What follows a context that the request names."""
+    def _reader(self, context: Context, turns: list[list[int]]) -> CompressedCache:
+        """What reads on after a context: all of these turns but the last, if they are bounded."""
+        if self.settings.chat_budget is None:
+            return fork(context.cache)
+        try:
+            reader = fork_within(context.cache, self.settings.chat_budget)
+        except KvfoldError as refused:
+            raise ApiError(400, f"this server bounds conversations: {refused}") from refused
+        ids = context.ids
+        for turn in turns[:-1]:
+            ids = torch.cat([ids, ids.new_tensor([turn])], 1)
+            end_turn(self.model, reader, ids)
+        return reader
+
+    def _parted(self, request: ChatRequest | CompletionRequest, rest: list[int]) -> list[list[int]]:
+        """The tokens `rest` of a conversation: those before its last question, and this."""
+        if not isinstance(request, ChatRequest) or len(request.messages) == 1:
+            return [rest]
+        last = self.prompts.theirs(request.messages[-1].text)
+        question = len(self.prompts.ids(self.prompts.split(last, self.prompts.frame.after)))
+        return [part for part in (rest[:-question], rest[-question:]) if part]
+
+    def _turns(self, request: ChatRequest | CompletionRequest, context: Context) -> list[list[int]]:
+        """What follows a context that the request names, the question last."""
         if isinstance(request, ChatRequest):
             return self.prompts.turns(request.messages, context.frame)
         prompt = request.text_or_tokens
@@ -141,7 +169,7 @@ class Engine:
             tokens = self.prompts.checked(prompt)
         if not tokens:
             raise ApiError(400, "the prompt is empty", param="prompt")
-        return tokens
+        return [tokens]
 
     def _longest(self, ids: list[int], parts: list[str]) -> tuple[Held, list[int]] | None:
         """The longest context that a prompt begins with, and the tokens of what follows it.

@@ -50,8 +50,8 @@ class Prompts:
         except KvfoldError as refused:
             raise ApiError(400, str(refused), code="special_tokens") from refused
 
-    def turns(self, messages: Sequence[Message], frame: Frame) -> list[int]:
-        """What follows a context's document: questions and answers, as `Chat` reads them."""
+    def turns(self, messages: Sequence[Message], frame: Frame) -> list[list[int]]:
+        """What follows a context's document, as `Chat` reads it: turns, and the last question."""
         expected = ["user", "assistant"] * (len(messages) // 2) + ["user"]
         if [message.role for message in messages] != expected:
             raise ApiError(
@@ -62,16 +62,16 @@ class Prompts:
             )
         if len(messages) > 1 and frame.between is None:
             raise ApiError(400, "the model's chat template has no second turn", param="messages")
-        tokens: list[int] = []
+        turns: list[list[int]] = []
         for index, message in enumerate(messages):
             theirs = self.theirs(message.text)
             if message.role == "assistant":
-                tokens += self.ids(self.split(theirs))
+                turns[-1] += self.ids(self.split(theirs))
             else:
                 opening = frame.between if index else PARTING
                 assert opening is not None
-                tokens += self.ids(self.split(opening, theirs, frame.after))
-        return tokens
+                turns.append(self.ids(self.split(opening, theirs, frame.after)))
+        return turns
 
     def conversation(self, messages: Sequence[Message]) -> list[str]:
         """A conversation that stands alone, and where its answer begins, as segments."""

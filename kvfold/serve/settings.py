@@ -22,6 +22,7 @@ class Settings:
     its body, and to take what is ready for it.
     `context_tokens` bounds documents and prompts, None: by what the model was trained for,
     which `allow_longer` lets them pass.
+    Earlier turns after a context keep `chat_budget` entries per KV head, None: all.
     `special_tokens`: what clients spell like a special token is meant as one.
     """
 
@@ -41,6 +42,7 @@ class Settings:
     context_tokens: int | None = None
     answer_tokens: int = 1024
     api_key: str | None = None
+    chat_budget: int | None = None
     special_tokens: bool = False
     allow_longer: bool = False
     grace: float = 30.0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +31,8 @@ class Contexts:
     def chat(self, asking: ChatRequest) -> Asked:
         """Questions and answers that follow the document."""
         card = self._card(asking.context_id)
-        return Asked(card, self.prompts.turns(asking.messages, card.frame))
+        turns = self.prompts.turns(asking.messages, card.frame)
+        return Asked(card, list(chain(*turns)))
 
     def complete(self, asking: CompletionRequest) -> Asked:
         """A text, or tokens, that go on from the document."""
