@@ -115,8 +115,9 @@ def import_methods(module: str) -> None:
         raise KvfoldError(
             f"{module} registers no method: decorate a class with @kvfold.register(name)"
         )
-    if module not in _IMPORTED:
-        _IMPORTED.append(module)
+    found = str(Path(module).resolve()) if module.endswith(".py") else module
+    if found not in _IMPORTED:
+        _IMPORTED.append(found)
 
 
 def imported_methods() -> tuple[str, ...]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from kvfold import (
     registry,
 )
 from kvfold.allocate.uniform import uniform
+from kvfold.crew import workers
 from tests.models import build, prompts
 from tests.test_cli import PROMPT, kvfold_command, refused, tiny_llama, word_tokenizer
 
@@ -164,7 +166,8 @@ def test_an_unknown_process_needs_the_import_that_the_error_names(vatp, folder, 
         del registry._REGISTRY[name]
     with pytest.raises(ContextFileError, match=r"method 'vatp' of the module vatp.*--import vatp"):
         kvfold.load(saved, tiny_llama(), tokenizer)
-    message = refused("ask", folder, str(saved), "is the sky blue")
+    # Before any model is loaded.
+    message = refused("ask", "no-such-model", str(saved), "is the sky blue")
     assert "'vatp' of the module vatp" in message and "--import vatp" in message
 
 
@@ -202,6 +205,20 @@ def test_a_module_that_cannot_be_imported_is_refused(tmp_path, name, text, reaso
     message = refused("methods", "--import", named)
     assert Path(name).stem in message and reason in message
     assert parse("snapkv") == SnapKV()
+
+
+def test_workers_import_what_their_command_did(vatp, monkeypatch):
+    monkeypatch.chdir(vatp.parent)
+    registry.import_methods("vatp.py")
+    method = pickle.dumps(parse("vatp:window=4"))
+    work = pickle.loads(pickle.dumps(workers.Work("model", print, print)))
+    for name in ("vatp", "vatp_narrow"):
+        del registry._REGISTRY[name]
+    del sys.modules["vatp"]
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(workers, "load", lambda *_: (None, None))
+    workers.start(work, 1)
+    assert pickle.loads(method) == parse("vatp:window=4")
 
 
 # --- plugins -------------------------------------------------------------------------------------

@@ -46,9 +46,9 @@ def command(
     asked = read_text(Path(question), encoding) if question == "-" else question
     with messages(as_json).status("importing torch and transformers"):
         import kvfold
-        from kvfold.files.format import read_header
+        from kvfold.files.read import check_method
     # Refused here, before a large model is loaded.
-    read_header(context)
+    check_method(context)
     network, tokenizer = load(model, loading, among_ranks=True)
     held = kvfold.load(context, network, tokenizer)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop or ()}

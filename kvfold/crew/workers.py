@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvfold import compat
 from kvfold.loading import Loading, load
+from kvfold.registry import import_methods, imported_methods
 
 # A job that has taken so many workers with it is not tried again.
 TRIES = 2
@@ -32,13 +33,15 @@ class Work(Generic[J, R]):
     """What is done with a job, by the model `name`, which every worker loads in the same way.
 
     `run` takes model, tokenizer and job; other processes find it by its module. `given_up` is what
-    comes of a job that its workers did not survive: it takes the job, and why.
+    comes of a job that its workers did not survive: it takes the job, and why. `imports` are the
+    modules that register methods of jobs.
     """
 
     name: str
     run: Callable[[compat.PreTrainedModel, PreTrainedTokenizerBase, J], R]
     given_up: Callable[[J, str], R]
     loading: Loading = field(default_factory=Loading)
+    imports: tuple[str, ...] = field(default_factory=imported_methods)
 
 
 def here(
@@ -117,4 +120,6 @@ def start(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     # The bar at the terminal is that of the jobs.
     disable_progress_bar()
+    for module in work.imports:
+        import_methods(module)
     return load(work.name, work.loading)

@@ -87,6 +87,12 @@ def _check(
         raise ContextFileError(f"{file.path} was made with another RoPE: {'; '.join(found)}")
 
 
+def check_method(path: str | Path) -> None:
+    """Raises ContextFileError where the file at `path` is none, or its method is not known here."""
+    with opened(path) as file:
+        _method(file)
+
+
 def _method(file: ContextFile) -> Method:
     _check_origins(file)
     try:
