@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvfold.allocate.rounding import raised
 from kvfold.budget import Budget
 from kvfold.method import Across, Measured, Stages
 from kvfold.observation import Observation
@@ -84,6 +85,8 @@ class Turn:
         # Without a budget the statistics alone decide.
         budget = free if layer.plan.budget is None else layer.per_head(across.unrounded)
         counts = across.share(statistics, budget, free)
+        if layer.plan.budget is not None and not across.per_head:
+            counts = _raised(counts, layer.plan.stages.forced.least_of(layer.places()), free)
         for (waiting, of_layer), count in zip(gathered, counts, strict=True):
             waiting.compress(of_layer, count)
 
@@ -151,5 +154,13 @@ class Plan:
             total = self.total(tokens, size, heads, len(free))
             if encode is not None and encode.pairs:
                 total -= total % self.layers  # both layers of a pair keep as many
-            per_row.append(allocate(total, tokens, self.layers)[self.layer])
-        return torch.tensor(per_row, device=free.device)
+            per_row.append(allocate(total, tokens, self.layers))
+        by_layer = list(torch.tensor(per_row, device=free.device).T)
+        return _raised(by_layer, self.stages.forced.least_of(seen.positions), free)[self.layer]
+
+
+def _raised(counts: list[Tensor], least: Tensor, free: Tensor) -> list[Tensor]:
+    """Entries per layer `[B]`, each with room for the `least [B]` that is forced, if there is."""
+    by_row = torch.stack(counts, -1).tolist()
+    rows = zip(by_row, least.tolist(), free.tolist(), strict=True)
+    return list(torch.tensor([raised(*row) for row in rows], device=free.device).T)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvfold import BudgetError
 from kvfold.allocate.pyramid import pyramid, pyramid_official
-from kvfold.allocate.rounding import largest_remainder
+from kvfold.allocate.rounding import largest_remainder, raised
 from kvfold.allocate.uniform import uniform, uniform_with_skipped
 
 LAYERS = st.integers(1, 80)
@@ -175,3 +175,17 @@ def test_nothing_exceeds_the_most_and_nothing_is_lost_while_there_is_room(shares
     assert max(counts) <= most
     assert sum(counts) == min(sum(shares), most * len(shares))
     assert all(c >= min(share, most) for c, share in zip(counts, shares, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("counts", "least", "expected"),
+    [
+        ([3, 7, 2, 4], 4, [4, 4, 4, 4]),  # what is missing is all that others have above it
+        ([1, 14, 6], 4, [4, 12, 5]),  # 3 missing, of 10 and of 2
+        ([2, 64, 6], 4, [4, 64, 4]),  # what is whole gives nothing
+        ([2, 3, 5], 4, [3, 3, 4]),  # not enough: nothing is invented
+        ([4, 5, 6], 4, [4, 5, 6]),
+    ],
+)
+def test_shares_below_what_is_forced_are_raised_at_the_cost_of_the_others(counts, least, expected):
+    assert raised(counts, least, 64) == expected

@@ -661,6 +661,28 @@ def test_the_budget_is_spent_exactly(model, spec, budget, share):
             )
 
 
+@pytest.mark.parametrize("more", [0, 1, 2, 5])
+@pytest.mark.parametrize("protect", [[], [(6, 10)]], ids=["", "protected"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(s for s in COMPRESSING if s not in OVERSPENDING),
+        "pyramidkv:window=1",
+        "pyramidkv:window=2 + adakv",
+        "d2o:recent=0.9",
+        "d2o:allocation=reciprocal",
+    ],
+)
+def test_a_budget_near_what_is_forced_is_spent_exactly(model, spec, protect, more):
+    """Layers whose share would be below it take the rest from the others."""
+    least = kvfold.parse(spec).stages().forced.least + sum(b - a for a, b in protect)
+    budget = least + more
+    cache = start(model, spec, PADDED, budget=max(budget, 1), protect=protect).cache
+    spent = torch.tensor(cache.stats().kept).sum((0, 2))
+    assert spent.tolist() == [8 * min(max(budget, 1), length) for length in PADDED]
+    assert not cache.stats().forced_over_budget
+
+
 @pytest.mark.parametrize("spec", UNIFORM)
 def test_every_layer_of_a_uniform_method_keeps_the_same(model, spec):
     assert kept(start(model, spec, PADDED).cache) == [SMALL]

@@ -23,6 +23,27 @@ def largest_remainder(shares: Sequence[float], total: int, most: int | None = No
     return counts if most is None else _clamp(counts, most)
 
 
+def raised(counts: Sequence[int], least: int, whole: int) -> list[int]:
+    """The same sum with no place below `least`, as far as others can give what they have above it.
+
+    They give in proportion to that; places of `whole` or more give nothing.
+    """
+    giving = [i for i, count in enumerate(counts) if least < count < whole]
+    above = sum(counts[i] - least for i in giving)
+    given = min(above, sum(max(0, least - count) for count in counts))
+    if not given:
+        return list(counts)
+    result, left = list(counts), above - given
+    shares = [(counts[i] - least) * left / above for i in giving]
+    for i, share in zip(giving, largest_remainder(shares, left), strict=True):
+        result[i] = least + share
+    for i, count in enumerate(counts):
+        more = min(given, max(0, least - count))
+        result[i] += more
+        given -= more
+    return result
+
+
 def _clamp(counts: list[int], most: int) -> list[int]:
     overflow = sum(max(0, count - most) for count in counts)
     counts = [min(count, most) for count in counts]

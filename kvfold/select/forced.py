@@ -75,6 +75,11 @@ class Forced:
         age = stored.flip(-1).cumsum(-1).flip(-1)
         return forced | (stored & (age <= recent.view(-1, 1, 1)))
 
+    def least_of(self, places: Tensor) -> Tensor:
+        """Entries of each head that are forced whatever is kept, `[B]`; `places` as for `mask`."""
+        none = torch.zeros(len(places), dtype=torch.long, device=places.device)
+        return self.mask(places, none).sum(-1).amax(-1)
+
 
 def _part(kept: int, share: Share) -> int:
     return int(kept * share.of_kept + ROUNDING)
