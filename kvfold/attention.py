@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold import compat
-from kvfold.errors import KvfoldError
+from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.fixed.layer import FixedLayer
 from kvfold.kernels.columns import attend_with_moments
 from kvfold.kernels.maxima import attend_with_column_maxima
@@ -26,23 +26,26 @@ from kvfold.store.segments import Segments, SegmentStore
 
 
 class _Pending(threading.local):
-    """The layer whose keys were just updated, and these keys."""
+    """The layer whose entries were just updated, and these; `done` were attended to."""
 
     index: int | None = None
     layer: CompressedLayer | FixedLayer | None = None
     keys: weakref.ref[Tensor] | None = None
+    values: weakref.ref[Tensor] | None = None
+    done: weakref.ref[Tensor] | None = None
 
 
 _pending = _Pending()
 
 
-def hand_out(keys: Tensor, index: int, layer: CompressedLayer) -> Tensor:
-    """Remembers keys on their way to attention, and the layer they come from.
+def hand_out(keys: Tensor, values: Tensor, index: int, layer: CompressedLayer) -> Tensor:
+    """Remembers keys and values on their way to attention, and the layer they come from.
 
     Keys that several layers attend to are marked with it, and with what is stored now, which may
     have changed by then; the mark is on an alias, so that what is stored can be copied and saved.
     """
-    _pending.index, _pending.layer, _pending.keys = index, layer, weakref.ref(keys)
+    _pending.index, _pending.layer = index, layer
+    _pending.keys, _pending.values = weakref.ref(keys), weakref.ref(values)
     if not layer.plan.shared:
         return keys
     alias = keys.view(keys.shape)
@@ -57,7 +60,7 @@ def expect(index: int, layer: FixedLayer) -> None:
 
 def forget_pending() -> None:
     """Clears the mark left by an update whose attention never came."""
-    _pending.index = _pending.layer = _pending.keys = None
+    _pending.index = _pending.layer = _pending.keys = _pending.values = _pending.done = None
 
 
 def _attention(
@@ -74,6 +77,8 @@ def _attention(
         forget_pending()
         return pending.attend(module, query, kwargs), None
     if pending is None and mark is None:
+        if _pending.done is not None and _pending.done() is key:
+            raise _changed(module)
         attend = compat.delegate(kind, module)
         return attend(module, query, key, value, attention_mask, **kwargs)
     return _attend_to_stored(kind, module, query, key, value, attention_mask, **kwargs)
@@ -113,6 +118,7 @@ def _attend_to_stored(
         return _WithoutGradient.apply(out, query), weights
     attend = compat.delegate(kind, module)
     index, pending, handed = _pending.index, _pending.layer, _pending.keys
+    values = _pending.values
     forget_pending()
     assert not isinstance(pending, FixedLayer)
     mark = getattr(key, "_kvfold", None)
@@ -121,7 +127,10 @@ def _attend_to_stored(
         layer = mark[0]()
     elif pending is not None:
         same = handed is not None and handed() is key
-        if same or _expanded(pending, key, index == module.layer_idx):
+        made = not same and _expanded(pending, key, index == module.layer_idx)
+        if made and not pending.plan.latents:
+            raise _changed(module)
+        if same or made:
             layer = pending
     if layer is None:
         return attend(module, query, key, value, attention_mask, **kwargs)
@@ -129,6 +138,9 @@ def _attend_to_stored(
     owns = layer is pending
     if owns:
         layer.owner.check(module)
+        whole = layer.plan.latents or (values is not None and values() is value)
+        if not whole or (attention_mask is not None and attention_mask.shape[-1] != layer.seen):
+            raise _changed(module)
         if attention_mask is not None:
             layer.logical.valid = valid_columns(attention_mask)
     scale = compat.head_scale(module, query, kwargs.get("scaling"))
@@ -156,7 +168,16 @@ def _attend_to_stored(
         layer.finish(attended)
         # Not before: after an error on the way the layers no longer hold the same tokens.
         layer.owner.answered()
+        _pending.done = handed
     return out, weights
+
+
+def _changed(module: nn.Module) -> UnsupportedModel:
+    """Attention to something else than the entries of one update, once, by a mask of all seen."""
+    return UnsupportedModel(
+        f"{type(module).__name__} attends several times after one cache update, or changes keys, "
+        "values or the mask between the two: kvfold cannot tell what its entries receive"
+    )
 
 
 def _attend_to_segments(
@@ -230,7 +251,7 @@ def _observed_one(
 
 
 def _expanded(layer: CompressedLayer, key: Tensor, same_layer: bool) -> bool:
-    """Whether `key [B, H, T, D]` was made from the latents that `layer` just handed out."""
+    """Whether `key [B, H, T, D]` was made from what `layer` just handed out, as from latents."""
     if layer.store is None or not same_layer:
         return False
     latents = layer.store.keys

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold import compat
+from kvfold import compat, rehearsal
 from kvfold.attention import forget_pending, hand_out
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError, UnsupportedModel
@@ -76,16 +76,25 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         self.ranks = compat.ranks_of(model)
         self.ranks.check_method(self.method)
         stages = self.ranks.joining(stages)
+        known = compat.is_enabled(model)
         compat.enable(model)
         watch(model)
+        if rehearsal.is_due(model):
+            try:
+                trial = CompressedCache(model, rehearsal.METHOD, rehearsal.BUDGET)
+                rehearsal.rehearse(model, trial)
+            except BaseException:
+                if not known:
+                    compat.disable(model)
+                raise
         self.turn, self.owner = Turn(), Owner(model)
         self.dropping_length = compat.dropping_length(model)
-        shared = compat.shares_entries(model)
+        shared, latents = compat.shares_entries(model), compat.caches_latents(model)
         own = [i for i, layer in enumerate(layers) if compat.is_compressible(layer)]
         for place, index in enumerate(own):
             encode = stages.encode and stages.encode.of_layer(place, len(own))
             stored = replace(stages, encode=encode)
-            plan = Plan(stored, self.budget, place, len(own), seed, shared, self.ranks)
+            plan = Plan(stored, self.budget, place, len(own), seed, shared, latents, self.ranks)
             rotation = compat.Rotation(model, index)
             if stages.positions == "reindex":
                 rotation.check()
@@ -141,7 +150,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         first = layer.plan.layer == 0
         self.owner.asked(first, level=not first or layer.seen == self.compressed_layers[-1].seen)
         keys, values = layer.update(key_states, value_states)
-        return hand_out(keys, index, layer), values
+        return hand_out(keys, values, index, layer), values
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that the next forward's mask covers, and the first of them.

@@ -118,7 +118,8 @@ class Turn:
 class Plan:
     """What a layer must know of its cache: method, budget, place, and the seed of random scores.
 
-    `shared`: other layers of the model attend to its entries as well. `ranks` share its KV heads.
+    `shared`: other layers of the model attend to its entries as well. `latents`: entries become
+    keys inside a forward only. `ranks` share its KV heads.
     """
 
     stages: Stages
@@ -127,6 +128,7 @@ class Plan:
     layers: int
     seed: int
     shared: bool = False
+    latents: bool = False
     ranks: Ranks = field(default_factory=Ranks)
 
     def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:

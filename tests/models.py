@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 VOCABULARY = 199
 EAGER = ("gemma2", "gpt_oss")  # softcap and sinks: their sdpa path does not exist
 WITHOUT_INTERFACE = ("falcon", "gptj", "bloom", "mpt")  # attention written out in the model file
+# Keys, values or masks are changed between cache and attention, or the cache is one of their own.
+WITHOUT_OUR_CACHE = ("diffllama", "doge", "jetmoe", "minimax")
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -104,6 +106,13 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", _LINEAR),
+    "diffllama": ("DiffLlamaConfig", {}),
+    "doge": ("DogeConfig", {}),
+    "jetmoe": (
+        "JetMoeConfig",
+        {"kv_channels": 8, "num_key_value_heads": 4, "num_local_experts": 4},
+    ),
+    "minimax": ("MiniMaxConfig", {"head_dim": 8, "num_local_experts": 4}),
     "falcon": ("FalconConfig", {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "gptj": ("GPTJConfig", {**_GPT, "rotary_dim": 8}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 8}),
@@ -153,7 +162,9 @@ def _sharpen(model: PreTrainedModel, seed: int) -> None:
 
 
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
-    name: partial(build, name) for name in _CONFIGS if name not in WITHOUT_INTERFACE
+    name: partial(build, name)
+    for name in _CONFIGS
+    if name not in WITHOUT_INTERFACE + WITHOUT_OUR_CACHE
 }
 
 

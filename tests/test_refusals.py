@@ -17,6 +17,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_utils import AttentionInterface
 
 import kvfold
 from kvfold import (
@@ -28,7 +29,7 @@ from kvfold import (
     compat,
 )
 from tests.budgets import COMPRESSING
-from tests.models import WITHOUT_INTERFACE, build, continuation, prompts
+from tests.models import WITHOUT_INTERFACE, WITHOUT_OUR_CACHE, build, continuation, prompts
 from tests.truth import Reader, stock_cache
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -85,6 +86,49 @@ def test_models_that_compute_attention_themselves_are_refused(name):
     with pytest.raises(UnsupportedModel, match="attention itself"):
         CompressedCache(model, "snapkv", 64)
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", WITHOUT_OUR_CACHE)
+def test_models_that_would_be_answered_wrongly_are_refused_when_a_cache_is_made(name):
+    model = build(name)
+    before = model.config._attn_implementation
+    for spec in ("knorm", "h2o", "knorm"):
+        with pytest.raises(UnsupportedModel, match=r"cannot tell what|cannot read on"):
+            CompressedCache(model, spec, 20)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("change", ["twice", "values", "keys", "mask"])
+def test_attention_to_other_than_one_update_is_noticed(model, monkeypatch, change):
+    """Keys and values of every update are attended to once, by a mask of all that was seen."""
+    kvfold.enable(model)
+    name, ours = compat.NAMES["sdpa"], AttentionInterface._global_mapping[compat.NAMES["sdpa"]]
+
+    def changed(module, query, key, value, mask, **options):
+        if change == "twice":
+            ours(module, query, key, value, mask, **options)
+        elif change == "values":
+            value = value.clone()
+        elif change == "keys":
+            key, value = key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1)
+        else:
+            mask = torch.zeros(1, 1, query.shape[2], key.shape[2] + 1)
+        return ours(module, query, key, value, mask, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, changed)
+    with pytest.raises(UnsupportedModel, match="cannot tell what"):
+        CompressedCache(model, "knorm", 20)
+    monkeypatch.undo()
+    cache = CompressedCache(model, "knorm", 20)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, changed)
+    with pytest.raises(UnsupportedModel, match="cannot tell what"):
+        Reader(model, cache)(prompts((64,))[0])
+
+
+def test_a_model_that_writes_nothing_to_its_cache_is_refused(model, monkeypatch):
+    monkeypatch.setattr(compat, "read", lambda *_: None)
+    with pytest.raises(UnsupportedModel, match="does not write every token"):
+        CompressedCache(model, "knorm", 20)
 
 
 def test_encoder_decoders_are_refused():
