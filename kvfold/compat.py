@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,9 @@ LEFT_ALONE = tuple(
     if hasattr(cache_utils, name)
 )
 
+# What models were loaded with that go through kvfold now.
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -91,8 +95,9 @@ def text_config(model: PreTrainedModel) -> Any:
 def enable(model: PreTrainedModel) -> None:
     """Routes the model's attention through kvfold, once; without our cache nothing changes.
 
-    Raises UnsupportedModel for encoder-decoders, for models that compute attention themselves, and
-    for attention implementations that kvfold has no delegate for.
+    An implementation that kvfold does not build on (flash_attention_2, flex_attention) gives way,
+    with a warning, to SDPA, or to eager attention where the model has no SDPA. Raises
+    UnsupportedModel for encoder-decoders and for models that compute attention themselves.
     """
     if is_enabled(model):
         return
@@ -105,19 +110,31 @@ def enable(model: PreTrainedModel) -> None:
             "so kvfold cannot see what it attends to"
         )
     loaded = text_config(model)._attn_implementation
-    if loaded not in NAMES:
-        raise UnsupportedModel(
-            f"{name} was loaded with attn_implementation={loaded!r}: load it with 'sdpa' or 'eager'"
+    kind = _stand_in(model, loaded)
+    if kind != loaded:
+        warnings.warn(
+            f"{name} was loaded with attn_implementation={loaded!r}: kvfold attends with {kind!r} "
+            "instead",
+            stacklevel=3,
         )
-    model.set_attn_implementation(NAMES[loaded])
+    model.set_attn_implementation(NAMES[kind])
+    _loaded[model] = loaded
 
 
 def disable(model: PreTrainedModel) -> None:
     """Gives the model back the attention implementation it was loaded with."""
     for kind, name in NAMES.items():
         if text_config(model)._attn_implementation == name:
-            model.set_attn_implementation(kind)
+            model.set_attn_implementation(_loaded.pop(model, kind))
     unwatch(model)
+
+
+def _stand_in(model: PreTrainedModel, loaded: str) -> str:
+    """Which of SDPA and eager attention kvfold builds on."""
+    unpaged = loaded.removeprefix("paged|")
+    if unpaged in NAMES:
+        return unpaged
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def is_enabled(model: PreTrainedModel) -> bool:

@@ -29,7 +29,7 @@ from kvfold import (
     compat,
 )
 from tests.budgets import COMPRESSING
-from tests.models import WITHOUT_INTERFACE, WITHOUT_OUR_CACHE, build, continuation, prompts
+from tests.models import WITHOUT_INTERFACE, WITHOUT_OUR_CACHE, build, config, continuation, prompts
 from tests.truth import Reader, stock_cache
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -144,10 +144,42 @@ def test_a_model_whose_layers_all_slide_is_refused():
         CompressedCache(build("mistral", sliding_window=16), "snapkv", 64)
 
 
-def test_an_attention_without_delegate_is_refused(model):
+@pytest.mark.parametrize(
+    ("loaded", "used"),
+    [("flex_attention", "sdpa"), ("flash_attention_2", "sdpa"), ("paged|eager", "eager")],
+)
+def test_other_attention_gives_way_with_one_warning(model, loaded, used):
+    ids = prompts((64,))[0]
+    model.set_attn_implementation(used)
+    expected = Reader(model, stock_cache(model))(ids)
+    model.config._attn_implementation = loaded
+    with pytest.warns(UserWarning, match=f"loaded with .*attends with '{used}'") as noted:
+        cache = CompressedCache(model, "snapkv:window=8", 1.0)
+        CompressedCache(model, "knorm", 20)
+    assert len(noted) == 1
+    assert torch.equal(Reader(model, cache)(ids), expected)
+    assert compat.attention_name(model) == used
+
+
+def test_a_disabled_model_attends_as_it_was_loaded(model):
     model.set_attn_implementation("flex_attention")
-    with pytest.raises(UnsupportedModel, match="'sdpa' or 'eager'"):
-        CompressedCache(model, "snapkv", 64)
+    with pytest.warns(UserWarning, match="flex_attention"):
+        kvfold.enable(model)
+    kvfold.disable(model)
+    assert model.config._attn_implementation == "flex_attention"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("loaded", [None, "flex_attention"])
+def test_models_without_sdpa_work_as_transformers_loads_them(name, loaded):
+    options = {} if loaded is None else {"attn_implementation": loaded}
+    model = transformers.AutoModelForCausalLM.from_config(config(name), **options).eval()
+    with contextlib.nullcontext() if loaded is None else pytest.warns(UserWarning, match="'eager'"):
+        cache = CompressedCache(model, "snapkv:window=8", 20)
+    reader = Reader(model, cache)
+    reader(prompts((64,))[0])
+    assert torch.isfinite(reader(continuation(1, 1))).all()
+    assert compat.attention_name(model) == "eager"
 
 
 @pytest.mark.parametrize("names", [("llama", "llama"), ("llama", "gpt2")])
