@@ -540,10 +540,9 @@ def test_room_holds_nothing_that_could_spoil_a_sum(room):
     assert buffer.sum() == 1 * 2 * 30 * 4 and torch.equal(grown.rows, buffer[:, :, :30])
 
 
-@pytest.mark.parametrize("spec", ["snapkv", "h2o"])
-def test_a_forward_that_torch_compiled_itself_gives_the_same(spec):
-    model, ids = build("llama", num_hidden_layers=2), prompts((40,))[0]
-    options = {"max_new_tokens": 4, "do_sample": False}
+def test_a_forward_that_torch_compiled_itself_gives_the_same():
+    spec, model, ids = "h2o", build("llama", num_hidden_layers=1), prompts((40,))[0]
+    options = {"max_new_tokens": 3, "do_sample": False}
     cache = CompressedCache(model, spec, 33)
     expected = kvfold.generate(model, ids, cache=cache, **options)
     torch._dynamo.reset()
