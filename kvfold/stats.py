@@ -90,8 +90,8 @@ class Stats:
             lines.append("the budget came out below the forced set, which was kept")
         if self.inexact and self.kept_fraction < 1:
             lines.append(
-                f"{self.mean_kept:,.1f} entries per layer and KV head are stored where the budget "
-                f"is {self.budget}: {self.inexact}"
+                f"{self.mean_kept - self.later:,.1f} entries per layer and KV head are kept where "
+                f"the budget is {self.budget}: {self.inexact}"
             )
         if any(self.protected):
             lines.append(f"protected beside the budget: {max(self.protected)} tokens")
@@ -113,8 +113,7 @@ class Stats:
 
     def _later(self) -> str:
         """What came after the last compression, and what bounds it."""
-        counts = [count for layer in self.kept for row in layer for count in row]
-        before = sum(counts) / max(1, len(counts)) - self.later
+        before = self.mean_kept - self.later
         bound = "which no budget bounds"
         if self.later_budget is not None:
             bound = f"whose own budget is {self.later_budget:,}"

@@ -106,6 +106,32 @@ def both(selecting: str, encoding: str, heads: int, lengths: tuple[int, ...]) ->
     return [compressed(spec, budget, heads, lengths) for spec in specs]
 
 
+# --- pieces ---------------------------------------------------------------------------------------
+
+
+@BATCHES
+@pytest.mark.parametrize(
+    ("spec", "budget"),
+    [
+        ("d2o_official", 0.3),
+        ("d2o:similarity=independent", SMALL),
+        (f"{LAZY} + {SNAPKV}", None),
+        (f"{LAZY},when=first_decode + {KIVI}", None),
+    ],
+)
+def test_a_prompt_read_in_pieces_is_compressed_as_if_read_at_once(spec, budget, lengths):
+    (ids, mask), model = prompts(lengths), model_with(2, "kvfold")
+    caches = [CompressedCache(model, spec, budget) for _ in range(2)]
+    outs = [
+        kvfold.generate(
+            model, ids, cache=cache, attention_mask=mask, prefill_chunk=chunk, max_new_tokens=4
+        )
+        for cache, chunk in zip(caches, (None, 23), strict=True)
+    ]
+    assert torch.equal(*outs)
+    assert positions(caches[0]) == positions(caches[1])
+
+
 # --- texts ---------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,10 @@ class CaM(Method):
     the tokens that leave at once is spread, as released; at the end of a prompt, where many leave
     with the same targets, spreading all of them (0) drowns these. In a composition it brings the
     spreading alone.
+
+    What it spreads at a prompt's end changes next to nothing: the loss of what follows by −0.000 at
+    kept 0.1, 95 % interval −0.002 to +0.002, beside streaming_llm_original (SmolLM2-135M-Instruct,
+    n=60, docs/results/merging.md).
     Source: Zhang et al., CaM, ICML 2024; zyxxmu/cam `kv_cache_cam.py`.
     """
 
