@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -18,6 +23,7 @@ from typer.testing import CliRunner, Result
 import kvfold
 from kvfold.answer import Answer
 from kvfold.cli import app
+from kvfold.cli.demo_page import page
 from kvfold.cli.run import encode
 from kvfold.eval.tasks import families, tasks
 from kvfold.inspect.kept import kept_figure, kept_grid
@@ -152,6 +158,16 @@ def test_run_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_demo_refuses_bad_budgets() -> None:
     assert "cannot read 'much'" in refused("demo", "--budgets", "0.5 much")
     assert "no budgets" in refused("demo", "--budgets", " ")
+    assert "name it a.html" in refused("demo", "--page", "a.png")
+
+
+def test_the_demo_s_page_needs_nothing_else_and_escapes_its_text() -> None:
+    rows = Table("method")
+    rows.add_row(Text("<b>snapkv</b>"))
+    made = page([Group("{braces} of text", rows)], Figure())
+    assert "{braces} of text" in made and "&lt;b&gt;snapkv&lt;/b&gt;" in made
+    assert made.count("<img ") == 1 and 'src="data:image/png;base64,' in made
+    assert "http" not in made and "<script" not in made
 
 
 def test_kept_grid_marks_each_head_s_positions() -> None:
@@ -424,3 +440,12 @@ def test_what_is_no_context_file_is_called_that(tmp_path: Path) -> None:
         "ask", "m", str(text), "q"
     )
     assert "there is no such file" in refused("info", str(tmp_path / "absent.kvfold"))
+
+
+def test_a_warning_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned(*_: object) -> str:
+        warnings.warn("re-routed to sdpa", stacklevel=1)
+        return ""
+
+    monkeypatch.setattr("kvfold.cli.methods.defaults", warned)
+    assert kvfold_command("methods").stderr == "warning: re-routed to sdpa\n"

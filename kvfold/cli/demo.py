@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,11 +27,15 @@ ANY_QUESTION = "kvzip"
 AWARE = ("streaming_llm_original", "h2o", "snapkv", "pyramidkv", "knorm", "tova", "random")
 METHODS = (ANY_QUESTION, *AWARE)
 SHOWN = ("full", "snapkv", "random")
+KNOWN = (
+    "With the question in the prompt, a method compresses once for each question and keeps what "
+    "the question attends to."
+)
 WHY = (
-    "SnapKV scores the document by what its last tokens attend to. Compressed before any question "
-    "is asked, it cannot know which key will matter; nor can PyramidKV or TOVA, whose scores come "
-    "from the last queries too. KVzip lets the model repeat the document and keeps what it looks "
-    "at meanwhile, whatever is asked later. The next table compresses with the question in view."
+    "A document that many questions share is compressed before any of them is asked. SnapKV scores "
+    "it by what its last tokens attend to, and cannot know then which key will matter; nor can "
+    "PyramidKV or TOVA, whose scores come from the last queries too. KVzip lets the model repeat "
+    "the document and keeps what it attends to meanwhile, whatever is asked later."
 )
 
 # (method, budget) → what was measured; and method → answers with the question known.
@@ -40,8 +45,8 @@ Known = dict[str, list[str]]
 
 def command(
     page: Annotated[
-        Path, typer.Option("--page", "-o", dir_okay=False, help="Where the picture goes.")
-    ] = Path("kvfold-demo.png"),
+        Path, typer.Option("--page", "-o", dir_okay=False, help="The page to write, HTML.")
+    ] = Path("kvfold-demo.html"),
     seed: Annotated[int, typer.Option(help="Another document.")] = 0,
     budgets: Annotated[
         str, typer.Option(help="Parts to keep; the middle one gets the picture.")
@@ -53,18 +58,25 @@ def command(
     with out.status("importing torch and transformers"):
         from kvfold.cli.measure import Trial
     limits = _limits(budgets)
+    _prepare(page)
     trial = Trial.of(*load(BUNDLED), seed)
     _check(trial, limits)
-    _prepare(page)
     middle = limits[len(limits) // 2]
-    _introduce(out, trial)
+    opening = _introduction(trial)
+    out.print(opening)
     unknown, known = _measure(out, trial, limits, middle)
-    out.print(_costs(trial, unknown))
-    out.print(f"\n{WHY}\n")
-    out.print(_comparison(trial, unknown, known, middle))
-    out.print(_example(trial, unknown, known, middle))
-    _draw(page, trial, unknown, middle)
-    out.print(Text(f"What each method kept: {page.resolve()}", overflow="fold"))
+    found = Group(
+        Rule("the question is known", align="left"),
+        f"{KNOWN}\n",
+        _comparison(trial, known, middle),
+        Rule("the question is not known yet", align="left"),
+        f"{WHY}\n",
+        _costs(trial, unknown),
+        _example(trial, unknown, known, middle),
+    )
+    out.print(found)
+    _write(page, trial, [opening, found], unknown, middle)
+    out.print(Text(f"All of this and what each method kept: {page.resolve()}", overflow="fold"))
     out.print(f"{time.perf_counter() - started:.0f} seconds in all.")
 
 
@@ -90,29 +102,31 @@ def _check(trial: Trial, limits: list[str]) -> None:
 
 
 def _prepare(page: Path) -> None:
-    """Makes the folder of the picture now, so that a long run cannot end without one."""
+    """Makes the page's folder now, so that a long run cannot end without one."""
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise KvfoldError(f"the page is HTML: name it {page.with_suffix('.html')}")
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise KvfoldError(f"cannot write {page}: {problem}") from problem
 
 
-def _introduce(out: Console, trial: Trial) -> None:
+def _introduction(trial: Trial) -> Group:
     """What the document is, and what is asked."""
     sample, spans = trial.sample, trial.needles()
     body = sample.document
-    out.print(Rule("the document", align="left"))
-    out.print(
-        f"{trial.tokens():,} tokens of filler with {len(spans)} needles in it, each a number under "
-        f"a key of its own; {len(sample.questions)} questions ask for one number each. It opens:"
-    )
-    out.print(Text(textwrap.shorten(body, 240, placeholder=" ..."), style="dim"))
-    out.print("A needle:")
     question = sample.questions[0]
     at = body.index(question.answers[0])
-    out.print(Text(f"... {body[max(0, at - 110) : at + 40].strip()} ...", style="dim"))
-    out.print("A question:")
-    out.print(Text(question.text, style="dim"))
+    return Group(
+        Rule("the document", align="left"),
+        f"{trial.tokens():,} tokens of filler with {len(spans)} needles in it, each a number under "
+        f"a key of its own; {len(sample.questions)} questions ask for one number each. It opens:",
+        Text(textwrap.shorten(body, 240, placeholder=" ..."), style="dim"),
+        "A needle:",
+        Text(f"... {body[max(0, at - 110) : at + 40].strip()} ...", style="dim"),
+        "A question:",
+        Text(question.text, style="dim"),
+    )
 
 
 def _measure(out: Console, trial: Trial, limits: list[str], middle: str) -> tuple[Unknown, Known]:
@@ -160,17 +174,11 @@ def _costs(trial: Trial, unknown: Unknown) -> Table:
     return shown
 
 
-def _comparison(trial: Trial, unknown: Unknown, known: Known, middle: str) -> Table:
-    shown = table(
-        f"question known while compressing, budget {middle}",
-        "method",
-        "known",
-        "unknown",
-        right=("known", "unknown"),
-    )
+def _comparison(trial: Trial, known: Known, middle: str) -> Table:
+    title = f"question known while compressing, budget {middle}"
+    shown = table(title, "method", "answers right", right=["answers right"])
     for method, answers in known.items():
-        before = unknown[method, None if method == "full" else middle].answers
-        shown.add_row(method, _share(trial, answers), _share(trial, before))
+        shown.add_row(method, _share(trial, answers))
     return shown
 
 
@@ -191,12 +199,13 @@ def _share(trial: Trial, answers: list[str]) -> str:
     return f"{trial.right(answers)}/{len(answers)}"
 
 
-def _draw(page: Path, trial: Trial, unknown: Unknown, middle: str) -> None:
+def _write(page: Path, trial: Trial, parts: Sequence[Group], unknown: Unknown, middle: str) -> None:
+    from kvfold.cli.demo_page import page as whole
     from kvfold.inspect.kept import kept_figure
 
     kept = {method: unknown[method, middle].positions for method in METHODS}
-    seen = unknown["full", None].stats.seen
+    picture = kept_figure(kept, unknown["full", None].stats.seen, trial.needles())
     try:
-        kept_figure(kept, seen, trial.needles()).savefig(page)
-    except (OSError, ValueError) as problem:
+        page.write_text(whole(parts, picture), encoding="utf-8")
+    except OSError as problem:
         raise KvfoldError(f"cannot write {page}: {problem}") from problem

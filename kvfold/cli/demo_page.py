@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kvfold demo` printed, and the picture of what was kept, as one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from rich.console import Console, RenderableType
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+
+from kvfold.cli.console import WIDTH
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>kvfold demo</title>
+<style>
+body {{ color: {foreground}; background: {background}; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem }}
+pre {{ font: 0.85rem/1.35 ui-monospace, monospace; overflow-x: auto }}
+img {{ max-width: 100% }}
+</style>
+</head>
+<body>
+<pre>{code}</pre>
+<figure><img alt="Positions that each method kept, layer by layer" src="@@PICTURE@@"></figure>
+</body>
+</html>
+"""
+
+
+def page(parts: Sequence[RenderableType], picture: Figure) -> str:
+    """`parts` as a terminal shows them, and the picture below, in a page that needs no other."""
+    screen = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False)
+    for part in parts:
+        screen.print(part)
+    text = screen.export_html(theme=DEFAULT_TERMINAL_THEME, inline_styles=True, code_format=PAGE)
+    drawn = io.BytesIO()
+    picture.savefig(drawn, format="png")
+    encoded = base64.b64encode(drawn.getvalue()).decode()
+    return text.replace("@@PICTURE@@", f"data:image/png;base64,{encoded}")
