@@ -374,6 +374,26 @@ def test_questions_with_long_answers_change_nothing(model, spec):
     assert torch.equal(answers[0], answers[-1]) and not torch.equal(answers[0], answers[1])
 
 
+@pytest.mark.parametrize(("tokens", "packed"), [(64, 32), (95, 32), (96, 64)])
+def test_values_that_wait_for_their_lot_are_counted_whole(model, tokens, packed):
+    """After 64 tokens in a turn and some while decoding; 32 newer ones follow what is packed."""
+    reader = Reader(model, compressed(model, "kivi:group=8,residual=32"))
+    reader(prompts((64,))[0])
+    for token in continuation(1, 40)[:, : tokens - 64].split(1, 1) if tokens > 64 else ():
+        reader(token)
+    heads, number = 2, 8  # of a layer; bytes, in float64
+    expected = 0
+    for layer in reader.cache.compressed_layers:
+        keys, values = (layer.stored()._keys, layer.stored()._values)
+        assert values.encoded.lengths == [packed] * heads
+        whole = tokens - tokens // 32 * 32 + tokens - packed
+        codes = sum(
+            t.numel() * t.element_size() for p in (keys, values) for t in p.encoded.tensors()
+        )
+        expected += codes + heads * whole * SIZE * number
+    assert reader.cache.stats().kv_bytes == expected
+
+
 @EVERY
 def test_tokens_are_taken_back_as_if_never_read_or_not_at_all(model, spec):
     """What older entries were encoded for cannot be undone; it is refused and nothing changes."""

@@ -13,7 +13,8 @@ class KIVI(Method):
 
     1. `group` consecutive tokens of a key channel, or channels of a value, share scale and minimum.
     2. Keys are packed `residual` tokens at a time, so 0 to `residual` − 1 of the newest are whole.
-    3. Values are packed once `residual` newer ones follow.
+    3. Values are packed once `residual` newer ones follow, while decoding in lots of 32: up to 31
+       more than the authors' are then whole, and counted as such in the bytes.
 
     `key_bits` and `value_bits` 0 mean `bits`. The authors recommend 2 bits for models whose heads
     do not share keys, 4 for grouped ones; a constant group, which their code divides by zero, is
