@@ -11,8 +11,10 @@ import random
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any, ClassVar
 
 import pytest
@@ -25,7 +27,7 @@ import kvfold
 from kvfold import ContextFileError, KvfoldError
 from kvfold.files import format as files_format
 from kvfold.files import write
-from kvfold.files.format import CHECKSUM, FORMAT, HEADER, VERSION, digest, read_header
+from kvfold.files.format import CHECKSUM, FORMAT, HEADER, VERSION, digest, opened, read_header
 from kvfold.layer import CompressedLayer
 from kvfold.loading import load as load_model
 from kvfold.method import preset, spelled_out
@@ -578,3 +580,47 @@ def test_commands(model, tokenizer, tmp_path):
     assert "cannot read" in refused("ask", "none", str(path), QUESTION)
     assert "no folder" in refused("compress", "none", str(text), "-o", str(tmp_path / "x" / "y"))
     assert "cannot read" in refused("compress", "none", str(tmp_path / "none.txt"))
+
+
+# --- while others write --------------------------------------------------------------------------
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(model, tokenizer, tmp_path):
+    path = tmp_path / "a.kvfold"
+    small, large = (kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", n) for n in (40, 90))
+    small.save(path)
+    with opened(path) as file:
+        large.save(path)
+        file.check()
+        assert file.header.budget.amount == 40
+    assert read_header(path).budget.amount == 90
+
+
+def test_savers_and_readers_of_one_name_never_disturb_each_other(model, tokenizer, tmp_path):
+    path, done = tmp_path / "a.kvfold", Event()
+    both = [kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", n) for n in (40, 90)]
+    both[0].save(path)
+
+    def replaced() -> None:
+        while not done.is_set():
+            for context in both:
+                context.save(path)
+
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(replaced)
+        try:
+            for _ in range(60):
+                with opened(path) as file:
+                    file.check()
+        finally:
+            done.set()
+        saving.result()
+
+
+def test_a_file_keeps_its_rights(model, tokenizer, tmp_path):
+    path = tmp_path / "a.kvfold"
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40)
+    context.save(path)
+    path.chmod(0o600)
+    context.save(path)
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -17,10 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import kvfold
 from kvfold import KvfoldError
 from kvfold.files import write
+from kvfold.files.format import digest
 from kvfold.layer import CompressedLayer
 from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
 from kvfold.serve.errors import ApiError
@@ -87,7 +89,7 @@ def test_the_size_is_that_of_every_tensor(tokenizer, family, spec):
         layer if isinstance(layer, CompressedLayer) else vars(layer)
         for layer in context.cache.layers
     ]
-    reachable = sum(storages([own, context.ids], {}, set()).values())
+    reachable = sum(storages([own, context.ids, context.cache.history], {}, set()).values())
     assert size_of(context) == pytest.approx(reachable, rel=0.02)
 
 
@@ -235,6 +237,68 @@ def test_a_full_disk_keeps_what_is_in_memory(holder, made, monkeypatch):
     assert in_memory(contexts) == ["c0"] and contexts.nbytes == counted(contexts)
     with contexts.reading("c0"):
         assert not contexts.get("c0").idle
+
+
+def test_what_is_on_a_full_disk_already_makes_room(holder, made, monkeypatch):
+    contexts = holder(2.5)
+    for i in range(3):
+        contexts.add(made[i], f"c{i}")
+    with contexts.reading("c0"):
+        pass
+    # c1 went to the disk for c0; the oldest in memory, c2, was never written.
+    assert in_memory(contexts) == ["c2", "c0"]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write, "save_file", full)
+    with contexts.reading("c1") as read:
+        assert torch.equal(read.ids, made[1].ids)
+    assert in_memory(contexts) == ["c2", "c1"] and contexts.nbytes == counted(contexts)
+
+
+def test_a_folder_that_is_only_read_says_so(holder, made, monkeypatch):
+    contexts = holder(1.5)
+    for i in range(2):
+        contexts.add(made[i], f"c{i}")
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    file = contexts.folder.file("c0")
+    monkeypatch.setattr(Path, "unlink", refused)
+    monkeypatch.setattr(Path, "touch", refused)
+    with pytest.raises(KvfoldError, match=r"cannot write .*Read-only"):
+        made[0].save(contexts.folder.path / "other.kvfold")
+    for _ in range(2):
+        with pytest.raises(ApiError, match="it stays") as stays:
+            contexts.delete("c0")
+        assert stays.value.status_code == 503 and str(file) not in stays.value.detail
+    # Nothing is moved: c1 cannot be written.
+    with pytest.raises(ApiError) as full, contexts.reading("c0"):
+        pass
+    assert full.value.status_code == 503 and contexts.nbytes == counted(contexts)
+    monkeypatch.undo()
+    with contexts.reading("c0"):
+        contexts.delete("c0")
+    assert not file.exists()
+
+
+def test_odd_files_are_left_out(holder, made, tmp_path):
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "dangling.kvfold").symlink_to(odd / "nothing")
+    (odd / "folder.kvfold").mkdir()
+    os.mkfifo(odd / "pipe.kvfold")
+    (odd / f".a.kvfold.{'0' * 32}.tmp").symlink_to(odd / "nothing")
+    text = "[" * 10**5
+    deep = {"kvfold_context": "1", "header": text, "checksum": digest("1" + text)}
+    save_file({"ids": torch.zeros(1)}, odd / "deep.kvfold", deep)
+    made[0].save(odd / "good.kvfold")
+    contexts = holder(5, folder=odd)
+    problems = " ".join(str(problem) for problem in contexts.adopt())
+    assert [held.id for held in contexts.all()] == ["good"]
+    assert all(f"{name}.kvfold" in problems for name in ("dangling", "deep", "folder", "pipe"))
 
 
 def test_a_file_that_is_lost_or_altered_is_told(holder, made):

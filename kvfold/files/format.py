@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,7 +204,7 @@ class ContextFile:
             raise self.damaged("its header was altered")
         try:
             return Header.model_validate(json.loads(text))
-        except (ValidationError, ValueError) as problem:
+        except (ValidationError, ValueError, RecursionError) as problem:
             raise self.damaged("its header says something else than this version's") from problem
 
 
@@ -211,10 +213,27 @@ def opened(path: str | Path) -> Iterator[ContextFile]:
     """The file at `path`; raises ContextFileError where there is none, or not a whole one."""
     path = Path(path)
     try:
-        with safe_open(path, framework="pt") as file:
+        with _held(path) as place, safe_open(place, framework="pt") as file:
             yield ContextFile(path, file)
     except (OSError, SafetensorError) as problem:
         raise ContextFileError(f"cannot read {path}: {_what_is_wrong(path, problem)}") from problem
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[Path]:
+    """Another name of the file that is at `path` now, whatever takes its place meanwhile.
+
+    safetensors opens a name twice: it would read the header of one file and tensors of another.
+    Raises OSError for what is no file, such as a pipe, which would be waited for.
+    """
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError("it is no file")
+        held = Path(f"/dev/fd/{opened}")
+        yield held if held.exists() else path
+    finally:
+        os.close(opened)
 
 
 def _what_is_wrong(path: Path, problem: Exception) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,12 +143,12 @@ def _write(
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to, which takes its place when the block ends well."""
+    """A name beside `path` to write to, which takes its place, and rights, when it ends well."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.touch()
         # A library that writes by renaming leaves rights that are its owner's alone.
-        rights = temporary.stat().st_mode
+        rights = (path if path.is_file() else temporary).stat().st_mode
         yield temporary
         temporary.chmod(rights)
         with temporary.open("rb") as written:
@@ -157,7 +157,9 @@ def replacing(path: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as problem:
         raise KvfoldError(f"cannot write {path}: {problem}") from problem
     finally:
-        temporary.unlink(missing_ok=True)
+        # On a disk that takes no writing there is none, and no removing either.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _check(cache: CompressedCache) -> None:

@@ -8,6 +8,7 @@ for memory only while it reads no context itself, so that those who read always 
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from array import array
 from collections import OrderedDict
@@ -121,21 +122,27 @@ class Contexts:
         return held
 
     def delete(self, name: str) -> None:
-        """Forgets a context; raises ApiError where there is none."""
+        """Forgets a context; raises ApiError where there is none, or its file cannot go."""
         with self._changed:
             held = self._named(name)
+            if held.file is not None:
+                _check_removable(held.file)
+                if held.idle:
+                    _remove(held.file)
+                    held.file = None
             del self._held[name]
             for kind, key in held.keys.items():
                 self._prefixes[kind].remove(key, name)
             self._leaving[name] = held
             self._forget_if_unused(held)
 
-    def adopt(self) -> Iterator[KvfoldError | ApiError]:
+    def adopt(self) -> Iterator[Exception]:
         """Holds what the folder has already; yields what is wrong with files that it leaves."""
         for name, file in self.folder.found():
             try:
                 self.add(self.load(file), name, file=file)
-            except (KvfoldError, ApiError) as problem:
+            # Whatever lies in the folder: the server starts without it.
+            except Exception as problem:
                 yield problem
 
     def close(self) -> None:
@@ -207,12 +214,18 @@ class Contexts:
                 code="context_too_large",
             )
         while self.nbytes + size > self.memory:
-            movable = (h for h in self._held.values() if h.context is not None and h.idle)
-            oldest = next(movable, None)
-            if oldest is None:
+            movable = [h for h in self._held.values() if h.context is not None and h.idle]
+            if not movable:
                 self._changed.wait()
-            else:
-                self._move_to_disk(oldest)
+                continue
+            try:
+                self._move_to_disk(movable[0])
+            except ApiError:
+                # A disk that takes no more: what it has already goes from memory for nothing.
+                written = [h for h in movable if h.idle and h.context is not None and h.file]
+                if not written:
+                    raise
+                self._move_to_disk(written[0])
         self.nbytes += size
 
     def _give_back(self, size: int) -> None:
@@ -265,6 +278,26 @@ class Contexts:
             yield
         finally:
             self._changed.acquire()
+
+
+def _check_removable(file: Path) -> None:
+    """Raises ApiError for a file in a folder that is only read."""
+    if not os.access(file.parent, os.W_OK):
+        raise _stays(file, "the folder is only read")
+
+
+def _remove(file: Path) -> None:
+    """Removes a file; raises ApiError where it stays."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as problem:
+        raise _stays(file, problem) from problem
+
+
+def _stays(file: Path, problem: object) -> ApiError:
+    log.error("cannot remove %s: %s", file, problem)
+    message = "the context's file cannot be removed: it stays"
+    return ApiError(503, message, code="disk_failed", retry_after=60)
 
 
 def key_of_tokens(ids: list[int]) -> Key:

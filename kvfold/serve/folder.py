@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvfold.errors import KvfoldError
@@ -30,9 +31,8 @@ class Folder:
         try:
             named.mkdir(mode=0o700, exist_ok=True)
             for path in named.iterdir():
-                old = time.time() - path.stat().st_mtime > STALE
-                if old and UNFINISHED.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
+                if UNFINISHED.fullmatch(path.name):
+                    _remove_stale(path)
         except OSError as problem:
             raise KvfoldError(f"cannot use {named} as the contexts' folder: {problem}") from problem
 
@@ -52,3 +52,10 @@ class Folder:
         """Removes a private folder."""
         if self.private:
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes what a killed save left; in a folder that is only read it may stay."""
+    with suppress(OSError):
+        if time.time() - path.lstat().st_mtime > STALE:
+            path.unlink()

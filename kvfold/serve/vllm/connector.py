@@ -101,11 +101,12 @@ class KvfoldConnector(KVConnectorBase_V1):
         for load in step.loads:
             try:
                 self.filling.fill(layers, load)
-            except KvfoldError as problem:
+            # Raised here, anything ends the engine with all its requests.
+            except (KvfoldError, OSError, RuntimeError) as problem:
                 logger.error("context %s could not be loaded: %s", load.context, problem)
                 self.load_failed(load, problem)
 
-    def load_failed(self, load: Load, problem: KvfoldError) -> None:
+    def load_failed(self, load: Load, problem: Exception) -> None:
         """Fails the requests that have these pages."""
         self._failed.update(load.blocks)
 

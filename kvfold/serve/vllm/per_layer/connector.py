@@ -56,7 +56,7 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return self.request_finished(request, [])
 
-    def load_failed(self, load: Load, problem: KvfoldError) -> None:
+    def load_failed(self, load: Load, problem: Exception) -> None:
         """vLLM takes no failed pages of several groups."""
         raise problem
 
