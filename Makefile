@@ -11,7 +11,7 @@ VLLM_BIN := .venv-vllm/bin
 demo: .venv/ready
 	$(BIN)/kvfold demo
 
-test: .venv/ready
+test: .venv/ready .venv-litellm/ready
 	$(BIN)/python -m pytest -n auto
 
 test-vllm: .venv-vllm/ready
@@ -39,5 +39,11 @@ train: .venv/ready
 	$(VLLM_BIN)/pip install --quiet --editable ".[serve]"
 	touch $@
 
+# LiteLLM pins an older huggingface_hub than transformers needs; a test of it is skipped without.
+.venv-litellm/ready:
+	test -x .venv-litellm/bin/python || $(PYTHON) -m venv .venv-litellm
+	.venv-litellm/bin/pip install --quiet litellm
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm
+	rm -rf .venv .venv-vllm .venv-litellm

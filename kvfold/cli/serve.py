@@ -42,8 +42,8 @@ def command(
         ),
     ] = None,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Read texts in pieces of this many tokens.")
-    ] = None,
+        int, typer.Option(min=1, help="Read texts in pieces of this many tokens.")
+    ] = 1024,
     memory: Annotated[
         str, typer.Option(help="Contexts in memory; beyond it, the least used go to disk.")
     ] = "4GiB",

@@ -61,7 +61,8 @@ class Engine:
         budget = settings.budget if method.takes_budget else None
         CompressedCache(model, method, budget, tokenizer=tokenizer)
         self._of_thread = local()
-        self._hook = model.register_forward_pre_hook(self._check_wanted)
+        self._hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        self.abandoned = 0
         self.workers = Workers(settings.workers, settings.queue)
         self.contexts = Contexts(
             partial(kvfold.load, model=model, tokenizer=tokenizer),
@@ -262,16 +263,22 @@ class Engine:
 
     def _begin(self, cancelled: Event) -> None:
         """Notes what tells that the job of this thread is no longer wanted."""
-        self._of_thread.cancelled = cancelled
+        self._of_thread.cancelled, self._of_thread.tokens = cancelled, 0
         self._check_wanted()
 
-    def _check_wanted(self, *_: Any) -> None:
-        """Raises ApiError, where the client has not hung up, because the server's grace is over.
+    def _forward_begins(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Called before every forward: a long text is not read to its end for nobody."""
+        self._check_wanted()
+        ids = kwargs.get("input_ids")
+        if ids is not None and hasattr(self._of_thread, "tokens"):
+            self._of_thread.tokens += ids.shape[-1]
 
-        Called before every forward too: a long text is not read to its end for nobody.
-        """
+    def _check_wanted(self) -> None:
+        """Raises ApiError where the client has hung up, or the server's grace is over."""
         cancelled = getattr(self._of_thread, "cancelled", None)
         if cancelled is not None and cancelled.is_set():
+            self.abandoned += self._of_thread.tokens
+            self._of_thread.tokens = 0
             raise stopping()
 
 

@@ -81,5 +81,10 @@ class _Held(Collector):
         moves.add_metric(["disk"], contexts.to_disk)
         moves.add_metric(["memory"], contexts.to_memory)
         yield moves
+        yield CounterMetricFamily(
+            "kvfold_abandoned_tokens",
+            "Tokens read or generated for clients that hung up before their answer was whole.",
+            self.engine.abandoned,
+        )
         yield GaugeMetricFamily("kvfold_queue_depth", "Requests that wait.", workers.waiting)
         yield GaugeMetricFamily("kvfold_running", "Requests at work.", workers.running)

@@ -7,7 +7,7 @@ knows which engine answers.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -28,6 +28,9 @@ def _of_whole_characters(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_of_whole_characters)]
 ContextId = Annotated[str, Field(pattern=CONTEXT_ID)]
+# What asks for nothing.
+Empty = Annotated[list[Any], Field(max_length=0)]
+EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 Name = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 StopText = Annotated[str, Field(max_length=MOST_CHARACTERS), AfterValidator(_of_whole_characters)]
@@ -47,10 +50,21 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """A message of a conversation."""
+    """A message of a conversation; clients send answers back with all their fields.
+
+    Nothing is read of `name` and of what LiteLLM adds.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_ENTRIES)]
+
+    name: Name | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Empty | None = None
+    annotations: Empty | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -64,6 +78,13 @@ class StreamOptions(_Strict):
     """What a stream tells beside the answer."""
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """The form of an answer: a text, as every answer has."""
+
+    type: Literal["text"]
 
 
 class Request(_Strict):
@@ -71,8 +92,9 @@ class Request(_Strict):
 
     `context_id` names a context that comes before all of the request; without one,
     `prefix_cache` lets the request use a held context that it begins with. `n`, `best_of`, the
-    penalties and `logprobs` can only be what they are by default; `user` is not looked at. An
-    answer whose length is not given has at most `usual_tokens`, as OpenAI's; None: all it may have.
+    penalties, `logprobs` and all that may only be None or empty can only be what they are by
+    default; `user`, `metadata` and other names of the client's own are not looked at. An answer
+    whose length is not given has at most `usual_tokens`, as OpenAI's; None: all it may have.
     """
 
     usual_tokens: ClassVar[int | None] = None
@@ -90,7 +112,9 @@ class Request(_Strict):
     n: Literal[1] | None = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
+    logit_bias: EmptyObject | None = None
     user: str | None = None
+    metadata: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _only_streams_have_options(self) -> Self:
@@ -122,6 +146,23 @@ class ChatRequest(Request):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_ENTRIES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] | None = None
+    top_logprobs: Zero | None = None
+    response_format: ResponseFormat | None = None
+    tools: Empty | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Empty | None = None
+    function_call: Literal["none", "auto"] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -146,6 +187,7 @@ class CompletionRequest(Request):
     )
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
+    suffix: None = None
     logprobs: None = None
 
     @property

@@ -29,7 +29,7 @@ class Settings:
     method: str = "kvzip"
     budget: float | str | None = 0.5
     methods: tuple[str, ...] | None = None
-    prefill_chunk: int | None = None
+    prefill_chunk: int | None = 1024
     memory: int = 4 * 2**30
     folder: Path | None = None
     contexts: int = 1000
