@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,27 @@ def test_functions_are_not_hidden_by_modules_of_their_name() -> None:
 )
 def test_help_and_typos_import_no_torch(arguments: tuple[str, ...]) -> None:
     assert not command_imports(*arguments)
+
+
+def test_the_library_does_not_import_the_command_line() -> None:
+    root = Path(kvfold.__file__).parent
+    programs = {root / "__main__.py", root / "serve/vllm/cli.py", root / "eval/lm_eval/__main__.py"}
+    library = {path for path in root.rglob("*.py") if "cli" not in path.relative_to(root).parts[:1]}
+    found = [path for path in library - programs if "kvfold.cli" in path.read_text("utf-8")]
+    assert not found
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    asked = {
+        "_KVFOLD_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": "kvfold t",
+        "COMP_CWORD": "1",
+        "_TYPER_COMPLETE_ARGS": "kvfold t",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    program = "import sys; sys.argv = ['kvfold']; from kvfold.cli import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | asked
+    )
+    assert "tasks" in ran.stdout
