@@ -221,12 +221,13 @@ def assert_steps(
     heads: int,
     lengths: tuple[int, ...],
     change: Callable[[ByHand], None],
+    count: int = 3,
 ) -> None:
-    """So it is after the prompt and after each of three generated tokens; `change` evicts."""
+    """So it is after the prompt and after each of `count` generated tokens; `change` evicts."""
     reader = compressed(spec, budget, heads, lengths)
     expected = [copy.deepcopy(prompt_read(heads, lengths, row)) for row in range(len(lengths))]
-    steps = continuation(len(lengths), 3).split(1, 1)
-    for step in range(4):
+    steps = continuation(len(lengths), count).split(1, 1)
+    for step in range(count + 1):
         for row, one in enumerate(expected):
             if step:
                 one(steps[step - 1][row : row + 1])
@@ -883,6 +884,17 @@ def cam_step(one: ByHand, budget: int, targets: int) -> None:
 def test_cam_spreads_the_value_that_leaves(targets, heads, lengths):
     spec = f"cam:deterministic=true,targets={targets}"
     assert_steps(spec, SMALL, heads, lengths, lambda one: cam_step(one, SMALL, targets))
+
+
+@pytest.mark.parametrize("lengths", [(17,), (SMALL, 18)])
+@pytest.mark.parametrize("spec", ["h2o", "streaming_llm_original", "d2o", "cam:deterministic=true"])
+def test_texts_that_fit_and_grow_past_the_budget(spec, lengths):
+    """From the first eviction on it is as by hand, what is merged included."""
+    by_layer = {"d2o": lambda one: [d2o_step(layer, SMALL) for layer in one.layers]}
+    of_all = {"cam:deterministic=true": lambda one: cam_step(one, SMALL, 32)}
+    by_head = {"h2o": h2o, "streaming_llm_original": first_and_newest}
+    change = (by_layer | of_all).get(spec) or holding(by_head[spec], SMALL)
+    assert_steps(spec, SMALL, 2, lengths, change, count=8)
 
 
 # --- fewer tokens in every layer: PyramidInfer -------------------------------------------------
