@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +24,7 @@ from kvfold.serve.requests import MOST_CHARACTERS, MOST_ENTRIES
 from kvfold.serve.settings import Settings
 from tests.serving import Running, running, until
 from tests.test_cli import word_tokenizer
-from tests.test_files import QUESTION, new_model
+from tests.test_files import DOCUMENT, QUESTION, new_model
 from tests.test_serve_refusals import CHAT, TEXT, assert_clean, chat, completion, head
 
 CONTEXTS = "/v1/contexts"
@@ -50,6 +51,30 @@ def restricted(model: Any) -> Iterator[Running]:
 
 def post(server: Running, path: str, body: bytes) -> httpx.Response:
     return server.http.post(path, content=body, headers={"content-type": "application/json"})
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def test_the_table_of_bounds_says_the_defaults():
+    table = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    table = table[table.index("## What bounds a client") : table.index("## What is counted")]
+    own = Settings()
+    for name in (
+        "connections", "contexts", "values", "answer_tokens", "prefill_chunk", "grace",
+        "client_timeout",
+    ):  # fmt: skip
+        assert f"`--{name.replace('_', '-')}`, {int(getattr(own, name))}" in table, name
+    assert f"`--workers` + `--queue`, {own.workers} + {own.queue}" in table
+    assert (own.memory, own.body) == (4 * 2**30, 32 * 2**20)
+    assert "`--memory`, 4GiB" in table and "`--body`, 32MiB" in table
+    assert f"{MOST_ENTRIES}; stop" in table and f"a stop string: {MOST_CHARACTERS}" in table
+
+
+def test_a_method_that_reads_at_once_is_served_by_default(model):
+    with running(model, word_tokenizer(), prefill_chunk=16) as server:
+        for method in ("pyramidinfer", "snapkv"):
+            server.create(DOCUMENT, method=method, budget=None if method != "snapkv" else 40)
 
 
 # --- arrays --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import random
 from functools import partial
 from itertools import cycle
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import kvfold
 from kvfold.eval import ruler
 from kvfold.frame import token_count
+from kvfold.serve.requests import ChatRequest, CompletionRequest, ContextRequest
 from tests.serving import Running, running
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, new_model
@@ -160,6 +162,65 @@ def test_nothing_that_the_description_allows_fails(description):
     answered = {path for path, status in seen if status < 300}
     assert answered >= {"/v1/chat/completions", "/v1/completions", "/v1/contexts"}
     assert ("/v1/contexts/{context_id}", 404) in seen
+
+
+def test_nothing_that_the_description_forbids_fails(description):
+    seen: set[int] = set()
+    for result in description.get_all_operations():
+        operation = result.ok()
+        if operation.method.upper() != "POST":
+            continue
+        wrong = operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE)
+
+        @given(wrong)
+        @settings(
+            max_examples=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        def holds(case: Any) -> None:
+            answered = case.call()
+            seen.add(answered.status_code)
+            assert answered.status_code < 500 and "Traceback" not in answered.text
+
+        holds()
+    assert 400 in seen
+
+
+FIELDS = [
+    (path, name)
+    for path, kind in (
+        ("/v1/chat/completions", ChatRequest),
+        ("/v1/completions", CompletionRequest),
+        ("/v1/contexts", ContextRequest),
+    )
+    for name in kind.model_fields
+]
+ODD: list[Any] = [
+    -1, 0, 1e-320, 1e308, -0.0, 2**63, 10**400, True, "", "a" * 10**4, "\ud800", "\0", [], [[]],
+    [None], {}, {"a": {}}, [{"role": "user"}],
+    [{"role": "user", "content": [{"type": "image_url"}]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path, name", FIELDS, ids=[" ".join(field) for field in FIELDS])
+def test_no_value_of_any_field_fails(description, path, name):
+    right = {
+        "/v1/contexts": {"text": "the sky is blue", "method": "full"},
+        "/v1/completions": {"model": "tiny", "prompt": "the sky", "max_tokens": 2},
+        "/v1/chat/completions": {
+            "model": "tiny", "messages": [{"role": "user", "content": "the"}], "max_tokens": 2,
+        },
+    }[path]  # fmt: skip
+    url = description.config.base_url or description.get_base_url()
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for value in ODD:
+            body = json.dumps(right | {name: value})
+            headers = {"content-type": "application/json"}
+            answered = client.post(path, content=body, headers=headers)
+            assert answered.status_code < 500, (value, answered.text)
 
 
 def test_the_description_names_every_path(description):

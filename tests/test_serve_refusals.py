@@ -308,6 +308,10 @@ def test_who_hangs_up_in_mid_stream_is_not_generated_for(server, model, context)
         assert server.engine.contexts.get(context).readers == 0
 
 
+def test_tokens_for_who_hung_up_are_counted(server):
+    assert server.metric("kvfold_abandoned_tokens_total") > 0
+
+
 def test_who_hangs_up_before_the_answer_frees_the_place(server, model, context):
     with braked(model) as brake:
         for stream in (False, True):

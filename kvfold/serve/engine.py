@@ -237,7 +237,8 @@ class Engine:
                 request.text,
                 method,
                 None if budget is None else Budget.of(budget),
-                prefill_chunk=self.settings.prefill_chunk,
+                # What prunes tokens between layers reads its text at once.
+                prefill_chunk=None if method.stages().funnel else self.settings.prefill_chunk,
                 special_tokens=self.settings.special_tokens,
                 allow_longer=self.settings.allow_longer,
             )
