@@ -16,6 +16,7 @@ from kvfold.observation import Observation
 
 Norm = Literal["across_layers", "official", "none"]
 Shape = Literal["softmax", "uniform", "reciprocal", "exponential"]
+Spending = Literal["exact", "official"]
 
 
 def column_variance(seen: Observation) -> Tensor:
@@ -103,6 +104,17 @@ def as_released(
     counts = torch.where(budget >= seen, budget.long(), newest.long() + others.long())
     counts[list(skip_layers)] = UNLIMITED
     return list(counts)
+
+
+def inexact_because(spending: Spending, shape: Shape, skip_layers: Sequence[int]) -> str:
+    """Why the layers' sizes do not add up to the budget; empty where they do."""
+    if shape == "exponential":
+        return "the exponential parts do not add up to the whole budget"
+    if spending == "exact":
+        return ""
+    whole = ", ".join(map(str, skip_layers))
+    beside = f"layers {whole} stay whole beside it, " if whole else ""
+    return f"{beside}the others' parts are rounded down, as released"
 
 
 def densities(statistics: list[Tensor], norm: Norm) -> Tensor:

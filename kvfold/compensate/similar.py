@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,29 @@ from kvfold.store.norms import On, norms_of
 from kvfold.store.rows import joined, take
 
 Weights = Literal["softmax", "average", "official"]
+Merging = Literal["softmax", "average", "official", "none"]
+Similarity = Literal["keys", "values", "independent"]
 Decide = Literal["head", "head_mean"]
 
 TILE_BYTES = 16 * 2**20  # the most that similarities, or evicted entries, take at a time
+
+
+def merging(
+    weights: Merging, similarity: Similarity, beta: float, decide: Decide
+) -> dict[str, Any]:
+    """The stages that merge what is evicted; none where `weights` is "none".
+
+    "independent" merges keys by keys and values by values, which no single entry does in one step.
+    """
+    if weights == "none":
+        return {}
+    options: dict[str, Any] = {"beta": beta, "weights": weights, "decide": decide}
+    if similarity == "independent":
+        return {"compensate": partial(merge_apart, **options)}
+    return {
+        "compensate": partial(merge_similar, on=similarity, **options),
+        "compensate_one": partial(merge_one, on=similarity, **options),
+    }
 
 
 def merge_similar(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-from kvfold.allocate.density import Norm, Shape, as_released, by_density, column_variance
-from kvfold.compensate.similar import Decide, merge_apart, merge_one, merge_similar
+from kvfold.allocate import density
+from kvfold.compensate.similar import Decide, Merging, Similarity, merging
 from kvfold.errors import KvfoldError
 from kvfold.method import Across, Method, Stages, register
 from kvfold.observation import Needs
@@ -41,41 +41,34 @@ class D2O(Method):
     `skip_layers`, from the end where negative, stay whole inside the budget. `decode="append"`
     compresses the prompt only.
 
-    `d2o_official` holds the released code's values, and spends as it does (`spending`): layers 0, 1
-    and the last stay whole beside the budget, and the others keep their part of it, rounded down;
-    stats say how much that is. It differs from that code in this: the prompt is compressed at its
-    end, not when the first token is generated; attention is of KV heads, the mean of their query
-    heads, summed in float32; thresholds begin anew with every sequence; a layer of F = 0 does not
-    switch compression off.
+    `d2o_official` holds the released code's values, and spends as it does: layers 0, 1 and the last
+    stay whole beside the budget, the others keep their part of it, rounded down; stats say how much
+    that is. It differs in this: the prompt is compressed at its end, not when the first token is
+    generated; attention is of KV heads, the mean of their query heads, summed in float32;
+    thresholds begin anew with every sequence; a layer of F = 0 does not switch compression off.
 
-    Merging raised the loss beside `merge="none"` by 0.070 at kept 0.1 and 0.037 at 0.2, 95 %
-    intervals above 0 (SmolLM2-135M-Instruct, n=60, docs/results/merging.md).
+    Merging raised the loss by 0.070 at kept 0.1, by 0.037 at 0.2, 95 % intervals above 0
+    (SmolLM2-135M-Instruct, n=60, docs/results/merging.md).
     Source: Wan et al., sections 4 and 5.4 to 5.6; AIoT-MLSys-Lab/d2o.
     """
 
     beta: float = 0.7
     recent: float = 0.25
     sinks: int = 4
-    allocation: Shape = "softmax"
-    norm: Norm = "across_layers"
-    merge: Literal["softmax", "average", "official", "none"] = "softmax"
-    similarity: Literal["keys", "values", "independent"] = "keys"
+    allocation: density.Shape = "softmax"
+    norm: density.Norm = "across_layers"
+    merge: Merging = "softmax"
+    similarity: Similarity = "keys"
     decide: Decide = "head"
     skip_layers: tuple[int, ...] = ()
-    spending: Literal["exact", "official"] = "exact"
+    spending: density.Spending = "exact"
     decode: Literal["hold", "append"] = "hold"
 
     def __post_init__(self) -> None:
-        for name in ("beta", "recent"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise KvfoldError(f"d2o:{name} is a part, 0 to 1, not {getattr(self, name)}")
-        if self.sinks < 0:
-            raise KvfoldError(f"d2o:sinks is 0 or more, not {self.sinks}")
+        if not (0 <= self.beta <= 1 and 0 <= self.recent <= 1 and self.sinks >= 0):
+            raise KvfoldError("d2o:beta and d2o:recent are in [0, 1], d2o:sinks is 0 or more")
         if self.spending == "official" and self.allocation != "softmax":
-            raise KvfoldError(
-                f"d2o:allocation={self.allocation} is not in the released code: choose "
-                "allocation=softmax or spending=exact"
-            )
+            raise KvfoldError("d2o:spending=official is of the released allocation=softmax only")
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
@@ -83,45 +76,21 @@ class D2O(Method):
         return self.decide == "head"
 
     def stages(self) -> Stages:
-        similarity = None if self.merge == "none" else self.similarity
-        norms = None if similarity == "independent" else similarity
+        by = None if self.merge == "none" or self.similarity == "independent" else self.similarity
         return Stages(
-            needs=Needs(column_sums=True, only_attention=True, norms=norms),
+            needs=Needs(column_sums=True, only_attention=True, norms=by),
             score=partial(accumulated_attention, per_visible_query=False),
             allocate=self._allocate(),
             forced=Forced(sinks=self.sinks, recent=Share(self.recent)),
             decode=self.decode,
-            inexact=self._inexact(),
-            **self._merging(),
+            inexact=density.inexact_because(self.spending, self.allocation, self.skip_layers),
+            **merging(self.merge, self.similarity, self.beta, self.decide),
         )
-
-    def _merging(self) -> dict[str, Any]:
-        """The stages that save something of what is evicted."""
-        if self.merge == "none":
-            return {}
-        options: dict[str, Any] = {"beta": self.beta, "weights": self.merge, "decide": self.decide}
-        if self.similarity == "independent":
-            return {"compensate": partial(merge_apart, **options)}
-        options["on"] = self.similarity
-        return {
-            "compensate": partial(merge_similar, **options),
-            "compensate_one": partial(merge_one, **options),
-        }
 
     def _allocate(self) -> Across:
         skip, norm = self.skip_layers, self.norm
         if self.spending == "official":
-            share = partial(as_released, norm=norm, recent=self.recent, skip_layers=skip)
-            return Across(column_variance, share, unrounded=True)
-        share = partial(by_density, norm=norm, shape=self.allocation, skip_layers=skip)
-        return Across(column_variance, share)
-
-    def _inexact(self) -> str:
-        if self.allocation == "exponential":
-            return "the exponential parts do not add up to the whole budget"
-        if self.spending == "exact":
-            return ""
-        whole = ", ".join(map(str, self.skip_layers))
-        return (f"layers {whole} stay whole beside it, " if whole else "") + (
-            "the others' parts are rounded down, as released"
-        )
+            share = partial(density.as_released, norm=norm, recent=self.recent, skip_layers=skip)
+            return Across(density.column_variance, share, unrounded=True)
+        share = partial(density.by_density, norm=norm, shape=self.allocation, skip_layers=skip)
+        return Across(density.column_variance, share)
