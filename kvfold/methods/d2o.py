@@ -40,7 +40,6 @@ class D2O(Method):
 
     `skip_layers`, from the end where negative, stay whole inside the budget. `decode="append"`
     compresses the prompt only.
-
     `d2o_official` holds the released code's values, and spends as it does: layers 0, 1 and the last
     stay whole beside the budget, the others keep their part of it, rounded down; stats say how much
     that is. It differs in this: the prompt is compressed at its end, not when the first token is
