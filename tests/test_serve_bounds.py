@@ -262,6 +262,22 @@ def test_web_pages_of_other_sites_are_refused(server):
         assert server.http.get("/v1/models", headers={"Host": name}).status_code == 200
 
 
+def test_contexts_are_listed_a_page_at_a_time(model):
+    with running(model, word_tokenizer()) as server:
+        made = {server.create(f"{DOCUMENT} {QUESTION}", budget=40) for _ in range(5)}
+        found: list[str] = []
+        for more in (True, True, False):
+            after = {"after": found[-1]} if found else {}
+            page = server.http.get(CONTEXTS, params={"limit": 2, **after}).json()
+            assert page["has_more"] is more and len(page["data"]) == (2 if more else 1)
+            found += [one["id"] for one in page["data"]]
+            # Use changes nothing.
+            server.says(QUESTION, context_id=found[0])
+        assert set(found) == made
+        for wrong, status in (("limit=0", 400), ("limit=1001", 400), ("after=none", 404)):
+            assert_clean(server.http.get(f"{CONTEXTS}?{wrong}"), status)
+
+
 # --- options -------------------------------------------------------------------------------------
 
 

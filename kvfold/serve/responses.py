@@ -150,10 +150,11 @@ class ContextDetail(ContextInfo):
 
 
 class ContextList(BaseModel):
-    """`GET /v1/contexts`."""
+    """`GET /v1/contexts`; `has_more`: others follow the last one."""
 
     object: Literal["list"] = "list"
     data: list[ContextInfo]
+    has_more: bool
 
 
 class ContextDeleted(BaseModel):

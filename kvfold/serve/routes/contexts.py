@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -23,6 +23,8 @@ from kvfold.serve.workers import Job
 
 JSON, FORM = "application/json", "multipart/form-data"
 NAME = Annotated[str, Path(pattern=CONTEXT_ID)]
+LIMIT = Annotated[int, Query(ge=1, le=1000)]
+AFTER = Annotated[str | None, Query(pattern=CONTEXT_ID)]
 _TEXT = {"type": "string"}
 _UPLOAD = {
     "type": "object",
@@ -58,10 +60,14 @@ def router(engine: Engine) -> APIRouter:
         return held.info(engine.name)
 
     @made.get("", response_model=ContextList)
-    def every() -> Any:
-        """All contexts, the most recently used last."""
-        held = engine.contexts.all()
-        return ContextList(data=[ContextInfo(**_brief(one, engine.name)) for one in held])
+    def every(limit: LIMIT = 100, after: AFTER = None) -> Any:
+        """Contexts, the oldest first: `limit` of them, those that follow the one named `after`."""
+        held = sorted(engine.contexts.all(), key=_age)
+        if after is not None:
+            first = _age(engine.contexts.get(after))
+            held = [one for one in held if _age(one) > first]
+        shown = [ContextInfo(**_brief(one, engine.name)) for one in held[:limit]]
+        return ContextList(data=shown, has_more=len(held) > limit)
 
     @made.get("/{context_id}", response_model=ContextDetail)
     def inspect(context_id: NAME) -> Any:
@@ -75,6 +81,11 @@ def router(engine: Engine) -> APIRouter:
         return ContextDeleted(id=context_id)
 
     return made
+
+
+def _age(held: Held) -> tuple[int, str]:
+    """What contexts are listed by: it never changes, whoever uses them meanwhile."""
+    return held.created, held.id
 
 
 def _brief(held: Held, model: str) -> dict[str, Any]:
