@@ -178,8 +178,10 @@ class CompressedCache(compat.Cache, ToldOfForwards):
             )
         self._begun = seen
 
-    def forward_returned(self) -> None:
-        """The tokens of the last forward count as read."""
+    def forward_returned(self, ids: Tensor | None) -> None:
+        """The tokens of the last forward count as read, by their `ids [B, S]` where it had some."""
+        if ids is not None and self._begun is not None:
+            self.history = self.history.plus(ids, self._begun)
         self._begun = None
 
     # --- turns ------------------------------------------------------------------------------
@@ -363,7 +365,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         """What is stored now: prints in a few lines, `details()` layer by layer."""
         own = self.compressed_layers
         started = [layer for layer in own if layer.store is not None]
-        kept, parts, state, full = [], [0, 0, 0], self.history.nbytes, 0
+        kept, parts, state, full = [], [0, 0, 0], 0, 0
         over, later = False, 0
         counted: set[int] = set()
         for layer in started:
@@ -389,6 +391,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
             position_bytes=parts[1],
             state_bytes=state,
             slack_bytes=parts[2],
+            id_bytes=self.history.nbytes,
             nbytes_full=full,
             other_layers={
                 i: type(layer).__name__

@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -19,8 +19,8 @@ class ToldOfForwards(ABC):
         """Nothing of it is stored yet; an error raised here is the forward's."""
 
     @abstractmethod
-    def forward_returned(self) -> None:
-        """It came to its end."""
+    def forward_returned(self, ids: Tensor | None) -> None:
+        """It came to its end; `ids [B, S]` are what it was given, None where that was no ids."""
 
 
 _watched: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -50,4 +50,4 @@ def _begins(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, ToldOfForwards):
-        cache.forward_returned()
+        cache.forward_returned(kwargs.get("input_ids", next(iter(args), None)))

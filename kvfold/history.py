@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PARTS = 64  # that are joined: tokens come one by one
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -20,27 +22,52 @@ class Difference:
 
 @dataclass(frozen=True)
 class History:
-    """Ids `[B, n]` of the first `n` columns read, padding included.
+    """Ids `[B, n]` of the first `n` columns read, padding included: `ids`, followed by `newer`.
 
-    Columns from `n` on were read by forwards that nobody told the cache the ids of, such as a bare
-    `model(...)`: they cannot be compared.
+    Columns from `n` on were read by forwards that had no ids (`inputs_embeds`), or went past the
+    model that the cache was made for: they cannot be compared.
     """
 
     ids: Tensor | None = None
+    newer: tuple[Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        """How many columns are known."""
+        return sum(part.shape[1] for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.newer if self.ids is None else (self.ids, *self.newer)
+
+    def whole(self) -> Tensor | None:
+        """All ids `[B, n]` in one tensor; None where none are known."""
+        return torch.cat([part.to("cpu") for part in self._parts], 1) if self._parts else None
+
+    def plus(self, ids: Tensor, start: int) -> History:
+        """With the `ids [B, S]` of columns from `start` on, where all columns before are known."""
+        if len(self) != start or any(len(part) != len(ids) for part in self._parts):
+            return self
+        longer = History(self.ids, (*self.newer, ids))
+        # A GPU is waited for at prompts only, and every so many tokens.
+        return longer.compact() if ids.shape[1] > 1 or len(longer.newer) == PARTS else longer
 
     def compact(self) -> History:
         """A copy of its own, 4 bytes a token in host memory."""
-        return History(None if self.ids is None else self.ids.to("cpu", torch.int32, copy=True))
+        ids = self.whole()
+        return History(None if ids is None else ids.to(torch.int32, copy=True))
 
     def crop(self, length: int) -> History:
         """The history of the first `length` columns."""
-        if self.ids is None or self.ids.shape[1] <= length:
+        if len(self) <= length:
             return self
-        return History(self.ids[:, :length].clone())
+        ids = self.whole()
+        assert ids is not None
+        return History(ids[:, :length].clone())
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> History:
         """Applies `rows`, a selection along the batch axis."""
-        return self if self.ids is None else History(rows(self.ids))
+        ids = self.whole()
+        return self if ids is None else History(rows(ids))
 
     def parts_from(
         self, input_ids: Tensor, mask: Tensor, tokens: Tensor | None, seen: int
@@ -53,9 +80,10 @@ class History:
         shared = min(seen, input_ids.shape[1])
         given = mask[:, :shared].to("cpu") != 0
         differs = ~given if tokens is None else given != tokens[:, :shared].to("cpu")
-        if self.ids is not None:
-            known = min(shared, self.ids.shape[1])
-            unlike = self.ids[:, :known].to("cpu") != input_ids[:, :known].to("cpu")
+        ids = self.whole()
+        if ids is not None:
+            known = min(shared, ids.shape[1])
+            unlike = ids[:, :known] != input_ids[:, :known].to("cpu")
             differs[:, :known] |= unlike & given[:, :known]
         if not bool(differs.any()):
             return None
@@ -65,4 +93,4 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes of the ids."""
-        return 0 if self.ids is None else self.ids.numel() * self.ids.element_size()
+        return sum(part.numel() * part.element_size() for part in self._parts)

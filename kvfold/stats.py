@@ -17,7 +17,8 @@ class Stats:
     `seen_per_row` leaves padding out. `nbytes` sums every tensor of the compressible layers: keys
     and values, positions, state (score sums, remembered queries, padding), and slack for tokens to
     come. `nbytes_full` is what transformers' own cache would hold for them. `other_layers` are left
-    as they are, outside all these numbers.
+    as they are, outside all these numbers; so are `id_bytes`, of the ids of the tokens read, 4 each
+    in host memory.
     `inexact` says why a method keeps another number of entries than its budget, where it does.
     `protected` tokens of each row are kept beside the budget. `errors[l]` are a budget-free
     method's relative errors of the layer's output: predicted and, if it was asked to, measured.
@@ -36,6 +37,7 @@ class Stats:
     position_bytes: int
     state_bytes: int
     slack_bytes: int
+    id_bytes: int
     nbytes_full: int
     other_layers: dict[int, str]
     forced_over_budget: bool
@@ -102,7 +104,8 @@ class Stats:
         lines = [
             str(self),
             f"keys and values {self.kv_bytes:,} bytes, positions {self.position_bytes:,}, "
-            f"state {self.state_bytes:,}, slack {self.slack_bytes:,}",
+            f"state {self.state_bytes:,}, slack {self.slack_bytes:,}; beside them token ids, "
+            f"{self.id_bytes:,}",
         ]
         for index, layer in enumerate(self.kept):
             line = f"layer {index:3d}  kept {_range([n for row in layer for n in row])}"

@@ -26,7 +26,7 @@ from tests.budgets import compressed
 from tests.models import build, continuation, prompts
 from tests.test_cli import word_tokenizer
 from tests.test_exactness import worst
-from tests.test_phases import positions, reachable_bytes, same
+from tests.test_phases import counted_bytes, positions, reachable_bytes, same
 from tests.truth import MaskedDense, Reader, stock_cache
 
 ALONE, PADDED = (75,), (75, 53, 11)
@@ -504,7 +504,7 @@ def shared(cache: kvfold.CompressedCache) -> list[set[int]]:
 def assert_pairs_share(cache: kvfold.CompressedCache) -> None:
     """Directions and the retained entries' indices, of keys and of values."""
     assert [len(common) for common in shared(cache)] == [2, 2]
-    assert cache.stats().nbytes == reachable_bytes(cache)
+    assert counted_bytes(cache) == reachable_bytes(cache)
 
 
 def test_pairs_go_on_sharing(model):
@@ -541,9 +541,9 @@ def test_bytes_are_those_of_all_storages_alive(model, spec):
     reader = read(model, spec, PADDED)
     turn = continuation(3, 12, seed=9)
     for piece in (*turn[:, :3].split(1, 1), turn, turn[:, :1]):
-        assert reader.cache.stats().nbytes == reachable_bytes(reader.cache)
+        assert counted_bytes(reader.cache) == reachable_bytes(reader.cache)
         reader(piece)
-    assert reader.cache.stats().nbytes == reachable_bytes(reader.cache)
+    assert counted_bytes(reader.cache) == reachable_bytes(reader.cache)
     for cache in (reader.cache, copy.deepcopy(reader.cache)):
         cache.batch_repeat_interleave(2)
-        assert cache.stats().nbytes == reachable_bytes(cache)
+        assert counted_bytes(cache) == reachable_bytes(cache)

@@ -172,7 +172,7 @@ def test_ids_are_those_of_the_stored_keys(model, options):
     """A stock cache that reads the noted ids holds the same keys, also after beams."""
     cache = CompressedCache(model, "full")
     turn(model, cache, prompts((40,))[0], **options)
-    ids = cache.history.ids
+    ids = cache.history.whole()
     assert ids is not None and ids.shape[1] == cache.get_seq_length()
     stock = DynamicCache()
     with torch.no_grad():
@@ -196,6 +196,30 @@ def test_an_answer_that_broke_off_is_known_as_far_as_it_was_read(model):
     assert torch.equal(
         turn(model, cache, on(said)), turn(model, CompressedCache(model, "full"), on(said))
     )
+
+
+@torch.no_grad()
+def test_what_bare_forwards_read_is_known(model):
+    ids, cache = prompts((40,))[0], CompressedCache(model, "full")
+    said = model.generate(ids, past_key_values=cache, **GREEDY)[:, :-1]  # its last is not read
+    more = continuation(1, 70, seed=6)  # more than are noted apart
+    for token in more.split(1, 1):
+        model(token, past_key_values=cache)
+    whole = on(torch.cat([said, more], 1))
+    for column in (5, 43, 60, 114):
+        with pytest.raises(KvfoldError, match=rf"at {column}\b"):
+            turn(model, cache, changed(whole, 0, column))
+    turn(model, cache, whole)
+
+
+@torch.no_grad()
+def test_what_had_no_ids_is_taken_as_given(model):
+    ids, cache = prompts((40,))[0], CompressedCache(model, "full")
+    model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache)
+    model(continuation(1, 3), past_key_values=cache)
+    whole = torch.cat([ids, continuation(1, 3)], 1)
+    fresh = turn(model, CompressedCache(model, "full"), on(whole))
+    assert torch.equal(turn(model, cache, on(whole)), fresh)
 
 
 # --- reuse="prefix" ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.models import FAMILIES, build, continuation
 from tests.models import prompts as random_prompts
 from tests.test_cli import word_tokenizer
 from tests.test_exactness import FLOAT32_ONLY, kernel_spread, pieces, worst
-from tests.test_phases import bits, positions, reachable_bytes, same
+from tests.test_phases import bits, counted_bytes, positions, reachable_bytes, same
 from tests.test_triton import varlen_stand_in
 from tests.truth import MaskedDense, Reader, stock_cache
 
@@ -608,8 +608,8 @@ def test_bytes_are_those_of_all_storages_alive(model, spec, lengths):
     reader.cache.tokenizer = None
     rows = len(lengths)
     for piece in (*pieces(rows, 3), *pieces(rows, 1)):
-        assert reader.cache.stats().nbytes == reachable_bytes(reader.cache)
+        assert counted_bytes(reader.cache) == reachable_bytes(reader.cache)
         reader(piece)
-    assert reader.cache.stats().nbytes == reachable_bytes(reader.cache)
+    assert counted_bytes(reader.cache) == reachable_bytes(reader.cache)
     reader.cache.batch_repeat_interleave(2)
-    assert reader.cache.stats().nbytes == reachable_bytes(reader.cache)
+    assert counted_bytes(reader.cache) == reachable_bytes(reader.cache)

@@ -72,4 +72,5 @@ def size_of(context: Context) -> int:
             ):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-    return context.stats().nbytes + context.ids.nbytes + sum(storages.values())
+    stats = context.stats()
+    return stats.nbytes + stats.id_bytes + context.ids.nbytes + sum(storages.values())
