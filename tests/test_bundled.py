@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bundled model answers from a document, and methods differ in what they leave of it."""
 
+import random
 import statistics
+from functools import partial
 
 import pytest
 
 import kvfold
 from kvfold.eval import ruler
 from kvfold.eval.retrieval import Trial, evaluate
+from kvfold.eval.tasks.vocabulary import Vocabulary
 from kvfold.eval.words import ADJECTIVES, NOUNS
+from kvfold.frame import token_count
 
 SAMPLES = 30
+# Words that neither the tokenizer nor the lists of the tasks have.
+OTHERS = Vocabulary(
+    ("amber", "dusty", "icy", "velvet", "rusty", "spiral", "hollow", "crimson", "thorny", "misty"),
+    ("lantern", "sparrow", "walnut", "thimble", "harpoon", "glacier", "trumpet", "saddle", "fern"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +54,20 @@ def test_it_finds_a_needle_in_noise(bundled):
 
 def test_it_tells_four_needles_apart(bundled):
     assert score(bundled, Trial("multikey", 512)) >= 0.8
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_it_tells_needles_of_other_words_apart(bundled, prefixed):
+    """Also where `ask` is given nothing to begin its answer with."""
+    model, tokenizer = bundled
+    count, rng, scores = partial(token_count, tokenizer), random.Random(4), []
+    for _ in range(20):
+        sample = ruler.generate("multikey", 400, count, rng, vocabulary=OTHERS)
+        question = sample.questions[0]
+        context = kvfold.compress(model, tokenizer, sample.document, "full")
+        prefix = question.prefix if prefixed else ""
+        scores.append(question.score(context.ask(question.text, answer_prefix=prefix)))
+    assert statistics.mean(scores) >= 0.7
 
 
 @pytest.mark.parametrize("method", ["snapkv", "pyramidkv"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.eval import ruler
+from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
 from kvfold.eval.words import ADJECTIVES, NOUNS
 
 IGNORED, FIRST, ANSWER, TEXT, COPY = range(5)
@@ -46,6 +48,16 @@ def read_books(folder: Path | None) -> str:
     return "\n\n".join(
         re.sub(r"(?<!\n)\n(?!\n)", " ", file.read_text(encoding="utf-8")) for file in files
     )
+
+
+def open_words(text: str, count: int = 8000) -> Vocabulary:
+    """Keys of any words: the commonest of `text`, and as many that no text has."""
+    rng = random.Random(0)
+    found = Counter(re.findall(r"\b[a-z]{3,10}\b", text))
+    syllables = [c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou"]
+    invented = ["".join(rng.choices(syllables, k=rng.randint(2, 4))) for _ in range(count)]
+    words = tuple(dict.fromkeys([word for word, _ in found.most_common(count)] + invented))
+    return Vocabulary(words, words)
 
 
 def random_rows(kind: str, batch: int, length: int, vocabulary: int, special: int) -> list[Row]:
@@ -90,6 +102,7 @@ class Writer:
 
     tokenizer: PreTrainedTokenizerBase
     text: str
+    open_words: Vocabulary = BUNDLED
 
     def count(self, text: str) -> int:
         return len(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
@@ -111,8 +124,13 @@ class Writer:
             parts += [(" " + values[key][:2], FIRST), (values[key][2:] + ".", ANSWER)]
         return self._render(parts, length)
 
-    def needles(self, length: int, weights: tuple[int, ...] = TASK_WEIGHTS) -> Row:
-        """A document with needles, and questions about it until the row is full."""
+    def needles(
+        self, length: int, weights: tuple[int, ...] = TASK_WEIGHTS, unlisted: float = 0.0
+    ) -> Row:
+        """A document with needles, and questions about it until the row is full.
+
+        The part `unlisted` of the rows has keys of open words instead of listed ones.
+        """
         tasks, weights = (TURN, weights) if length >= 256 else (("multikey",), (1,))
         task = random.choices(list(tasks), weights)[0]
         keys = {
@@ -135,6 +153,7 @@ class Writer:
             keys=keys.get(task),
             questions=asked + 1,
             haystack=self._haystack() if random.random() < 0.3 else ruler.NOISE,
+            vocabulary=self.open_words if random.random() < unlisted else BUNDLED,
         )
         return self._render(self._dialogue(sample, statements), length)
 
@@ -155,7 +174,9 @@ class Writer:
             else:
                 opening = random.choice(("\n", "\n\n")) if turn == 0 else "<|user|>"
                 parts.append((f"{opening}{question.text}<|end|><|assistant|>", IGNORED))
-                parts.append((question.prefix, TEXT))
+                # The key, between the wording's own words, is copied from the question.
+                split = re.split(r"(\w+-\w+)", question.prefix)
+                parts += [(piece, ANSWER if i % 2 else TEXT) for i, piece in enumerate(split)]
             for i, answer in enumerate(question.answers):
                 head = 2 if answer.isdigit() else 1
                 parts += [(",", ANSWER)] if i else []

@@ -26,6 +26,7 @@ from transformers.modeling_utils import AttentionInterface
 from kvfold.bundled import FOLDER
 from training import corpus, tokenizer
 
+LOG = Path(__file__).with_name("log.jsonl")
 TRAINED_LENGTH = 4608
 LEARNING_RATE = 3e-3
 WARMUP = 100
@@ -42,6 +43,8 @@ class Stage:
     steps: int = 100_000
     forms: int = 0  # ways in which facts are worded
     tasks: tuple[int, ...] = corpus.TASK_WEIGHTS  # how often each task of corpus.TURN comes
+    unlisted: float = 0.0  # the part of rows whose keys are any words
+    rate: float = LEARNING_RATE
 
 
 STAGES = (
@@ -56,6 +59,10 @@ STAGES = (
     Stage("mixed", TRAINED_LENGTH, 1, 2.0, steps=550),
     Stage("needles", 256, 16, 2.0, steps=600, tasks=(1, 2, 5, 1, 9)),
     Stage("mixed", TRAINED_LENGTH, 1, 2.0, steps=800, tasks=(1, 4, 6, 2, 5)),
+    Stage("needles", 256, 16, 2.0, steps=300, tasks=(2, 5, 4, 3, 3), unlisted=0.7, rate=1e-3),
+    Stage(
+        "mixed", TRAINED_LENGTH, 1, 2.0, steps=900, tasks=(2, 5, 5, 3, 3), unlisted=0.6, rate=1e-3
+    ),
 )
 # (length, batch) of the last stage, and how often each comes.
 MIXED = ((512, 8), (1024, 4), (2048, 2), (TRAINED_LENGTH, 1))
@@ -101,7 +108,7 @@ def rows(stage: Stage, writer: corpus.Writer) -> list[corpus.Row]:
         return corpus.random_rows(
             stage.rows, stage.batch, stage.length, tokenizer.VOCABULARY, special
         )
-    needles = partial(writer.needles, weights=stage.tasks)
+    needles = partial(writer.needles, weights=stage.tasks, unlisted=stage.unlisted)
     write = random.choices((needles, writer.repetition, writer.prose), (70, 15, 15), k=stage.batch)
     return [w(stage.length) for w in write]
 
@@ -127,7 +134,7 @@ def export(model: LlamaForCausalLM, tok: PreTrainedTokenizerBase, run: Path) -> 
     """Puts bfloat16 weights and tokenizer into the package, and the log beside this script."""
     model.to(torch.bfloat16).save_pretrained(FOLDER)
     tok.save_pretrained(FOLDER)
-    shutil.copy(run / "log.jsonl", Path("training/log.jsonl"))
+    shutil.copy(run / "log.jsonl", LOG)
 
 
 def main() -> None:
@@ -135,15 +142,19 @@ def main() -> None:
     parser.add_argument("--books", type=Path, default=Path("../shared/data/books"))
     parser.add_argument("--run", type=Path, default=Path("training/run"))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--stage", type=int, help="start here, from the bundled weights")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.run.mkdir(parents=True, exist_ok=True)
 
     text = corpus.read_books(arguments.books)
-    if not (arguments.run / "tokenizer.json").exists():
+    if arguments.stage is not None and not (arguments.run / "log.jsonl").exists():
+        shutil.copytree(FOLDER, arguments.run, dirs_exist_ok=True)
+        shutil.copy(LOG, arguments.run)
+    elif not (arguments.run / "tokenizer.json").exists():
         tokenizer.train(text).save_pretrained(arguments.run)
     tok = AutoTokenizer.from_pretrained(arguments.run)
-    writer = corpus.Writer(tok, text)
+    writer = corpus.Writer(tok, text, corpus.open_words(text))
 
     AttentionInterface.register("packed", packed_attention)
     AttentionMaskInterface.register("packed", lambda *a, **k: None)
@@ -156,13 +167,16 @@ def main() -> None:
         model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01
     )
     state = {"stage": 0, "step": 0, "in_stage": 0, "tokens": 0, "seconds": 0.0, "right": 0.0}
+    if arguments.stage is not None:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(FOLDER).state_dict())
+        state["stage"] = arguments.stage
     checkpoint = arguments.run / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
-    random.seed(state["step"])
+    random.seed(state["stage"] * 100_000 + state["step"])
 
     log = (arguments.run / "log.jsonl").open("a")
     started = time.time() - state["seconds"]
@@ -188,7 +202,7 @@ def main() -> None:
         last = state["stage"] == len(STAGES) - 1
         decay = 1 - 0.95 * state["in_stage"] / stage.steps if last else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1, (state["step"] + 1) / WARMUP) * decay
+            group["lr"] = stage.rate * min(1, (state["step"] + 1) / WARMUP) * decay
         earlier = [s for s in STAGES[: state["stage"]] if s.rows in ("facts", "needles")] or STAGES[
             : state["stage"]
         ]

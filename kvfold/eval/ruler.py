@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvfold.eval.metrics.ruler import string_match_all
 from kvfold.eval.tasks import ruler_wording as wording
-from kvfold.eval.words import ADJECTIVES, NOUNS
+from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
 
 NOISE = wording.NOISE
 TASKS = ("single", "multikey", "multivalue", "multiquery", "vt")
@@ -54,19 +54,21 @@ def generate(
     keys: int | None = None,
     questions: int = 1,
     haystack: Sequence[str] = NOISE,
+    vocabulary: Vocabulary = BUNDLED,
 ) -> Sample:
     """One sample whose document holds as many haystack sentences as fit into `length` tokens.
 
     `keys` overrides the task's number of needles; `questions` are drawn with replacement, so that
-    none can be answered by elimination. Raises ValueError for an unknown task or a `length` that
-    cannot hold the needles.
+    none can be answered by elimination; keys are made of the words in `vocabulary`. Raises
+    ValueError for an unknown task or a `length` that cannot hold the needles.
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: choose one of {', '.join(TASKS)}")
     if task == "vt":
         intro, needles, asked = _variable_tracking(rng, questions)
     else:
-        intro, needles, asked = _needles(task, keys or KEYS_PER_TASK[task], rng, questions)
+        count = keys or KEYS_PER_TASK[task]
+        intro, needles, asked = _needles(task, count, rng, questions, vocabulary)
     room = length - count_tokens(" ".join((intro, *needles)))
     if room < 0:
         raise ValueError(f"{length} tokens cannot hold the {len(needles)} needles of {task}")
@@ -95,9 +97,10 @@ def _fill(
 
 
 def _needles(
-    task: str, n_keys: int, rng: random.Random, n_questions: int
+    task: str, n_keys: int, rng: random.Random, n_questions: int, words: Vocabulary
 ) -> tuple[str, list[str], tuple[Question, ...]]:
-    names = [f"{a}-{n}" for a in rng.sample(ADJECTIVES, n_keys) for n in [rng.choice(NOUNS)]]
+    adjectives = rng.sample(words.adjectives, n_keys)
+    names = [f"{a}-{n}" for a in adjectives for n in [rng.choice(words.nouns)]]
     n_values = VALUES_PER_KEY if task == "multivalue" else 1
     values = {name: [_number(rng, 7) for _ in range(n_values)] for name in names}
     # RULER: the wording is singular when one value is asked for, plural otherwise.

@@ -62,3 +62,6 @@ class Vocabulary:
         drawn = list(found)
         rng.shuffle(drawn)
         return drawn[:count]
+
+
+BUNDLED = Vocabulary()
