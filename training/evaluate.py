@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score the bundled model with its full cache: `python -m training.evaluate`."""
+"""Score the bundled model with its full cache: `python -m training.evaluate`.
+
+With `--words`, the lists that RULER draws its keys from, also on keys of none of the words that the
+needles of its first training had.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from transformers import AutoTokenizer
 
 import kvfold
 from kvfold.eval.retrieval import Trial, evaluate
+from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
 from training.train import build
 
 TRIALS = (
@@ -21,10 +26,25 @@ TRIALS = (
 )
 
 
+# Scored with keys of other words as well.
+UNLISTED = (Trial("single", 1024), Trial("multikey", 1024), Trial("multivalue", 1024))
+
+
+def unlisted(folder: Path) -> Vocabulary:
+    """The words in `folder` that the bundled lists do not have."""
+    words, listed = Vocabulary.of(folder), {*BUNDLED.adjectives, *BUNDLED.nouns}
+
+    def others(of: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(word for word in of if word.isalpha() and word not in listed)
+
+    return Vocabulary(others(words.adjectives), others(words.nouns))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--checkpoint", type=Path, help="score a training state instead")
+    parser.add_argument("--words", type=Path, help="folder of RULER's word lists")
     parser.add_argument("--out", type=Path, default=Path("training/scores.json"))
     arguments = parser.parse_args()
     if arguments.checkpoint:
@@ -33,13 +53,18 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint.parent)
     else:
         model, tokenizer = kvfold.bundled_model()
+    runs = [(trial, BUNDLED, "") for trial in TRIALS]
+    if arguments.words:
+        runs += [(trial, unlisted(arguments.words), " other words") for trial in UNLISTED]
     scores = {}
-    for trial in TRIALS:
-        results = list(evaluate(model.eval(), tokenizer, trial, arguments.samples))
-        name = f"{trial.task}@{trial.length}"
+    for trial, words, note in runs:
+        results = list(
+            evaluate(model.eval(), tokenizer, trial, arguments.samples, vocabulary=words)
+        )
+        name = f"{trial.task}@{trial.length}{note}"
         right = sum(result.score for result in results)
         scores[name] = round(100 * right / len(results), 1)
-        print(f"{name:18s} {scores[name]:5.1f}", flush=True)
+        print(f"{name:28s} {scores[name]:5.1f}", flush=True)
     arguments.out.write_text(json.dumps({"samples": arguments.samples, "scores": scores}, indent=1))
 
 

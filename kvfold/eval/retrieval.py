@@ -16,6 +16,7 @@ from kvfold import compat
 from kvfold.budget import Budget
 from kvfold.cache import CompressedCache
 from kvfold.eval import ruler
+from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
 from kvfold.frame import Frame, token_count, token_ids
 from kvfold.generate import generate, read_turn
 from kvfold.method import Method
@@ -54,13 +55,19 @@ def evaluate(
     trial: Trial,
     samples: int,
     seed: int = 0,
+    vocabulary: Vocabulary = BUNDLED,
 ) -> Iterator[Outcome]:
-    """The outcome of each of `samples` fresh samples; the same seed, the same samples."""
+    """The outcome of each of `samples` fresh samples; the same seed, the same samples.
+
+    Keys are made of the words in `vocabulary`.
+    """
     rng = random.Random(f"{seed} {trial.task} {trial.length}")
     frame = Frame.of(tokenizer)
     count = partial(token_count, tokenizer)
     for _ in range(samples):
-        sample = ruler.generate(trial.task, trial.length, count, rng, keys=trial.keys)
+        sample = ruler.generate(
+            trial.task, trial.length, count, rng, keys=trial.keys, vocabulary=vocabulary
+        )
         yield _score(model, tokenizer, trial, sample, frame)
 
 
