@@ -40,21 +40,21 @@ class History:
         return self.newer if self.ids is None else (self.ids, *self.newer)
 
     def whole(self) -> Tensor | None:
-        """All ids `[B, n]` in one tensor; None where none are known."""
-        return torch.cat([part.to("cpu") for part in self._parts], 1) if self._parts else None
+        """All ids `[B, n]`, int32 in host memory; None where none are known."""
+        parts = [part.to("cpu", torch.int32) for part in self._parts]
+        return torch.cat(parts, 1) if parts else None
 
     def plus(self, ids: Tensor, start: int) -> History:
         """With the `ids [B, S]` of columns from `start` on, where all columns before are known."""
         if len(self) != start or any(len(part) != len(ids) for part in self._parts):
             return self
-        longer = History(self.ids, (*self.newer, ids))
+        longer = History(self.ids, (*self.newer, ids.to(torch.int32, copy=True)))
         # A GPU is waited for at prompts only, and every so many tokens.
         return longer.compact() if ids.shape[1] > 1 or len(longer.newer) == PARTS else longer
 
     def compact(self) -> History:
-        """A copy of its own, 4 bytes a token in host memory."""
-        ids = self.whole()
-        return History(None if ids is None else ids.to(torch.int32, copy=True))
+        """The same in one tensor of its own, 4 bytes a token in host memory."""
+        return History(self.whole())
 
     def crop(self, length: int) -> History:
         """The history of the first `length` columns."""

@@ -49,6 +49,7 @@ def test_methods_of_every_kind_are_compared():
 @pytest.mark.parametrize("spec", SIZED)
 def test_a_budget_from_a_shared_reading_is_that_of_a_reading_of_its_own(setting, spec):
     sample, forwards = record(count=20), []
+    kvfold.CompressedCache(setting.model, "full")  # a model's first cache is tried out
     hook = setting.model.model.register_forward_hook(lambda *_: forwards.append(1))
     try:
         shared = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kvfold
+from kvfold import KvfoldError
 from kvfold.generate import read_turn
 from kvfold.kernels import segments as kernel
 from kvfold.kernels import varlen
@@ -322,6 +323,7 @@ def test_inputs_are_left_as_they_were(queries):
 BUDGET = 64  # one block: some heads keep more, some less
 DIFFERENT = 6  # entries that two heads of a layer are apart, at least
 ALONE, PADDED = (192,), (192, 161, 50)
+SLIDING = ("gpt_oss", "gemma2", "gemma3", "gemma3n")  # have sliding windows beside full layers
 BATCHES = pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
 KVZIP, PYRAMID = "kvzip:chunk=100", "pyramidkv:window=8 + adakv"
 METHODS = ["adakv:window=8", PYRAMID, "auto:window=8,tolerance=0.6", KVZIP]
@@ -402,6 +404,11 @@ def dense_readers(name: str, lengths: tuple[int, ...]) -> tuple[Reader, MaskedDe
     ],
 )
 def test_ragged_caches_are_masked_dense(name, spec, lengths):
+    if lengths == PADDED and spec.startswith("kvzip") and name in SLIDING:
+        # Repetitions of other lengths would leave padding inside the windows of other rows.
+        with pytest.raises(KvfoldError, match="a cache of its own"):
+            start(build(name), spec, lengths)
+        return
     *read, noise = dense_readers(name, lengths)
     plain, truth = map(copy.copy, read)
     plain.cache, truth.cache = copy.deepcopy(plain.cache), copy.deepcopy(truth.cache)

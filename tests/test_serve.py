@@ -322,7 +322,7 @@ def test_contexts_come_and_go(server, alone):
     assert told["id"] == "mine" and told["tokens"] == stats.seen
     assert told["kept"] == stats.kept_fraction and told["bytes_full"] == stats.nbytes_full
     assert told["kept_per_layer"] == [rows[0] for rows in stats.kept]
-    assert told["bytes"] == stats.nbytes + alone.ids.nbytes
+    assert told["bytes"] == stats.nbytes + stats.id_bytes + alone.ids.nbytes
     assert server.engine.contexts.nbytes == before + told["bytes"]
     assert server.http.get("/v1/contexts/mine").json() == told
     listed = server.http.get("/v1/contexts").json()["data"]

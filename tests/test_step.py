@@ -344,6 +344,7 @@ def test_what_is_foreseen_changes_nothing(expected, monkeypatch):
 @pytest.mark.parametrize("spec", ["tova", "h2o", "roco", "d2o", "local_window"])
 def test_layers_let_go_of_the_same_together_and_one_by_one(spec, layers_waiting, monkeypatch):
     model, sizes = build("llama", dtype=torch.float64), []
+    kvfold.CompressedCache(model, spec, 0.35)  # a model's first cache is tried out
     together = layer_module.hold
     ids = torch.randint(5, 190, (2, 130), generator=torch.Generator().manual_seed(5))
     monkeypatch.setattr(layer_module, "too_much", lambda waiting: len(waiting) >= layers_waiting)

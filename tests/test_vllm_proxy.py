@@ -254,7 +254,7 @@ def test_what_names_no_context_passes_unchanged(vllm):
         ({"context_id": 5}, 400, "context_id"),
         ({"context_id": "packed"}, 400, "stores entries encoded"),
         ({"context_id": "stranger"}, 400, "but other weights"),
-        ({"tools": []}, 400, "tools"),
+        ({"tools": [{"type": "function"}]}, 400, "tools"),
         ({"n": 2}, 400, "n"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "without a system message"),
     ],

@@ -181,5 +181,6 @@ class HoldingRectangle(Buffers):
         layer.turns += new
         held = (places >= 0).sum(-1) == self.capacity.view(-1, 1)
         layer.surplus = 0 if bool(held.all()) else None
-        if bool(((places >= 0).sum(-1) < self.tokens.view(-1, 1)).any()):
+        evicted = bool(((places >= 0).sum(-1) < self.tokens.view(-1, 1)).any())
+        if evicted or self.sums is not None:
             layer.evicted_at = layer.seen

@@ -85,7 +85,7 @@ class Proxy:
         given = {name: getattr(asking, name) for name in SAMPLING}
         body = {name: value for name, value in given.items() if value is not None}
         if asking.stream_options is not None:
-            body["stream_options"] = asking.stream_options.model_dump()
+            body["stream_options"] = asking.stream_options.model_dump(exclude_none=True)
         content = json.dumps(body | {"max_tokens": tokens, **asked.body}).encode()
         return await self._send(request, httpx.URL("/v1/completions"), content)
 
