@@ -32,13 +32,17 @@ class Owner:
         are not `level`: they hold different numbers of tokens.
         """
         lost = first and self.config is not None and not compat.is_routed(self.config)
-        if self.waiting or lost or not level:
+        self.check_answered(lost or not level)
+        self.waiting = True
+
+    def check_answered(self, lost: bool = False) -> None:
+        """Raises UnsupportedModel if keys that a layer handed out went elsewhere, or are `lost`."""
+        if self.waiting or lost:
             raise UnsupportedModel(
                 "this cache's keys did not come back to kvfold's attention: the last forward "
                 "failed, kvfold.disable(model) was called, or another model used the cache; "
                 "make a new cache"
             )
-        self.waiting = True
 
     def answered(self) -> None:
         """The keys arrived in kvfold's attention."""

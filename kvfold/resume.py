@@ -29,6 +29,7 @@ def go_on_from(
     total, seen = input_ids.shape[1], cache.get_seq_length()
     if seen == 0:
         return
+    cache.owner.check_answered()
     rows = cache.rows
     if rows != len(input_ids):
         raise KvfoldError(
