@@ -44,10 +44,13 @@ def rehearse(model: compat.PreTrainedModel, cache: CompressedCache) -> None:
 
 def _run(model: compat.PreTrainedModel, cache: CompressedCache) -> None:
     name = type(model).__name__
+    devices = [model.device] if model.device.type == "cuda" else []
     try:
-        for tokens in FORWARDS:
-            ids = torch.ones((1, tokens), dtype=torch.long, device=model.device)
-            compat.read(model, ids, cache, None)
+        # Dropout of a model that is being trained draws numbers that are the user's.
+        with torch.random.fork_rng(devices):
+            for tokens in FORWARDS:
+                ids = torch.ones((1, tokens), dtype=torch.long, device=model.device)
+                compat.read(model, ids, cache, None)
     except (KvfoldError, torch.OutOfMemoryError):
         raise
     except Exception as problem:

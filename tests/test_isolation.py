@@ -330,3 +330,11 @@ def test_one_cache_inside_anothers_block_does_not_disturb_it(model, spec):
     got = [busy(token) for token in continuation(1, 3).split(1, 1)]
     assert same(got, expected) and busy.cache.stats().seen == 67
     assert max(n for layer in busy.cache.stats().kept for n in layer[0]) >= SMALL
+
+
+def test_trying_a_model_out_draws_none_of_the_users_numbers():
+    """Its first cache lets it read a few tokens, with dropout where it is being trained."""
+    model = build("llama", attention_dropout=0.5).train()
+    before = torch.get_rng_state()
+    kvfold.CompressedCache(model, "knorm", 20)
+    assert torch.equal(torch.get_rng_state(), before)
