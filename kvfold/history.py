@@ -22,7 +22,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class History:
-    """Ids `[B, n]` of the first `n` columns read, padding included: `ids`, followed by `newer`.
+    """Ids `[B, n]` of the first `n` columns read, padding included: `ids`, then `newer` tokens.
 
     Columns from `n` on were read by forwards that had no ids (`inputs_embeds`), or went past the
     model that the cache was made for: they cannot be compared.
@@ -33,7 +33,7 @@ class History:
 
     def __len__(self) -> int:
         """How many columns are known."""
-        return sum(part.shape[1] for part in self._parts)
+        return len(self.newer) + (0 if self.ids is None else self.ids.shape[1])
 
     @property
     def _parts(self) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ class History:
 
     def plus(self, ids: Tensor, start: int) -> History:
         """With the `ids [B, S]` of columns from `start` on, where all columns before are known."""
-        if len(self) != start or any(len(part) != len(ids) for part in self._parts):
+        if len(self) != start or (start and len(self._parts[-1]) != len(ids)):
             return self
         longer = History(self.ids, (*self.newer, ids.to(torch.int32, copy=True)))
         # A GPU is waited for at prompts only, and every so many tokens.
