@@ -66,8 +66,8 @@ class History:
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> History:
         """Applies `rows`, a selection along the batch axis."""
-        ids = self.whole()
-        return self if ids is None else History(rows(ids))
+        ids = None if self.ids is None else rows(self.ids)
+        return History(ids, tuple(rows(part) for part in self.newer))
 
     def parts_from(
         self, input_ids: Tensor, mask: Tensor, tokens: Tensor | None, seen: int

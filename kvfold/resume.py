@@ -21,8 +21,8 @@ def go_on_from(
     """Checks that `input_ids [B, N]` begin with what the cache has read, and go on from there.
 
     `mask [B, N]` is 0 at padding. With `reuse="prefix"` the cache goes back to the prefix they
-    share, or starts anew where they share none. Raises KvfoldError as `generate` does; the cache is
-    then as it was.
+    share, or starts anew where they share none, or where the method's own forwards read more.
+    Raises KvfoldError as `generate` does; the cache is then as it was.
     """
     if reuse not in (None, "prefix"):
         raise KvfoldError(f'reuse is "prefix" or left out, not {reuse!r}')
@@ -39,8 +39,8 @@ def go_on_from(
     parting = cache.history.parts_from(input_ids, mask, cache.tokens_read(), seen)
     if reuse == "prefix":
         shared = min(seen, total - 1, seen if parting is None else parting.column)
-        if shared == 0:
-            cache.reset()
+        if shared == 0 or (shared < seen and _reads_by_itself(cache)):
+            _start_anew(cache)
         else:
             cache.crop(shared - seen)
     elif parting is not None:
@@ -54,6 +54,21 @@ def go_on_from(
             f"the cache has seen {seen} tokens and the prompt has {total}: pass the whole "
             "conversation, with at least one new token"
         )
+
+
+def _reads_by_itself(cache: CompressedCache) -> bool:
+    """Whether the method's own forwards are over a first prompt, and only over that."""
+    stages = cache.method.stages()
+    return stages.funnel is not None or stages.needs.rebuilding is not None
+
+
+def _start_anew(cache: CompressedCache) -> None:
+    """Forgets everything; raises KvfoldError inside a block that promises to keep what there is."""
+    if cache.turn.frozen or cache.turn.reading:
+        raise KvfoldError(
+            "the cache cannot start anew inside `with cache.frozen():` or `cache.reading():`"
+        )
+    cache.reset()
 
 
 class IdsRead:

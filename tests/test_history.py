@@ -281,3 +281,26 @@ def test_nothing_in_common_starts_anew_even_after_an_eviction(model):
 def test_only_a_prefix_can_be_reused(model):
     with pytest.raises(KvfoldError, match='"prefix"'):
         turn(model, CompressedCache(model, "full"), prompts((40,))[0], reuse="suffix")
+
+
+def test_a_block_that_keeps_what_there_is_is_not_started_anew(model):
+    cache = CompressedCache(model, "full")
+    turn(model, cache, prompts((40,))[0])
+    for block in (cache.frozen, cache.reading):
+        with block(), pytest.raises(KvfoldError, match="cannot start anew"):
+            turn(model, cache, prompts((50,), seed=7)[0], reuse="prefix")
+    assert cache.get_seq_length() == 45
+
+
+def test_a_prompt_that_a_method_reads_by_itself_is_read_by_it_again():
+    """KVzip repeats a first prompt only, also one that begins as another did."""
+    model, tokenizer = kvfold.bundled_model()
+    one, other = (
+        tokenizer(text * 30, return_tensors="pt").input_ids for text in ("Here. ", "We. ")
+    )
+    other = torch.cat([one[:, :4], other], 1)
+    cache, fresh = (CompressedCache(model, "kvzip", 60, tokenizer=tokenizer) for _ in range(2))
+    turn(model, cache, one[:, :40])
+    out = turn(model, cache, other, reuse="prefix")
+    assert torch.equal(out, turn(model, fresh, other))
+    assert cache.stats().kept == fresh.stats().kept
