@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from kvfold.errors import KvfoldError
 from kvfold.serve.bodies import Values
 from kvfold.serve.engine import Engine
+from kvfold.serve.errors import ApiError
+from kvfold.serve.gate import check_client
 from kvfold.serve.requests import MOST_CHARACTERS, MOST_ENTRIES
 from kvfold.serve.settings import Settings
 from tests.serving import Running, running, until
@@ -260,6 +262,27 @@ def test_web_pages_of_other_sites_are_refused(server):
     assert made.status_code != 403
     for name in ("localhost:8000", "[::1]:8000", "127.0.0.1", "server"):
         assert server.http.get("/v1/models", headers={"Host": name}).status_code == 200
+
+
+def test_an_origin_that_is_none_and_a_mapped_address_are_seen_through():
+    here = ("127.0.0.1", 8000)
+    with pytest.raises(ApiError, match="other sites"):
+        check_client({b"host": b"localhost:8000", b"origin": b"http://["}, here, None)
+    with pytest.raises(ApiError, match="other sites"):
+        check_client({b"host": b"evil.example"}, ("::ffff:127.0.0.1", 8000), None)
+    check_client({b"host": b"localhost:8000"}, ("::ffff:127.0.0.1", 8000), None)
+
+
+def test_values_are_counted_whatever_a_second_content_type_says(server):
+    body = json.dumps({"text": "x", "metadata": [[]] * 300_000}).encode()
+    types = [("Content-Type", "application/json"), ("Content-Type", "multipart/form-data")]
+    answer = server.http.post("/v1/contexts", content=body, headers=types)
+    assert answer.status_code == 413 and "too_many_values" in answer.text
+
+
+def test_json_is_utf_8_in_which_its_values_were_counted(server):
+    body = json.dumps({"text": "the sky is blue"}).encode("utf-16")
+    assert post(server, "/v1/contexts", body).status_code in (400, 422)
 
 
 def test_contexts_are_listed_a_page_at_a_time(model):

@@ -44,7 +44,8 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.lower(): value for name, value in scope["headers"]}
+        # Of a header that is given twice the first counts, as for whoever parses the body.
+        headers = {name.lower(): value for name, value in reversed(scope["headers"])}
         seat = None
         try:
             if scope["path"] not in OPEN:
@@ -100,7 +101,7 @@ def check_client(headers: Mapping[bytes, bytes], server: Any, api_key: str | Non
         return
     host = headers.get(b"host", b"").decode("latin-1").lower()
     origin = headers.get(b"origin")
-    foreign = origin is not None and urlsplit(origin.decode("latin-1").lower()).netloc != host
+    foreign = origin is not None and _site(origin.decode("latin-1").lower()) != host
     if foreign or (_is_local(server and server[0]) and not _is_local(_name(host))):
         raise ApiError(403, "web pages of other sites cannot use this server", code="foreign_page")
 
@@ -111,6 +112,14 @@ def _check_key(header: bytes, api_key: str) -> None:
     if scheme.lower() != b"bearer" or not right:
         message = "give the server's API key as `Authorization: Bearer KEY`"
         raise ApiError(401, message, code="invalid_api_key")
+
+
+def _site(origin: str) -> str | None:
+    """The host, and port, of an origin; None where it is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _name(host: str) -> str:
@@ -124,7 +133,10 @@ def _name(host: str) -> str:
 def _is_local(name: str | None) -> bool:
     """Whether an address is this machine's own, or a name none that others give out."""
     try:
-        return name is not None and ip_address(name).is_loopback
+        if name is None:
+            return False
+        address = ip_address(name)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return "." not in str(name)
 
