@@ -22,12 +22,22 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError
 from kvfold.files import format as files_format
-from kvfold.files import write
-from kvfold.files.format import CHECKSUM, FORMAT, HEADER, VERSION, digest, opened, read_header
+from kvfold.files import others, write
+from kvfold.files.format import (
+    CHECKSUM,
+    FORMAT,
+    HEADER,
+    VERSION,
+    OtherPart,
+    digest,
+    opened,
+    read_header,
+)
 from kvfold.layer import CompressedLayer
 from kvfold.loading import load as load_model
 from kvfold.method import preset, spelled_out
@@ -624,3 +634,16 @@ def test_a_file_keeps_its_rights(model, tokenizer, tmp_path):
     path.chmod(0o600)
     context.save(path)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"update": None}, {"__class__": None}, {"dtype": "dtype nosuch"}, {"a/b": 1}, {"keys/0": 1}],
+    ids=str,
+)
+def test_a_file_sets_nothing_but_what_a_layer_holds(numbers):
+    layer = DynamicSlidingWindowLayer(sliding_window=8)
+    part = OtherPart(index=0, kind=type(layer).__name__, numbers=numbers, by_head=[], whole=[])
+    with pytest.raises(ContextFileError, match="layer 0"):
+        others.restore(layer, part, {}, {}, torch.device("cpu"))
+    assert callable(layer.update)

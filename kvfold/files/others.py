@@ -54,21 +54,35 @@ def describe(layer: Any, index: int) -> tuple[OtherPart, Named, dict[str, Tensor
 def restore(
     layer: Any, part: OtherPart, by_head: Named, whole: dict[str, Tensor], device: torch.device
 ) -> None:
-    """Makes a fresh layer the one that was described."""
+    """Makes a fresh layer the one that was described.
+
+    Raises ContextFileError for names and dtypes that no such layer has.
+    """
     state: dict[str, Any] = {name: torch.stack(heads)[None] for name, heads in by_head.items()}
     state |= {name: tensor.clone() for name, tensor in whole.items()}
     for name, value in part.numbers.items():
         if value == DEVICE:
             value = device
         elif isinstance(value, str):
-            value = getattr(torch, value.removeprefix(DTYPE))
+            value = getattr(torch, value.removeprefix(DTYPE), None)
+            if not isinstance(value, torch.dtype):
+                raise ContextFileError(f"layer {part.index} has an unknown dtype in {name!r}")
         state[name] = value
     for name, value in state.items():
         attribute, _, key = name.partition("/")
+        if not _is_state(layer, attribute, key):
+            raise ContextFileError(f"layer {part.index} has no {name!r} to be restored")
         if key:
             getattr(layer, attribute)[int(key)] = value
         else:
             setattr(layer, attribute, value)
+
+
+def _is_state(layer: Any, attribute: str, key: str) -> bool:
+    """Whether a layer may hold data under a name: no method, and a key only of a dict."""
+    if key:
+        return key.isdigit() and isinstance(vars(layer).get(attribute), dict)
+    return not attribute.startswith("__") and not callable(getattr(type(layer), attribute, None))
 
 
 def _flat(attributes: dict[str, Any]) -> dict[str, Any]:
