@@ -231,7 +231,6 @@ def _read(
         covered = None if mask is None else mask[:, :end]
         padded = covered if covered is not None and bool((covered == 0).any()) else None
         compat.read(model, input_ids[:, begin:end], cache, padded)
-        cache.history = History(input_ids[:, :end]).compact()
 
 
 def _settings(model: compat.PreTrainedModel, options: dict[str, Any]) -> Any:
