@@ -106,6 +106,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         self.cannot_be_dropped = False  # kvfold.generate has made sure
         self.history = History()
         self._begun: int | None = None  # columns seen before a forward that has not returned
+        self._states_moved = False  # recurrent states have, in that forward
         self.per_chunk: int | None = None  # a prompt was compressed after each so many tokens
 
     @property
@@ -167,7 +168,13 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def forward_begins(self) -> None:
-        """Raises KvfoldError where the last one failed when all layers had stored its tokens."""
+        """Raises KvfoldError where the last one failed when layers had taken in its tokens."""
+        if self._states_moved:
+            raise KvfoldError(
+                "the last forward failed after recurrent layers had read its tokens, which they "
+                "cannot give back: make a new cache, or go back with cache.crop to where a "
+                "`with cache.frozen():` block began"
+            )
         seen = self.get_seq_length()
         new = 0 if self._begun is None else seen - self._begun
         # Where it failed earlier than that, layers tell.
@@ -182,7 +189,22 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         """The tokens of the last forward count as read, by their `ids [B, S]` where it had some."""
         if ids is not None and self._begun is not None:
             self.history = self.history.plus(ids, self._begun)
-        self._begun = None
+        self._begun, self._states_moved = None, False
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether a forward failed between layers, which no longer hold the same tokens."""
+        return self.owner.waiting or self._states_moved or len(compat.lengths(self)) > 1
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Stores what one recurrent layer's convolution goes on from."""
+        self._states_moved = self._begun is not None
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Stores one recurrent layer's state."""
+        self._states_moved = self._begun is not None
+        return super().update_recurrent_state(*args, **kwargs)
 
     # --- turns ------------------------------------------------------------------------------
 
@@ -276,6 +298,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         self.history = self.history.crop(self.get_seq_length() + tokens_to_remove)
         for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
+        self._states_moved &= not back_to_start
         for i, other in others.items():
             if back_to_start:
                 self.layers[i] = copy.deepcopy(saved[i])
@@ -289,6 +312,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         self.history = History()
         self.per_chunk = None
         self._before_freezing = self._begun = None
+        self._states_moved = False
         self.owner.answered()
 
     @property

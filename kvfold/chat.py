@@ -191,7 +191,7 @@ class Chat:
                 ids = torch.cat([asked, said.to(asked.dtype)], 1)
             self._settle(ids)
         except BaseException:
-            if self.reader.owner.waiting or compat.lengths(self.reader) != {start}:
+            if self.reader.broke_off or self.reader.get_seq_length() != start:
                 # Layers may no longer hold the same tokens: turns are read again.
                 self.reader = self._new_reader()
             raise

@@ -246,6 +246,24 @@ def test_an_error_leaves_the_chat_as_it_was(tokenizer, family):
     assert whole.ask(QUESTION, max_new_tokens=3)
 
 
+@pytest.mark.parametrize("budget", [None, 20])
+def test_an_error_before_any_attention_leaves_no_states_behind(tokenizer, budget):
+    """Recurrent layers had read the question; those that attend held what they held before."""
+    model = new_model("qwen3_5")
+    context = compressed(model, tokenizer, "snapkv:window=8")
+    broken, whole = (context.chat(budget) if budget else context.chat() for _ in range(2))
+    for chat in (broken, whole):
+        chat.ask(QUESTIONS[0], max_new_tokens=3)
+    hook = model.get_decoder().layers[1].register_forward_pre_hook(_fails)
+    with pytest.raises(RuntimeError):
+        broken.ask(QUESTION, max_new_tokens=3)
+    hook.remove()
+    for question in (QUESTION, QUESTIONS[1]):
+        expected = whole.ask(question, max_new_tokens=8)
+        assert broken.ask(question, max_new_tokens=8) == expected
+    assert torch.equal(broken.ids, whole.ids)
+
+
 def _fails(*_: Any, **__: Any) -> None:
     raise RuntimeError
 

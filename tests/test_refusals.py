@@ -28,6 +28,7 @@ from kvfold import (
     UnsupportedModel,
     compat,
 )
+from kvfold.reader import fork
 from tests.budgets import COMPRESSING
 from tests.models import WITHOUT_INTERFACE, WITHOUT_OUR_CACHE, build, config, continuation, prompts
 from tests.truth import Reader, stock_cache
@@ -607,6 +608,37 @@ def test_a_forward_that_failed_is_not_read_twice(part, steps):
     for token in tokens[2:]:
         assert torch.equal(reader(token), untouched(token))
     assert reader.cache.stats() == untouched.cache.stats()
+
+
+def test_recurrent_states_of_a_forward_that_failed_are_not_read_on():
+    """Before the first layer of attention nothing tells by its length that states moved on."""
+    model = build("qwen3_5", torch.float64)
+    ids, tokens = prompts((12,))[0], continuation(1, 4).split(1, 1)
+    reader, untouched = (Reader(model, CompressedCache(model, "full")) for _ in range(2))
+    reader(ids), untouched(ids)
+    handle = broken(model.model.layers[1])
+    with reader.cache.frozen():
+        with pytest.raises(RuntimeError, match="broken"):
+            reader(tokens[0])
+        reader.cache.crop(0)  # back to where the block began
+    handle.remove()
+    assert torch.equal(reader(tokens[0]), untouched(tokens[0]))
+    handle = broken(model.model.layers[0])
+    with pytest.raises(RuntimeError, match="broken"):
+        reader(tokens[1])
+    handle.remove()
+    assert torch.equal(reader(tokens[1]), untouched(tokens[1]))  # no state had moved on yet
+    handle = broken(model.model.layers[1])
+    with pytest.raises(RuntimeError, match="broken"):
+        reader(tokens[2])
+    handle.remove()
+    for cache in (reader.cache, fork(reader.cache)):
+        for _ in range(2):
+            with pytest.raises(KvfoldError, match="recurrent layers.*make a new cache"):
+                Reader(model, cache)(tokens[2])
+    reader.cache.reset()
+    again = Reader(model, CompressedCache(model, "full"))
+    assert torch.equal(reader(ids), again(ids))
 
 
 def test_a_forward_that_failed_when_it_had_evicted_cannot_be_taken_back(model):
