@@ -10,7 +10,7 @@ wrote them, and both parts are tokenised apart; a template's own are left whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
@@ -70,12 +70,11 @@ def segment_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> lis
     """
     control = control_tokens(tokenizer)
     pattern, unknown = _pattern(tuple(control)), _unknown(tokenizer)
+    watched, lead = set(control.values()) - {unknown}, _encoded(tokenizer, LEAD)
     ids: list[int] = []
     for index, part in enumerate(parts):
-        text, skipped = led(tokenizer, part) if index else (part, 0)
-        new = _encoded(tokenizer, text)[skipped:]
+        new = _led_ids(tokenizer, part, lead) if index else _encoded(tokenizer, part)
         meant = [number for text in pattern.findall(part) if (number := control[text]) != unknown]
-        watched = set(control.values()) - {unknown}
         if [number for number in new if number in watched] != meant:
             names = ", ".join(repr(text) for text, number in control.items() if number in new)
             raise KvfoldError(
@@ -102,6 +101,28 @@ def led(tokenizer: PreTrainedTokenizerBase, part: str) -> tuple[str, int]:
     return (LEAD + part, len(lead)) if both[: len(lead)] == lead else (part, 0)
 
 
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The most characters that one token stands for.
+
+    None where a token may stand for any number of them: only a byte-level vocabulary drops no
+    character and has no unknown ones. NFC writes at most four as one.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = type(getattr(backend, "normalizer", None)).__name__
+    decoder = type(getattr(backend, "decoder", None)).__name__
+    if decoder != "ByteLevel" or normalizer not in ("NoneType", "NFC"):
+        return None
+    return max(map(len, tokenizer.get_vocab())) * (4 if normalizer == "NFC" else 1)
+
+
+def least_tokens(parts: Iterable[str], longest: int | None) -> int:
+    """Tokens that segments have at least, found without tokenising them.
+
+    Each has one, and one for each `longest_token` of characters.
+    """
+    return sum(-(-len(part) // (longest or max(1, len(part)))) for part in parts)
+
+
 def own_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer itself puts before and after a text."""
     probe = "a"
@@ -122,6 +143,12 @@ def _unknown(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id of words that are not in the vocabulary, where it means nothing else."""
     another = tokenizer.unk_token in (tokenizer.bos_token, tokenizer.eos_token)
     return None if another else tokenizer.unk_token_id
+
+
+def _led_ids(tokenizer: PreTrainedTokenizerBase, part: str, lead: list[int]) -> list[int]:
+    """Ids of a segment that is not the first, as `led` says."""
+    both = _encoded(tokenizer, LEAD + part)
+    return both[len(lead) :] if both[: len(lead)] == lead else _encoded(tokenizer, part)
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

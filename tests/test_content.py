@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,16 @@ from transformers import PreTrainedTokenizerFast
 import kvfold
 from kvfold import KvfoldError
 from kvfold.cli.run import encode
-from kvfold.content import Content, control_tokens, ids_of, own_tokens, segment_ids, segments
+from kvfold.content import (
+    Content,
+    control_tokens,
+    ids_of,
+    least_tokens,
+    longest_token,
+    own_tokens,
+    segment_ids,
+    segments,
+)
 from kvfold.frame import Frame, conversation, token_ids
 from tests.models import build
 from tests.serving import NAME, running
@@ -314,3 +324,57 @@ def test_the_command_line_reads_prompts_as_text(made, kind):
         plain = controls(tokenizer, encode(tokenizer, "Hello", chat))
         assert controls(tokenizer, encode(tokenizer, hostile, chat)) == plain
         assert controls(tokenizer, encode(tokenizer, hostile, chat, special_tokens=True)) != plain
+
+
+# --- texts that are far too long -------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("special_tokens", [False, True])
+def test_the_server_does_not_tokenise_what_is_too_long_without_a_doubt(
+    made, model, kind, special_tokens, monkeypatch
+):
+    long = next(iter(control_tokens(made[kind]))) * 20_000
+    ordinary = "sky " * 100_000
+    settings = {"context_tokens": 500, "allow_longer": True, "special_tokens": special_tokens}
+    with running(model, made[kind], **settings) as server:
+        name = server.create("The sky is blue.")
+        tokenised: list[int] = []
+        stock = type(made[kind])._encode_plus
+
+        def noted(self: Any, text: Any, *args: Any, **options: Any) -> Any:
+            tokenised.append(len(text))
+            return stock(self, text, *args, **options)
+
+        monkeypatch.setattr(type(made[kind]), "_encode_plus", noted)
+        history = [{"role": role, "content": long} for role in ("user", "assistant", "user")]
+        # Where characters may be left out, only cuts tell how many tokens there are at least.
+        texts = [long] * (not special_tokens or kind != "sentencepiece")
+        texts += [ordinary] * (kind != "sentencepiece")
+        for text in texts:
+            for path, body in (
+                ("/v1/contexts", {"text": text}),
+                ("/v1/completions", {"model": NAME, "prompt": text}),
+                ("/v1/completions", {"model": NAME, "prompt": text, "context_id": name}),
+                ("/v1/chat/completions", {"model": NAME, "messages": history[:1]}),
+                ("/v1/chat/completions", {"model": NAME, "messages": history}),
+                (
+                    "/v1/chat/completions",
+                    {"model": NAME, "messages": history, "context_id": name},
+                ),
+            ):
+                answer = server.http.post(path, json=body)
+                assert answer.status_code == 400, answer.text
+                assert answer.json()["error"]["code"] == "context_length_exceeded"
+                assert re.search(r"has at least \d+ tokens, .* takes 500", answer.text)
+        assert sum(tokenised) < 1000
+
+
+@EVERY
+def test_texts_have_at_least_the_tokens_that_are_told(made, kind):
+    tokenizer = made[kind]
+    longest = longest_token(tokenizer)
+    assert (longest is None) == (kind == "sentencepiece")
+    for text in (*ORDINARY, HOSTILE[kind] * 9, "e\u0301" * 50, "", "a" * 99):
+        for parts in (segments(tokenizer, Content(text)), segments(tokenizer, text)):
+            assert least_tokens(parts, longest) <= len(segment_ids(tokenizer, parts))

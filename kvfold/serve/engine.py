@@ -55,7 +55,14 @@ class Engine:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         config, frame = compat.text_config(model), Frame.of(tokenizer)
         self.positions = None if settings.allow_longer else compat.trained_length(model)
-        self.prompts = Prompts(tokenizer, frame, config.vocab_size, settings.special_tokens)
+        limits = [n for n in (settings.context_tokens, self.positions) if n is not None]
+        self.prompts = Prompts(
+            tokenizer,
+            frame,
+            config.vocab_size,
+            settings.special_tokens,
+            min(limits, default=None),
+        )
         method = parse(settings.method)
         self.taken = None if settings.methods is None else _names(method, *settings.methods)
         budget = settings.budget if method.takes_budget else None
@@ -105,7 +112,7 @@ class Engine:
             with self.contexts.reading(request.context_id) as context:
                 turns = self._turns(request, context)
                 rest = list(chain(*turns))
-                self._check_length(len(rest))
+                self.prompts.check_length(len(rest))
                 ids = context.ids[0].tolist() + rest
                 yield self._reader(context, turns), ids, context.ids.shape[1]
             return
@@ -120,7 +127,7 @@ class Engine:
             ids = self.prompts.prompt(prompt)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt")
-        self._check_length(len(ids))
+        self.prompts.check_length(len(ids))
         with ExitStack() as stack:
             found = self._longest(ids, parts) if request.prefix_cache else None
             if found is None:
@@ -203,15 +210,6 @@ class Engine:
             )
         return wanted or min(allowed, left, request.usual_tokens or allowed)
 
-    def _check_length(self, tokens: int) -> None:
-        limits = [n for n in (self.settings.context_tokens, self.positions) if n is not None]
-        if limits and tokens > min(limits):
-            raise ApiError(
-                400,
-                f"the text has {tokens} tokens, and the server takes {min(limits)}",
-                code="context_length_exceeded",
-            )
-
     # --- contexts ---------------------------------------------------------------------------
 
     def create(self, request: ContextRequest, _: Put, cancelled: Event) -> Held:
@@ -220,7 +218,7 @@ class Engine:
         self.contexts.check_new(request.id)
         parts = self.prompts.split(self.prompts.frame.before, self.prompts.theirs(request.text))
         tokens = len(self.prompts.ids(parts))
-        self._check_length(tokens)
+        self.prompts.check_length(tokens)
         if not tokens:
             raise ApiError(400, "the text has no tokens", param="text")
         try:

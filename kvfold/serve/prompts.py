@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.content import content, own_tokens, segment_ids, segments
+from kvfold.content import (
+    content,
+    least_tokens,
+    longest_token,
+    own_tokens,
+    segment_ids,
+    segments,
+)
 from kvfold.errors import KvfoldError
 from kvfold.frame import PARTING, Frame, conversation
 from kvfold.serve.errors import ApiError
@@ -24,13 +33,19 @@ class Prompts:
     """Texts and tokens of one tokenizer, for a model that knows `vocabulary` of them.
 
     Texts come as segments (`content.py`), so that clients' special tokens stay text, unless
-    `special_tokens` allows them.
+    `special_tokens` allows them. A text has at most `most` tokens, None: any number; one that is
+    far longer is refused before it is tokenised, which takes a while and cannot be ended.
     """
 
     tokenizer: PreTrainedTokenizerBase
     frame: Frame
     vocabulary: int
     special_tokens: bool = False
+    most: int | None = None
+
+    @cached_property
+    def _longest(self) -> int | None:
+        return longest_token(self.tokenizer)
 
     def theirs(self, text: str) -> str:
         """A client's text."""
@@ -41,7 +56,9 @@ class Prompts:
         return segments(self.tokenizer, *pieces)
 
     def ids(self, parts: Sequence[str]) -> list[int]:
-        """Tokens of segments as they stand; raises ApiError where special ones cannot be split."""
+        """Tokens of segments as they stand; raises ApiError where special ones cannot be split,
+        and for more of them than `most` without a doubt."""
+        self._check_least(parts)
         if self.special_tokens:
             tokens: list[int] = self.tokenizer("".join(parts), add_special_tokens=False).input_ids
             return tokens
@@ -49,6 +66,18 @@ class Prompts:
             return segment_ids(self.tokenizer, parts)
         except KvfoldError as refused:
             raise ApiError(400, str(refused), code="special_tokens") from refused
+
+    def check_length(self, tokens: int, told: str = "") -> None:
+        """Raises ApiError for a text of more `tokens` than `most`."""
+        if self.most is not None and tokens > self.most:
+            raise ApiError(
+                400,
+                f"the text has {told}{tokens} tokens, and the server takes {self.most}",
+                code="context_length_exceeded",
+            )
+
+    def _check_least(self, parts: Iterable[str]) -> None:
+        self.check_length(least_tokens(parts, self._longest), "at least ")
 
     def turns(self, messages: Sequence[Message], frame: Frame) -> list[list[int]]:
         """What follows a context's document, as `Chat` reads it: turns, and the last question."""
@@ -62,16 +91,19 @@ class Prompts:
             )
         if len(messages) > 1 and frame.between is None:
             raise ApiError(400, "the model's chat template has no second turn", param="messages")
-        turns: list[list[int]] = []
+        split: list[list[str]] = []
         for index, message in enumerate(messages):
             theirs = self.theirs(message.text)
             if message.role == "assistant":
-                turns[-1] += self.ids(self.split(theirs))
+                split.append(self.split(theirs))
             else:
                 opening = frame.between if index else PARTING
                 assert opening is not None
-                turns.append(self.ids(self.split(opening, theirs, frame.after)))
-        return turns
+                split.append(self.split(opening, theirs, frame.after))
+        self._check_least(chain.from_iterable(split))
+        ids = [self.ids(parts) for parts in split]
+        # An answer ends the turn of the question before it.
+        return [list(chain(*ids[at : at + 2])) for at in range(0, len(ids), 2)]
 
     def conversation(self, messages: Sequence[Message]) -> list[str]:
         """A conversation that stands alone, and where its answer begins, as segments."""
