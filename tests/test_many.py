@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -19,6 +20,7 @@ TEXTS = {
     "bell": "The grass is green. " * 12 + "The special magic number for soft-bell is: 2241461.",
     "lamp": "The sky is blue. Here we go. " * 10,
 }
+HOW = ("--method", "snapkv:window=8", "--budget", "0.4")
 
 
 @pytest.fixture
@@ -57,6 +59,50 @@ def test_each_file_is_that_of_its_document_alone(folder: Path) -> None:
     assert command(*documents, *how)[0] == 0
     changed = {path.name for path in out.iterdir() if path.stat().st_mtime_ns != before[path]}
     assert changed == {"lamp.kvfold"}, "only the document that changed is read again"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--method", "knorm", "--budget", "0.4"), "instead of knorm"),
+        (("--method", "snapkv:window=4", "--budget", "0.4"), "window=8"),
+        (("--method", "snapkv:window=8", "--budget", "0.3"), "seen instead of 0.3"),
+        (("--method", "snapkv:window=8", "--budget", "20"), "seen instead of 20 tokens"),
+        ((*HOW, "--seed", "1"), "seed 0 instead of 1"),
+        ((*HOW, "--prefill-chunk", "64", "--compress", "per_chunk"), "per_chunk None instead"),
+        ((*HOW, "--dtype", "bfloat16"), "holds float32"),
+    ],
+)
+def test_a_file_that_was_made_in_another_way_is_not_taken_for_this_one(
+    folder: Path, words: tuple[str, ...], said: str
+) -> None:
+    documents = folder / "bell.txt", folder / "lamp.txt"
+    model, tokenizer = kvfold.bundled_model()
+    kvfold.compress(model, tokenizer, TEXTS["bell"], "snapkv:window=8", 0.4).save(
+        folder / "bell.kvfold"
+    )
+    before = (folder / "bell.kvfold").read_bytes()
+    code, shown = command(*documents, *words, "--out", folder)
+    assert code == 2 and "bell.kvfold" in shown and said in shown.splitlines()[-1], shown
+    assert not (folder / "lamp.kvfold").exists()
+    assert (folder / "bell.kvfold").read_bytes() == before
+    assert command(*documents, *HOW, "--out", folder)[0] == 0
+
+
+def test_a_file_of_another_model_is_not_taken_for_this_one_s(folder: Path) -> None:
+    model, tokenizer = kvfold.bundled_model()
+    with torch.no_grad():
+        next(model.parameters()).neg_()
+    kvfold.compress(model, tokenizer, TEXTS["bell"], "snapkv:window=8", 0.4).save(
+        folder / "bell.kvfold"
+    )
+    documents = folder / "bell.txt", folder / "lamp.txt"
+    code, shown = command(*documents, *HOW, "--out", folder)
+    assert code == 2 and "bell.kvfold was made with another model" in shown
+    (folder / "bell.kvfold").write_text("no context")
+    code, shown = command(*documents, *HOW, "--out", folder)
+    assert code == 2 and "bell.kvfold" in shown
+    assert not (folder / "lamp.kvfold").exists()
 
 
 def test_one_that_cannot_be_compressed_is_said_and_the_others_are(folder: Path) -> None:

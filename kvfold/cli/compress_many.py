@@ -13,8 +13,9 @@ from rich.text import Text
 
 from kvfold.cli.console import console, counted, print_json, size, stats_json, table
 from kvfold.cli.options import read_text
+from kvfold.crew.workers import Workers, here
 from kvfold.errors import KvfoldError
-from kvfold.files.many import Document, Made, Settings, work
+from kvfold.files.many import Document, Made, Settings, check_models, check_settings, work
 from kvfold.loading import Loading, load
 
 
@@ -31,10 +32,10 @@ def compress_many(
 ) -> None:
     """A file for each document that has none, or an older one; run again, it goes on.
 
+    Refuses where a file is there already that was made with other settings, or another model; what
+    is given to a Ray cluster is compared with its settings only, as no model is loaded here.
     What goes wrong with one document is said at the end, and the exit code is then 1.
     """
-    from kvfold.crew.workers import here
-
     if any(str(document) == "-" for document in documents):
         raise KvfoldError("standard input is one document: give it alone, and without --ray")
     if out is not None and not out.is_dir():
@@ -44,21 +45,14 @@ def compress_many(
     if twice:
         raise KvfoldError(f"several documents would become {min(twice)}: rename them")
     pairs = list(zip(documents, paths, strict=True))
-    waiting = [pair for pair in pairs if not _is_newer(*pair)]
-    if len(waiting) < len(pairs):
-        notes.print(f"{len(pairs) - len(waiting)} of {len(pairs)} files are there already")
+    there = {path for document, path in pairs if _is_newer(document, path)}
+    waiting = [(document, path) for document, path in pairs if path not in there]
+    for path in sorted(there):
+        check_settings(path, settings)
     jobs = [Document(read_text(text, encoding), path.resolve(), settings) for text, path in waiting]
-    if not jobs:
-        if as_json:
-            print_json([])
-        return
-    doing = work(model, loading)
-    if ray is None:
-        workers = here(doing, *load(model, loading))
-    else:
-        from kvfold.crew.cluster import cluster
-
-        workers = cluster(doing, ray, None)
+    workers = _workers(model, loading, sorted(there), ray)
+    if there:
+        notes.print(f"{len(there)} of {len(pairs)} files are there already")
     found: list[Made] = []
     with counted(notes, "documents", len(jobs)) as done:
         for made in workers(jobs):
@@ -70,6 +64,20 @@ def compress_many(
         _show(console(), found)
     if any(made.why for made in found):
         raise typer.Exit(1)
+
+
+def _workers(
+    model: str, loading: Loading, there: Sequence[Path], ray: str | None
+) -> Workers[Document, Made]:
+    """Who compresses; raises ContextFileError where a file that is there is another model's."""
+    doing = work(model, loading)
+    if ray is not None:
+        from kvfold.crew.cluster import cluster
+
+        return cluster(doing, ray, None)
+    network, tokenizer = load(model, loading)
+    check_models(there, network, tokenizer)
+    return here(doing, network, tokenizer)
 
 
 def _is_newer(document: Path, file: Path) -> bool:

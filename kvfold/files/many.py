@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from kvfold import compat, context
 from kvfold.budget import Budget
 from kvfold.crew.workers import Work
 from kvfold.errors import KvfoldError
+from kvfold.files.format import Header, read_header
+from kvfold.files.read import check_model
 from kvfold.generate import Compress
 from kvfold.loading import Loading
-from kvfold.method import Method
+from kvfold.method import Method, spelled_out
 from kvfold.stats import Stats
 
 
@@ -46,6 +49,42 @@ class Settings:
             special_tokens=self.special_tokens,
             allow_longer=self.allow_longer,
         )
+
+
+def check_settings(path: Path, settings: Settings) -> None:
+    """Raises KvfoldError for a context file that was compressed in another way than these say."""
+    header = read_header(path)
+    limit = None if header.budget is None else Budget(header.budget.kind, header.budget.amount)
+    piece = settings.prefill_chunk if settings.compress == "per_chunk" else None
+    for what, there, here in (
+        ("method", header.method, spelled_out(settings.method)),
+        ("budget", limit, settings.budget),
+        ("seed", header.seed, settings.seed),
+        ("per_chunk", header.per_chunk, piece),
+    ):
+        if there != here:
+            raise KvfoldError(
+                f"{path} is there already, made with {what} {there} instead of {here}: remove it, "
+                "or write into another folder"
+            )
+
+
+def check_models(
+    paths: Iterable[Path], model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises ContextFileError for a context file of another model; equal ones are compared once."""
+    right: set[str] = set()
+    for path in paths:
+        told = _model_of(read_header(path))
+        if told not in right:
+            check_model(path, model, tokenizer)
+            right.add(told)
+
+
+def _model_of(header: Header) -> str:
+    """All that a file tells about its model."""
+    rope = sorted(item for item in header.checksums.items() if item[0].startswith("rope."))
+    return f"{header.dtype} {header.model!r} {header.rope!r} {rope}"
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,14 @@ def _check(
         raise ContextFileError(f"{file.path} was made with another RoPE: {'; '.join(found)}")
 
 
+def check_model(
+    path: str | Path, model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises ContextFileError where the file at `path` is none, or not of this model."""
+    with opened(path) as file:
+        _check(file, model, tokenizer, None)
+
+
 def check_method(path: str | Path) -> None:
     """Raises ContextFileError where the file at `path` is none, or its method is not known here."""
     with opened(path) as file:
