@@ -283,27 +283,35 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         for models with recurrent layers, or with sliding windows that have slid, anywhere but to
         where a `frozen()` block began.
         """
+        self.check_crop(tokens_to_remove)
+        length = self.get_seq_length() + tokens_to_remove
+        saved = self._saved_at(length)
+        self.history = self.history.crop(length)
+        self._states_moved &= saved is None
+        for layer in self.compressed_layers:
+            layer.crop(tokens_to_remove)
+        for i, other in self._other_layers().items():
+            if saved is None:
+                compat.crop(other, tokens_to_remove)
+            else:
+                self.layers[i] = copy.deepcopy(saved[i])
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises KvfoldError where `crop` would."""
         for layer in self.compressed_layers:
             layer.check_crop(tokens_to_remove)
-        at, saved = self._before_freezing or (-1, {})
-        back_to_start = self.get_seq_length() + tokens_to_remove == at
-        others = self._other_layers()
-        if not back_to_start and not all(
-            compat.can_crop(layer, tokens_to_remove) for layer in others.values()
+        if self._saved_at(self.get_seq_length() + tokens_to_remove) is None and not all(
+            compat.can_crop(layer, tokens_to_remove) for layer in self._other_layers().values()
         ):
             raise KvfoldError(
                 f"{self.owner.name} has sliding windows or recurrent layers, which have let go of "
                 "older tokens: they only go back to where a `with cache.frozen():` block began"
             )
-        self.history = self.history.crop(self.get_seq_length() + tokens_to_remove)
-        for layer in self.compressed_layers:
-            layer.crop(tokens_to_remove)
-        self._states_moved &= not back_to_start
-        for i, other in others.items():
-            if back_to_start:
-                self.layers[i] = copy.deepcopy(saved[i])
-            else:
-                compat.crop(other, tokens_to_remove)
+
+    def _saved_at(self, length: int) -> dict[int, Any] | None:
+        """The other layers as a `frozen()` block that began at `length` tokens found them."""
+        at, saved = self._before_freezing or (-1, None)
+        return saved if at == length else None
 
     def reset(self) -> None:
         """Forgets everything: the cache is as new."""

@@ -14,12 +14,12 @@ from kvfold.compiled import check_compiled, decode_compiled
 from kvfold.drive import drive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.history import History
-from kvfold.inputs import check_given, check_read_ahead
+from kvfold.inputs import check_given, check_pieces, check_read_ahead
 from kvfold.length import check_prompt
 from kvfold.method import Method
 from kvfold.padding import check_last, leading_padding
 from kvfold.rebuild import rebuild
-from kvfold.resume import IdsRead, Reuse, go_on_from
+from kvfold.resume import IdsRead, Reuse, resumption
 
 # When the prompt is compressed.
 Compress = Literal["at_end", "per_chunk"]
@@ -82,17 +82,19 @@ def generate(
         if assisted:
             raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
         check_compiled(model, cache, options)
-    if assisted:
-        check_read_ahead(model, cache, options)
-    go_on_from(cache, input_ids, attention_mask, reuse)
-    total, seen = input_ids.shape[1], cache.get_seq_length()
+    resumed = resumption(cache, input_ids, attention_mask, reuse)
+    total, seen = input_ids.shape[1], resumed.seen
     chunk = prefill_chunk or total
     if assisted:
+        compat.check_assisted()
+        check_read_ahead(model, resumed, options)
+        resumed.go_back()
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
     settings = _settings(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-    if cache.runs_own_forwards:
+    if resumed.own_forwards:
         stop = total - 1
+        check_pieces(cache.method, chunk, stop)
     elif _must_read_first(model, cache, total, _new_tokens(settings, total)):
         stop, chunk = total - 1, total
     elif compress == "per_chunk":
@@ -103,7 +105,9 @@ def generate(
         # Rows that multiply share what is already cached, so only a last token is left to them.
         stop = total - 1 if rows > 1 and seen > 0 else seen
     if stop > seen:
-        check_read_ahead(model, cache, options)
+        check_read_ahead(model, resumed, options)
+    resumed.go_back()
+    if stop > seen:
         turn = model, cache, input_ids[:, :stop], attention_mask
         if compress == "per_chunk":
             read_per_chunk(*turn, chunk)
@@ -142,8 +146,7 @@ def read_turn(
     """
     seen, stop = cache.get_seq_length(), input_ids.shape[1]
     if cache.method.stages().funnel is not None and seen == 0:
-        if chunk < stop:
-            raise KvfoldError(f"{cache.method} reads a prompt in one piece: leave out the chunk")
+        check_pieces(cache.method, chunk, stop)
         drive(model, cache, input_ids, None if mask is None else mask[:, :stop])
         cache.history = History(input_ids).compact()
         return
@@ -272,7 +275,6 @@ def _assisted(
     options: dict[str, Any],
 ) -> Any:
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
-    compat.check_assisted()
     last = input_ids.shape[1] - 1
     with cache.reading():
         _read(model, input_ids, cache, mask, cache.get_seq_length(), last, chunk)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvfold.cache import CompressedCache
 from kvfold.errors import KvfoldError
+from kvfold.method import Method
+from kvfold.resume import Resumption
 
 
 def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]) -> None:
@@ -31,14 +33,15 @@ def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]
         raise KvfoldError("kvfold.generate needs input_ids, the whole conversation so far `[B, N]`")
 
 
-def check_read_ahead(model: Any, cache: CompressedCache, options: dict[str, Any]) -> None:
+def check_read_ahead(model: Any, resumed: Resumption, options: dict[str, Any]) -> None:
     """Raises KvfoldError for inputs of the model's forward that reading ahead would leave out."""
     known = inspect.signature(model.forward).parameters
     given = [name for name, value in options.items() if name in known and _holds_tensors(value)]
     if not given:
         return
-    if cache.runs_own_forwards:
-        reason = f"{cache.method} runs forwards of its own over the prompt: choose another method"
+    if resumed.own_forwards:
+        method = resumed.cache.method
+        reason = f"{method} runs forwards of its own over the prompt: choose another method"
     else:
         reason = (
             "the prompt is read in pieces or ahead of the answer here: leave out prefill_chunk=, "
@@ -47,6 +50,12 @@ def check_read_ahead(model: Any, cache: CompressedCache, options: dict[str, Any]
     raise KvfoldError(
         f"{', '.join(given)} must reach the model together with the whole prompt, and {reason}"
     )
+
+
+def check_pieces(method: Method, chunk: int, tokens: int) -> None:
+    """Raises KvfoldError where a first prompt of so many `tokens` cannot be read in pieces."""
+    if method.stages().funnel is not None and chunk < tokens:
+        raise KvfoldError(f"{method} reads a prompt in one piece: leave out the chunk")
 
 
 def _holds_tensors(value: object) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -15,20 +16,40 @@ from kvfold.history import History
 Reuse = Literal["prefix"]
 
 
-def go_on_from(
-    cache: CompressedCache, input_ids: Tensor, mask: Tensor, reuse: Reuse | None = None
-) -> None:
-    """Checks that `input_ids [B, N]` begin with what the cache has read, and go on from there.
+@dataclass(frozen=True)
+class Resumption:
+    """Where a cache goes on: at `seen` columns of those it has read; it is not back there yet.
 
-    `mask [B, N]` is 0 at padding. With `reuse="prefix"` the cache goes back to the prefix they
-    share, or starts anew where they share none, or where the method's own forwards read more.
-    Raises KvfoldError as `generate` does; the cache is then as it was.
+    `own_forwards`: the method's own forwards are over the prompt then.
+    """
+
+    cache: CompressedCache
+    seen: int
+    own_forwards: bool
+
+    def go_back(self) -> None:
+        """Takes back what the cache read beyond."""
+        beyond = self.cache.get_seq_length() - self.seen
+        if beyond and not self.seen:
+            self.cache.reset()
+        elif beyond:
+            self.cache.crop(-beyond)
+
+
+def resumption(
+    cache: CompressedCache, input_ids: Tensor, mask: Tensor, reuse: Reuse | None = None
+) -> Resumption:
+    """Checks that `input_ids [B, N]` begin with what the cache has read; changes nothing.
+
+    `mask [B, N]` is 0 at padding. With `reuse="prefix"` the cache is to go back to the prefix they
+    share, or to start anew where they share none, or where the method's own forwards read more.
+    Raises KvfoldError as `generate` does.
     """
     if reuse not in (None, "prefix"):
         raise KvfoldError(f'reuse is "prefix" or left out, not {reuse!r}')
     total, seen = input_ids.shape[1], cache.get_seq_length()
     if seen == 0:
-        return
+        return Resumption(cache, 0, cache.runs_own_forwards)
     cache.owner.check_answered()
     rows = cache.rows
     if rows != len(input_ids):
@@ -39,36 +60,33 @@ def go_on_from(
     parting = cache.history.parts_from(input_ids, mask, cache.tokens_read(), seen)
     if reuse == "prefix":
         shared = min(seen, total - 1, seen if parting is None else parting.column)
-        if shared == 0 or (shared < seen and _reads_by_itself(cache)):
-            _start_anew(cache)
-        else:
-            cache.crop(shared - seen)
-    elif parting is not None:
+        return _prefix(cache, shared)
+    if parting is not None:
         where = f"row {parting.row}, column {parting.column}" if rows > 1 else parting.column
         raise KvfoldError(
             f"the cache has read another text: it differs from the prompt at {where}. Use a new "
             'cache, or reuse="prefix", which goes back to where they part if nothing was evicted'
         )
-    elif seen >= total:
+    if seen >= total:
         raise KvfoldError(
             f"the cache has seen {seen} tokens and the prompt has {total}: pass the whole "
             "conversation, with at least one new token"
         )
+    return Resumption(cache, seen, cache.runs_own_forwards)
 
 
-def _reads_by_itself(cache: CompressedCache) -> bool:
-    """Whether the method's own forwards are over a first prompt, and only over that."""
-    stages = cache.method.stages()
-    return stages.funnel is not None or stages.needs.rebuilding is not None
-
-
-def _start_anew(cache: CompressedCache) -> None:
-    """Forgets everything; raises KvfoldError inside a block that promises to keep what there is."""
+def _prefix(cache: CompressedCache, shared: int) -> Resumption:
+    """At `shared` columns, or anew; raises KvfoldError where the cache cannot go back there."""
+    stages, seen = cache.method.stages(), cache.get_seq_length()
+    reads_by_itself = stages.funnel is not None or stages.needs.rebuilding is not None
+    if shared and (shared == seen or not reads_by_itself):
+        cache.check_crop(shared - seen)
+        return Resumption(cache, shared, cache.runs_own_forwards)
     if cache.turn.frozen or cache.turn.reading:
         raise KvfoldError(
             "the cache cannot start anew inside `with cache.frozen():` or `cache.reading():`"
         )
-    cache.reset()
+    return Resumption(cache, 0, reads_by_itself)
 
 
 class IdsRead:

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold import CompressedCache, KvfoldError
+from kvfold import CompressedCache, KvfoldError, compat
 from kvfold.reader import fork
 from tests.models import build, continuation, prompts
 from tests.test_cli import word_tokenizer
+from tests.test_refusals import longrope, notices_drops
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 SPECS = [
@@ -304,3 +306,40 @@ def test_a_prompt_that_a_method_reads_by_itself_is_read_by_it_again():
     out = turn(model, cache, other, reuse="prefix")
     assert torch.equal(out, turn(model, fresh, other))
     assert cache.stats().kept == fresh.stats().kept
+
+
+def test_a_call_that_is_refused_takes_nothing_back(model, monkeypatch):
+    """Whatever refuses it: the cache goes on as if the call had not been made."""
+    cache, expected = (CompressedCache(model, "full") for _ in range(2))
+    said = turn(model, cache, prompts((40,))[0])
+    turn(model, expected, prompts((40,))[0])
+    monkeypatch.setattr(compat, "ASSISTED_FROM", Version("99"))
+    places = {"position_ids": torch.arange(52)[None]}
+    several = {"do_sample": True, "num_return_sequences": 2, **places}
+    pieces = {"prefill_chunk": 8, **places}
+    assisted = {"prompt_lookup_num_tokens": 3}
+    for column, options in ((20, several), (20, pieces), (0, pieces), (0, assisted)):
+        with pytest.raises(KvfoldError, match=r"must reach|transformers 99"):
+            turn(model, cache, changed(on(said), 0, column), reuse="prefix", **options)
+        assert cache.stats() == expected.stats()
+    assert torch.equal(turn(model, cache, on(said)), turn(model, expected, on(said)))
+
+
+def test_a_piecewise_reading_that_a_method_refuses_takes_nothing_back(model):
+    cache, expected = (CompressedCache(model, "pyramidinfer") for _ in range(2))
+    said = turn(model, cache, prompts((40,))[0])
+    turn(model, expected, prompts((40,))[0])
+    with pytest.raises(KvfoldError, match="in one piece"):
+        turn(model, cache, changed(on(said), 0, 20), reuse="prefix", prefill_chunk=8)
+    assert cache.stats() == expected.stats()
+    assert torch.equal(turn(model, cache, on(said)), turn(model, expected, on(said)))
+
+
+@notices_drops
+def test_a_length_that_a_model_cannot_cross_takes_nothing_back():
+    model = longrope()
+    cache = CompressedCache(model, "full")
+    said = turn(model, cache, prompts((20,))[0])
+    with pytest.raises(KvfoldError, match="32 tokens"):
+        turn(model, cache, changed(on(said, 4), 0, 10), reuse="prefix", max_new_tokens=8)
+    assert cache.get_seq_length() == 25

@@ -634,7 +634,7 @@ def test_recurrent_states_of_a_forward_that_failed_are_not_read_on():
     handle.remove()
     for cache in (reader.cache, fork(reader.cache)):
         for _ in range(2):
-            with pytest.raises(KvfoldError, match="recurrent layers.*make a new cache"):
+            with pytest.raises(KvfoldError, match=r"recurrent layers.*make a new cache"):
                 Reader(model, cache)(tokens[2])
     reader.cache.reset()
     again = Reader(model, CompressedCache(model, "full"))
