@@ -254,6 +254,37 @@ def test_version_and_short_help() -> None:
     assert kvfold_command("run", "-h").output == kvfold_command("run", "--help").output
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--method", "kvzip"), ("--budget", "0.5"), ("--methods", "kvzip"), ("--memory", "4GiB"),
+        ("--prefill-chunk", "1024"), ("--contexts", "9"), ("--workers", "1"), ("--queue", "9"),
+        ("--values", "9"), ("--connections", "9"), ("--client-timeout", "9"), ("--grace", "9"),
+        ("--context-tokens", "9"), ("--answer-tokens", "9"), ("--chat-budget", "9"),
+        ("--special-tokens",), ("--allow-longer",), ("--dtype", "auto"),
+    ],
+)  # fmt: skip
+def test_options_that_mean_nothing_with_vllm_are_refused_by_name(option, tmp_path):
+    vllm = "serve", "bundled", "--engine", "vllm", "--folder", str(tmp_path)
+    assert f"error: {option[0]}: not with --engine vllm" in refused(*vllm, *option)
+    both = refused(*vllm, *option, "--port", "0", "--body", "1MiB", "--vllm", "", "--queue", "1")
+    assert option[0] in both and "--queue" in both and "--port" not in both
+
+
+def test_options_that_mean_something_with_vllm_are_taken(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        "kvfold.serve.vllm.cli.serve", lambda model, **options: given.update(options)
+    )
+    words = ("--port", "0", "--body", "1MiB", "--api-key", "k", "--vllm", "--x 1")
+    vllm = "serve", "bundled", "--engine", "vllm", "--folder", str(tmp_path), "--host", "::1"
+    assert kvfold_command(*vllm, *words).exit_code == 0
+    assert given == {
+        "host": "::1", "port": 0, "api_key": "k", "folder": tmp_path, "body": 2**20,
+        "arguments": "--x 1",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("command", ["run", "compress", "ask", "eval", "inspect", "serve"])
 def test_every_command_that_loads_a_model_has_the_same_options(command: str) -> None:
     shown = kvfold_command(command, "--help").output

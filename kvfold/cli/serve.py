@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
     from kvfold.serve.settings import Settings
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
+# Parameters that mean something with --engine vllm.
+OF_VLLM = ("model", "host", "port", "api_key", "folder", "body", "engine", "vllm", "modules")
 
 
 @with_options(loading=loading)
 def command(
+    ctx: typer.Context,
     model: ModelName,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
@@ -97,8 +101,8 @@ def command(
     """Serve a model and compressed contexts over OpenAI's API, with transformers in process.
 
     Each worker answers one request after the other; requests are not batched together. Contexts
-    are shared: a request costs its question and its answer. With --engine vllm only model, host,
-    port, api-key, folder and body apply.
+    are shared: a request costs its question and its answer. With --engine vllm only host, port,
+    api-key, folder, body and import apply; others are refused.
     """
     from kvfold.budget import Budget
     from kvfold.method import listed
@@ -107,6 +111,7 @@ def command(
     if engine == "vllm":
         if loading != Loading():
             raise KvfoldError("vLLM loads the model itself: give its own arguments as --vllm")
+        _check_given(ctx, OF_VLLM)
         from kvfold.serve.vllm.cli import serve
 
         serve(
@@ -163,6 +168,24 @@ def command(
     for problem in answering.contexts.adopt():
         errors().print(f"left out: {problem}")
     Server(answering, lambda: _announce(bound, name, settings)).run([bound])
+
+
+def _check_given(ctx: typer.Context, meant: Collection[str]) -> None:
+    """Raises KvfoldError where the command was given options that are not among these."""
+    idle = [
+        option.opts[0]
+        for option in ctx.command.params
+        if option.name not in meant and _is_given(ctx, str(option.name))
+    ]
+    if idle:
+        raise KvfoldError(
+            f"{', '.join(idle)}: not with --engine vllm; give vLLM its own arguments as --vllm"
+        )
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _announce(bound: socket.socket, name: str, settings: Settings) -> None:
