@@ -88,6 +88,8 @@ def generate(
     if assisted:
         compat.check_assisted()
         check_read_ahead(model, resumed, options)
+        if resumed.own_forwards:
+            check_pieces(cache.method, chunk, total - 1)
         resumed.go_back()
         return _assisted(model, input_ids, cache, attention_mask, chunk, options)
     settings = _settings(model, options)
@@ -276,8 +278,7 @@ def _assisted(
 ) -> Any:
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
     last = input_ids.shape[1] - 1
-    with cache.reading():
-        _read(model, input_ids, cache, mask, cache.get_seq_length(), last, chunk)
+    read_turn(model, cache, input_ids[:, :last], mask, last, chunk)
     with cache.frozen():
         out = compat.generate(
             model,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold import compat
+from kvfold.generate import read_turn
 from tests.budgets import (
     APPENDING,
     COMPRESSING,
@@ -560,6 +561,30 @@ def test_assisted_is_greedy_on_the_same_frozen_cache(model, spec, helper):
     if helper == "assistant":
         options["assistant_model"] = assistant
     got = kvfold.generate(model, ids, cache=cache, do_sample=False, max_new_tokens=16, **options)
+    assert torch.equal(got, expected)
+
+
+@assisted
+@pytest.mark.parametrize(("spec", "budget"), [("kvzip", 60), ("pyramidinfer", None)])
+def test_assistance_follows_a_method_s_own_forwards(spec, budget):
+    model, tokenizer = kvfold.bundled_model()
+    ids = tokenizer("Here we go again. " * 12, return_tensors="pt").input_ids
+    by_hand, cache = (
+        kvfold.CompressedCache(model, spec, budget, tokenizer=tokenizer) for _ in range(2)
+    )
+    last = ids.shape[1] - 1
+    with torch.no_grad():
+        read_turn(model, by_hand, ids[:, :last], None, last, last)
+    greedy = {"do_sample": False, "max_new_tokens": 8}
+    with by_hand.frozen():
+        expected = model.generate(ids, past_key_values=by_hand, **greedy)
+    if spec == "pyramidinfer":
+        with pytest.raises(kvfold.KvfoldError, match="in one piece"):
+            kvfold.generate(
+                model, ids, cache=cache, prompt_lookup_num_tokens=3, prefill_chunk=9, **greedy
+            )
+        assert cache.get_seq_length() == 0
+    got = kvfold.generate(model, ids, cache=cache, prompt_lookup_num_tokens=3, **greedy)
     assert torch.equal(got, expected)
 
 
