@@ -682,7 +682,8 @@ def test_throughput_stays_below_the_cap_and_the_next_row_would_not(
     more = next_batch_bytes(subject, lines["h2o"])
     assert lines["h2o"].outcome.cache_bytes <= room < more
     before = out.read_bytes()
-    assert bench(*work).exit_code == 0
+    said = json.loads(bench(*work, "--json").stdout)
+    assert said == [json.loads(line) for line in before.decode().splitlines()]
     assert out.read_bytes() == before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import csv
 import json
 import multiprocessing
 import os
@@ -334,6 +335,22 @@ def command(*arguments: object) -> Result:
     """`kvfold eval` with one worker."""
     words = ["eval", "--workers", "1", *map(str, arguments)]
     return CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+
+
+def test_json_is_all_that_is_on_standard_output(folder, tmp_path):
+    how = ("--model", folder, "--methods", "snapkv:window=8", "--budgets", "0.5")
+    size = ("--samples", 1, "--lengths", 300, "--out", tmp_path, "--json")
+    # The notes about what is left out, and about the records, are elsewhere.
+    done = command("--tasks", "kv_retrieval,loogle", *how, *size)
+    assert done.exit_code == 0 and "left out: loogle" in done.stderr
+    said = json.loads(done.stdout)
+    assert said["file"] == str(tmp_path / "records.jsonl")
+    written = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert len(written) == 5
+    for record, row in zip(said["records"], written, strict=True):
+        assert record["cell.method"] == row["cell"]["method"]
+        assert record["score.value"] == row["score"]["value"]
+    assert json.loads(command("--tasks", "kv_retrieval", *how, *size).stdout) == said
 
 
 def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):

@@ -101,7 +101,8 @@ def command(
             raise KvfoldError("--throughput decodes eagerly: leave out --compile")
         from kvfold.cli.throughput import measure
 
-        measure(screen, subject, method or METHODS, words(throughput), memory_cap, repeats, out)
+        pairs = words(throughput)
+        measure(screen, subject, method or METHODS, pairs, memory_cap, repeats, out, as_json)
         return
     source = subject.source
     cells = [

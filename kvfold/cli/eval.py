@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
-from kvfold.cli.console import console, counted, table
-from kvfold.cli.options import loading, with_options
+from kvfold.cli.console import counted, messages, print_json, table
+from kvfold.cli.options import Json, loading, with_options
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 
@@ -92,6 +92,7 @@ def command(
     out: Annotated[
         Path, typer.Option("--out", "-o", file_okay=False, help="Run again, it goes on.")
     ] = Path("kvfold-eval"),
+    as_json: Json = False,
     *,
     loading: Loading,
 ) -> None:
@@ -101,7 +102,7 @@ def command(
     Contexts are compressed before any question exists, unless asked otherwise. `kvfold report`
     turns the records into tables, pictures and a page.
     """
-    screen = console()
+    screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         from kvfold.crew.processes import processes
         from kvfold.crew.workers import here
@@ -156,7 +157,7 @@ def command(
         names = ", ".join(idle)
         note = f"left out where a text is streamed, since they only compress prompts: {names}"
         screen.print(Text(note, style="yellow"))
-    _evaluate(screen, plan, crew, out)
+    _evaluate(screen, plan, crew, out, as_json)
 
 
 def _check_places(*places: Path | None) -> None:
@@ -193,11 +194,14 @@ def _fitting(network: PreTrainedModel) -> int:
     return max(1, min(os.cpu_count() or 1, memory // 2 // weights))
 
 
-def _evaluate(screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out: Path) -> None:
+def _evaluate(
+    screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out: Path, as_json: bool
+) -> None:
     """Runs what is missing, with a bar, and writes the records."""
     from kvfold.cli.records import loaded, say_failures
+    from kvfold.eval.run.flat import flat
+    from kvfold.eval.run.result import Result
     from kvfold.eval.run.session import evaluate, store, summarize, write_records
-    from kvfold.report.board import haystacks
 
     samples = store(out)
     loaded(screen, samples)
@@ -212,14 +216,25 @@ def _evaluate(screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out
     path = write_records(out, records)
     cells = plan.cells()
     asked = [record for record in records if record.cell in cells]
+    if as_json:
+        found = [flat(record, Result) for record in asked]
+        print_json({"records": found, "file": path.resolve()})
+    else:
+        _show(screen, asked)
+    screen.print(Text(f"records: {path.resolve()}\ntables and a page: kvfold report {out}"))
+    say_failures(screen, asked)
+
+
+def _show(screen: Console, records: Sequence[Result]) -> None:
+    """Tables of scores, and of perplexities, whose lower ones are better."""
+    from kvfold.report.board import haystacks
+
     for lower, title in ((False, "score, mean over tasks"), (True, "perplexity")):
-        own = [record for record in asked if record.score and record.lower_is_better == lower]
+        own = [record for record in records if record.score and record.lower_is_better == lower]
         if own:
             where = haystacks(own)
             screen.print(_table(title, own))
             screen.print(Text(f"haystack: {where}\n" if where else ""), end="")
-    screen.print(Text(f"records: {path.resolve()}\ntables and a page: kvfold report {out}"))
-    say_failures(screen, asked)
 
 
 def _table(title: str, records: Sequence[Result]) -> Table:

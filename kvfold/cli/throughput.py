@@ -19,7 +19,7 @@ from kvfold.bench.summary import Spread
 from kvfold.bench.table import rate, spread
 from kvfold.bench.throughput import Load, Runner, Throughput, labels, sizes
 from kvfold.budget import Budget
-from kvfold.cli.console import progress, size, table
+from kvfold.cli.console import print_json, progress, size, table
 from kvfold.cli.records import loaded
 from kvfold.jsonl import Store
 
@@ -32,8 +32,9 @@ def measure(
     cap: str,
     repeats: int,
     out: Path,
+    as_json: bool,
 ) -> None:
-    """Runs what the file does not hold yet, and shows all of it."""
+    """Runs what the file does not hold yet, and shows all of it, or prints its records."""
     most = int(Budget.bytes(cap).amount)
     pairs = [sizes(setting) for setting in settings]
     source = subject.source.model_dump()
@@ -53,8 +54,11 @@ def measure(
             runner = Runner(session, load, lambda text: bar.update(task, description=text))
             for record in runner.rounds(missing, known):
                 store.add([record])
-    for load in loads:
-        screen.print(_table(load, [r for r in store.load().records if r.load == load]))
+    records = store.load().records
+    if as_json:
+        print_json([each.model_dump(mode="json") for each in records if each.load in loads])
+    for load in () if as_json else loads:
+        screen.print(_table(load, [each for each in records if each.load == load]))
     screen.print(Text(f"records: {out.resolve()}"))
 
 
