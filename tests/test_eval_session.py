@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import io
-import csv
 import json
 import multiprocessing
 import os
@@ -347,9 +346,9 @@ def test_json_is_all_that_is_on_standard_output(folder, tmp_path):
     assert said["file"] == str(tmp_path / "records.jsonl")
     written = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert len(written) == 5
-    for record, row in zip(said["records"], written, strict=True):
-        assert record["cell.method"] == row["cell"]["method"]
-        assert record["score.value"] == row["score"]["value"]
+    for told, row in zip(said["records"], written, strict=True):
+        assert told["cell.method"] == row["cell"]["method"]
+        assert told["score.value"] == row["score"]["value"]
     assert json.loads(command("--tasks", "kv_retrieval", *how, *size).stdout) == said
 
 
