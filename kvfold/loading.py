@@ -32,7 +32,7 @@ class Loading:
         gguf_file: the GGUF file in the folder or hub repository.
         adapter: a PEFT adapter, a folder or hub id, that is put on the model.
 
-    Raises KvfoldError for an unknown dtype, and for two places at once.
+    Raises KvfoldError for an unknown dtype, for two places at once, and for no place (meta).
     """
 
     dtype: str = "auto"
@@ -49,6 +49,8 @@ class Loading:
             raise KvfoldError(f"unknown dtype {self.dtype!r}: choose {', '.join(DTYPES)}")
         if self.device is not None and self.device_map is not None:
             raise KvfoldError("a device map says where each layer goes: leave out the device")
+        if "meta" in (self.device, self.device_map):
+            raise KvfoldError("a model on the device meta has no weights: choose another device")
 
     def of_files(self) -> dict[str, Any]:
         """Options of `from_pretrained` that model and tokenizer have in common."""
@@ -94,8 +96,9 @@ def load(
             model.to(_device(how))  # type: ignore[arg-type]
     except KvfoldError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError) as problem:
-        first_line = str(problem).strip().partition("\n")[0]
+    # Damaged files raise whatever the library does that reads them.
+    except Exception as problem:
+        first_line = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
     return model.eval(), tokenizer
 

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models from GGUF files and with a device map: the same answers, or one line that says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import kvfold
+from kvfold.errors import KvfoldError
+from kvfold.loading import Loading, load
+from tests.models import build
+from tests.test_cli import refused, run_json, word_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
+
+FILE, TEXT = "tiny.gguf", "the sky is blue the grass is green a number " * 6
+SPECIAL = ["<unk>", "<s>", "</s>"]
+PIECES = [*SPECIAL, *(f"▁{w}" for w in sorted(set(TEXT.split()))), *"abcdefghijklmnopqrstuvwxyz▁"]
+OF_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of a projection as GGUF has them: the two that RoPE rotates beside each other."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def write(model: LlamaForCausalLM, path: Path) -> None:
+    """The file that llama.cpp's converter would write, with a sentencepiece vocabulary."""
+    config = model.config
+    out = gguf.GGUFWriter(str(path), "llama")
+    out.add_context_length(config.max_position_embeddings)
+    out.add_embedding_length(config.hidden_size)
+    out.add_block_count(config.num_hidden_layers)
+    out.add_feed_forward_length(config.intermediate_size)
+    out.add_head_count(config.num_attention_heads)
+    out.add_head_count_kv(config.num_key_value_heads)
+    out.add_key_length(config.head_dim)
+    out.add_value_length(config.head_dim)
+    out.add_rope_dimension_count(config.head_dim)
+    out.add_layer_norm_rms_eps(config.rms_norm_eps)
+    out.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    out.add_vocab_size(config.vocab_size)
+    out.add_tokenizer_model("llama")
+    out.add_token_list(PIECES)
+    out.add_token_scores([-float(rank) for rank in range(len(PIECES))])
+    out.add_token_types([2, 3, 3] + [1] * (len(PIECES) - len(SPECIAL)))
+    out.add_unk_token_id(0)
+    out.add_bos_token_id(1)
+    out.add_eos_token_id(2)
+    for name, weight in model.state_dict().items():
+        *_, place = (name := name.removesuffix(".weight")).split(".", 3)
+        if name.endswith("q_proj"):
+            weight = pairs_together(weight, config.num_attention_heads)
+        elif name.endswith("k_proj"):
+            weight = pairs_together(weight, config.num_key_value_heads)
+        theirs = OF_MODEL.get(name) or f"blk.{name.split('.')[2]}.{OF_LAYER[place]}"
+        out.add_tensor(f"{theirs}.weight", weight.contiguous().numpy())
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama", vocab_size=len(PIECES), max_position_embeddings=512).float()
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("gguf")
+    write(model, made / FILE)
+    (made / "text.txt").write_text(TEXT)
+    return made
+
+
+def test_a_gguf_file_s_model_is_compressed_as_the_one_it_was_written_from(model, folder):
+    read, tokenizer = load(str(folder), Loading(gguf_file=FILE, device="cpu"))
+    made = [kvfold.compress(each, tokenizer, TEXT, "snapkv", 40) for each in (model, read)]
+    assert made[0].stats().seen > 40 and made[0].stats().kept == made[1].stats().kept
+    for layer in range(len(made[0].cache.compressed_layers)):
+        ours, theirs = (each.cache.positions(layer) for each in made)
+        for rows in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+    answers = [each.ask("the sky is", max_new_tokens=6) for each in made]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("place", [("--device", "cpu"), ("--device-map", "cpu")])
+def test_commands_read_gguf_files(folder, tmp_path, place):
+    how, name = ("--gguf-file", FILE, *place), str(folder)
+    limits = ("--method", "knorm", "--budget", "20")
+    text, file = str(folder / "text.txt"), str(tmp_path / "text.kvfold")
+    ran = run_json("run", name, "--file", text, *limits, "--max-new-tokens", "3", *how)
+    assert ran["stats"]["seen"] > 40
+    assert run_json("compress", name, text, "--out", file, *limits, *how)["file"] == file
+    assert run_json("ask", name, file, "the sky is", "--max-new-tokens", "3", *how)["answer"]
+    # The model of a file without GGUF is not another one.
+    assert "config.json is missing" in refused("ask", name, file, "the sky is", *place)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gguf-file", "absent.gguf"), "there is no file absent.gguf"),
+        (("--gguf-file", "text.txt"), "not a GGUF file"),
+        (("--gguf-file", "cut-20.gguf"), "cannot load"),
+        (("--gguf-file", "cut-3000.gguf"), "cannot load"),
+        (("--gguf-file", "cut-9000.gguf"), "cannot load"),
+        (("--gguf-file", FILE, "--device-map", "nowhere"), "found nowhere"),
+        (("--gguf-file", FILE, "--device-map", "meta"), "no weights"),
+        (("--gguf-file", FILE, "--device", "meta"), "no weights"),
+    ],
+)
+def test_what_cannot_be_loaded_so_is_one_line(folder, words, said):
+    for size in (20, 3000, 9000):
+        (folder / f"cut-{size}.gguf").write_bytes((folder / FILE).read_bytes()[:size])
+    run = "run", str(folder), "--method", "knorm", "--budget", "20", "--prompt", "the sky"
+    assert said in refused(*run, *words)
+
+
+def test_damaged_weights_are_one_line(tmp_path, model):
+    model.save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    run = "run", str(tmp_path), "--method", "knorm", "--budget", "20", "--prompt", "a b"
+    for size in (5000, 300, 4):
+        weights.write_bytes(weights.read_bytes()[-size:])
+        assert f"cannot load '{tmp_path}': " in refused(*run)
+
+
+def test_a_device_map_gives_the_answer_of_a_device():
+    run = ("run", "bundled", "--method", "knorm", "--budget", "20", "--prompt", TEXT)
+    made = [
+        run_json(*run, "--max-new-tokens", "4", *place)["answer"]
+        for place in (("--device", "cpu"), ("--device-map", "cpu"))
+    ]
+    assert made[0] == made[1]
+
+
+def test_the_device_meta_is_none():
+    with pytest.raises(KvfoldError, match="no weights"):
+        Loading(device="meta")
