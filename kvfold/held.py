@@ -91,6 +91,7 @@ class Held(CacheLayerMixin):
             return
         self.store.crop(count)
         self.logical.crop(count)
+        self.last_queries.crop(self.seen)
         self.settled = min(self.settled, self.seen)
         self.surplus = None if self.surplus is None else self.surplus - count
         self._per_entry(lambda x: x[..., : self.stored().length].clone())

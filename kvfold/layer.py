@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.errors import UnsupportedModel
+from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.holding import Holding, hold, too_much
 from kvfold.logical import Logical
 from kvfold.recall import Attended
@@ -104,7 +104,10 @@ class CompressedLayer(Holding):
             self.evicted_at = self.seen
 
     def end_turn(self) -> None:
-        """Compresses after a `reading()` block, from what was remembered of it."""
+        """Compresses after a `reading()` block, from what was remembered of it.
+
+        Raises KvfoldError where a crop took all of that back.
+        """
         attended = self.last_queries.attended
         if attended is None or self.store is None:
             return
@@ -113,5 +116,10 @@ class CompressedLayer(Holding):
                 "this model's cache holds latents, whose keys exist only inside a forward: name "
                 "the turn's length, `with cache.reading(until=tokens):`, so that its last forward "
                 "can compress"
+            )
+        if self.last_queries.lost:
+            raise KvfoldError(
+                "the last queries of this turn, by which its entries are scored, were taken back: "
+                "read at least one more token before the `cache.reading()` block ends"
             )
         self._end_turn(self._observe(attended, self.last_queries.columns))

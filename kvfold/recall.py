@@ -78,12 +78,29 @@ class LastQueries:
         if self.attended is None or self.columns is None:
             return query, columns
         query = torch.cat([self.attended.query, query], 2)
-        columns = torch.cat([self.columns, columns], 1)
-        # Padding of a later piece must not push out an earlier piece's tokens.
+        return self._last(query, torch.cat([self.columns, columns], 1))
+
+    def crop(self, seen: int) -> None:
+        """Forgets the queries of all but the first `seen` columns; those before stay forgotten."""
+        if seen == 0:
+            self.forget()
+        if self.attended is None or self.columns is None:
+            return
+        columns = self.columns.masked_fill(self.columns >= seen, -1)
+        query, self.columns = self._last(self.attended.query, columns)
+        self.attended = self.attended._replace(query=query)
+
+    def _last(self, query: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The last of these: what is −1 must not push out tokens that came before it."""
         order = (columns >= 0).long().argsort(dim=1, stable=True)
         order = order[:, max(0, order.shape[1] - self.width) :]
         wide = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
         return query.gather(2, wide), columns.gather(1, order)
+
+    @property
+    def lost(self) -> bool:
+        """Whether queries were to be remembered, and all of them were taken back."""
+        return self.columns is not None and self.width > 0 and bool((self.columns < 0).all())
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a selection along the batch axis."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -135,6 +136,47 @@ def test_reading_without_a_length_equals_one_shot(model, spec):
     assert positions(reader.cache) == positions(whole.cache)
     for got, expected in zip(decode(reader), decode(whole), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", [(40,), (40, 33)], ids=["alone", "padded"])
+def test_queries_of_tokens_that_were_taken_back_decide_nothing(model, lengths):
+    """A reading that broke off between two pieces, and goes on with another text."""
+    ids, mask = prompts(lengths)
+    cut, straight = (compressed(model, "snapkv:window=8") for _ in range(2))
+    with contextlib.suppress(RuntimeError), cut.reading():
+        Reader(model, cut, mask)(ids)
+        raise RuntimeError("interrupted")
+    cut.crop(-5)
+    readers = Reader(model, cut, mask[:, :35]), Reader(model, straight, mask[:, :35])
+    with cut.reading(), straight.reading():
+        readers[1](ids[:, :35])
+        readers[0].started = True
+        for reader in readers:
+            reader(continuation(len(lengths), 3))
+        for mine, theirs in zip(cut.compressed_layers, straight.compressed_layers, strict=True):
+            # Of the eight before, the five that were taken back are gone.
+            expected = torch.tensor([[-1, -1, 32, 33, 34, 35, 36, 37]]).repeat(len(lengths), 1)
+            assert torch.equal(mine.last_queries.columns, expected)
+            of_mine, of_theirs = mine.last_queries.attended, theirs.last_queries.attended
+            torch.testing.assert_close(of_mine.query[:, :, 2:], of_theirs.query[:, :, 2:])
+    assert kept(cut) == kept(straight)
+
+
+def test_a_turn_whose_last_queries_were_all_taken_back_does_not_end(model):
+    cache, ids = compressed(model, "snapkv:window=8"), prompts((40,))[0]
+    reader = Reader(model, cache)
+    with pytest.raises(kvfold.KvfoldError, match="one more token"), cache.reading():
+        reader(ids)
+        cache.crop(-8)
+    assert kept(cache) == [32]
+    with cache.reading():
+        reader(ids[:, 32:])
+    assert positions(cache) == positions(start(model, "snapkv:window=8", (40,)).cache)
+    other = compressed(model, "snapkv:window=8")
+    with other.reading():
+        Reader(model, other)(ids)
+        other.crop(-40)
+    assert other.get_seq_length() == 0
 
 
 @COMPRESSES
