@@ -784,3 +784,27 @@ def test_protected_spans_survive(model, spec, lengths):
         for layer in positions(reader.cache):
             assert all(wanted <= set(head) for head in layer[row])
     assert not all(set(range(20)) <= set(head) for head in positions(reader.cache)[0][0])
+
+
+@pytest.mark.parametrize("kind", ["reindex", "original"])
+@pytest.mark.parametrize("read", [2, 10, 21, 30])
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_more_sinks_than_the_budget_or_the_text_are_all_kept(model, kind, read, ratio):
+    """The first tokens stay until all sinks are there; then the newest is seen beside them."""
+    sinks, total = 20, 36
+    spec = f"streaming_llm:sinks={sinks},positions={kind}"
+    cache = kvfold.CompressedCache(model, spec, budget=ratio)
+    ids = prompts((total,))[0]
+    reader = Reader(model, cache)
+    reader(ids[:, :read])
+    with torch.no_grad():
+        for step in range(read, total):
+            logits = reader(ids[:, step : step + 1])[:, -1]
+            seen = sorted({*range(min(sinks, step)), step})
+            assert positions(cache)[0][0][0] == [i for i in range(step + 1) if i < sinks]
+            places = range(len(seen)) if kind == "reindex" else seen
+            # Keys and values of sinks depend on the sinks alone: a short text is the whole truth.
+            truth = model(ids[:, seen], position_ids=torch.tensor([list(places)])).logits[:, -1]
+            # transformers computes RoPE's cosines in float32, by which keys are moved.
+            atol = 1e-6 if kind == "reindex" else 1e-9
+            torch.testing.assert_close(logits, truth, rtol=0, atol=atol)

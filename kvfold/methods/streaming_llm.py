@@ -20,7 +20,8 @@ class StreamingLLM(Method):
 
     `positions="reindex"` is the paper's: at every step the kept tokens are seen at consecutive
     positions. `positions="original"` is the baseline of most compression papers, and with
-    `decode="append"` their prefill-only form. `sinks` first tokens count in the budget.
+    `decode="append"` their prefill-only form. `sinks` first tokens count in the budget; where a
+    part of the text is fewer, all sinks stay and nothing beside them but the newest in its step.
     Source: Xiao et al., section 3.2; mit-han-lab/streaming-llm `kv_cache.py`.
     """
 
