@@ -806,5 +806,5 @@ def test_more_sinks_than_the_budget_or_the_text_are_all_kept(model, kind, read, 
             # Keys and values of sinks depend on the sinks alone: a short text is the whole truth.
             truth = model(ids[:, seen], position_ids=torch.tensor([list(places)])).logits[:, -1]
             # transformers computes RoPE's cosines in float32, by which keys are moved.
-            atol = 1e-6 if kind == "reindex" else 1e-9
+            atol = 1e-5 if kind == "reindex" else 1e-9
             torch.testing.assert_close(logits, truth, rtol=0, atol=atol)
