@@ -167,6 +167,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         announce(Padding(self.owner.name, query_length, slides=bool(self._other_layers())))
         return super().get_mask_sizes(query_length, layer_idx)
 
+    @torch.compiler.disable
     def forward_begins(self) -> None:
         """Raises KvfoldError where the last one failed when layers had taken in its tokens."""
         if self._states_moved:
@@ -185,6 +186,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
             )
         self._begun = seen
 
+    @torch.compiler.disable
     def forward_returned(self, ids: Tensor | None) -> None:
         """The tokens of the last forward count as read, by their `ids [B, S]` where it had some."""
         if ids is not None and self._begun is not None:

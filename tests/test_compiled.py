@@ -556,3 +556,19 @@ def test_a_forward_that_torch_compiled_itself_gives_the_same():
     compiled = CompressedCache(model, spec, 33)
     assert torch.equal(kvfold.generate(model, ids, cache=compiled, **options), expected)
     assert compiled.stats() == cache.stats() and len(graphs) > 1
+
+
+def test_what_is_noted_of_forwards_makes_no_graphs():
+    """It changes with every token: traced, it would be compiled anew each time."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, pieces = build("llama", num_hidden_layers=1), continuation(1, 3).split(1, 1)
+    eager, compiled = (CompressedCache(model, "full") for _ in range(2))
+    forward = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for piece in pieces:
+            expected = model(piece, past_key_values=eager).logits
+            torch.testing.assert_close(forward(piece, past_key_values=compiled).logits, expected)
+    assert torch.equal(compiled.history.whole(), torch.cat(pieces, 1).int())
+    left_out = [reason for reason in counters["graph_break"] if "forward_returned" in reason]
+    assert len(left_out) == 1
