@@ -10,7 +10,7 @@ wrote them, and both parts are tokenised apart; a template's own are left whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ def segments(tokenizer: PreTrainedTokenizerBase, *pieces: str) -> list[str]:
     return made
 
 
-def segment_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str]) -> list[int]:
+def segment_ids(tokenizer: PreTrainedTokenizerBase, parts: Iterable[str]) -> list[int]:
     """Ids of all segments, without special tokens of the tokenizer's own.
 
     Raises KvfoldError where a control token comes out of text that does not spell one: of another

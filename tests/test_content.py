@@ -371,6 +371,25 @@ def test_the_server_does_not_tokenise_what_is_too_long_without_a_doubt(
 
 
 @EVERY
+def test_a_long_text_is_not_tokenised_to_its_end_for_nobody(made, model, kind, monkeypatch):
+    control = next(iter(control_tokens(made[kind])))
+    body = {"model": NAME, "prompt": control * 2000}
+    tokenised: list[str] = []
+    stock = type(made[kind])._encode_plus
+
+    def noted(self: Any, text: Any, *args: Any, **options: Any) -> Any:
+        tokenised.append(text)
+        if len(tokenised) == 20:
+            server.engine._of_thread.cancelled.set()
+        return stock(self, text, *args, **options)
+
+    with running(model, made[kind], allow_longer=True) as server:
+        monkeypatch.setattr(type(made[kind]), "_encode_plus", noted)
+        assert server.http.post("/v1/completions", json=body).status_code == 503
+    assert 20 <= len(tokenised) < 30
+
+
+@EVERY
 def test_texts_have_at_least_the_tokens_that_are_told(made, kind):
     tokenizer = made[kind]
     longest = longest_token(tokenizer)

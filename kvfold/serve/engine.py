@@ -62,6 +62,7 @@ class Engine:
             config.vocab_size,
             settings.special_tokens,
             min(limits, default=None),
+            self._check_wanted,
         )
         method = parse(settings.method)
         self.taken = None if settings.methods is None else _names(method, *settings.methods)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -34,7 +34,8 @@ class Prompts:
 
     Texts come as segments (`content.py`), so that clients' special tokens stay text, unless
     `special_tokens` allows them. A text has at most `most` tokens, None: any number; one that is
-    far longer is refused before it is tokenised, which takes a while and cannot be ended.
+    far longer is refused before it is tokenised, which takes a while. `check_wanted` is called
+    before each segment, and ends the work by what it raises.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ class Prompts:
     vocabulary: int
     special_tokens: bool = False
     most: int | None = None
+    check_wanted: Callable[[], None] = lambda: None
 
     @cached_property
     def _longest(self) -> int | None:
@@ -63,7 +65,7 @@ class Prompts:
             tokens: list[int] = self.tokenizer("".join(parts), add_special_tokens=False).input_ids
             return tokens
         try:
-            return segment_ids(self.tokenizer, parts)
+            return segment_ids(self.tokenizer, self._while_wanted(parts))
         except KvfoldError as refused:
             raise ApiError(400, str(refused), code="special_tokens") from refused
 
@@ -75,6 +77,11 @@ class Prompts:
                 f"the text has {told}{tokens} tokens, and the server takes {self.most}",
                 code="context_length_exceeded",
             )
+
+    def _while_wanted(self, parts: Iterable[str]) -> Iterator[str]:
+        for part in parts:
+            self.check_wanted()
+            yield part
 
     def _check_least(self, parts: Iterable[str]) -> None:
         self.check_length(least_tokens(parts, self._longest), "at least ")
