@@ -193,6 +193,10 @@ class CompressedCache(compat.Cache, ToldOfForwards):
             self.history = self.history.plus(ids, self._begun)
         self._begun, self._states_moved = None, False
 
+    def forward_failed(self, seen: int) -> None:
+        """A forward that began at `seen` columns stored tokens before it failed."""
+        self._begun = seen
+
     @property
     def broke_off(self) -> bool:
         """Whether a forward failed between layers, which no longer hold the same tokens."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo
 from torch.fx.experimental import _config as shapes
@@ -19,6 +20,7 @@ from kvfold.fixed.holding import HoldingRectangle
 from kvfold.fixed.layer import FixedLayer
 from kvfold.fixed.rectangle import Rectangle
 from kvfold.fixed.segments import FixedSegments
+from kvfold.forwards import ToldOfForwards
 from kvfold.kernels.packed import Backend
 from kvfold.layer import CompressedLayer
 from kvfold.method import Stages
@@ -29,12 +31,13 @@ GRAPHS = 64  # that a model may have before transformers' compiler refuses to ma
 NEW_TOKENS = 20
 
 
-class FixedCache(compat.Cache):
+class FixedCache(compat.Cache, ToldOfForwards):
     """What `generate` sees: the cache, and from `fix` on what its layers are for a graph."""
 
     def __init__(self, cache: CompressedCache, room: int, backend: Backend = "inductor") -> None:
         super().__init__(layers=list(cache.layers))
         self.cache, self.room, self.backend = cache, room, backend
+        self.seen: int | None = None  # columns read by all forwards that came to their end
 
     @property
     def is_compileable(self) -> bool:
@@ -45,14 +48,27 @@ class FixedCache(compat.Cache):
         """The prompt is read: from now on tokens come one by one."""
         own = self.cache.compressed_layers
         self.layers = [fixed(layer, self.room, self.backend) for layer in own]
+        self.seen = self.cache.get_seq_length()
+
+    def forward_begins(self) -> None:
+        """The cache is told what reads the prompt; in a graph nothing is noted."""
+        if not torch.compiler.is_compiling():
+            self.cache.forward_begins()
+
+    def forward_returned(self, ids: Tensor | None) -> None:
+        """As `forward_begins`."""
+        if not torch.compiler.is_compiling():
+            self.cache.forward_returned(ids)
 
     def after_forward(self) -> None:
         """What has to happen outside of the graph."""
         fixed = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
         for layer in fixed:
             layer.between_steps()
-        if not fixed:
+        if self.seen is None:
             self.fix()
+        else:
+            self.seen += 1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -70,11 +86,13 @@ class FixedCache(compat.Cache):
         return sum(layer.nbytes(counted) for layer in layers)
 
     def hand_back(self) -> None:
-        """Leaves the cache as if its tokens had been decoded eagerly."""
+        """Leaves the cache as if its tokens had been decoded eagerly, by a step that failed too."""
         forget_pending()
         for layer, own in zip(self.layers, self.cache.compressed_layers, strict=True):
             if isinstance(layer, FixedLayer):
                 layer.hand_back(own)
+        if self.seen is not None and self.cache.get_seq_length() > self.seen:
+            self.cache.forward_failed(self.seen)
 
 
 def fixed(layer: CompressedLayer, room: int, backend: Backend) -> FixedLayer:
@@ -136,7 +154,8 @@ def decode_compiled(
     config = compat.compile_config(_chosen(model, options, "compile_config"))
     room = max(0, _new_tokens(model, options, input_ids.shape[1]) - 1)
     handed = FixedCache(cache, room, config.backend)
-    processors = [*(options.pop("logits_processor", None) or []), _AfterForward(handed)]
+    # First, since a processor may fail as well.
+    processors = [_AfterForward(handed), *(options.pop("logits_processor", None) or [])]
     options |= {"compile_config": config, "logits_processor": processors}
     try:
         with compiling():

@@ -375,6 +375,55 @@ def test_a_cache_whose_step_broke_off_is_refused(model, spec, monkeypatch):
         kvfold.generate(model, torch.cat([ids, continuation(1, 9)], 1), cache=cache, **GREEDY)
 
 
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", RAGGED])
+def test_a_step_that_failed_when_its_token_was_stored_is_not_read_on(model, spec):
+    calls: list[int] = []
+
+    def failing(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            out = graph.forward(*args)
+            calls.append(1)
+            if len(calls) == 3:
+                raise MemoryError("no room")
+            return out
+
+        return run
+
+    ids = prompts(ALONE)[0]
+    cache, whole = compressed(model, spec), compressed(model, spec)
+    text = kvfold.generate(model, ids, cache=whole, **(GREEDY | {"max_new_tokens": 3}))
+    text = torch.cat([text, continuation(1, 9)], 1)
+    name = f"failing_{id(calls)}"  # of a configuration only texts are taken
+    torch._dynamo.register_backend(failing, name=name)
+    once = {"compile_config": CompileConfig(fullgraph=True, backend=name, mode=None)}
+    with pytest.raises(MemoryError, match="no room"):
+        kvfold.generate(model, ids, cache=cache, compile=True, **once, **GREEDY)
+    for options in (GREEDY, GREEDY | COMPILED):
+        with pytest.raises(KvfoldError, match="stored its 1 tokens"):
+            kvfold.generate(model, text, cache=cache, **options)
+    if spec == "h2o":
+        with pytest.raises(KvfoldError, match="evicted"):
+            cache.crop(-1)
+        return
+    cache.crop(-1)
+    check_same(whole, cache)
+    again = [kvfold.generate(model, text, cache=c, **GREEDY) for c in (whole, cache)]
+    assert torch.equal(*again)
+
+
+def test_a_prompt_that_failed_when_it_was_stored_is_not_read_on(model):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    cache, ids = compressed(model, "full"), prompts(ALONE)[0]
+    handle = model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        kvfold.generate(model, ids, cache=cache, **GREEDY, **COMPILED)
+    handle.remove()
+    with pytest.raises(KvfoldError, match="stored its 64 tokens"):
+        kvfold.generate(model, torch.cat([ids, ids], 1), cache=cache, **GREEDY, **COMPILED)
+
+
 # --- one graph -------------------------------------------------------------------------------
 
 
