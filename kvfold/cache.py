@@ -16,13 +16,13 @@ from kvfold import compat, rehearsal
 from kvfold.attention import forget_pending, hand_out
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError, UnsupportedModel
-from kvfold.forwards import ToldOfForwards, watch
+from kvfold.forwards import ToldOfForwards, preparing, watch
 from kvfold.history import History
 from kvfold.layer import CompressedLayer
 from kvfold.method import Method, parse
 from kvfold.observation import Rebuilding
 from kvfold.owner import Owner
-from kvfold.padding import Padding, announce
+from kvfold.padding import Padding, announce, forget_announced
 from kvfold.spans import spans_of
 from kvfold.stats import Stats
 from kvfold.store.segments import SegmentStore
@@ -76,17 +76,7 @@ class CompressedCache(compat.Cache, ToldOfForwards):
         self.ranks = compat.ranks_of(model)
         self.ranks.check_method(self.method)
         stages = self.ranks.joining(stages)
-        known = compat.is_enabled(model)
-        compat.enable(model)
-        watch(model)
-        if rehearsal.is_due(model):
-            try:
-                trial = CompressedCache(model, rehearsal.METHOD, rehearsal.BUDGET)
-                rehearsal.rehearse(model, trial)
-            except BaseException:
-                if not known:
-                    compat.disable(model)
-                raise
+        _prepare(model)
         self.turn, self.owner = Turn(), Owner(model)
         self.dropping_length = compat.dropping_length(model)
         shared, latents = compat.shares_entries(model), compat.caches_latents(model)
@@ -149,6 +139,8 @@ class CompressedCache(compat.Cache, ToldOfForwards):
             with torch.no_grad():
                 return self._store(layer, index, key_states, value_states)
         first = layer.plan.layer == 0
+        if first:
+            forget_announced()  # by a model whose masks are not kvfold's
         self.owner.asked(first, level=not first or layer.seen == self.compressed_layers[-1].seen)
         keys, values = layer.update(key_states, value_states)
         return hand_out(keys, values, index, layer), values
@@ -445,6 +437,25 @@ class CompressedCache(compat.Cache, ToldOfForwards):
                 [] if layer.error is None else layer.error.mean(0).tolist() for layer in started
             ],
         )
+
+
+def _prepare(model: compat.PreTrainedModel) -> None:
+    """Routes the model's attention through kvfold, and tries it out where this is its first cache.
+
+    Raises UnsupportedModel where it would be answered wrongly; it is then as it was.
+    """
+    with preparing:
+        known = compat.is_enabled(model)
+        compat.enable(model)
+        watch(model)
+        if not rehearsal.is_due(model):
+            return
+        try:
+            rehearsal.rehearse(model, CompressedCache(model, rehearsal.METHOD, rehearsal.BUDGET))
+        except BaseException:
+            if not known:
+                compat.disable(model)
+            raise
 
 
 def checked_budget(

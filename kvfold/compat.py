@@ -31,7 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.forwards import unwatch
+from kvfold.forwards import preparing, unwatch
 from kvfold.ranks import Ranks
 
 __all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "PreTrainedModel"]
@@ -99,8 +99,12 @@ def enable(model: PreTrainedModel) -> None:
     with a warning, to SDPA, or to eager attention where the model has no SDPA. Raises
     UnsupportedModel for encoder-decoders and for models that compute attention themselves.
     """
-    if is_enabled(model):
-        return
+    with preparing:
+        if not is_enabled(model):
+            _route(model)
+
+
+def _route(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder: kvfold compresses decoders only")
@@ -115,7 +119,7 @@ def enable(model: PreTrainedModel) -> None:
         warnings.warn(
             f"{name} was loaded with attn_implementation={loaded!r}: kvfold attends with {kind!r} "
             "instead",
-            stacklevel=3,
+            stacklevel=5,  # whoever makes the cache
         )
     model.set_attn_implementation(NAMES[kind])
     _loaded[model] = loaded
@@ -123,10 +127,11 @@ def enable(model: PreTrainedModel) -> None:
 
 def disable(model: PreTrainedModel) -> None:
     """Gives the model back the attention implementation it was loaded with."""
-    for kind, name in NAMES.items():
-        if text_config(model)._attn_implementation == name:
-            model.set_attn_implementation(_loaded.pop(model, kind))
-    unwatch(model)
+    with preparing:
+        for kind, name in NAMES.items():
+            if text_config(model)._attn_implementation == name:
+                model.set_attn_implementation(_loaded.pop(model, kind))
+        unwatch(model)
 
 
 def _stand_in(model: PreTrainedModel, loaded: str) -> str:

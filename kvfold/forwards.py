@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any
@@ -23,6 +24,8 @@ class ToldOfForwards(ABC):
         """It came to its end; `ids [B, S]` are what it was given, None where that was no ids."""
 
 
+# Held while a model's attention or its hooks change, and while it is tried out.
+preparing = threading.RLock()
 _watched: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 

@@ -69,6 +69,11 @@ def announce(padding: Padding) -> None:
     _announced.padding = padding
 
 
+def forget_announced() -> None:
+    """Its mask is made by now: the next one is of another forward."""
+    _announced.padding = None
+
+
 def check_announced(mask: Tensor | None) -> None:
     """Checks the padding `[B, N]` of which a mask is about to be made, if it was announced."""
     padding, _announced.padding = _announced.padding, None

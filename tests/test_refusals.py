@@ -8,8 +8,11 @@ import dataclasses
 import gc
 import re
 import resource
+import threading
+import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,7 @@ from kvfold import (
     KvfoldError,
     UnsupportedModel,
     compat,
+    rehearsal,
 )
 from kvfold.reader import fork
 from tests.budgets import COMPRESSING
@@ -220,6 +224,41 @@ def test_an_enabled_model_without_our_cache_is_stock(model):
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     kvfold.enable(model)
     assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+
+
+def test_a_disabled_model_announces_no_padding_of_other_models(model):
+    cache, other = CompressedCache(model, "knorm", 20), build("qwen2")
+    kvfold.enable(other)
+    kvfold.disable(model)
+    with pytest.raises(UnsupportedModel, match="disable"):
+        Reader(model, cache)(prompts((12,))[0])
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, -3:] = 0  # a stock cache may be padded as one likes
+    ids = prompts((12, 12))[0]
+    with torch.no_grad():
+        assert other(ids, attention_mask=mask).logits.isfinite().all()
+
+
+def test_a_first_cache_that_another_thread_tries_out_is_waited_for(model, monkeypatch):
+    """Whether the model can be used is known to neither before that."""
+    tried, together = [], threading.Barrier(2)
+
+    def cannot(*_: object) -> None:
+        tried.append(threading.get_ident())
+        time.sleep(0.1)
+        raise UnsupportedModel("this model cannot")
+
+    def make() -> None:
+        together.wait()
+        with pytest.raises(UnsupportedModel, match="cannot"):
+            CompressedCache(model, "knorm", 20)
+
+    monkeypatch.setattr(rehearsal, "_run", cannot)
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(make) for _ in range(2)]
+    assert made[0].exception() is None and made[1].exception() is None
+    assert len(set(tried)) == 2
+    assert not compat.is_enabled(model) and not model._forward_hooks
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
