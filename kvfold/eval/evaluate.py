@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation from Python: what `kvfold eval` does, with a model that is loaded already."""
+"""Evaluation from Python: the runs of `kvfold eval`, with a model that is loaded already."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def evaluate(
     """Tasks × methods × budgets, beside the full cache and the baselines, one record for each cell.
 
     Returns plain dictionaries with the columns of `records.csv`: `pandas.DataFrame(records)` is a
-    table of them. Options are those of `kvfold eval`; with `out` samples and records are kept in
-    that folder, where a run that was stopped goes on and `kvfold report` finds them. Raises
-    KvfoldError for unknown names, for data that cannot be read, and where no sample has an answer.
+    table of them. Options are named as those of `kvfold eval`, which has more. With `out` samples
+    and records are kept in that folder, where a run that was stopped goes on and `kvfold report`
+    finds them. Raises KvfoldError for unknown names, for data that cannot be read, and where no
+    sample has an answer.
     """
     competing = contenders([str(one) for one in _listed(methods)], _listed(budgets))
     readable = max_length or readable_tokens(model)
