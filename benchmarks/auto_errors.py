@@ -16,7 +16,7 @@ import torch
 
 import kvfold
 from kvfold.eval import ruler
-from kvfold.frame import Frame, token_count, token_ids
+from kvfold.hf.chat_template import Frame, token_count, token_ids
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
 

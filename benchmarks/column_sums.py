@@ -13,7 +13,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from kvfold.kernels.chunked import attend_with_column_sums
+from kvfold.kernels.query_blocks import attend_with_column_sums
 
 HEADS, GROUPS, SIZE, ROUNDS = 4, 2, 64, 5
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.bench.baseline import full_cache, full_twin
-from kvfold.bench.kernels import fastest
+from kvfold.bench.sdpa_variants import fastest
 from kvfold.bench.shapes import Subject
 
 NEW, WARM_UP = 48, 6

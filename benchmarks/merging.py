@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import kvfold
-from kvfold.jsonl import Store
+from kvfold.jobs.records import Store
 
 PROMPT, NEXT = 700, 120
 CHARACTERS = 10 * (PROMPT + NEXT)  # no novel has tokens so long

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvfold
-from kvfold.generate import read_turn
+from kvfold.generation.generate import read_turn
 
 
 def build() -> LlamaForCausalLM:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from kvfold.bench.clock import seconds
-from kvfold.kernels.segments import attend_to_segments
-from kvfold.store.encoded import Encode
-from kvfold.store.segments import SegmentStore
+from kvfold.kernels.ragged import attend_to_segments
+from kvfold.store.encoding import Encode
+from kvfold.store.ragged import SegmentStore
 
 HEADS, GROUPS, SIZE = 8, 4, 128
 KEPT = 0.25

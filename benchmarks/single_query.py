@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from kvfold.bench.clock import seconds
-from kvfold.kernels.single import attend_single
+from kvfold.kernels.single_query import attend_single
 
 HEADS, SIZE = 4, 64
 SETS = 4  # of keys and values, so that none is still in the processor's cache

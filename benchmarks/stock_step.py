@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import kvfold
 from kvfold.bench.baseline import twin
 from kvfold.bench.shapes import Subject
-from kvfold.generate import read_turn
+from kvfold.generation.generate import read_turn
 
 STEPS, WARM_UP, REST = 50, 5, 0.005
 

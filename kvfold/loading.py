@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.errors import KvfoldError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from kvfold.compat import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -82,7 +80,7 @@ def load(
     """
     how = loading or Loading()
     check_name(name, how)
-    from kvfold.compat import parallel_options
+    from kvfold.hf.parallel import parallel_options
 
     shared = parallel_options() if among_ranks else {}
     if shared and (how.device or how.device_map):

@@ -8,9 +8,9 @@ from dataclasses import fields
 from transformers import PreTrainedModel
 
 import kvfold
-from kvfold.allocate.uniform import uniform
 from kvfold.errors import IllegalComposition
-from kvfold.method import preset
+from kvfold.methods.base import preset
+from kvfold.methods.stages.allocate.uniform import uniform
 
 SMALL = 20  # entries per KV head, of the 24 to 64 tokens that prompts have
 
@@ -72,7 +72,7 @@ def needs_driver(spec: str) -> bool:
     return stages.needs.rebuilding is not None or stages.funnel is not None
 
 
-NAMED = [_spec(name) for name in kvfold.methods() if _stands_alone(name)]
+NAMED = [_spec(name) for name in kvfold.list_methods() if _stands_alone(name)]
 METHODS = [spec for spec in NAMED if not needs_driver(spec)]
 COMPRESSING = [spec for spec in METHODS if kvfold.parse(spec).takes_budget]
 EVICTING = [spec for spec in COMPRESSING if not merges(spec)]

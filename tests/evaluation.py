@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold.bundled
+from kvfold.cache.state import PER_ENTRY
 from kvfold.eval.run.cell import FULL, Cell, Protocol, Subject
 from kvfold.eval.run.job import Job, run
 from kvfold.eval.run.plan import Contender, Plan, Wanted
 from kvfold.eval.run.prompt import Prompt
 from kvfold.eval.run.sample import Answer, Held, Outcome, Sample
 from kvfold.eval.tasks import Question, Record, Request, Unreadable, tasks
-from kvfold.held import PER_ENTRY
 from tests.models import build
 
 LIMIT = 4096

@@ -15,7 +15,7 @@ import httpx
 import openai
 
 from kvfold.serve.engine import Engine
-from kvfold.serve.server import Server, listening
+from kvfold.serve.process import Server, listening
 from kvfold.serve.settings import Settings
 
 NAME = "tiny"

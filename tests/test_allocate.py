@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold import BudgetError
-from kvfold.allocate.pyramid import pyramid, pyramid_official
-from kvfold.allocate.rounding import largest_remainder, raised
-from kvfold.allocate.uniform import uniform, uniform_with_skipped
+from kvfold.methods.stages.allocate.pyramid import pyramid, pyramid_official
+from kvfold.methods.stages.allocate.rounding import largest_remainder, raised
+from kvfold.methods.stages.allocate.uniform import uniform, uniform_with_skipped
 
 LAYERS = st.integers(1, 80)
 BETA = st.one_of(st.integers(1, 40), st.floats(1, 40))

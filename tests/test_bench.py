@@ -20,28 +20,30 @@ from transformers import CompileConfig
 from typer.testing import CliRunner, Result
 
 import kvfold
-from kvfold import compat
-from kvfold.bench import counterparts, kvpress, process, quantized, session, sides
+from kvfold.bench import counterparts, kvpress, process, quantized, session
+from kvfold.bench import participants as sides
 from kvfold.bench.baseline import full_cache, full_twin, twin
 from kvfold.bench.clock import Stopwatch, compression_watched
-from kvfold.bench.entrants import labels, makers
-from kvfold.bench.kernels import Kernel, Kernels, fastest
+from kvfold.bench.lineup import labels, makers
 from kvfold.bench.machine import Setup
+from kvfold.bench.participants import AGAIN, FULL, CompiledSide, FullSide, Label, MethodSide
 from kvfold.bench.peak import peak_of
 from kvfold.bench.picture import figure
 from kvfold.bench.record import Cell, Measured, Record, check_setup
+from kvfold.bench.sdpa_variants import Kernel, Kernels, fastest
 from kvfold.bench.session import Session, missing_rounds
 from kvfold.bench.shapes import Folded, Subject
-from kvfold.bench.sides import AGAIN, FULL, CompiledSide, FullSide, Label, MethodSide
 from kvfold.bench.summary import Spread, rows
 from kvfold.bench.table import tables
 from kvfold.bench.throughput import Outcome, Throughput, largest, sizes
+from kvfold.cache.layer import CompressedLayer
 from kvfold.cli import app
 from kvfold.cli.console import console
-from kvfold.compiled import compiling
 from kvfold.errors import KvfoldError
-from kvfold.jsonl import Store
-from kvfold.layer import CompressedLayer
+from kvfold.generation.static import decode as static_decode
+from kvfold.generation.static.decode import compiling
+from kvfold.hf import compiling as hf_compiling
+from kvfold.jobs.records import Store
 
 from .models import build, continuation
 
@@ -67,7 +69,8 @@ def no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs of operations that run one by one, which are quick to make."""
     quick = CompileConfig(fullgraph=True, backend="eager", mode=None)
-    monkeypatch.setattr(compat, "compile_config", lambda given: quick)
+    monkeypatch.setattr(hf_compiling, "compile_config", lambda given: quick)
+    monkeypatch.setattr(static_decode, "compile_config", lambda given: quick)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ from kvfold.eval import ruler
 from kvfold.eval.retrieval import Trial, evaluate
 from kvfold.eval.tasks.vocabulary import Vocabulary
 from kvfold.eval.words import ADJECTIVES, NOUNS
-from kvfold.frame import token_count
+from kvfold.hf.chat_template import token_count
 
 SAMPLES = 30
 # Words that neither the tokenizer nor the lists of the tasks have.

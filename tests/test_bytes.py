@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 import kvfold
-from kvfold.store.encoded import BLOCK
-from kvfold.store.growing import slack
-from kvfold.store.part import ROOM
+from kvfold.store.buffer import slack
+from kvfold.store.encoding import BLOCK
+from kvfold.store.ragged_part import ROOM
 from tests.models import build, continuation, prompts
 from tests.test_cli import word_tokenizer
 from tests.test_phases import reachable_bytes

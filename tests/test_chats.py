@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold import BudgetError, KvfoldError
-from kvfold.reader import end_turn, fork, fork_within
-from kvfold.store.segments import SegmentStore
+from kvfold.cache.fork import end_turn, fork, fork_within
+from kvfold.store.ragged import SegmentStore
 from tests.models import build
 from tests.serving import running
 from tests.test_cli import word_tokenizer

@@ -21,10 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import kvfold
-from kvfold.answer import Answer
 from kvfold.cli import app
 from kvfold.cli.demo_page import page
 from kvfold.cli.run import encode
+from kvfold.contexts.answer import Answer
 from kvfold.eval.tasks import families, tasks
 from kvfold.inspect.kept import kept_figure, kept_grid
 from kvfold.loading import Loading, load
@@ -99,7 +99,7 @@ def test_methods_lists_every_name_within_100_columns() -> None:
     lines = result.output.splitlines()
     assert max(map(len, lines)) <= 100
     named = {line.split()[0] for line in lines if re.match(r"  \w", line)}
-    assert named >= set(kvfold.methods())
+    assert named >= set(kvfold.list_methods())
 
 
 def test_run_answers_and_counts(folder: Path) -> None:
@@ -436,7 +436,7 @@ def test_the_page_of_tasks_names_every_file_of_data() -> None:
 
 def test_methods_and_context_files_as_json(folder: Path, tmp_path: Path) -> None:
     listed = {method["name"]: method for method in run_json("methods")}
-    assert set(listed) == set(kvfold.methods())
+    assert set(listed) == set(kvfold.list_methods())
     assert listed["snapkv"]["defaults"]["window"] == 32
     text, file = tmp_path / "text.txt", tmp_path / "text.kvfold"
     text.write_text(PROMPT)

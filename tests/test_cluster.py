@@ -9,15 +9,15 @@ from functools import partial
 import pytest
 
 import kvfold
-from kvfold.crew.cluster import Actors, cluster
-from kvfold.crew.workers import here, together
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import Protocol, Subject
 from kvfold.eval.run.job import work
 from kvfold.eval.run.plan import Plan, Wanted, contenders
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.tasks import Request, select
-from kvfold.frame import token_count
+from kvfold.hf.chat_template import token_count
+from kvfold.jobs.executor import here, together
+from kvfold.jobs.ray_cluster import Actors, cluster
 
 ray = pytest.importorskip("ray")
 

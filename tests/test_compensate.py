@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold import IllegalComposition, KvfoldError, parse
-from kvfold.compensate import similar, spread
-from kvfold.compensate.eviction import Eviction
-from kvfold.compensate.similar import evicted_slots, merge_similar
-from kvfold.compensate.spread import spread_values
+from kvfold.methods.stages.merge import most_similar as similar
+from kvfold.methods.stages.merge import value_spread as spread
+from kvfold.methods.stages.merge.base import Eviction
+from kvfold.methods.stages.merge.most_similar import evicted_slots, merge_similar
+from kvfold.methods.stages.merge.value_spread import spread_values
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 HEADS = pytest.mark.parametrize("heads", [1, 2, 8])

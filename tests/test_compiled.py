@@ -12,16 +12,16 @@ from transformers import CompileConfig, GenerationConfig
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError, UnsupportedModel
-from kvfold.fixed import segments
-from kvfold.kernels.fixed import attend_to_buffers
-from kvfold.kernels.packed import attend_to_packed_segments, reads_packed
+from kvfold.cache.fork import fork
+from kvfold.cache.layer import CompressedLayer
+from kvfold.generation.static import ragged as segments
+from kvfold.kernels.quantized import attend_to_packed_segments, reads_packed
 from kvfold.kernels.reference import attend_with_column_sums
-from kvfold.layer import CompressedLayer
-from kvfold.reader import fork
+from kvfold.kernels.static_buffers import attend_to_buffers
+from kvfold.store.buffer import Growing
 from kvfold.store.dense import DenseStore
-from kvfold.store.growing import Growing
-from kvfold.store.packed import Packing
-from kvfold.store.segments import SegmentStore
+from kvfold.store.quantized import Packing
+from kvfold.store.ragged import SegmentStore
 from tests.budgets import NAMED, compressed
 from tests.models import build, continuation, prompts
 

@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 import kvfold
 from kvfold import KvfoldError
 from kvfold.cli.run import encode
-from kvfold.content import (
+from kvfold.hf.chat_template import Frame, conversation, token_ids
+from kvfold.hf.user_text import (
     Content,
     control_tokens,
     ids_of,
@@ -33,7 +34,6 @@ from kvfold.content import (
     segment_ids,
     segments,
 )
-from kvfold.frame import Frame, conversation, token_ids
 from tests.models import build
 from tests.serving import NAME, running
 

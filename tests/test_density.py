@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold import BudgetError
-from kvfold.allocate.density import as_released, by_density, column_variance, densities
-from kvfold.allocate.rounding import UNLIMITED
-from kvfold.observation import Observation
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.allocate.density import (
+    as_released,
+    by_density,
+    column_variance,
+    densities,
+)
+from kvfold.methods.stages.allocate.rounding import UNLIMITED
 
 EXACT = ["softmax", "uniform", "reciprocal"]
 NORMS = ["across_layers", "official", "none"]

@@ -10,9 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvfold import KvfoldError, parse
-from kvfold.observation import Observation
-from kvfold.store.encoded import Encode, Flat
-from kvfold.store.packed import (
+from kvfold.methods.observation import Observation
+from kvfold.store.encoding import Encode, Flat
+from kvfold.store.paired import Pairing, extend_pair, merge, retained
+from kvfold.store.pruned import PrunedKeys, Pruning, channel_scores, kept_channels
+from kvfold.store.quantized import (
     PackedKeys,
     PackedValues,
     Packing,
@@ -21,8 +23,6 @@ from kvfold.store.packed import (
     quantise,
     unpack,
 )
-from kvfold.store.paired import Pairing, extend_pair, merge, retained
-from kvfold.store.pruned import PrunedKeys, Pruning, channel_scores, kept_channels
 
 SIZE, GROUP = 32, 16
 BITS = pytest.mark.parametrize("bits", [2, 4, 8])

@@ -16,11 +16,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 import kvfold
-from kvfold.generate import read_turn
-from kvfold.store.encoded import Encoded
-from kvfold.store.packed import PackedKeys, PackedValues
-from kvfold.store.part import PartView
-from kvfold.store.segments import Segments
+from kvfold.generation.generate import read_turn
+from kvfold.store.encoding import Encoded
+from kvfold.store.quantized import PackedKeys, PackedValues
+from kvfold.store.ragged import Segments
+from kvfold.store.ragged_part import PartView
 from tests import truth as masked_dense
 from tests.budgets import compressed
 from tests.models import build, continuation, prompts

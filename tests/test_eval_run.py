@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 import kvfold
+from kvfold.cache.fork import fork
 from kvfold.errors import KvfoldError
-from kvfold.eval.run import together as aware
+from kvfold.eval.run import question_aware as aware
 from kvfold.eval.run.budgets import compressed
 from kvfold.eval.tasks import Question, tasks
-from kvfold.generate import read_turn
-from kvfold.reader import fork
+from kvfold.generation.generate import read_turn
 from tests.budgets import NAMED, holds, needs_driver
 from tests.evaluation import PLAIN, Setting, contents, equal, record, words
 from tests.models import build
 
 # "apart" is also the name of the function in it.
-agnostic = importlib.import_module("kvfold.eval.run.apart")
+agnostic = importlib.import_module("kvfold.eval.run.question_agnostic")
 
 COMPOSED = ["snapkv:window=8 + kivi:group=8,residual=8", "h2o + merge:rule=d2o"]
 SIZED = [spec for spec in [*NAMED, *COMPOSED] if kvfold.parse(spec).takes_budget]

@@ -22,16 +22,16 @@ from typer.testing import CliRunner, Result
 
 import kvfold
 from kvfold.cli import app
-from kvfold.crew import workers
-from kvfold.crew.processes import processes
-from kvfold.crew.workers import Died, here, together
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.job import Job, run, work
 from kvfold.eval.run.plan import Contender, Plan, Wanted, contenders
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.run.session import evaluate, store, summarize, write_records
 from kvfold.eval.tasks import Request, tasks
-from kvfold.frame import token_count
+from kvfold.hf.chat_template import token_count
+from kvfold.jobs import executor as workers
+from kvfold.jobs.executor import Died, here, together
+from kvfold.jobs.processes import processes
 from kvfold.report.load import load
 from kvfold.report.tables import to_csv
 from tests.evaluation import Setting, record, wanted, words

@@ -26,9 +26,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError
-from kvfold.files import format as files_format
-from kvfold.files import others, write
-from kvfold.files.format import (
+from kvfold.cache.layer import CompressedLayer
+from kvfold.contexts.files import format as files_format
+from kvfold.contexts.files import stock_layers as others
+from kvfold.contexts.files import write
+from kvfold.contexts.files.format import (
     CHECKSUM,
     FORMAT,
     HEADER,
@@ -38,11 +40,10 @@ from kvfold.files.format import (
     opened,
     read_header,
 )
-from kvfold.layer import CompressedLayer
 from kvfold.loading import load as load_model
-from kvfold.method import preset, spelled_out
+from kvfold.methods.base import preset, spelled_out
 from kvfold.store.dense import DenseStore
-from kvfold.store.segments import SegmentStore
+from kvfold.store.ragged import SegmentStore
 from tests.models import build
 from tests.test_cli import WORDS, kvfold_command, refused, word_tokenizer
 
@@ -264,7 +265,7 @@ def test_nothing_is_shared_with_the_file_or_with_another_load(model, tokenizer, 
 
 
 def test_every_method_is_spelled_out_so_that_it_can_be_read():
-    for name in kvfold.methods():
+    for name in kvfold.list_methods():
         method = preset(name)
         assert kvfold.parse(spelled_out(method)) == method
     text = "snapkv:window=16 + kivi:bits=2"
@@ -492,7 +493,7 @@ def test_an_error_while_writing_leaves_the_old_file(model, tokenizer, saved, tmp
 KILLED = """
 import sys, time
 from pathlib import Path
-from kvfold.files.write import replacing
+from kvfold.contexts.files.write import replacing
 with replacing(Path(sys.argv[1])) as temporary:
     temporary.write_bytes(b"half")
     print("written", flush=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvfold
-from kvfold.reader import fork
+from kvfold.cache.fork import fork
 from tests.budgets import (
     HOLDING,
     METHODS,

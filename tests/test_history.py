@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold import CompressedCache, KvfoldError, compat
-from kvfold.reader import fork
+from kvfold import CompressedCache, KvfoldError
+from kvfold.cache.fork import fork
+from kvfold.hf import versions
 from tests.models import build, continuation, prompts
 from tests.test_cli import word_tokenizer
 from tests.test_refusals import longrope, notices_drops
@@ -313,7 +314,7 @@ def test_a_call_that_is_refused_takes_nothing_back(model, monkeypatch):
     cache, expected = (CompressedCache(model, "full") for _ in range(2))
     said = turn(model, cache, prompts((40,))[0])
     turn(model, expected, prompts((40,))[0])
-    monkeypatch.setattr(compat, "ASSISTED_FROM", Version("99"))
+    monkeypatch.setattr(versions, "ASSISTED_FROM", Version("99"))
     places = {"position_ids": torch.arange(52)[None]}
     several = {"do_sample": True, "num_return_sequences": 2, **places}
     pieces = {"prefill_chunk": 8, **places}

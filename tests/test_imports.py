@@ -14,7 +14,7 @@ import pytest
 
 import kvfold
 
-HEAVY = {"torch", "transformers", "kvfold.method", "kvfold.methods", "matplotlib"}
+HEAVY = {"torch", "transformers", "kvfold.methods.base", "kvfold.methods", "matplotlib"}
 
 
 def modules_after(code: str) -> set[str]:
@@ -57,7 +57,7 @@ def test_lazy_names_are_those_that_type_checkers_see() -> None:
 
 def test_dir_lists_the_public_names() -> None:
     assert dir(kvfold) == sorted([*kvfold.__all__, "__version__"])
-    assert {"SnapKV", "generate", "methods", "load"} <= set(dir(kvfold))
+    assert {"SnapKV", "generate", "list_methods", "load"} <= set(dir(kvfold))
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
@@ -65,12 +65,14 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         kvfold.SnapKW  # noqa: B018
 
 
-def test_functions_are_not_hidden_by_modules_of_their_name() -> None:
+def test_methods_and_generation_are_packages() -> None:
     modules_after(
-        "import kvfold.generate, kvfold.methods.kivi, kvfold\n"
-        "assert callable(kvfold.generate) and 'kivi' in kvfold.methods()\n"
-        "from kvfold import generate, methods\n"
-        "assert callable(generate) and callable(methods)"
+        "import warnings, kvfold.methods.kivi, kvfold.generation.generate, kvfold\n"
+        "assert callable(kvfold.generate) and 'kivi' in kvfold.list_methods()\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    assert kvfold.methods() == kvfold.list_methods()\n"
+        "assert 'list_methods' in str(caught[0].message)"
     )
 
 

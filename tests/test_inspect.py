@@ -22,15 +22,23 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner, Result
 
 import kvfold
-from kvfold.allocate.density import by_density
 from kvfold.cli import app
 from kvfold.cli.inspect import PAGE, PICTURES
 from kvfold.inspect import pictures
+from kvfold.inspect.attention_maps import (
+    CELLS,
+    MOST,
+    SINKS,
+    THRESHOLDS,
+    Attention,
+    lazy_window,
+    watch,
+)
 from kvfold.inspect.document import Document, Needle
-from kvfold.inspect.holding import Holding, heads_per_token, hold
+from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.page import contents, folded, page
-from kvfold.inspect.pool import cuts, means
-from kvfold.inspect.watch import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window, watch
+from kvfold.inspect.retention import Holding, heads_per_token, hold
+from kvfold.methods.stages.allocate.density import by_density
 from tests.models import VOCABULARY, build
 
 TOKENS = 300

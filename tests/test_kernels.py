@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvfold.kernels import chunked, columns, reference, swapped
+from kvfold.kernels import column_sums as columns
+from kvfold.kernels import query_blocks as chunked
+from kvfold.kernels import reference
+from kvfold.kernels import swapped_qk as swapped
 from tests.test_triton import flash_stand_in
 
 KERNELS = pytest.mark.parametrize("kernel", [reference, chunked], ids=["reference", "chunked"])

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.allocate.lazy import (
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.allocate.lazy import (
     is_lazy,
     laziness,
     lazy_size,
@@ -19,7 +20,6 @@ from kvfold.allocate.lazy import (
     pyramid_layers,
     random_layers,
 )
-from kvfold.observation import Observation
 from tests.test_score import alone, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])

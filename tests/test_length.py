@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import KvfoldError, compat
+from kvfold import KvfoldError
+from kvfold.hf.models import trained_length
 from tests.models import build, prompts
 from tests.serving import running
 from tests.test_cli import WORDS, kvfold_command, refused, tiny_llama, word_tokenizer
@@ -68,7 +69,7 @@ def test_the_length_is_what_scaling_reaches(family, rope, longest):
     changes: dict[str, Any] = {"max_position_embeddings": TRAINED}
     if rope:
         changes["rope_parameters"] = {"rope_theta": 10000.0, **rope}
-    assert compat.trained_length(build(family, **changes)) == longest
+    assert trained_length(build(family, **changes)) == longest
 
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o", "full", "streaming_llm"])

@@ -19,7 +19,7 @@ import kvfold
 from kvfold.bundled import FOLDER
 from kvfold.eval import ruler
 from kvfold.eval.lm_eval.score import Split
-from kvfold.frame import Frame, token_count
+from kvfold.hf.chat_template import Frame, token_count
 from tests.budgets import HOLDING, NAMED
 from tests.truth import MaskedDense, Reader
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import kvfold
 from kvfold.cli import app
-from kvfold.files.format import read_header
-from kvfold.files.many import Document, Settings, make
+from kvfold.contexts.files.format import read_header
+from kvfold.jobs.compress import Document, Settings, make
 
 TEXTS = {
     "bell": "The grass is green. " * 12 + "The special magic number for soft-bell is: 2241461.",

@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 
-from kvfold.kernels import chunked, maxima, reference
+from kvfold.kernels import column_maxima as maxima
+from kvfold.kernels import query_blocks as chunked
+from kvfold.kernels import reference
 from tests.test_kernels import (
     DTYPES,
     SCALE,

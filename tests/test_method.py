@@ -9,9 +9,9 @@ import pytest
 
 import kvfold
 from kvfold import H2O, TOVA, IllegalComposition, KNorm, KvfoldError, PyramidKV, SnapKV, parse
-from kvfold.method import Composition, Method, listed, preset
+from kvfold.methods.base import Composition, Method, listed, preset
 
-NAMES = pytest.mark.parametrize("name", kvfold.methods())
+NAMES = pytest.mark.parametrize("name", kvfold.list_methods())
 
 
 # --- the registry ------------------------------------------------------------------------------
@@ -33,20 +33,20 @@ def test_methods_are_listed_by_name():
         "streaming_llm_original": kvfold.StreamingLLM,
         "tova": kvfold.TOVA,
     }
-    listed = kvfold.methods()
+    listed = kvfold.list_methods()
     assert known.items() <= listed.items()
     assert list(listed) == sorted(listed)
 
 
 def test_the_list_is_a_copy():
-    kvfold.methods().clear()
-    assert "snapkv" in kvfold.methods()
+    kvfold.list_methods().clear()
+    assert "snapkv" in kvfold.list_methods()
 
 
 @NAMES
 def test_a_name_gives_a_frozen_dataclass_without_state(name):
     method = parse(name)
-    assert type(method) is kvfold.methods()[name]
+    assert type(method) is kvfold.list_methods()[name]
     assert isinstance(method, Method)
     assert name.startswith(method.name)
     field = next(iter(dataclasses.fields(method)), None)
@@ -57,14 +57,14 @@ def test_a_name_gives_a_frozen_dataclass_without_state(name):
 
 @NAMES
 def test_a_method_is_one_short_file(name):
-    path = Path(inspect.getfile(kvfold.methods()[name]))
+    path = Path(inspect.getfile(kvfold.list_methods()[name]))
     assert path.parent == Path(kvfold.__file__).parent / "methods"
     assert len(path.read_text().splitlines()) <= 95
 
 
 @NAMES
 def test_a_method_says_what_it_does(name):
-    cls = kvfold.methods()[name]
+    cls = kvfold.list_methods()[name]
     assert cls.summary and cls.summary == inspect.getdoc(cls).splitlines()[0]
     assert cls.paper == "" or cls.paper.startswith("arXiv ")
     assert not cls.takes_budget or parse(name).stages().score is not None

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.allocate.norm_cut import VOTERS, norm_cut
-from kvfold.observation import Observation
-from kvfold.score.position import recency
-from kvfold.score.window import window_votes
-from kvfold.select.forced import Forced, with_forced
-from kvfold.select.top import top
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.allocate.norm_cut import VOTERS, norm_cut
+from kvfold.methods.stages.score.observation_window import window_votes
+from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.select.forced import Forced, with_forced
+from kvfold.methods.stages.select.top import top
 from tests.test_score import alone, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])

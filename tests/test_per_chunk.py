@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.generate import read_per_chunk
-from kvfold.layer import CompressedLayer
-from kvfold.method import Across
+from kvfold.cache.layer import CompressedLayer
+from kvfold.generation.generate import read_per_chunk
+from kvfold.methods.base import Across
 from tests.budgets import COMPRESSING, needs_driver
 from tests.models import build, prompts
 from tests.truth import MaskedDense, Reader

@@ -16,8 +16,8 @@ from packaging.version import Version
 from torch import Tensor
 
 import kvfold
-from kvfold import compat
-from kvfold.generate import read_turn
+from kvfold.generation.generate import read_turn
+from kvfold.hf.versions import ASSISTED_FROM
 from tests.budgets import (
     APPENDING,
     COMPRESSING,
@@ -584,7 +584,7 @@ def test_beams_go_on_from_an_earlier_turn(model):
 
 
 assisted = pytest.mark.skipif(
-    Version(transformers.__version__) < compat.ASSISTED_FROM, reason="refused by this transformers"
+    Version(transformers.__version__) < ASSISTED_FROM, reason="refused by this transformers"
 )
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 import kvfold
+from kvfold.cache.tensor_parallel import Ranks
+from kvfold.contexts.files.format import Header, opened, read_header
 from kvfold.errors import KvfoldError
-from kvfold.files.format import Header, opened, read_header
 from kvfold.loading import load
-from kvfold.method import preset
-from kvfold.ranks import Ranks
+from kvfold.methods.base import preset
 from tests.models import build
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, KIVI
@@ -211,7 +211,7 @@ def test_heads_of_different_ranks_share_one_budget(case: str, folder: Path) -> N
 
 def test_every_method_that_decides_by_head_is_compared() -> None:
     compared = {part.split(":")[0] for spec, _, _ in CASES.values() for part in spec.split(" + ")}
-    by_head = {preset(name).name for name in kvfold.methods() if preset(name).by_head}
+    by_head = {preset(name).name for name in kvfold.list_methods() if preset(name).by_head}
     assert by_head <= compared
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import kvfold
 from kvfold import KvfoldError
-from kvfold.answer import Answer
-from kvfold.frame import Frame
-from kvfold.reader import fork
-from kvfold.store.branch import Branch
+from kvfold.cache.fork import fork
+from kvfold.contexts.answer import Answer
+from kvfold.hf.chat_template import Frame
+from kvfold.store.shared_buffer import Branch
 from tests.test_cli import WORDS, word_tokenizer
 from tests.test_files import DOCUMENT, KINDS, KIVI, QUESTION, new_model, state
 

@@ -23,16 +23,13 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_utils import AttentionInterface
 
 import kvfold
-from kvfold import (
-    BudgetError,
-    CompressedCache,
-    IllegalComposition,
-    KvfoldError,
-    UnsupportedModel,
-    compat,
-    rehearsal,
-)
-from kvfold.reader import fork
+from kvfold import BudgetError, CompressedCache, IllegalComposition, KvfoldError, UnsupportedModel
+from kvfold.cache import trial
+from kvfold.cache import trial as rehearsal
+from kvfold.cache.fork import fork
+from kvfold.hf import models, versions
+from kvfold.hf.attention import NAMES, attention_name, is_enabled
+from kvfold.hf.versions import TELLS_CACHE_FROM
 from tests.budgets import COMPRESSING
 from tests.models import WITHOUT_INTERFACE, WITHOUT_OUR_CACHE, build, config, continuation, prompts
 from tests.truth import Reader, stock_cache
@@ -49,7 +46,7 @@ def model():
 
 NUMBERS = sorted(
     (name, option.name)
-    for name, cls in kvfold.methods().items()
+    for name, cls in kvfold.list_methods().items()
     for option in dataclasses.fields(cls)
     if type(option.default) is int and name == cls.name
 )
@@ -107,7 +104,7 @@ def test_models_that_would_be_answered_wrongly_are_refused_when_a_cache_is_made(
 def test_attention_to_other_than_one_update_is_noticed(model, monkeypatch, change):
     """Keys and values of every update are attended to once, by a mask of all that was seen."""
     kvfold.enable(model)
-    name, ours = compat.NAMES["sdpa"], AttentionInterface._global_mapping[compat.NAMES["sdpa"]]
+    name, ours = NAMES["sdpa"], AttentionInterface._global_mapping[NAMES["sdpa"]]
 
     def changed(module, query, key, value, mask, **options):
         if change == "twice":
@@ -131,7 +128,7 @@ def test_attention_to_other_than_one_update_is_noticed(model, monkeypatch, chang
 
 
 def test_a_model_that_writes_nothing_to_its_cache_is_refused(model, monkeypatch):
-    monkeypatch.setattr(compat, "read", lambda *_: None)
+    monkeypatch.setattr(trial, "read_tokens", lambda *_: None)
     with pytest.raises(UnsupportedModel, match="does not write every token"):
         CompressedCache(model, "knorm", 20)
 
@@ -163,7 +160,7 @@ def test_other_attention_gives_way_with_one_warning(model, loaded, used):
         CompressedCache(model, "knorm", 20)
     assert len(noted) == 1
     assert torch.equal(Reader(model, cache)(ids), expected)
-    assert compat.attention_name(model) == used
+    assert attention_name(model) == used
 
 
 def test_a_disabled_model_attends_as_it_was_loaded(model):
@@ -184,7 +181,7 @@ def test_models_without_sdpa_work_as_transformers_loads_them(name, loaded):
     reader = Reader(model, cache)
     reader(prompts((64,))[0])
     assert torch.isfinite(reader(continuation(1, 1))).all()
-    assert compat.attention_name(model) == "eager"
+    assert attention_name(model) == "eager"
 
 
 @pytest.mark.parametrize("names", [("llama", "llama"), ("llama", "gpt2")])
@@ -258,7 +255,7 @@ def test_a_first_cache_that_another_thread_tries_out_is_waited_for(model, monkey
         made = [pool.submit(make) for _ in range(2)]
     assert made[0].exception() is None and made[1].exception() is None
     assert len(set(tried)) == 2
-    assert not compat.is_enabled(model) and not model._forward_hooks
+    assert not is_enabled(model) and not model._forward_hooks
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
@@ -479,13 +476,13 @@ def longrope():
 
 
 notices_drops = pytest.mark.skipif(
-    Version(transformers.__version__) < compat.TELLS_CACHE_FROM,
+    Version(transformers.__version__) < TELLS_CACHE_FROM,
     reason="refused by this transformers",
 )
 
 
 def test_longrope_is_refused_where_a_dropped_cache_goes_unnoticed(monkeypatch):
-    monkeypatch.setattr(compat, "TELLS_CACHE_FROM", Version("99"))
+    monkeypatch.setattr(models, "TELLS_CACHE_FROM", Version("99"))
     with pytest.raises(UnsupportedModel, match="transformers 99"):
         CompressedCache(longrope(), "snapkv:window=8", 20)
 
@@ -560,7 +557,7 @@ def test_assisted_decoding_outside_kvfold_generate_is_refused(model):
 
 
 def test_assisted_decoding_is_refused_where_transformers_answers_wrongly(model, monkeypatch):
-    monkeypatch.setattr(compat, "ASSISTED_FROM", Version("99"))
+    monkeypatch.setattr(versions, "ASSISTED_FROM", Version("99"))
     cache = CompressedCache(model, "snapkv:window=8", 20)
     with pytest.raises(KvfoldError, match="transformers 99"):
         kvfold.generate(model, prompts((64,))[0], cache=cache, prompt_lookup_num_tokens=3, **GREEDY)

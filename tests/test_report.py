@@ -27,13 +27,14 @@ from kvfold.eval.run.cell import Cell, Protocol, Subject
 from kvfold.eval.run.intervals import moments
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Difference, Estimate, percent
-from kvfold.report import doubts, summary
+from kvfold.report import caveats as doubts
+from kvfold.report import summary
 from kvfold.report.board import boards, slugs, titles
 from kvfold.report.headline import headline, signed
 from kvfold.report.load import load
-from kvfold.report.look import COLORS, looks
 from kvfold.report.page import embedded, page, payload
 from kvfold.report.pictures import by_depth
+from kvfold.report.style import COLORS, looks
 from kvfold.report.tables import by_task, markdown, to_csv
 from kvfold.report.write import write
 

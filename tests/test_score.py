@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold import KvfoldError
-from kvfold.observation import Observation
-from kvfold.score.columns import accumulated_attention
-from kvfold.score.keys import negative_norm
-from kvfold.score.position import recency, uniform_noise
-from kvfold.score.row import newest_row
-from kvfold.score.window import pool, window_votes
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
+from kvfold.methods.stages.score.key_norm import negative_norm
+from kvfold.methods.stages.score.last_query import newest_row
+from kvfold.methods.stages.score.observation_window import pool, window_votes
+from kvfold.methods.stages.score.position import recency, uniform_noise
 
 SIZE, SCALE = 8, 0.4
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])

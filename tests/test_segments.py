@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import kvfold
 from kvfold import KvfoldError
-from kvfold.generate import read_turn
-from kvfold.kernels import segments as kernel
+from kvfold.generation.generate import read_turn
+from kvfold.kernels import ragged as kernel
 from kvfold.kernels import varlen
-from kvfold.kernels.segments import QUERIES, attend_to_segments
-from kvfold.store.encoded import BLOCK, Encoded, Flat
-from kvfold.store.packed import PackedKeys, PackedValues
-from kvfold.store.part import PartView
-from kvfold.store.segments import Segments
+from kvfold.kernels.ragged import QUERIES, attend_to_segments
+from kvfold.store.encoding import BLOCK, Encoded, Flat
+from kvfold.store.quantized import PackedKeys, PackedValues
+from kvfold.store.ragged import Segments
+from kvfold.store.ragged_part import PartView
 from tests.budgets import compressed
 from tests.models import FAMILIES, build, continuation
 from tests.models import prompts as random_prompts

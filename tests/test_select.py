@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.select.forced import Forced, Share, with_forced
-from kvfold.select.top import top
+from kvfold.methods.stages.select.forced import Forced, Share, with_forced
+from kvfold.methods.stages.select.top import top
 
 
 def best(scores, count, width):

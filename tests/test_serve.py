@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvfold
-from kvfold.serve.generation import Stripped
+from kvfold.serve.decoding import Stripped
 from tests.serving import NAME, Running, running, until
 from tests.test_cli import SPECIAL, WORDS, word_tokenizer
 from tests.test_files import DOCUMENT, KINDS, KIVI, QUESTION, new_model

@@ -21,8 +21,8 @@ from kvfold.errors import KvfoldError
 from kvfold.serve.bodies import Values
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
-from kvfold.serve.gate import check_client
-from kvfold.serve.requests import MOST_CHARACTERS, MOST_ENTRIES
+from kvfold.serve.limits import check_client
+from kvfold.serve.request_schemas import MOST_CHARACTERS, MOST_ENTRIES
 from kvfold.serve.settings import Settings
 from tests.serving import Running, running, until
 from tests.test_cli import word_tokenizer

@@ -21,14 +21,14 @@ from safetensors.torch import save_file
 
 import kvfold
 from kvfold import KvfoldError
-from kvfold.files import write
-from kvfold.files.format import digest
-from kvfold.layer import CompressedLayer
+from kvfold.cache.layer import CompressedLayer
+from kvfold.contexts.files import write
+from kvfold.contexts.files.format import digest
+from kvfold.serve.context_folder import Folder
 from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
 from kvfold.serve.errors import ApiError
-from kvfold.serve.folder import Folder
-from kvfold.serve.held import size_of
-from kvfold.serve.prefixes import Key, Prefixes
+from kvfold.serve.longest_prefix import Key, Prefixes
+from kvfold.serve.stored_context import size_of
 from tests.serving import until
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, QUESTION, new_model

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import kvfold
 from kvfold.eval import ruler
-from kvfold.frame import token_count
-from kvfold.serve.requests import ChatRequest, CompletionRequest, ContextRequest
+from kvfold.hf.chat_template import token_count
+from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
 from tests.serving import Running, running
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, new_model

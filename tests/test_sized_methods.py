@@ -8,8 +8,8 @@ import torch
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError, parse
-from kvfold.frame import Frame, token_ids
-from kvfold.method import Across, Measured
+from kvfold.hf.chat_template import Frame, token_ids
+from kvfold.methods.base import Across, Measured
 from kvfold.methods.kvzip import INSTRUCTION, PREVIOUS, REPEAT, REPEAT_FROM
 from tests.models import build, prompts
 from tests.test_score import observe

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.allocate.heads import adaptive
-from kvfold.allocate.pool import pooled, whole_heads
+from kvfold.methods.stages.allocate.heads import adaptive
+from kvfold.methods.stages.allocate.pool import pooled, whole_heads
 
 NONE = -math.inf
 FLOORS = st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0])

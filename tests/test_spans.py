@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
-from kvfold.spans import span, spans_of
+from kvfold.cache.spans import span, spans_of
 from tests.models import build
 
 TEXT = "Bob met Alice Müller in Zürich 🏔. Alice paid 12 €, then Bob left."

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.observation import Observation
-from kvfold.score.stable import low_mean_unless_unstable
-from kvfold.select.top import top
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.score.stability import low_mean_unless_unstable
+from kvfold.methods.stages.select.top import top
 from tests.test_score import alone, mean_of_groups, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import holding
-from kvfold import layer as layer_module
-from kvfold.compensate.eviction import Eviction, Leaving
-from kvfold.compensate.similar import merge_one, merge_similar
-from kvfold.kernels.single import (
+from kvfold.cache import decode as holding
+from kvfold.cache import layer as layer_module
+from kvfold.cache.layer import CompressedLayer
+from kvfold.kernels.gather import take
+from kvfold.kernels.single_query import (
     FEW,
     attend_beside,
     attend_single,
     attend_with_row,
     mean_of_heads,
 )
-from kvfold.layer import CompressedLayer
+from kvfold.methods.stages.merge.base import Eviction, Leaving
+from kvfold.methods.stages.merge.most_similar import merge_one, merge_similar
 from kvfold.store.dense import DenseStore
-from kvfold.store.rows import take
 from tests.budgets import HOLDING
 from tests.models import build
 

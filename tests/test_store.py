@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfold.store.buffer import slack
 from kvfold.store.dense import DenseStore
-from kvfold.store.growing import slack
 
 HOLE = (-1, None)
 

@@ -18,7 +18,7 @@ from kvfold import (
     UnsupportedModel,
     parse,
 )
-from kvfold.turn import Turn
+from kvfold.cache.phase import Turn
 from tests.budgets import SMALL, needs_driver
 from tests.models import build
 from tests.models import continuation as steps_of
@@ -135,7 +135,7 @@ def test_a_prompt_read_in_pieces_is_compressed_as_if_read_at_once(spec, budget, 
 # --- texts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [*kvfold.methods(), *LEGAL])
+@pytest.mark.parametrize("spec", [*kvfold.list_methods(), *LEGAL])
 def test_every_text_of_a_method_is_read_back(spec):
     method = parse(spec)
     assert parse(str(method)) == method

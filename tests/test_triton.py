@@ -7,12 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvfold.kernels import dispatch, swapped, varlen
-from kvfold.store import packed as store
-from kvfold.store import rows as rows_of
-from kvfold.store.encoded import Encode, Flat
-from kvfold.store.packed import PackedKeys, PackedValues
-from kvfold.store.segments import SegmentStore
+from kvfold.kernels import dispatch, varlen
+from kvfold.kernels import gather as rows_of
+from kvfold.kernels import swapped_qk as swapped
+from kvfold.store import quantized as store
+from kvfold.store.encoding import Encode, Flat
+from kvfold.store.quantized import PackedKeys, PackedValues
+from kvfold.store.ragged import SegmentStore
 
 pytest.importorskip("triton")
 from kvfold.kernels.triton import (
@@ -25,7 +26,7 @@ from kvfold.kernels.triton import (
     pack_keys,
     pack_values,
 )
-from kvfold.kernels.triton.packed import BothPacked
+from kvfold.kernels.triton.quantized import BothPacked
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.2

@@ -17,20 +17,20 @@ from transformers import DynamicCache
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError, UnsupportedModel
-from kvfold.files.format import opened, read_header
-from kvfold.reader import fork
-from kvfold.serve.vllm.admission import Admission, Load
+from kvfold.cache.fork import fork
+from kvfold.contexts.files.format import opened, read_header
 from kvfold.serve.vllm.checkpoint import INDEX, SINGLE
+from kvfold.serve.vllm.compatibility import Fitting
+from kvfold.serve.vllm.config_checks import check_engine, context_of
+from kvfold.serve.vllm.equalize import Level
 from kvfold.serve.vllm.export import pages
-from kvfold.serve.vllm.filling import Filling, share
-from kvfold.serve.vllm.fitting import Fitting
-from kvfold.serve.vllm.guard import check_engine, context_of
-from kvfold.serve.vllm.level import Level
-from kvfold.serve.vllm.per_layer.admission import Group, PartsAdmission
+from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.per_layer.scheduler import Group, PartsAdmission
 from kvfold.serve.vllm.per_layer.sizes import Parts, skipped
 from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
 from kvfold.serve.vllm.request import CONTEXT, Asked
-from kvfold.serve.vllm.skeleton import Skeleton
+from kvfold.serve.vllm.scheduler import Admission, Load
+from kvfold.serve.vllm.worker import Filling, share
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, KIVI, new_model
 

@@ -14,14 +14,14 @@ import pytest
 
 import kvfold
 from kvfold import KvfoldError
+from kvfold.serve.vllm.auth import Door
+from kvfold.serve.vllm.catalog import Contexts
 from kvfold.serve.vllm.cli import serve
-from kvfold.serve.vllm.door import Door
-from kvfold.serve.vllm.fitting import Fitting
+from kvfold.serve.vllm.compatibility import Fitting
 from kvfold.serve.vllm.launch import Engine, started
+from kvfold.serve.vllm.meta_model import Skeleton
 from kvfold.serve.vllm.placeholders import Shelf
 from kvfold.serve.vllm.proxy import Proxy, build
-from kvfold.serve.vllm.questions import Contexts
-from kvfold.serve.vllm.skeleton import Skeleton
 from tests.test_files import DOCUMENT, KIVI, new_model
 from tests.test_readers import TEMPLATE
 from tests.test_vllm_export import word_tokenizer

@@ -13,7 +13,7 @@ import torch
 
 import kvfold
 from kvfold.eval import ruler
-from kvfold.frame import token_count
+from kvfold.hf.chat_template import token_count
 from kvfold.serve.vllm.placeholders import Shelf
 
 TOKENS, NEW = 700, 24

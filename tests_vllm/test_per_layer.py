@@ -16,12 +16,12 @@ from vllm.config import KVTransferConfig
 import kvfold
 from kvfold import KvfoldError
 from kvfold.bundled import FOLDER
-from kvfold.files.format import opened, read_header
+from kvfold.contexts.files.format import opened, read_header
 from kvfold.serve.vllm.export import pages
+from kvfold.serve.vllm.meta_model import Skeleton
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
 from kvfold.serve.vllm.placeholders import Shelf
 from kvfold.serve.vllm.request import CONTEXT
-from kvfold.serve.vllm.skeleton import Skeleton
 from tests_vllm.bundled import NEW, Kvfold, asked
 
 pytest.importorskip("kvfold.serve.vllm.per_layer.connector", exc_type=KvfoldError)

@@ -12,30 +12,35 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
-from kvfold import compat
-from kvfold.bench.kernels import Kernels
-from kvfold.store.growing import Growing
+from kvfold.bench.sdpa_variants import Kernels
+from kvfold.hf.attention import disable, head_scale
+from kvfold.hf.stock_layers import is_compressible, stock_layers
+from kvfold.store.buffer import Growing
 
 NAME = "kvfold_full"
 
 
-def full_twin(model: compat.PreTrainedModel, kernels: Kernels) -> compat.PreTrainedModel:
+def full_twin(model: PreTrainedModel, kernels: Kernels) -> PreTrainedModel:
     """The same weights in modules of their own, which attend with `kernels`."""
     made = twin(model)
     name = f"{NAME}_{kernels.prefill.layout}_{kernels.decode.layout}"
-    compat.AttentionInterface.register(name, partial(_attention, kernels))
-    sdpa_mask = compat.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    compat.AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionInterface.register(name, partial(_attention, kernels))
+    sdpa_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionMaskInterface.register(name, sdpa_mask)
     made.set_attn_implementation(name)
     return made
 
 
-def twin(model: compat.PreTrainedModel) -> compat.PreTrainedModel:
+def twin(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in modules and a configuration of their own, on stock attention."""
     shared = (*model.parameters(), *model.buffers())
     made = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    compat.disable(made)
+    disable(made)
     return made
 
 
@@ -50,12 +55,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls."""
     kernel = kernels.decode if query.shape[2] == 1 else kernels.prefill
-    scale = compat.head_scale(module, query, kwargs.get("scaling"))
+    scale = head_scale(module, query, kwargs.get("scaling"))
     out = kernel.attend(query, key, value, attention_mask, scale)
     return out.transpose(1, 2).contiguous(), None
 
 
-class RoomyLayer(compat.CacheLayerMixin):
+class RoomyLayer(CacheLayerMixin):
     """Keys and values of one layer, with room for `room` more tokens."""
 
     is_sliding = False
@@ -96,9 +101,7 @@ class RoomyLayer(compat.CacheLayerMixin):
         return 0 if self.grown is None else sum(grown.nbytes()[0] for grown in self.grown)
 
 
-def full_cache(model: compat.PreTrainedModel, room: int) -> compat.Cache:
+def full_cache(model: PreTrainedModel, room: int) -> Cache:
     """An empty cache that keeps everything, with room for `room` tokens after the prompt."""
-    stock = compat.stock_layers(model)
-    return compat.Cache(
-        layers=[RoomyLayer(room) if compat.is_compressible(layer) else layer for layer in stock]
-    )
+    stock = stock_layers(model)
+    return Cache(layers=[RoomyLayer(room) if is_compressible(layer) else layer for layer in stock])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvfold.layer import CompressedLayer
+from kvfold.cache.layer import CompressedLayer
 
 
 def synchronize(device: torch.device) -> None:
@@ -77,7 +77,7 @@ def compression_watched(device: torch.device) -> Iterator[Stopwatch]:
     """
     watch = Stopwatch(device)
     # The package's name `kvfold.generate` is the function.
-    generating = importlib.import_module("kvfold.generate")
+    generating = importlib.import_module("kvfold.generation.generate")
     places = [(CompressedLayer, "finish"), (CompressedLayer, "end_turn"), (generating, "rebuild")]
     before = [getattr(owner, name) for owner, name in places]
     for (owner, name), function in zip(places, before, strict=True):

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvfold.bench.sides import FULL, Label
+from kvfold.bench.participants import FULL, Label
 from kvfold.budget import Budget
-from kvfold.method import Method, parse
 from kvfold.methods.adakv import AdaKV
+from kvfold.methods.base import Method, parse
 from kvfold.methods.h2o import H2O
 from kvfold.methods.knorm import KNorm
 from kvfold.methods.kvzip import KVzip

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kvfold.bench.counterparts import press
-from kvfold.bench.entrants import Makers
+from kvfold.bench.lineup import Makers
 from kvfold.bench.machine import Setup
+from kvfold.bench.participants import FULL, Held, Label, Prefill
 from kvfold.bench.peak import ALLOCATOR, WARM_UP, can_measure
 from kvfold.bench.process import Process
 from kvfold.bench.record import Cell
 from kvfold.bench.shapes import Subject
-from kvfold.bench.sides import FULL, Held, Label, Prefill
 from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 

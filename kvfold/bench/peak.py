@@ -65,10 +65,10 @@ def memory(field: str) -> int:
 
 def main() -> None:
     """Reads what to measure from standard input, and prints the peak."""
-    from kvfold.bench.kernels import Kernel, Kernels
+    from kvfold.bench.participants import FullSide, LocalSide, MethodSide
     from kvfold.bench.quantized import QuantizedSide
+    from kvfold.bench.sdpa_variants import Kernel, Kernels
     from kvfold.bench.shapes import Subject
-    from kvfold.bench.sides import FullSide, LocalSide, MethodSide
 
     spec = json.load(sys.stdin)
     torch.set_num_threads(spec["threads"])

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvfold.bench.entrants import Peer
 from kvfold.bench.kvpress import Kvpress
+from kvfold.bench.lineup import Peer
 from kvfold.bench.quantized import Quantized
 from kvfold.bench.shapes import Subject
 from kvfold.errors import KvfoldError

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvfold.bench.participants import AGAIN
 from kvfold.bench.record import Cell
-from kvfold.bench.sides import AGAIN
 from kvfold.bench.summary import Row
 
 PANELS = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfold.errors import KvfoldError
 
-SCRIPT = Path(__file__).with_name("peer_kvpress.py")
+SCRIPT = Path(__file__).with_name("kvpress_process.py")
 INSTALL = "-m pip install torch 'kvpress==0.5.5' 'transformers<5.3'"
 
 

@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from transformers import cache_utils
 
-from kvfold import compat
 from kvfold.bench.baseline import twin
-from kvfold.bench.entrants import Makers
+from kvfold.bench.lineup import Makers
 from kvfold.bench.machine import Setup
+from kvfold.bench.participants import Held, Label, LocalSide
 from kvfold.bench.record import Cell
 from kvfold.bench.shapes import Subject
-from kvfold.bench.sides import Held, Label, LocalSide
 from kvfold.errors import KvfoldError
+from kvfold.hf.models import text_config
 
 BITS = 4
 # Backend, and the module it needs.
@@ -46,8 +47,8 @@ class QuantizedSide(LocalSide):
         return Label("transformers", f"{backend()} {BITS} bit")
 
     def make(self, room: int) -> Any:
-        config = compat.text_config(self.model)
-        return compat.cache_utils.QuantizedCache(backend(), config, nbits=BITS)
+        config = text_config(self.model)
+        return cache_utils.QuantizedCache(backend(), config, nbits=BITS)
 
     def held(self) -> Held:
         counted: set[int] = set()

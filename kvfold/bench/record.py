@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from kvfold.bench.machine import Setup
+from kvfold.bench.participants import Label
 from kvfold.bench.shapes import Shape
-from kvfold.bench.sides import Label
 from kvfold.errors import KvfoldError
 
 

@@ -15,13 +15,13 @@ from datetime import UTC, datetime
 import torch
 from torch import Tensor
 
-from kvfold.bench.entrants import Makers
-from kvfold.bench.kernels import fastest
+from kvfold.bench.lineup import Makers
 from kvfold.bench.machine import Setup, commit
+from kvfold.bench.participants import AGAIN, FullSide, Label, Side
 from kvfold.bench.peak import WARM_UP
 from kvfold.bench.record import Cell, Measured, Record
+from kvfold.bench.sdpa_variants import fastest
 from kvfold.bench.shapes import Shape, Subject
-from kvfold.bench.sides import AGAIN, FullSide, Label, Side
 
 # Seconds before each turn, in which the threads of the process that had the last one fall asleep;
 # for everyone, since a busy machine favours a process that has slept.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from kvfold.bundled import FOLDER
-from kvfold.compat import PreTrainedModel, text_config
 from kvfold.errors import KvfoldError
+from kvfold.hf.models import text_config
 from kvfold.loading import load
 
 _LONG = {"max_position_embeddings": 131072, "pad_token_id": 0, "bos_token_id": 1}

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvfold.bench.participants import FULL, Label
 from kvfold.bench.record import Cell, Record
-from kvfold.bench.sides import FULL, Label
 
 QUARTILES = 4
 

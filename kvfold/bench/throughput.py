@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from kvfold.bench.kernels import Kernels, fastest
+from kvfold.bench.participants import FULL, FullSide, Label, LocalSide, MethodSide
 from kvfold.bench.record import Line
+from kvfold.bench.sdpa_variants import Kernels, fastest
 from kvfold.bench.session import Note, Session
-from kvfold.bench.sides import FULL, FullSide, Label, LocalSide, MethodSide
 from kvfold.errors import KvfoldError
-from kvfold.method import parse
+from kvfold.methods.base import parse
 
 # Decode steps between two looks at what the cache holds.
 LOOK = 64

@@ -46,7 +46,7 @@ def command(
     asked = read_text(Path(question), encoding) if question == "-" else question
     with messages(as_json).status("importing torch and transformers"):
         import kvfold
-        from kvfold.files.read import check_method
+        from kvfold.contexts.files.read import check_method
     # Refused here, before a large model is loaded.
     check_method(context)
     network, tokenizer = load(model, loading, among_ranks=True)

@@ -18,11 +18,11 @@ from kvfold.cli.options import Json
 from kvfold.errors import KvfoldError
 
 if TYPE_CHECKING:
-    from kvfold.bench.entrants import Makers, Peer
+    from kvfold.bench.lineup import Makers, Peer
     from kvfold.bench.record import Cell, Record
     from kvfold.bench.session import Session
     from kvfold.bench.summary import Row
-    from kvfold.jsonl import Store
+    from kvfold.jobs.records import Store
 
 METHODS = (
     "snapkv", "pyramidkv:window=8", "knorm", "tova", "h2o", "d2o", "kvzip", "adakv",
@@ -85,13 +85,13 @@ def command(
     with screen.status("importing torch and transformers"):
         import torch
 
-        from kvfold.bench.entrants import compiled, labels, makers
+        from kvfold.bench.lineup import compiled, labels, makers
         from kvfold.bench.peers import peers
         from kvfold.bench.record import Cell, Record
         from kvfold.bench.session import Session
         from kvfold.bench.shapes import Subject
-        from kvfold.compiled import compiling
-        from kvfold.jsonl import Store
+        from kvfold.generation.static.decode import compiling
+        from kvfold.jobs.records import Store
     if threads is not None:
         torch.set_num_threads(threads)
     wanted = labels(method or METHODS, words(budgets))
@@ -161,9 +161,9 @@ def _measure(
     repeats: int,
 ) -> None:
     """Runs what the file does not hold yet."""
+    from kvfold.bench.participants import AGAIN, Label
     from kvfold.bench.record import check_setup
     from kvfold.bench.session import missing_rounds
-    from kvfold.bench.sides import AGAIN, Label
     from kvfold.cli.records import loaded
 
     records = loaded(screen, store)

@@ -41,8 +41,9 @@ from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
-    from kvfold.compat import PreTrainedModel
-    from kvfold.files.many import Settings
+    from transformers import PreTrainedModel
+
+    from kvfold.jobs.compress import Settings
 
 
 # What is kept of a document where no budget is given.
@@ -90,9 +91,9 @@ def command(
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         import kvfold
-        from kvfold.context import check_reusable
-        from kvfold.files.many import Settings
-        from kvfold.generate import check_per_chunk
+        from kvfold.contexts.context import check_reusable
+        from kvfold.generation.generate import check_per_chunk
+        from kvfold.jobs.compress import Settings
     # Refused here, before a large model is loaded.
     usual = BUDGET if kvfold.parse(method).takes_budget else None
     chosen, limit = checked(method, budget or usual)
@@ -131,7 +132,7 @@ def _compress_one(
     as_json: bool,
 ) -> None:
     """One document, with a word about what is kept of it."""
-    from kvfold.files.format import read_header
+    from kvfold.contexts.files.format import read_header
 
     network, tokenizer = load(model, loading, among_ranks=True)
     with progress(notes) as bar, _watched(network, bar):

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from kvfold.cli.console import console, counted, print_json, size, stats_json, table
 from kvfold.cli.options import read_text
-from kvfold.crew.workers import Workers, here
 from kvfold.errors import KvfoldError
-from kvfold.files.many import Document, Made, Settings, check_models, check_settings, work
+from kvfold.jobs.compress import Document, Made, Settings, check_models, check_settings, work
+from kvfold.jobs.executor import Workers, here
 from kvfold.loading import Loading, load
 
 
@@ -72,7 +72,7 @@ def _workers(
     """Who compresses; raises ContextFileError where a file that is there is another model's."""
     doing = work(model, loading)
     if ray is not None:
-        from kvfold.crew.cluster import cluster
+        from kvfold.jobs.ray_cluster import cluster
 
         return cluster(doing, ray, None)
     network, tokenizer = load(model, loading)

@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from kvfold.stats import Stats
+    from kvfold.cache.stats import Stats
 
 WIDTH = 100
 

@@ -22,13 +22,14 @@ from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
-    from kvfold.compat import PreTrainedModel
-    from kvfold.crew.workers import Workers
+    from transformers import PreTrainedModel
+
     from kvfold.eval.run.job import Job
     from kvfold.eval.run.plan import Plan, Wanted
     from kvfold.eval.run.result import Result
     from kvfold.eval.run.sample import Sample
     from kvfold.eval.tasks import Request
+    from kvfold.jobs.executor import Workers
 
 
 @with_options(loading=loading)
@@ -104,15 +105,15 @@ def command(
     """
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
-        from kvfold.crew.processes import processes
-        from kvfold.crew.workers import here
         from kvfold.eval.evaluate import readable_tokens, usual_length, with_data
         from kvfold.eval.run import plan as planning
         from kvfold.eval.run.cell import Protocol, Subject
         from kvfold.eval.run.job import work
         from kvfold.eval.tasks import Request
-        from kvfold.frame import token_count
-        from kvfold.method import listed
+        from kvfold.hf.chat_template import token_count
+        from kvfold.jobs.executor import here
+        from kvfold.jobs.processes import processes
+        from kvfold.methods.base import listed
     # Refused here, before a large model is loaded.
     contenders = planning.contenders(listed(methods), words(budgets))
     request = Request(
@@ -144,7 +145,7 @@ def command(
         contenders=tuple(contenders),
     )
     if ray is not None:
-        from kvfold.crew.cluster import cluster
+        from kvfold.jobs.ray_cluster import cluster
 
         crew = cluster(work(model, loading), ray, workers)
     elif (count := workers or _fitting(network)) > 1:
@@ -199,7 +200,7 @@ def _evaluate(
 ) -> None:
     """Runs what is missing, with a bar, and writes the records."""
     from kvfold.cli.records import loaded, say_failures
-    from kvfold.eval.run.flat import flat
+    from kvfold.eval.run.dataframe import flat
     from kvfold.eval.run.result import Result
     from kvfold.eval.run.session import evaluate, store, summarize, write_records
 

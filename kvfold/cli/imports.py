@@ -12,7 +12,7 @@ import typer
 
 
 def _import(modules: list[str] | None) -> None:
-    from kvfold.registry import import_methods
+    from kvfold.methods.registry import import_methods
 
     for module in modules or ():
         import_methods(module)

@@ -12,7 +12,7 @@ from kvfold.cli.console import console, kept_per_layer, messages, print_json, si
 from kvfold.cli.options import Json
 
 if TYPE_CHECKING:
-    from kvfold.files.format import Header
+    from kvfold.contexts.files.format import Header
 
 
 def command(
@@ -21,7 +21,7 @@ def command(
 ) -> None:
     """Show what a context file holds: method, what is kept, and for which model."""
     with messages(as_json).status("importing torch"):
-        from kvfold.files.format import read_header
+        from kvfold.contexts.files.format import read_header
     header = read_header(context)
     if as_json:
         print_json({"bytes": context.stat().st_size, **header.model_dump(exclude={"checksums"})})

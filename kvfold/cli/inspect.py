@@ -27,13 +27,12 @@ from kvfold.loading import Loading, load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvfold.budget import Budget
-    from kvfold.compat import PreTrainedModel
+    from kvfold.inspect.attention_maps import Attention
     from kvfold.inspect.document import Document
-    from kvfold.inspect.holding import Holding
-    from kvfold.inspect.watch import Attention
+    from kvfold.inspect.retention import Holding
 
 FOLDER = "kvfold-inspect"
 PAGE = "index.html"
@@ -71,9 +70,9 @@ def command(
     with screen.status("importing torch and transformers"):
         import kvfold
         from kvfold.cli.inspect_tables import explained, layers_table, methods_table
-        from kvfold.compat import trained_length
+        from kvfold.generation.length import check_length
+        from kvfold.hf.models import trained_length
         from kvfold.inspect.document import LENGTH, Document
-        from kvfold.length import check_length
     # Refused here, before a large model is loaded.
     named, limit = names(methods), kvfold.Budget.of(budget)
     for each in named:
@@ -111,7 +110,7 @@ def _text(prompt: str | None, file: Path | None, encoding: str) -> str | None:
 
 def names(text: str) -> list[str]:
     """The methods in `text`, each once."""
-    from kvfold.method import listed
+    from kvfold.methods.base import listed
 
     found = listed(text)
     if not found:
@@ -162,11 +161,11 @@ def _measure(
     seed: int,
 ) -> tuple[list[Attention], list[Holding]]:
     """Reads the text once to watch, and once by each method, with a bar."""
-    from kvfold import compat
-    from kvfold.inspect.holding import hold
-    from kvfold.inspect.watch import watch
+    from kvfold.hf.stock_layers import is_compressible, stock_layers
+    from kvfold.inspect.attention_maps import watch
+    from kvfold.inspect.retention import hold
 
-    own = sum(map(compat.is_compressible, compat.stock_layers(model)))
+    own = sum(map(is_compressible, stock_layers(model)))
     with progress(screen) as bar:
         tokens = f"{document.ids.shape[1]:,} tokens"
         task = bar.add_task(f"watching {own} layers read {tokens}", total=own + len(named))

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvfold.cli.console import size, table
+from kvfold.inspect.attention_maps import MOST, SINKS, THRESHOLDS, Attention, lazy_window
 from kvfold.inspect.document import Document
-from kvfold.inspect.holding import Holding
-from kvfold.inspect.watch import MOST, SINKS, THRESHOLDS, Attention, lazy_window
+from kvfold.inspect.retention import Holding
 
 EXPLAINED = (
     "Means over heads. Per query: the entries that one query attends to, exp of its entropy. "

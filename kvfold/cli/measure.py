@@ -11,15 +11,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
-from kvfold.compat import PreTrainedModel
-from kvfold.context import Context
+from kvfold.cache.stats import Stats
+from kvfold.contexts.context import Context
 from kvfold.eval import ruler
-from kvfold.frame import Frame, token_count
+from kvfold.hf.chat_template import Frame, token_count
 from kvfold.inspect.document import Document, needles_in
-from kvfold.stats import Stats
 
 KEYS = 6
 WARM_UP = 2

@@ -12,7 +12,7 @@ from kvfold.cli.console import console, print_json, table
 from kvfold.cli.options import Json
 
 if TYPE_CHECKING:
-    from kvfold.method import Method, Stages
+    from kvfold.methods.base import Method, Stages
 
 
 DECODE = {
@@ -25,9 +25,9 @@ DECODE = {
 def command(as_json: Json = False) -> None:
     """List every method: what it does at each stage, its paper, its defaults."""
     import kvfold
-    from kvfold.method import preset
+    from kvfold.methods.base import preset
 
-    known = {name: preset(name) for name in kvfold.methods()}
+    known = {name: preset(name) for name in kvfold.list_methods()}
     if as_json:
         print_json([_as_json(name, method) for name, method in known.items()])
         return
@@ -84,7 +84,7 @@ def defaults(method: Method) -> str:
 
 def _sizes(stages: Stages) -> str:
     """How large layers and heads are."""
-    from kvfold.method import Across, Measured
+    from kvfold.methods.base import Across, Measured
 
     allocate = stages.allocate
     if isinstance(allocate, Measured):

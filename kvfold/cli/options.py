@@ -18,7 +18,7 @@ from kvfold.loading import Loading
 
 if TYPE_CHECKING:
     from kvfold.budget import Budget
-    from kvfold.method import Method
+    from kvfold.methods.base import Method
 
 ABOUT_MODEL, ABOUT_SAMPLING = "How the model is loaded", "How tokens are chosen"
 
@@ -208,8 +208,8 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 def checked(method: str, budget: str | None) -> tuple[Method, Budget | None]:
     """A method and its budget, refused before a model is loaded where a cache would refuse them."""
     from kvfold.budget import Budget
-    from kvfold.cache import checked_budget
-    from kvfold.method import parse
+    from kvfold.cache.cache import checked_budget
+    from kvfold.methods.base import parse
 
     made = parse(method)
     limit = None if budget is None else Budget.of(budget)

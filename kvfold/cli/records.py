@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvfold.errors import KvfoldError
-from kvfold.jsonl import M, Store
+from kvfold.jobs.records import M, Store
 
 if TYPE_CHECKING:
     from kvfold.eval.run.result import Result

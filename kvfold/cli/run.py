@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from kvfold.cache.stats import Stats
     from kvfold.cli.streaming import Clock
-    from kvfold.stats import Stats
 
 
 @with_options(loading=loading, sampling=sampling)
@@ -87,7 +87,7 @@ def command(
     with notes.status("importing torch and transformers"):
         import kvfold
         from kvfold.cli.streaming import answer
-        from kvfold.generate import check_per_chunk
+        from kvfold.generation.generate import check_per_chunk
     # Refused here, before a large model is loaded.
     chosen, limit = checked(method, budget)
     if compress == "per_chunk":
@@ -139,8 +139,8 @@ def encode(
     """
     import torch
 
-    from kvfold.content import content, ids_of, own_tokens, segment_ids
-    from kvfold.frame import Frame
+    from kvfold.hf.chat_template import Frame
+    from kvfold.hf.user_text import content, ids_of, own_tokens, segment_ids
 
     wrapped = bool(tokenizer.chat_template) if chat is None else chat
     if wrapped and not tokenizer.chat_template:
@@ -164,7 +164,7 @@ def _after_system(tokenizer: PreTrainedTokenizerBase, system: str, text: str) ->
     """Segments of a prompt after a system message; raises KvfoldError where templates have none."""
     from jinja2.exceptions import TemplateError
 
-    from kvfold.frame import conversation
+    from kvfold.hf.chat_template import conversation
 
     try:
         parts = conversation(tokenizer, [("system", system), ("user", text)])

@@ -105,7 +105,7 @@ def command(
     api-key, folder, body and import apply; others are refused.
     """
     from kvfold.budget import Budget
-    from kvfold.method import listed
+    from kvfold.methods.base import listed
 
     largest = int(Budget.bytes(body).amount)
     if engine == "vllm":
@@ -129,9 +129,9 @@ def command(
     out = console()
     with out.status("importing torch and transformers"):
         try:
-            from kvfold.method import parse
+            from kvfold.methods.base import parse
             from kvfold.serve.engine import Engine
-            from kvfold.serve.server import Server, listening
+            from kvfold.serve.process import Server, listening
             from kvfold.serve.settings import Settings
         except ModuleNotFoundError as missing:
             raise KvfoldError(

@@ -11,12 +11,11 @@ from typing import Any
 
 from rich.console import Console
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
-from kvfold.answer import Answer
-from kvfold.cache import CompressedCache
-from kvfold.compat import PreTrainedModel
+from kvfold.cache.cache import CompressedCache
+from kvfold.contexts.answer import Answer
 
 
 @dataclass

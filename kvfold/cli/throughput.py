@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvfold.bench.participants import FULL
 from kvfold.bench.record import check_setup
 from kvfold.bench.session import Session
 from kvfold.bench.shapes import Subject
-from kvfold.bench.sides import FULL
 from kvfold.bench.summary import Spread
 from kvfold.bench.table import rate, spread
 from kvfold.bench.throughput import Load, Runner, Throughput, labels, sizes
 from kvfold.budget import Budget
 from kvfold.cli.console import print_json, progress, size, table
 from kvfold.cli.records import loaded
-from kvfold.jsonl import Store
+from kvfold.jobs.records import Store
 
 
 def measure(

@@ -10,21 +10,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold import compat
 from kvfold.budget import Budget
-from kvfold.crew.workers import here
 from kvfold.errors import KvfoldError
 from kvfold.eval.run import session
 from kvfold.eval.run.cell import Protocol, Subject
-from kvfold.eval.run.flat import flat
+from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.job import work
 from kvfold.eval.run.plan import Plan, Wanted, contenders
 from kvfold.eval.run.result import Result
 from kvfold.eval.tasks import NoData, Request, Task, Unreadable, families, select
-from kvfold.frame import token_count
-from kvfold.method import Method
+from kvfold.hf.chat_template import token_count
+from kvfold.jobs.executor import here
+from kvfold.methods.base import Method
 
 # A quarter of what a model reads is half of what KVzip can repeat; papers report 4096.
 SHARE, USUAL = 4, 4096
@@ -36,7 +35,7 @@ Said = Callable[[str], None]
 
 
 def evaluate(
-    model: compat.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tasks: str | Sequence[str],
     methods: str | Method | Sequence[str | Method],
@@ -83,7 +82,7 @@ def evaluate(
         return _run(plan, model, tokenizer, Path(folder))
 
 
-def readable_tokens(model: compat.PreTrainedModel) -> int:
+def readable_tokens(model: PreTrainedModel) -> int:
     """What the model was trained to read, or what papers report."""
     return int(getattr(model.config, "max_position_embeddings", USUAL))
 
@@ -151,7 +150,7 @@ def with_data(names: Sequence[str], request: Request) -> tuple[list[Task], list[
 
 
 def _run(
-    plan: Plan, model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> list[dict[str, Any]]:
     samples, cells = session.store(folder), plan.cells()
     for _ in session.evaluate(plan, samples, here(work(plan.subject.name), model, tokenizer)):

@@ -10,16 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold import compat
 from kvfold.budget import Budget
-from kvfold.cache import CompressedCache
+from kvfold.cache.cache import CompressedCache
 from kvfold.eval import ruler
 from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
-from kvfold.frame import Frame, token_count, token_ids
-from kvfold.generate import generate, read_turn
-from kvfold.method import Method
+from kvfold.generation.generate import generate, read_turn
+from kvfold.hf.chat_template import Frame, token_count, token_ids
+from kvfold.methods.base import Method
 
 # RULER generates 128 tokens; the longest answer here takes fewer in the bundled vocabulary.
 NEW_TOKENS = 48
@@ -50,7 +49,7 @@ class Outcome:
 
 
 def evaluate(
-    model: compat.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trial: Trial,
     samples: int,
@@ -72,7 +71,7 @@ def evaluate(
 
 
 def _score(
-    model: compat.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trial: Trial,
     sample: ruler.Sample,

@@ -13,10 +13,10 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.content import content, led, segments
 from kvfold.errors import KvfoldError
 from kvfold.eval import ruler
-from kvfold.frame import Frame, token_count, token_ids
+from kvfold.hf.chat_template import Frame, token_count, token_ids
+from kvfold.hf.user_text import content, led, segments
 
 KEYS = 6
 LENGTH = 2048

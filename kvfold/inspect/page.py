@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.allocate.density import densities
+from kvfold.inspect.attention_maps import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window
 from kvfold.inspect.document import Document
-from kvfold.inspect.holding import Holding
-from kvfold.inspect.pool import cuts, means
-from kvfold.inspect.watch import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window
+from kvfold.inspect.downsample import cuts, means
+from kvfold.inspect.retention import Holding
+from kvfold.methods.stages.allocate.density import densities
 
 DECADES = 5  # of the logarithmic scale of attention, below 1
 BREAKS, BREAK = 2, "\u21b5"  # line breaks in a row that are shown as such, and a further one

@@ -13,11 +13,11 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvfold.inspect.attention_maps import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window
 from kvfold.inspect.document import Document
-from kvfold.inspect.holding import Holding
+from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.kept import COLUMNS, maps_figure
-from kvfold.inspect.pool import cuts, means
-from kvfold.inspect.watch import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window
+from kvfold.inspect.retention import Holding
 
 LEAST = 1e-5  # where the logarithmic scale of attention ends
 # Of one hue and ever darker, so that it reads without colour too.

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.kernels.swapped import COLUMNS
+from kvfold.kernels.swapped_qk import COLUMNS
 
 Path = Literal["triton", "varlen", "flash", "torch"]
 HALF = (torch.float16, torch.bfloat16)

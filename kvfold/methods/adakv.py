@@ -3,13 +3,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.allocate.heads import Rule, adaptive
-from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
-from kvfold.method import Heads, Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.window import Pooling, check_window, window_votes
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Heads, Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.heads import Rule, adaptive
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.observation_window import Pooling, check_window, window_votes
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register("adakv", paper="arXiv 2407.11550")

@@ -6,13 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvfold.allocate.tolerance import fewest_within
 from kvfold.errors import KvfoldError
-from kvfold.method import Measured, Method, Stages, register
-from kvfold.observation import Needs, Observation
-from kvfold.score.output import change_alone, relative_change
-from kvfold.score.window import check_window
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Measured, Method, Stages, register
+from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.stages.allocate.tolerance import fewest_within
+from kvfold.methods.stages.score.observation_window import check_window
+from kvfold.methods.stages.score.output_error import change_alone, relative_change
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register("auto", paper="")

@@ -2,13 +2,13 @@
 from dataclasses import dataclass
 from functools import partial
 
-from kvfold.allocate.uniform import uniform
-from kvfold.compensate.spread import spread_values
 from kvfold.errors import KvfoldError
-from kvfold.method import Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.position import recency
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.merge.value_spread import spread_values
+from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register("cam", paper="")

@@ -3,13 +3,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvfold.allocate import density
-from kvfold.compensate.similar import Decide, Merging, Similarity, merging
 from kvfold.errors import KvfoldError
-from kvfold.method import Across, Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.columns import accumulated_attention
-from kvfold.select.forced import Forced, Share
+from kvfold.methods.base import Across, Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate import density
+from kvfold.methods.stages.merge.most_similar import Decide, Merging, Similarity, merging
+from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
+from kvfold.methods.stages.select.forced import Forced, Share
 
 
 @register(

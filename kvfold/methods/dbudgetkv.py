@@ -3,13 +3,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.allocate.norm_cut import VOTERS, Ranking, norm_cut
 from kvfold.errors import KvfoldError
-from kvfold.method import Measured, Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.position import recency
-from kvfold.score.window import window_votes
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Measured, Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.norm_cut import VOTERS, Ranking, norm_cut
+from kvfold.methods.stages.score.observation_window import window_votes
+from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register("dbudgetkv", paper="arXiv 2502.16886", presets={"literal": {"include_sinks": True}})

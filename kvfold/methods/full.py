@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.method import Method, Stages, register
+from kvfold.methods.base import Method, Stages, register
 
 
 @register("full", paper="")

@@ -3,12 +3,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
-from kvfold.method import Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.columns import accumulated_attention
-from kvfold.select.forced import Forced, Share
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.accumulated_attention import accumulated_attention
+from kvfold.methods.stages.select.forced import Forced, Share
 
 
 @register("h2o", paper="arXiv 2306.14048")

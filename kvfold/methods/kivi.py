@@ -2,8 +2,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.method import Method, Stages, register
-from kvfold.store.packed import Packing
+from kvfold.methods.base import Method, Stages, register
+from kvfold.store.quantized import Packing
 
 
 @register("kivi", paper="arXiv 2402.02750")

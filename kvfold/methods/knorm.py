@@ -3,11 +3,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.allocate.uniform import uniform, uniform_with_skipped
 from kvfold.errors import KvfoldError
-from kvfold.method import Method, Stages, register
-from kvfold.score.keys import negative_norm
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.stages.allocate.uniform import uniform, uniform_with_skipped
+from kvfold.methods.stages.score.key_norm import negative_norm
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register("knorm", paper="arXiv 2406.11430")

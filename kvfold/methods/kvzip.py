@@ -5,11 +5,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvfold.allocate.pool import pooled, whole_heads
-from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
-from kvfold.method import Across, FileName, Method, Schedule, Stages, register
-from kvfold.observation import Needs, Observation, Rebuilding
+from kvfold.methods.base import Across, FileName, Method, Schedule, Stages, register
+from kvfold.methods.observation import Needs, Observation, Rebuilding
+from kvfold.methods.stages.allocate.pool import pooled, whole_heads
+from kvfold.methods.stages.allocate.uniform import uniform
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with "

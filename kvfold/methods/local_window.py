@@ -2,9 +2,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.allocate.uniform import uniform
-from kvfold.method import Method, Stages, register
-from kvfold.score.position import recency
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.position import recency
 
 
 @register("local_window", paper="")

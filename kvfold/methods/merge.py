@@ -2,11 +2,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.compensate.similar import merge_one, merge_similar
-from kvfold.compensate.spread import spread_values
 from kvfold.errors import IllegalComposition
-from kvfold.method import Method, Stages, register
-from kvfold.observation import Needs
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.merge.most_similar import merge_one, merge_similar
+from kvfold.methods.stages.merge.value_spread import spread_values
 
 
 @register("merge", paper="")

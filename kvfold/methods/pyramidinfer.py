@@ -4,8 +4,8 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.method import Method, Stages, register
-from kvfold.select.funnel import survivors
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.stages.select.token_pruning import survivors
 
 
 @register("pyramidinfer", paper="arXiv 2405.12532")

@@ -3,12 +3,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.allocate.pyramid import pyramid, pyramid_official
 from kvfold.errors import KvfoldError
-from kvfold.method import Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.window import Pooling, check_window, window_votes
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.pyramid import pyramid, pyramid_official
+from kvfold.methods.stages.score.observation_window import Pooling, check_window, window_votes
+from kvfold.methods.stages.select.forced import Forced
 
 ROUNDED_STEP = "the released schedule rounds its step down, so that upper layers keep more"
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 
-from kvfold.allocate.uniform import uniform
-from kvfold.method import Method, Stages, register
-from kvfold.score.position import uniform_noise
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.position import uniform_noise
 
 
 @register("random", paper="")

@@ -3,11 +3,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
-from kvfold.method import Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.stable import low_mean_unless_unstable
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.stability import low_mean_unless_unstable
 
 
 @register("roco", paper="arXiv 2402.06262")

@@ -3,12 +3,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvfold.allocate import lazy
 from kvfold.errors import KvfoldError
-from kvfold.method import Across, Measured, Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.position import recency
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Across, Measured, Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate import lazy
+from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register(

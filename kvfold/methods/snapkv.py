@@ -3,11 +3,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.allocate.uniform import uniform
-from kvfold.method import Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.window import Pooling, check_window, window_votes
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.observation_window import Pooling, check_window, window_votes
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register(

@@ -2,11 +2,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.allocate.uniform import uniform
 from kvfold.errors import KvfoldError
-from kvfold.method import Method, Stages, register
-from kvfold.score.position import recency
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register(

@@ -2,8 +2,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.method import Method, Stages, register
-from kvfold.observation import Needs
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
 from kvfold.store.pruned import Pruning
 
 

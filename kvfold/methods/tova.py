@@ -2,11 +2,11 @@
 from dataclasses import dataclass
 from functools import partial
 
-from kvfold.allocate.uniform import uniform
-from kvfold.method import Method, Stages, register
-from kvfold.observation import Needs
-from kvfold.score.row import newest_row
-from kvfold.select.forced import Forced
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.last_query import newest_row
+from kvfold.methods.stages.select.forced import Forced
 
 
 @register("tova", paper="arXiv 2401.06104")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfold.eval.run.cell import FULL
-from kvfold.report.look import BASELINES
+from kvfold.report.style import BASELINES
 from kvfold.report.summary import Row
 
 # Points that may be lost, with 95 % confidence.

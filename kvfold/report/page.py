@@ -14,10 +14,10 @@ from typing import Any
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.result import Result
 from kvfold.report.board import Board, titles
-from kvfold.report.doubts import near_guessing, of_board
+from kvfold.report.caveats import near_guessing, of_board
 from kvfold.report.headline import headline
-from kvfold.report.look import BASELINES, Look
 from kvfold.report.pictures import by_depth
+from kvfold.report.style import BASELINES, Look
 from kvfold.report.summary import Row, budgets, frontier, rows
 
 SCRIPTS = ("base.js", "controls.js", "chart.js", "tables.js", "needles.js", "page.js")

@@ -12,7 +12,7 @@ from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board
-from kvfold.report.look import BASELINES, COLORS, GREY, Look
+from kvfold.report.style import BASELINES, COLORS, GREY, Look
 from kvfold.report.summary import Row, budgets, frontier, rows
 
 MARKERS = {

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvfold.eval.run.flat import flat
+from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board, View, titles
-from kvfold.report.doubts import of_board
+from kvfold.report.caveats import of_board
 from kvfold.report.headline import headline, signed
 from kvfold.report.summary import Row, rows
 

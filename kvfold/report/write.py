@@ -12,9 +12,9 @@ import matplotlib
 from kvfold.eval.run.result import Result
 from kvfold.report.board import boards, slugs, titles
 from kvfold.report.headline import Headline, headline
-from kvfold.report.look import looks
 from kvfold.report.page import page
 from kvfold.report.pictures import needles, pareto
+from kvfold.report.style import looks
 from kvfold.report.summary import rows
 from kvfold.report.tables import by_task, markdown, to_csv
 

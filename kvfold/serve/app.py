@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import kvfold
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
-from kvfold.serve.gate import Gate
+from kvfold.serve.limits import Gate
 from kvfold.serve.metrics import Metrics
-from kvfold.serve.responses import ErrorBody
+from kvfold.serve.response_schemas import ErrorBody
 from kvfold.serve.routes import answers, contexts, status
 from kvfold.serve.routes.hangup import HungUp
 

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Condition, Lock
 
-from kvfold.context import Context
+from kvfold.contexts.context import Context
 from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.serve.context_folder import Folder
 from kvfold.serve.errors import ApiError
-from kvfold.serve.folder import Folder
-from kvfold.serve.held import Held, size_of
-from kvfold.serve.prefixes import Key, Prefixes
+from kvfold.serve.longest_prefix import Key, Prefixes
+from kvfold.serve.stored_context import Held, size_of
 
 TOKENS, TEXT = "tokens", "text"
 log = logging.getLogger(__name__)

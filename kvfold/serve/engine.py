@@ -13,26 +13,26 @@ from threading import Event, local
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
-from kvfold import compat
 from kvfold.budget import Budget
-from kvfold.cache import CompressedCache
-from kvfold.context import Context
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.fork import end_turn, fork, fork_within
+from kvfold.contexts.context import Context
 from kvfold.errors import KvfoldError
-from kvfold.frame import PARTING, Frame
-from kvfold.method import Composition, FileName, Method, parse
-from kvfold.reader import end_turn, fork, fork_within
+from kvfold.hf.chat_template import PARTING, Frame
+from kvfold.hf.models import text_config, trained_length
+from kvfold.methods.base import Composition, FileName, Method, parse
+from kvfold.serve.context_folder import Folder
 from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
+from kvfold.serve.decoding import Finished, Started, answer
 from kvfold.serve.errors import ApiError
-from kvfold.serve.folder import Folder
-from kvfold.serve.generation import Finished, Started, answer
-from kvfold.serve.held import Held
 from kvfold.serve.prompts import Prompts, key_bytes, of_key_bytes
-from kvfold.serve.requests import ChatRequest, CompletionRequest, ContextRequest
+from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
 from kvfold.serve.sampling import Sampling
 from kvfold.serve.settings import Settings
+from kvfold.serve.stored_context import Held
 from kvfold.serve.workers import Workers, stopping
 
 Put = Callable[[Any], None]
@@ -48,13 +48,13 @@ class Engine:
     def __init__(
         self,
         name: str,
-        model: compat.PreTrainedModel,
+        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         settings: Settings,
     ) -> None:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
-        config, frame = compat.text_config(model), Frame.of(tokenizer)
-        self.positions = None if settings.allow_longer else compat.trained_length(model)
+        config, frame = text_config(model), Frame.of(tokenizer)
+        self.positions = None if settings.allow_longer else trained_length(model)
         limits = [n for n in (settings.context_tokens, self.positions) if n is not None]
         self.prompts = Prompts(
             tokenizer,

@@ -11,7 +11,9 @@ from itertools import chain
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.content import (
+from kvfold.errors import KvfoldError
+from kvfold.hf.chat_template import PARTING, Frame, conversation
+from kvfold.hf.user_text import (
     content,
     least_tokens,
     longest_token,
@@ -19,10 +21,8 @@ from kvfold.content import (
     segment_ids,
     segments,
 )
-from kvfold.errors import KvfoldError
-from kvfold.frame import PARTING, Frame, conversation
 from kvfold.serve.errors import ApiError
-from kvfold.serve.requests import Message
+from kvfold.serve.request_schemas import Message
 
 # Between segments in what texts are compared by: a byte that no text has.
 CUT = b"\xff"
@@ -32,7 +32,7 @@ CUT = b"\xff"
 class Prompts:
     """Texts and tokens of one tokenizer, for a model that knows `vocabulary` of them.
 
-    Texts come as segments (`content.py`), so that clients' special tokens stay text, unless
+    Texts come as segments (`hf/user_text.py`), so that clients' special tokens stay text, unless
     `special_tokens` allows them. A text has at most `most` tokens, None: any number; one that is
     far longer is refused before it is tokenised, which takes a while. `check_wanted` is called
     before each segment, and ends the work by what it raises.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
-from kvfold.serve.requests import Request
+from kvfold.serve.request_schemas import Request
 
 # Divided by less, scores would pass what float32 holds; nothing but the likeliest is drawn here.
 COLDEST = 1e-6

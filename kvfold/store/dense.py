@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvfold.store.branch import Branch
-from kvfold.store.columns import BranchOfColumns, Columns, Hidden
-from kvfold.store.encoded import Named
-from kvfold.store.growing import Growing, slack
-from kvfold.store.norms import On, norms_of
-from kvfold.store.rows import pick
+from kvfold.kernels.gather import pick
+from kvfold.store.buffer import Growing, slack
+from kvfold.store.encoding import Named
+from kvfold.store.entry_columns import BranchOfColumns, Columns, Hidden
+from kvfold.store.entry_norms import On, norms_of
+from kvfold.store.shared_buffer import Branch
 
 
 class DenseStore:

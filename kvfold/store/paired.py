@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.store.encoded import Encode, Encoded, Flat, Named
+from kvfold.store.encoding import Encode, Encoded, Flat, Named
 
 # Beyond this cosine the sine is too small to divide by.
 PARALLEL = 1 - 1e-6

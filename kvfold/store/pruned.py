@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.observation import Observation
-from kvfold.store.encoded import Encode, Encoded, Flat, Named
+from kvfold.methods.observation import Observation
+from kvfold.store.encoding import Encode, Encoded, Flat, Named
 
 
 def channel_scores(seen: Observation, queries: int) -> Tensor:

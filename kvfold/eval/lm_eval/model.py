@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from kvfold import bundled
 from kvfold.budget import Budget
-from kvfold.cache import CompressedCache
+from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.eval.lm_eval.held import Held, Truncated
+from kvfold.eval.lm_eval.cache_record import Held, Truncated
 from kvfold.eval.lm_eval.score import (
     Split,
     check_streams,
@@ -24,8 +24,8 @@ from kvfold.eval.lm_eval.score import (
     read,
     stream,
 )
-from kvfold.generate import generate
-from kvfold.method import Method, parse, spelled_out
+from kvfold.generation.generate import generate
+from kvfold.methods.base import Method, parse, spelled_out
 
 try:
     from lm_eval.api.registry import register_model

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from kvfold import compat
 from kvfold.budget import Budget
-from kvfold.cache import CompressedCache
+from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.generate import read_turn
-from kvfold.method import Method
+from kvfold.generation.generate import read_turn
+from kvfold.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def check_takes_back(method: Method) -> None:
 
 @torch.no_grad()
 def log_probs(
-    model: compat.PreTrainedModel,
+    model: PreTrainedModel,
     cache: CompressedCache,
     asked: Tensor,
     dtype: torch.dtype | None = None,
@@ -79,7 +79,7 @@ def log_probs(
     return F.log_softmax(logits[0], -1, dtype=dtype)
 
 
-def read(model: compat.PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
+def read(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
     """Fills a new cache with `ids [1, N]` and compresses it; nothing where N is 0."""
     if ids.shape[1] > 0:
         read_turn(model, cache, ids, None, ids.shape[1], ids.shape[1])
@@ -105,7 +105,7 @@ def check_streams(method: Method, budget: Budget | None) -> None:
 
 @torch.no_grad()
 def stream(
-    model: compat.PreTrainedModel,
+    model: PreTrainedModel,
     cache: CompressedCache,
     ids: Tensor,
     scored: int,

@@ -9,13 +9,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
-from kvfold import compat
 from kvfold.bench.clock import seconds, synchronize
-from kvfold.cache import CompressedCache
-from kvfold.context import Context, check_reusable
+from kvfold.cache.cache import CompressedCache
+from kvfold.contexts.context import Context, check_reusable
 from kvfold.eval.run.prompt import Prompt
-from kvfold.generate import read_on, read_turn
+from kvfold.generation.generate import read_on, read_turn
+from kvfold.hf.models import caches_latents
 
 
 class Compressed(NamedTuple):
@@ -28,7 +29,7 @@ class Compressed(NamedTuple):
 
 @torch.no_grad()
 def compressed(
-    model: compat.PreTrainedModel,
+    model: PreTrainedModel,
     prompt: Prompt,
     method: str,
     budgets: Sequence[str | None],
@@ -52,7 +53,7 @@ def compressed(
 
     # Each is refused, where it must be, before anything is read.
     cache, *_ = [new(budget) for budget in budgets]
-    inside = cache.method.stages().funnel is not None or compat.caches_latents(model)
+    inside = cache.method.stages().funnel is not None or caches_latents(model)
     if len(budgets) == 1 or inside:
         for budget in budgets:
             cache = new(budget)

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from transformers import PreTrainedModel
 
-from kvfold import compat
-from kvfold.files.identity import model_part
+from kvfold.contexts.files.identity import model_part
+from kvfold.hf.attention import attention_name
 
 # Beside every method: what a method must be better than.
 RANDOM, SINKS_AND_RECENT, CUT, FULL = "random", "streaming_llm", "cut", "full"
@@ -27,7 +28,7 @@ class Subject(BaseModel):
     attention: str
 
     @classmethod
-    def of(cls, name: str, model: compat.PreTrainedModel, tokenizer: Any) -> Subject:
+    def of(cls, name: str, model: PreTrainedModel, tokenizer: Any) -> Subject:
         """What `name` was loaded as."""
         part = model_part(model, tokenizer)
         return cls(
@@ -36,7 +37,7 @@ class Subject(BaseModel):
             weights=part.weights,
             vocabulary=part.vocabulary,
             dtype=str(model.dtype).removeprefix("torch."),
-            attention=compat.attention_name(model),
+            attention=attention_name(model),
         )
 
 

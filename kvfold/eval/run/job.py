@@ -9,20 +9,19 @@ from datetime import UTC, datetime
 from functools import cache
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold import compat
 from kvfold.bench.machine import Setup, commit
-from kvfold.crew.workers import Work
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.apart import apart
 from kvfold.eval.run.cell import CUT, Cell
-from kvfold.eval.run.cut import as_of, room
 from kvfold.eval.run.prompt import Prompt
+from kvfold.eval.run.question_agnostic import apart
+from kvfold.eval.run.question_aware import together
 from kvfold.eval.run.sample import Outcome, Sample, digest
-from kvfold.eval.run.streamed import streamed
-from kvfold.eval.run.together import together
+from kvfold.eval.run.streaming import streamed
+from kvfold.eval.run.truncated import as_of, room
 from kvfold.eval.tasks import Record, Task, Unreadable, tasks
+from kvfold.jobs.executor import Work
 from kvfold.loading import Loading
 
 
@@ -49,9 +48,7 @@ class Job:
         )
 
 
-def run(
-    model: compat.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job
-) -> list[Sample]:
+def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job) -> list[Sample]:
     """The job's samples, one for each cell; what goes wrong is said in them.
 
     An error of one cell must not be the others', so where one occurs each runs by itself.
@@ -82,7 +79,7 @@ def _given_up(job: Job, why: str) -> list[Sample]:
 
 
 def _outcomes(
-    model: compat.PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     record: Record,
     cells: tuple[Cell, ...],
@@ -104,15 +101,13 @@ def _outcomes(
         yield from apart(model, prompt, cells, task)
 
 
-def _one(
-    model: compat.PreTrainedModel, prompt: Prompt, cell: Cell, task: Task, aware: bool
-) -> Outcome:
+def _one(model: PreTrainedModel, prompt: Prompt, cell: Cell, task: Task, aware: bool) -> Outcome:
     if aware:
         return together(model, prompt, cell, task)
     return next(apart(model, prompt, [cell], task))[1]
 
 
-def _with_peak(model: compat.PreTrainedModel, outcome: Outcome, before: int) -> Outcome:
+def _with_peak(model: PreTrainedModel, outcome: Outcome, before: int) -> Outcome:
     peak = torch.cuda.max_memory_allocated(model.device) - before
     held = outcome.held.model_copy(update={"peak_bytes": peak})
     return outcome.model_copy(update={"held": held})

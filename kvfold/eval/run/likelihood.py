@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from kvfold import compat
-from kvfold.cache import CompressedCache
+from kvfold.cache.cache import CompressedCache
 
 
 @torch.no_grad()
-def token_by_token(model: compat.PreTrainedModel, cache: CompressedCache, ids: Tensor) -> Tensor:
+def token_by_token(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> Tensor:
     """−log p of each of `ids [1, S]` but the first, in nats `[S − 1]`.
 
     The cache evicts after every token, as it would while decoding (StreamingLLM, arXiv 2309.17453,
@@ -25,7 +25,7 @@ def token_by_token(model: compat.PreTrainedModel, cache: CompressedCache, ids: T
 
 
 @torch.no_grad()
-def at_once(model: compat.PreTrainedModel, cache: CompressedCache, ids: Tensor) -> Tensor:
+def at_once(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> Tensor:
     """−log p of each of `ids [1, S]` but the first after what the cache holds `[S − 1]`.
 
     The cache must be frozen, or the text would be compressed as a turn.

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from kvfold.answer import Reply
+from kvfold.cache.stats import Stats
+from kvfold.contexts.answer import Reply
 from kvfold.eval.run.sample import Answer, Held
 from kvfold.eval.tasks import Question, Task
-from kvfold.stats import Stats
 
 
 def scored(task: Task, question: Question, reply: Reply) -> Answer:

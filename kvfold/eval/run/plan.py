@@ -14,7 +14,7 @@ from kvfold.eval.run.cell import CUT, FULL, RANDOM, SINKS_AND_RECENT, Cell, Prot
 from kvfold.eval.run.job import Job
 from kvfold.eval.run.sample import digest
 from kvfold.eval.tasks import Record, Request, Task, Unreadable, source
-from kvfold.method import parse
+from kvfold.methods.base import parse
 
 Contender = tuple[str, str | None]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.content import Content
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import Question, Record
-from kvfold.frame import Frame, token_count, token_ids
+from kvfold.hf.chat_template import Frame, token_count, token_ids
+from kvfold.hf.user_text import Content
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from kvfold.answer import Ended
 from kvfold.bench.machine import Setup
+from kvfold.contexts.answer import Ended
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import Cell
 from kvfold.eval.tasks import Record, Unreadable

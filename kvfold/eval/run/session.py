@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvfold.crew.workers import Workers
 from kvfold.eval.run.cell import Cell
 from kvfold.eval.run.job import Job
 from kvfold.eval.run.plan import Plan
 from kvfold.eval.run.result import Result, result
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.tasks import tasks
-from kvfold.jsonl import Store
+from kvfold.jobs.executor import Workers
+from kvfold.jobs.records import Store
 
 SAMPLES, RECORDS = "samples.jsonl", "records.jsonl"
 

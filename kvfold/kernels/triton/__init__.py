@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels for NVIDIA GPUs, each with the meaning of a plain-torch function; triton is optional."""
 
-from kvfold.kernels.triton.columns import column_moments, column_sums
+from kvfold.kernels.triton.column_sums import column_moments, column_sums
 from kvfold.kernels.triton.gather import gather_rows
-from kvfold.kernels.triton.pack import pack_keys, pack_values
-from kvfold.kernels.triton.packed import attend_to_packed
+from kvfold.kernels.triton.quantize import pack_keys, pack_values
+from kvfold.kernels.triton.quantized import attend_to_packed
 from kvfold.kernels.triton.ragged import attend_to_rows
 from kvfold.kernels.triton.splits import Splits
 

@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvfold.serve.answers import TextWriter, Writer, events, whole
 from kvfold.serve.bodies import Route
+from kvfold.serve.decoding import Finished, Started
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
-from kvfold.serve.gate import SEAT
-from kvfold.serve.generation import Finished, Started
+from kvfold.serve.limits import SEAT
 from kvfold.serve.metrics import Metrics
-from kvfold.serve.requests import ChatRequest, CompletionRequest
-from kvfold.serve.responses import ChatCompletion, Completion
+from kvfold.serve.openai_format import TextWriter, Writer, events, whole
+from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
+from kvfold.serve.response_schemas import ChatCompletion, Completion
 from kvfold.serve.routes.hangup import unless_gone
 from kvfold.serve.workers import Job
 

@@ -14,11 +14,11 @@ from starlette.requests import Request
 from kvfold.serve.bodies import Route
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
-from kvfold.serve.gate import SEAT
-from kvfold.serve.held import Held
-from kvfold.serve.requests import CONTEXT_ID, ContextRequest
-from kvfold.serve.responses import ContextDeleted, ContextDetail, ContextInfo, ContextList
+from kvfold.serve.limits import SEAT
+from kvfold.serve.request_schemas import CONTEXT_ID, ContextRequest
+from kvfold.serve.response_schemas import ContextDeleted, ContextDetail, ContextInfo, ContextList
 from kvfold.serve.routes.hangup import unless_gone
+from kvfold.serve.stored_context import Held
 from kvfold.serve.workers import Job
 
 JSON, FORM = "application/json", "multipart/form-data"

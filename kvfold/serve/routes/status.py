@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
 from kvfold.serve.metrics import Metrics
-from kvfold.serve.responses import Health, Model, ModelList
+from kvfold.serve.response_schemas import Health, Model, ModelList
 
 
 def router(engine: Engine, metrics: Metrics) -> APIRouter:

@@ -14,15 +14,15 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from kvfold import compat
+from kvfold.contexts.files.identity import checksum
 from kvfold.errors import UnsupportedModel
-from kvfold.files.identity import checksum
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def weights(model: compat.PreTrainedModel, folder: str | None, dtype: str) -> str:
+def weights(model: PreTrainedModel, folder: str | None, dtype: str) -> str:
     """The checksum that `ModelPart.weights` holds, of a checkpoint that is loaded as `dtype`.
 
     `model` says which weights there are, and in which order. Raises UnsupportedModel where the
@@ -32,7 +32,7 @@ def weights(model: compat.PreTrainedModel, folder: str | None, dtype: str) -> st
 
 
 def _read(
-    model: compat.PreTrainedModel, files: dict[str, Path], dtype: torch.dtype
+    model: PreTrainedModel, files: dict[str, Path], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Each weight as it would be loaded."""
     with ExitStack() as stack:

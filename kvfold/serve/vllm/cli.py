@@ -42,13 +42,13 @@ def serve(
     with out.status("importing torch and transformers"):
         from transformers import AutoTokenizer
 
-        from kvfold.serve.server import listening
-        from kvfold.serve.vllm.fitting import Fitting
+        from kvfold.serve.process import listening
+        from kvfold.serve.vllm.catalog import Contexts
+        from kvfold.serve.vllm.compatibility import Fitting
         from kvfold.serve.vllm.launch import Engine
         from kvfold.serve.vllm.launch import serve as run
+        from kvfold.serve.vllm.meta_model import Skeleton
         from kvfold.serve.vllm.placeholders import Shelf
-        from kvfold.serve.vllm.questions import Contexts
-        from kvfold.serve.vllm.skeleton import Skeleton
     place, config, dtype = _model(model)
     shelf = Shelf(folder)
     fitting = Fitting(shelf, Skeleton(config, place), dtype)

@@ -15,12 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.admission import Admission, Load, Step, logger
-from kvfold.serve.vllm.filling import Filling
-from kvfold.serve.vllm.fitting import Fitting
-from kvfold.serve.vllm.guard import check_engine
+from kvfold.serve.vllm.compatibility import Fitting
+from kvfold.serve.vllm.config_checks import check_engine
+from kvfold.serve.vllm.meta_model import Skeleton
 from kvfold.serve.vllm.placeholders import Shelf
-from kvfold.serve.vllm.skeleton import Skeleton
+from kvfold.serve.vllm.scheduler import Admission, Load, Step, logger
+from kvfold.serve.vllm.worker import Filling
 
 
 @dataclass

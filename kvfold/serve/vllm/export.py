@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.contexts.files.format import ContextFile, LayerPart
+from kvfold.contexts.files.layers import BY_HEAD
 from kvfold.errors import KvfoldError
-from kvfold.files.format import ContextFile, LayerPart
-from kvfold.files.layers import BY_HEAD
-from kvfold.method import parse
-from kvfold.serve.vllm.level import Level, voted, votes
-from kvfold.serve.vllm.skeleton import Skeleton
+from kvfold.methods.base import parse
+from kvfold.serve.vllm.equalize import Level, voted, votes
+from kvfold.serve.vllm.meta_model import Skeleton
 from kvfold.store.dense import DenseStore
-from kvfold.store.encoded import Encode, Named
-from kvfold.store.segments import SegmentStore
+from kvfold.store.encoding import Encode, Named
+from kvfold.store.ragged import SegmentStore
 
 # What a store holds that keeps entries as they came.
 PLAIN = {

@@ -23,9 +23,9 @@ from fastapi import FastAPI
 from kvfold.errors import KvfoldError
 from kvfold.serve.connections import limited
 from kvfold.serve.settings import Settings
-from kvfold.serve.vllm.door import Door
+from kvfold.serve.vllm.auth import Door
+from kvfold.serve.vllm.catalog import Contexts
 from kvfold.serve.vllm.proxy import Proxy, build
-from kvfold.serve.vllm.questions import Contexts
 
 LOCAL = "127.0.0.1"
 # Seconds: between looks at a child that starts, and for one that ends.

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from kvfold.contexts.files.format import ContextFile, Header, digest, opened
 from kvfold.errors import KvfoldError
-from kvfold.files.format import ContextFile, Header, digest, opened
-from kvfold.frame import Frame
-from kvfold.serve.folder import SUFFIX
-from kvfold.serve.requests import CONTEXT_ID
+from kvfold.hf.chat_template import Frame
+from kvfold.serve.context_folder import SUFFIX
+from kvfold.serve.request_schemas import CONTEXT_ID
+from kvfold.serve.vllm.equalize import Level, voted, votes
 from kvfold.serve.vllm.export import check_plain
-from kvfold.serve.vllm.level import Level, voted, votes
 
 # Of every salt.
 PREFIX = "kvfold:"

@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvfold.serve.errors import ApiError, invalid
-from kvfold.serve.requests import ChatRequest, CompletionRequest
-from kvfold.serve.requests import Request as Asking
+from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
+from kvfold.serve.request_schemas import Request as Asking
+from kvfold.serve.vllm.auth import Door
+from kvfold.serve.vllm.catalog import Contexts
 from kvfold.serve.vllm.chat import chunks, message
-from kvfold.serve.vllm.door import Door
-from kvfold.serve.vllm.questions import Contexts
 from kvfold.serve.vllm.request import Asked
 
 VERBS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]

@@ -11,12 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, S
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.admission import Load
 from kvfold.serve.vllm.connector import KvfoldConnector
-from kvfold.serve.vllm.per_layer.admission import Group, PartsAdmission
 from kvfold.serve.vllm.per_layer.pages import PartSpec
+from kvfold.serve.vllm.per_layer.scheduler import Group, PartsAdmission
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
 from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.scheduler import Load
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults

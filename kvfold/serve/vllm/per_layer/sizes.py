@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvfold.contexts.files.format import Header
 from kvfold.errors import KvfoldError
-from kvfold.files.format import Header
-from kvfold.serve.vllm.level import Level
+from kvfold.serve.vllm.equalize import Level
 
 # The flag: parts of all layers, as in "1,1,0.5,0.25".
 VARIABLE = "KVFOLD_VLLM_PARTS"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to call SDPA where several query heads share a KV head, and which is fastest here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+from kvfold.bench.clock import seconds
+from kvfold.hf.models import text_config
+
+TRIED = 2048  # tokens
+TRIES = 5
+
+Layout = Literal["packed", "repeated", "grouped"]
+WORDS = {
+    "packed": "query heads packed as rows",
+    "repeated": "keys repeated",
+    "grouped": "enable_gqa",
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to call SDPA where G query heads share a KV head.
+
+    `flash` insists on the flash kernel; otherwise SDPA chooses among its own.
+    """
+
+    layout: Layout
+    flash: bool = False
+
+    def __str__(self) -> str:
+        return f"sdpa{' flash' if self.flash else ''}, {WORDS[self.layout]}"
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """SDPA uses this kernel inside the block."""
+        if not self.flash:
+            yield
+            return
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        """`[B, Hq, S, D]` from query `[B, Hq, S, D]` and key, value `[B, H, T, D]`.
+
+        Without a mask several queries are causal, and one sees everything.
+        """
+        groups, new = query.shape[1] // key.shape[1], query.shape[2]
+        causal = mask is None and new > 1
+        call = partial(F.scaled_dot_product_attention, scale=scale)
+        if self.layout == "packed" and new == 1 and mask is None:
+            return call(query.unflatten(1, (-1, groups)).squeeze(3), key, value).view(query.shape)
+        if self.layout == "grouped" and mask is None:
+            return call(query, key, value, is_causal=causal, enable_gqa=groups > 1)
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return call(query, key, value, attn_mask=mask, is_causal=causal)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the full cache attends with."""
+
+    prefill: Kernel = Kernel("repeated")
+    decode: Kernel = Kernel("packed")
+
+    def __str__(self) -> str:
+        return f"prefill {self.prefill}; decode {self.decode}"
+
+
+@torch.no_grad()
+def fastest(model: PreTrainedModel, batch: int, length: int) -> Kernels:
+    """The fastest kernels here for prompts of `length`; prefill is tried on 2048 tokens."""
+    config = text_config(model)
+    heads = config.num_attention_heads
+    stored = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    some = partial(torch.randn, dtype=model.dtype, device=model.device)
+    short = max(2, min(length, TRIED))
+    query = some(batch, heads, short, size)
+    key, value = some(2, batch, stored, length, size)
+    flashes = (False, True) if model.device.type == "cuda" else (False,)
+
+    def best(query: Tensor, tokens: int, layouts: tuple[Layout, ...]) -> Kernel:
+        kernels = [Kernel(layout, flash) for flash in flashes for layout in layouts]
+        k, v = key[:, :, :tokens], value[:, :, :tokens]
+        return min(kernels, key=partial(_time, query=query, key=k, value=v))
+
+    return Kernels(
+        best(query, short, ("repeated", "grouped")),
+        best(query[:, :, -1:].contiguous(), length, ("packed", "grouped")),
+    )
+
+
+def _time(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> float:
+    """Seconds of the best of a few tries, infinite where this machine has no such kernel."""
+    scale = query.shape[-1] ** -0.5
+    try:
+        with kernel.chosen():
+            work = partial(kernel.attend, query, key, value, None, scale)
+            work()
+            return min(seconds(query.device, work) for _ in range(TRIES))
+    except RuntimeError:
+        return float("inf")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logical sequence of a layer: how long it is, and which of its columns are tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.kernels.gather import pick
+
+
+@dataclass
+class Logical:
+    """`seen` columns, padding included; `valid [B, N]` is False at padding, None without any."""
+
+    seen: int = 0
+    valid: Tensor | None = None
+
+    def tokens(self) -> Tensor | None:
+        """Which columns are tokens `[B, N]`; columns whose mask is still to come count as such."""
+        if self.valid is None:
+            return None
+        return F.pad(self.valid, (0, self.seen - self.valid.shape[1]), value=True)
+
+    def per_row(self, rows: int, device: torch.device) -> Tensor:
+        """Tokens of each row `[B]`, padding left out."""
+        tokens = self.tokens()
+        if tokens is None:
+            return _each(self.seen, rows, device)
+        return tokens.sum(-1)
+
+    def real(self, columns: Tensor) -> Tensor:
+        """`columns [B, H, T]` with −1 in place of padding."""
+        tokens = self.tokens()
+        if tokens is None:
+            return columns
+        inside = tokens[:, None].expand(-1, columns.shape[1], -1)
+        return columns.masked_fill(~inside.gather(2, columns.clamp(min=0)), -1)
+
+    def places(self, columns: Tensor) -> Tensor:
+        """Columns `[B, …]` → each one's number among its row's tokens; −1 stays."""
+        tokens = self.tokens()
+        if tokens is None:
+            return columns
+        count = tokens.cumsum(-1) - 1
+        if columns.dim() == 3:
+            count = count[:, None].expand(-1, columns.shape[1], -1)
+        return pick(count, columns, -1)
+
+    def columns(self, places: Tensor) -> Tensor:
+        """The other way round: tokens' numbers `[B, H, T]` → their columns; −1 stays."""
+        tokens = self.tokens()
+        if tokens is None:
+            return places
+        first = tokens.byte().argsort(dim=-1, descending=True, stable=True)
+        first = first[:, None].expand(-1, places.shape[1], -1)
+        return pick(first, places, -1)
+
+    def crop(self, count: int) -> None:
+        """Forgets the last `count` columns."""
+        self.seen -= count
+        if self.valid is not None:
+            self.valid = self.valid[:, : self.seen].clone()
+
+    def index(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Applies `rows`, a selection along the batch axis."""
+        if self.valid is not None:
+            self.valid = rows(self.valid)
+
+
+@lru_cache(maxsize=2)
+def _each(seen: int, rows: int, device: torch.device) -> Tensor:
+    """The same for all layers of a forward; nobody writes into it."""
+    return torch.full((rows,), seen, device=device)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache that reads on from another one and shares what that one holds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.model_binding import Owner
+from kvfold.cache.phase import Turn
+from kvfold.cache.query_window import LastQueries
+from kvfold.cache.state import PER_ENTRY
+from kvfold.errors import BudgetError
+from kvfold.hf.models import read_tokens
+from kvfold.methods.base import Stages
+from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.select.forced import Forced
+
+
+def fork(cache: CompressedCache) -> CompressedCache:
+    """A cache that begins with what `cache` holds, and costs only what it reads itself.
+
+    It evicts and encodes nothing, and its own tokens can be cropped away. Any number of them may
+    read at the same time, each in a thread of its own, for as long as `cache` reads nothing itself.
+    Only the states of sliding and recurrent layers, which are small, are copied.
+    """
+    reader = copy.copy(cache)
+    reader.turn = Turn(frozen=True, prefix=cache.turn.prefix)
+    reader.owner = copy.deepcopy(cache.owner)
+    reader.owner.answered()
+    reader.layers = [
+        _fork_layer(layer, reader.turn, reader.owner)
+        if isinstance(layer, CompressedLayer)
+        else copy.deepcopy(layer)
+        for layer in cache.layers
+    ]
+    return reader
+
+
+def _fork_layer(layer: CompressedLayer, turn: Turn, owner: Owner) -> CompressedLayer:
+    # How far sinks are moved only depends on what is evicted: from now on they stay where they are.
+    layer.settle_sinks()
+    other = copy.copy(layer)
+    other.turn, other.owner = turn, owner
+    other.store = layer.stored().fork()
+    other.logical = dataclasses.replace(layer.logical)
+    other.last_queries = LastQueries(layer.last_queries.width)
+    other.evicted_at = other.settled = layer.seen
+    other.sinks = other.surplus = None
+    for name in PER_ENTRY:
+        setattr(other, name, None)
+    return other
+
+
+def fork_within(cache: CompressedCache, own: int) -> CompressedCache:
+    """As `fork`; `end_turn` brings what it has read itself back to `own` entries per KV head.
+
+    Entries go by the method's scores. Where it has none, or where they take forwards of its own
+    (KVzip), the newest stay. Nothing is merged, and every layer and head keeps as many. Raises
+    BudgetError for less than one entry, or than the method's window.
+    """
+    stages = own_stages(cache.method.stages())
+    least = max(1, stages.forced.least)
+    if own < least:
+        raise BudgetError(
+            f"later turns of {cache.method} keep at least {least} entries per KV head, the budget "
+            f"is {own}: raise it"
+        )
+    reader = fork(cache)
+    reader.turn.own = own
+    for layer in reader.compressed_layers:
+        layer.plan = dataclasses.replace(layer.plan, stages=stages)
+    return reader
+
+
+def own_stages(stages: Stages) -> Stages:
+    """How later turns are compressed after a document that was compressed by `stages`."""
+    if stages.score is None or stages.needs.rebuilding is not None:
+        return Stages(score=recency, allocate=uniform)
+    forced = Forced(recent=stages.forced.recent)
+    return Stages(needs=stages.needs, score=stages.score, allocate=uniform, forced=forced)
+
+
+@torch.no_grad()
+def end_turn(model: PreTrainedModel, reader: CompressedCache, ids: Tensor) -> None:
+    """Reads what `fork_within` has not seen of `ids [1, N]`, a turn, and compresses it.
+
+    After an error the reader is of no use any more.
+    """
+    reader.turn.frozen = False
+    try:
+        with reader.reading(until=ids.shape[1]):
+            read_tokens(model, ids[:, reader.get_seq_length() :], reader, None)
+    finally:
+        reader.turn.frozen = True

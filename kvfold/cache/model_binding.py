@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose cache it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvfold.errors import UnsupportedModel
+from kvfold.hf.attention import is_routed
+from kvfold.hf.models import text_config
+
+
+class Owner:
+    """Which model a cache belongs to, and whether that model answers through kvfold's attention."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.modules = frozenset(id(module) for module in model.modules())
+        self.name = type(model).__name__
+        self.config = text_config(model)
+        self.waiting = False
+
+    def check(self, module: nn.Module) -> None:
+        """Raises UnsupportedModel when another model uses the cache."""
+        if self.modules and id(module) not in self.modules:
+            raise UnsupportedModel(f"this cache was made for another model (a {self.name})")
+
+    def asked(self, first: bool, level: bool) -> None:
+        """A layer hands out keys, or the first one of a forward does.
+
+        Raises UnsupportedModel if the last ones went elsewhere, or these will, or where the layers
+        are not `level`: they hold different numbers of tokens.
+        """
+        lost = first and self.config is not None and not is_routed(self.config)
+        self.check_answered(lost or not level)
+        self.waiting = True
+
+    def check_answered(self, lost: bool = False) -> None:
+        """Raises UnsupportedModel if keys that a layer handed out went elsewhere, or are `lost`."""
+        if self.waiting or lost:
+            raise UnsupportedModel(
+                "this cache's keys did not come back to kvfold's attention: the last forward "
+                "failed, kvfold.disable(model) was called, or another model used the cache; "
+                "make a new cache"
+            )
+
+    def answered(self) -> None:
+        """The keys arrived in kvfold's attention."""
+        self.waiting = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"modules": frozenset(), "name": self.name, "config": None, "waiting": False}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
+        other = object.__new__(Owner)
+        other.__dict__.update(self.__dict__)
+        return other

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention call as a layer saw it, and the last queries of a turn that is read in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.columns import Logical
+
+
+class Foreseen(NamedTuple):
+    """The slot of which the entry is expected to leave every head, and what it has in common.
+
+    products `[B, H, T]` of the keys with the one in that slot.
+    """
+
+    slot: int
+    products: Tensor
+
+
+class Attended(NamedTuple):  # made in every layer of every step
+    """One attention call: what went in, and what was observed of it if asked.
+
+    query `[B, Hq, S, D]`, key and value `[B, H, T, D]`, row `[B, Hq, 1, T]` of a single query,
+    sums, squares and maxima `[B, H, T]`; what was foreseen of a single entry that is to leave.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    row: Tensor | None = None
+    sums: Tensor | None = None
+    squares: Tensor | None = None
+    maxima: Tensor | None = None
+    foreseen: Foreseen | None = None
+
+
+class LastQueries:
+    """The last `width` queries `[B, Hq, W, D]` of a turn, and their columns `[B, W]`."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.forget()
+
+    def forget(self) -> None:
+        """The turn is over."""
+        self.attended: Attended | None = None
+        self.columns: Tensor | None = None
+
+    def add(self, attended: Attended, logical: Logical) -> None:
+        """Remembers the end of a piece."""
+        query, self.columns = self.joined(attended, logical)
+        # Of the keys only the number of heads is needed, not the entries.
+        self.attended = attended._replace(
+            query=query.clone(),
+            key=attended.key[:, :, :0].clone(),
+            value=attended.value[:, :, :0].clone(),
+            row=None,
+            sums=None,
+            squares=None,
+            maxima=None,
+        )
+
+    def joined(self, attended: Attended, logical: Logical) -> tuple[Tensor, Tensor]:
+        """The turn's last queries and their columns, −1 for padding, with this piece's."""
+        query = attended.query[:, :, max(0, attended.query.shape[2] - self.width) :]
+        start = logical.seen - query.shape[2]
+        columns = torch.arange(start, logical.seen, device=query.device).repeat(len(query), 1)
+        if logical.valid is not None:
+            columns = columns.masked_fill(~logical.valid[:, start:], -1)
+        if self.attended is None or self.columns is None:
+            return query, columns
+        query = torch.cat([self.attended.query, query], 2)
+        return self._last(query, torch.cat([self.columns, columns], 1))
+
+    def crop(self, seen: int) -> None:
+        """Forgets the queries of all but the first `seen` columns; those before stay forgotten."""
+        if seen == 0:
+            self.forget()
+        if self.attended is None or self.columns is None:
+            return
+        columns = self.columns.masked_fill(self.columns >= seen, -1)
+        query, self.columns = self._last(self.attended.query, columns)
+        self.attended = self.attended._replace(query=query)
+
+    def _last(self, query: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The last of these: what is −1 must not push out tokens that came before it."""
+        order = (columns >= 0).long().argsort(dim=1, stable=True)
+        order = order[:, max(0, order.shape[1] - self.width) :]
+        wide = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        return query.gather(2, wide), columns.gather(1, order)
+
+    @property
+    def lost(self) -> bool:
+        """Whether queries were to be remembered, and all of them were taken back."""
+        return self.columns is not None and self.width > 0 and bool((self.columns < 0).all())
+
+    def index(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Applies `rows`, a selection along the batch axis."""
+        if self.attended is None or self.columns is None:
+            return
+        a = self.attended
+        self.attended = a._replace(query=rows(a.query), key=rows(a.key), value=rows(a.value))
+        self.columns = rows(self.columns)
+
+    def nbytes(self) -> int:
+        """Bytes of what is remembered."""
+        if self.attended is None or self.columns is None:
+            return 0
+        return sum(t.numel() * t.element_size() for t in (self.attended.query, self.columns))

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that share a model's KV heads (tensor parallelism), and what they tell each other.
+
+Stages know nothing of ranks: those in which heads meet are handed all ranks' heads, and what they
+answer is cut down to a rank's own. All others look at each head alone. Beside that, ranks only
+agree on whether anything leaves a layer, so that all of them store it in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.methods.base import Across, Heads, Measured, Method, Stages
+from kvfold.methods.observation import Observation
+
+T = TypeVar("T")
+# Of an Observation: what has KV or query heads as its second axis, beside positions.
+PER_HEAD = ("keys", "values", "queries", "column_sums", "column_squares", "rebuilding")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size`; each holds as many of the model's KV `heads`, in their order."""
+
+    rank: int = 0
+    size: int = 1
+    heads: int = 0
+
+    @property
+    def own_heads(self) -> slice | None:
+        """The KV heads that this process holds, None for all."""
+        if self.size == 1:
+            return None
+        each = self.heads // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def check_method(self, method: Method) -> None:
+        """Raises KvfoldError for a method that may need more of other heads than is exchanged."""
+        if self.size > 1 and not method.by_head:
+            raise KvfoldError(
+                f"{method} may have to see all KV heads at once, and each of {self.size} ranks "
+                "holds only some: compress in one process, or with a method that decides by head, "
+                "such as snapkv, adakv or kvzip"
+            )
+
+    def check_heads(self, stored: int) -> None:
+        """Raises UnsupportedModel where a process does not store just its own KV heads."""
+        if self.size > 1 and stored * self.size != self.heads:
+            raise UnsupportedModel(
+                f"each of {self.size} ranks stores {stored} of {self.heads} KV heads, so that some "
+                "are stored twice: load this model in one process"
+            )
+
+    # --- where heads meet -------------------------------------------------------------------
+
+    def joining(self, stages: Stages) -> Stages:
+        """The same stages, in which heads of all ranks meet."""
+        if self.size == 1:
+            return stages
+        heads, allocate = stages.heads, stages.allocate
+        if heads is not None:
+            heads = partial(self._heads, heads)
+        if isinstance(allocate, Across):
+            allocate = dataclasses.replace(
+                allocate,
+                statistic=partial(self._statistic, allocate.statistic),
+                share=partial(self._share, allocate.share),
+            )
+        elif isinstance(allocate, Measured):
+            error = allocate.error
+            allocate = dataclasses.replace(
+                allocate,
+                size=partial(self._size, allocate.size),
+                error=None if error is None else partial(self._error, error),
+            )
+        return dataclasses.replace(stages, heads=heads, allocate=allocate)
+
+    def _heads(self, share: Heads, scores: Tensor, per_head: Tensor) -> Tensor:
+        least = per_head.clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return self._own(share(self._joined(scores, -torch.inf), least))
+
+    def _statistic(self, statistic: Callable[[Observation], Tensor], seen: Observation) -> Tensor:
+        return self._joined(statistic(seen), -torch.inf)
+
+    def _share(self, share: Callable[..., list[Tensor]], *args: Any) -> list[Tensor]:
+        return [self._own(counts) for counts in share(*args)]
+
+    def _size(self, size: Callable[[Observation], Tensor], seen: Observation) -> Tensor:
+        return self._own(size(self._observed(seen)))
+
+    def _error(
+        self, error: Callable[[Observation, Tensor], Tensor], seen: Observation, kept: Tensor
+    ) -> Tensor:
+        return error(self._observed(seen), self._joined(kept.byte()).bool())
+
+    def all(self, here: Tensor) -> bool:
+        """Whether it is so on every rank."""
+        if self.size > 1:
+            here = here.int()
+            dist.all_reduce(here, dist.ReduceOp.MIN)
+        return bool(here)
+
+    # --- exchange ---------------------------------------------------------------------------
+
+    def _joined(self, own: Tensor, fill: float = 0) -> Tensor:
+        """All ranks' heads `[B, H, …]`; of entries `[B, H, T, …]`, `fill` comes before fewer."""
+        if own.dim() > 2:
+            longest = torch.tensor(own.shape[2], device=own.device)
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            missing = int(longest) - own.shape[2]
+            own = F.pad(own, [0] * 2 * (own.dim() - 3) + [missing, 0], value=fill)
+        own = own.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own)
+        return torch.cat(parts, 1)
+
+    def _own(self, of_all: Tensor) -> Tensor:
+        """This rank's heads of `[B, H]`; `[B]` is the same for all."""
+        return of_all if of_all.dim() == 1 else of_all[:, self.own_heads]
+
+    def _observed(self, seen: Observation) -> Observation:
+        """What all ranks observed of one layer."""
+        held = {name: getattr(seen, name) for name in PER_HEAD}
+        joined: dict[str, Any] = {
+            name: None if own is None else self._joined(own) for name, own in held.items()
+        }
+        sinks = None if seen.sinks is None else self._joined(seen.sinks[None])[0]
+        positions = self._joined(seen.positions, -1)
+        return dataclasses.replace(seen, positions=positions, sinks=sinks, attention=None, **joined)
+
+    # --- work of one for all ----------------------------------------------------------------
+
+    def on_first(self, mine: T, work: Callable[[list[T]], None]) -> None:
+        """The first rank works with what each hands in; all wait, and raise the KvfoldError it met.
+
+        What is handed in is pickled, and never takes the memory of an accelerator.
+        """
+        if self.size == 1:
+            return work([mine])
+        group = dist.new_group(backend="gloo")
+        everything: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(mine, everything, group=group)
+        problem: list[KvfoldError | None] = [None]
+        if everything is not None:
+            try:
+                work(everything)
+            except KvfoldError as met:
+                problem = [met]
+        dist.broadcast_object_list(problem, group=group)
+        dist.destroy_process_group(group)
+        if problem[0] is not None:
+            raise problem[0]

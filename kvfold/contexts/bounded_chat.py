@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chat over one context whose own turns are compressed as well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kvfold.budget import Budget
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.fork import end_turn, fork_within
+from kvfold.contexts.answer import Answer
+from kvfold.contexts.chat import Chat
+from kvfold.errors import BudgetError, KvfoldError
+from kvfold.hf.stock_layers import layer_lengths
+
+if TYPE_CHECKING:
+    from kvfold.contexts.context import Context
+
+
+class BoundedChat(Chat):
+    """A chat whose own turns hold at most `budget` entries per KV head and layer.
+
+    A turn is answered with all it has; when it ends and is kept, it is read once more, as a whole,
+    and all turns so far are compressed together: see `fork_within`. The context's own entries,
+    which others share, stay. Positions go on counting, so that the model's trained length bounds
+    the conversation. Raises BudgetError for a budget that is no number of tokens, or too small.
+    """
+
+    def __init__(self, context: Context, budget: Budget | float | str) -> None:
+        made = Budget.of(budget)
+        if made.kind != "tokens":
+            raise BudgetError(
+                f"a chat's turns are bounded by a number of tokens, not by {made}: write an int"
+            )
+        self.budget = int(made.amount)
+        super().__init__(context)
+
+    def _new_reader(self) -> CompressedCache:
+        return fork_within(self.context.cache, self.budget)
+
+    def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
+        reader = self.reader
+        start = reader.get_seq_length()
+        # Inside, sliding and recurrent layers remember where they began.
+        with reader.frozen():
+            try:
+                return super()._generated(asked, answer, options)
+            finally:
+                if len(layer_lengths(reader)) == 1 and not reader.owner.waiting:
+                    reader.crop(start - reader.get_seq_length())
+
+    def _settle(self, ids: Tensor) -> None:
+        excess = self.reader.get_seq_length() - ids.shape[1]
+        if excess < 0 and ids is not self.ids:
+            end_turn(self.context.model, self.reader, ids)
+        elif excess > 0:
+            self._take_back(excess)
+
+    def _take_back(self, tokens: int) -> None:
+        try:
+            self.reader.crop(-tokens)
+        except KvfoldError as refused:
+            raise KvfoldError(
+                "turns of a chat with a budget cannot be dropped once they are compressed with "
+                "others: begin another chat of the context"
+            ) from refused

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to a context, one after the other: what was kept is seen by those that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.fork import fork
+from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.stats import Stats
+from kvfold.contexts.answer import Answer, Reply, end_tokens
+from kvfold.errors import KvfoldError
+from kvfold.generation.length import check_length
+from kvfold.hf.chat_template import token_ids
+from kvfold.hf.models import stock_generate, trained_length
+from kvfold.hf.user_text import content
+
+if TYPE_CHECKING:
+    from kvfold.contexts.context import Context
+
+ONE_ANSWER = ("num_beams", "num_return_sequences")
+
+
+class Chat:
+    """Turns over one context, whose storage is shared with all other chats.
+
+    Chats of one context may answer at the same time, each in a thread of its own; one chat answers
+    one question at a time. `ids [1, N]` are the tokens of the document and of all turns kept.
+    """
+
+    def __init__(self, context: Context) -> None:
+        context.check()
+        self.context = context
+        self.ids = context.ids
+        self.reader = self._new_reader()
+        self._before_turns: list[int] = []
+
+    @property
+    def turns(self) -> int:
+        """How many turns are kept."""
+        return len(self._before_turns)
+
+    def ask(
+        self,
+        question: str,
+        *,
+        keep: bool = True,
+        answer_prefix: str = "",
+        max_new_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
+        allow_longer: bool = False,
+        **options: Any,
+    ) -> str:
+        """The model's answer, greedy unless `options` for `model.generate` say otherwise.
+
+        `answer_prefix` are words the answer starts with, and it ends where a `stop` string would
+        begin; neither is part of what is returned. With `keep`, later turns see this one. What is
+        spelled like a special token is text, unless `special_tokens` says that it is meant. All
+        that is read is at most as long as the texts the model was trained on, unless the document
+        is longer, or `allow_longer` is given. Raises KvfoldError for several answers at once, and
+        for a second turn where the chat template has none; the chat is then as before, as after
+        every error.
+        """
+        return self.reply(
+            question,
+            keep=keep,
+            answer_prefix=answer_prefix,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            special_tokens=special_tokens,
+            allow_longer=allow_longer,
+            **options,
+        ).text.strip()
+
+    def reply(
+        self,
+        question: str,
+        *,
+        keep: bool = True,
+        answer_prefix: str = "",
+        max_new_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
+        allow_longer: bool = False,
+        **options: Any,
+    ) -> Reply:
+        """The answer as it came, and how it ended; all as for `ask`."""
+        options |= {"max_new_tokens": max_new_tokens}
+        asked = self._asked(question, answer_prefix, special_tokens)
+        self._check_length(asked, allow_longer)
+        return self._answer(asked, keep, _listed(stop), _nowhere, Event(), options)
+
+    def add(
+        self,
+        question: str,
+        answer: str,
+        *,
+        answer_prefix: str = "",
+        special_tokens: bool = False,
+    ) -> None:
+        """Keeps a turn whose `answer` is given: as if the model had said it."""
+        before = self.ids.shape[1]
+        said = token_ids(self.context.tokenizer, content(answer, special_tokens))
+        asked = self._asked(question, answer_prefix, special_tokens)
+        self.ids = torch.cat([self.ids, asked, said.to(self.ids.device)], 1)
+        self._before_turns.append(before)
+
+    def stream(
+        self,
+        question: str,
+        *,
+        keep: bool = True,
+        answer_prefix: str = "",
+        max_new_tokens: int = 64,
+        stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
+        allow_longer: bool = False,
+        **options: Any,
+    ) -> Iterator[str]:
+        """The answer in pieces, as they come; all as for `ask`.
+
+        It begins with the first piece that is asked for. An iterator that is closed ends the
+        answer, and its turn is not kept.
+        """
+        options |= {"max_new_tokens": max_new_tokens}
+        asked = self._asked(question, answer_prefix, special_tokens)
+        self._check_length(asked, allow_longer)
+        pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+        cancelled = Event()
+
+        def work() -> None:
+            try:
+                self._answer(asked, keep, _listed(stop), pieces.put, cancelled, options)
+            except BaseException as problem:
+                pieces.put(problem)
+            pieces.put(None)
+
+        thread = Thread(target=work, name="kvfold answer", daemon=True)
+        thread.start()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            cancelled.set()
+            thread.join()
+
+    def drop(self, turns: int = 1) -> None:
+        """Forgets the last `turns` that were kept; raises KvfoldError where there are fewer."""
+        if not 0 <= turns <= self.turns:
+            raise KvfoldError(f"{turns} turns cannot be dropped of {self.turns}")
+        if turns:
+            ids = self.ids[:, : self._before_turns[-turns]]
+            self._settle(ids)
+            self.ids = ids
+            del self._before_turns[-turns:]
+
+    def stats(self) -> Stats:
+        """What the chat reads from: the context, and its own turns."""
+        return self.reader.stats()
+
+    def _answer(
+        self,
+        asked: Tensor,
+        keep: bool,
+        stop: Sequence[str],
+        put: Callable[[str], Any],
+        cancelled: Event,
+        options: dict[str, Any],
+    ) -> Reply:
+        """The answer to what was `asked [1, n]`."""
+        if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
+            raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
+        ids, start = self.ids, self.reader.get_seq_length()
+        asked = torch.cat([ids, asked], 1)
+        answer = Answer(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
+        try:
+            generated = self._generated(asked, answer, options)
+            tokens = answer.finish(generated)
+            if keep and not cancelled.is_set():
+                said = torch.tensor([self._without_end(tokens)], device=asked.device)
+                ids = torch.cat([asked, said.to(asked.dtype)], 1)
+            self._settle(ids)
+        except BaseException:
+            if self.reader.broke_off or self.reader.get_seq_length() != start:
+                # Layers may no longer hold the same tokens: turns are read again.
+                self.reader = self._new_reader()
+            raise
+        if ids is not self.ids:
+            self._before_turns.append(self.ids.shape[1])
+            self.ids = ids
+        return answer.reply(generated, self._ends())
+
+    def _asked(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
+        """The tokens `[1, n]` of a question, and of what its answer begins with."""
+        frame = self.context.frame
+        opening = frame.between if self.turns else frame.parting
+        if opening is None:
+            raise KvfoldError("the tokenizer's chat template has no second turn: ask without keep")
+        theirs = [content(text, special_tokens) for text in (question, answer_prefix)]
+        pieces = opening, theirs[0], frame.after, theirs[1]
+        return token_ids(self.context.tokenizer, *pieces).to(self.ids.device)
+
+    def _check_length(self, asked: Tensor, allow_longer: bool) -> None:
+        """Refuses what makes the conversation too long, unless the document alone was allowed."""
+        longest = trained_length(self.context.model)
+        already = longest is not None and self.context.ids.shape[1] > longest
+        tokens = self.ids.shape[1] + asked.shape[1]
+        check_length(self.context.model, tokens, allow_longer or already)
+
+    def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
+        """The tokens that follow `asked [1, N]`."""
+        criteria = [*(options.pop("stopping_criteria", None) or []), answer]
+        out = stock_generate(
+            self.context.model,
+            input_ids=asked,
+            attention_mask=torch.ones_like(asked),
+            past_key_values=self.reader,
+            **({"do_sample": False} | options | {"stopping_criteria": criteria}),
+        )
+        tokens: list[int] = out[0, asked.shape[1] :].tolist()
+        return tokens
+
+    def _without_end(self, tokens: list[int]) -> list[int]:
+        """`tokens` without the one that ended the answer: the next turn's opening brings it."""
+        return tokens[:-1] if tokens and tokens[-1] in self._ends() else tokens
+
+    def _ends(self) -> list[int]:
+        return end_tokens(self.context.model)
+
+    def _new_reader(self) -> CompressedCache:
+        """What reads on from the context."""
+        return fork(self.context.cache)
+
+    def _settle(self, ids: Tensor) -> None:
+        """Lets the reader hold nothing beyond `ids [1, N]`; what it has not seen it reads later."""
+        excess = self.reader.get_seq_length() - ids.shape[1]
+        if excess <= 0:
+            return
+        if all(isinstance(layer, CompressedLayer) for layer in self.reader.layers):
+            self.reader.crop(-excess)
+        else:
+            # Sliding and recurrent layers cannot: turns that are kept are read again.
+            self.reader = self._new_reader()
+
+
+def _listed(stop: str | Sequence[str]) -> Sequence[str]:
+    return (stop,) if isinstance(stop, str) else stop
+
+
+def _nowhere(piece: str) -> None:
+    """For answers that nobody waits for piece by piece."""

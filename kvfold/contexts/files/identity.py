@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes keys and values of one model useless to another, and how that is told.
+
+Keys and values depend on every weight and on how they are computed. `FIELDS` are the settings of a
+configuration that decide about the latter; others (names, dropout, special tokens, the longest
+text) change nothing. RoPE is compared apart, by its frequencies. Weights are compared by a few
+numbers of each, so that two models of one architecture are told apart without reading them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.contexts.files.format import ModelPart, RopePart, digest
+from kvfold.hf.models import full_weight, text_config
+from kvfold.hf.rotation import rope_of
+
+FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_types",
+    "sliding_window",
+    "attention_chunk_size",
+    "num_kv_shared_layers",
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+)
+# Numbers of each weight that count, and how far frequencies of one RoPE may differ by rounding.
+SAMPLE, CLOSE = 64, 1e-5
+
+
+def model_part(model: PreTrainedModel, tokenizer: Any) -> ModelPart:
+    """Which model, and whose tokens."""
+    config = text_config(model)
+    fields = {name: getattr(config, name, None) for name in FIELDS}
+    kept = {name: value for name, value in fields.items() if value is not None}
+    # As it comes back from the file.
+    kept = json.loads(json.dumps(kept))
+    return ModelPart(
+        name=type(model).__name__,
+        config=kept,
+        config_hash=digest(json.dumps(kept, sort_keys=True)),
+        weights=checksum(model.named_parameters()),
+        vocabulary=digest(json.dumps(sorted(tokenizer.get_vocab().items()))),
+    )
+
+
+def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """A checksum of numbers spread over every one of a model's weights, by name."""
+    made = hashlib.blake2b(digest_size=16)
+    for name, weight in weights:
+        flat = full_weight(weight.detach()).flatten()
+        sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].contiguous().cpu()
+        made.update(f"{name} {list(weight.shape)} ".encode())
+        made.update(sample.view(torch.uint8).numpy().data)
+    return made.hexdigest()
+
+
+def rope_part(model: PreTrainedModel) -> tuple[RopePart, dict[str, Tensor]]:
+    """How the model rotates keys, and its frequencies by name."""
+    parameters, frequencies, scaling = rope_of(model)
+    parameters = json.loads(json.dumps(parameters))
+    return RopePart(parameters=parameters, scaling=scaling, moved=0), frequencies
+
+
+def model_differences(here: ModelPart, there: ModelPart, weights: bool) -> list[str]:
+    """What differs between the model at hand and the file's, in words."""
+    found = differences(here.config, there.config)
+    if here.name != there.name:
+        found.insert(0, f"a {here.name} here, a {there.name} in the file")
+    if not found and weights and here.weights != there.weights:
+        found.append("the same configuration, but other weights")
+    if here.vocabulary != there.vocabulary:
+        found.append("another vocabulary of the tokenizer")
+    return found
+
+
+def rope_differences(
+    here: RopePart, there: RopePart, mine: dict[str, Tensor], theirs: dict[str, Tensor]
+) -> list[str]:
+    """What differs between two ways to rotate keys, in words."""
+    found = differences(here.parameters, there.parameters)
+    found += differences(here.scaling, there.scaling, " of the attention")
+    same = mine.keys() == theirs.keys() and all(
+        mine[name].shape == theirs[name].shape
+        and torch.allclose(mine[name].cpu().float(), theirs[name].float(), rtol=CLOSE, atol=0)
+        for name in mine
+    )
+    if not found and not same:
+        found.append("other frequencies")
+    if there.moved:
+        found.append(f"keys moved by {there.moved} positions in the file")
+    return found
+
+
+def differences(here: dict[str, Any], there: dict[str, Any], of: str = "") -> list[str]:
+    """Settings that differ, each with both values."""
+    return [
+        f"{name}{of} {here.get(name)!r} here, {there.get(name)!r} in the file"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]

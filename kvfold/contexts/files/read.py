@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a context from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.budget import Budget
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.history import History
+from kvfold.cache.layer import CompressedLayer
+from kvfold.contexts.context import Context
+from kvfold.contexts.files import layers
+from kvfold.contexts.files import stock_layers as others
+from kvfold.contexts.files.format import ContextFile, LayerPart, OtherPart, opened
+from kvfold.contexts.files.identity import (
+    model_differences,
+    model_part,
+    rope_differences,
+    rope_part,
+)
+from kvfold.contexts.files.layers import Described, kept
+from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.hf.chat_template import Frame
+from kvfold.hf.models import layer_device
+from kvfold.methods.base import Method, parse, spelled_out
+from kvfold.methods.registry import registered
+from kvfold.store.encoding import Named
+
+
+def load(
+    path: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    heads: slice | None = None,
+) -> Context:
+    """The context in the file at `path`, which goes on as if it had never been saved.
+
+    Ranks that share a model each load their own KV heads. `heads` loads these only, for a model cut
+    up in another way than transformers': its weights are parts, so that they are not compared.
+    Raises ContextFileError where the file is damaged, of another version, or made with another
+    model, tokenizer, RoPE, dtype or method; and what `CompressedCache` raises.
+    """
+    with opened(path) as file:
+        header, limit = file.header, file.header.budget
+        _check(file, model, tokenizer, heads)
+        cache = CompressedCache(
+            model,
+            _method(file),
+            None if limit is None else Budget(limit.kind, limit.amount),
+            tokenizer=tokenizer,
+            protect=header.protect,
+            seed=header.seed,
+        )
+        _fill(cache, file, model, heads or cache.ranks.own_heads)
+        if header.has_prefix:
+            cache.turn.prefix = file.tensor("prefix").to(model.device, copy=True)
+        cache.per_chunk = header.per_chunk
+        ids = file.tensor("ids").long()[None].to(model.device)
+        cache.history = History(ids).compact()
+    frame = Frame(header.before, header.after, header.between)
+    return Context(model, tokenizer, cache, frame, ids)
+
+
+def _check(
+    file: ContextFile,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    heads: slice | None,
+) -> None:
+    """Raises ContextFileError, naming what differs."""
+    header = file.header
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype != header.dtype:
+        raise ContextFileError(
+            f"{file.path} holds {header.dtype}, and the model computes in {dtype}: load it with "
+            f"dtype=torch.{header.dtype}, or compress the document again"
+        )
+
+    found = model_differences(model_part(model, tokenizer), header.model, weights=heads is None)
+    if found:
+        raise ContextFileError(f"{file.path} was made with another model: {'; '.join(found)}")
+    rope, frequencies = rope_part(model)
+    names = [name for name in header.checksums if name.startswith("rope.")]
+    theirs = {name.removeprefix("rope."): file.tensor(name) for name in names}
+    found = rope_differences(rope, header.rope, frequencies, theirs)
+    if found:
+        raise ContextFileError(f"{file.path} was made with another RoPE: {'; '.join(found)}")
+
+
+def check_model(
+    path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises ContextFileError where the file at `path` is none, or not of this model."""
+    with opened(path) as file:
+        _check(file, model, tokenizer, None)
+
+
+def check_method(path: str | Path) -> None:
+    """Raises ContextFileError where the file at `path` is none, or its method is not known here."""
+    with opened(path) as file:
+        _method(file)
+
+
+def _method(file: ContextFile) -> Method:
+    _check_origins(file)
+    try:
+        method = parse(file.header.method)
+    except KvfoldError as problem:
+        raise ContextFileError(
+            f"{file.path} was made with a method that this kvfold does not have: {problem}"
+        ) from problem
+    if spelled_out(method) != file.header.method:
+        raise ContextFileError(
+            f"{file.path} was made with {file.header.method}, and this kvfold has "
+            f"{spelled_out(method)}"
+        )
+    return method
+
+
+def _check_origins(file: ContextFile) -> None:
+    """Raises ContextFileError, naming what to import, where a method of the file is unknown."""
+    for name, module in file.header.origins.items():
+        if registered(name) is None:
+            found = "a script or notebook" if module == "__main__" else f"the module {module}"
+            raise ContextFileError(
+                f"{file.path} was made with the method {name!r} of {found}, which is not "
+                f"registered here: import its module before kvfold.load, or give the command "
+                f"--import {module if module != '__main__' else 'MODULE'} (a name, or a .py file)"
+            )
+
+
+def _fill(
+    cache: CompressedCache, file: ContextFile, model: PreTrainedModel, heads: slice | None
+) -> None:
+    header = file.header
+    parts: dict[int, LayerPart | OtherPart] = {p.index: p for p in header.layers}
+    parts |= {p.index: p for p in header.others}
+    if sorted(parts) != list(range(len(cache.layers))):
+        raise ContextFileError(
+            f"{file.path} holds {len(parts)} layers, and the model's cache has {len(cache.layers)}"
+        )
+    for index, layer in enumerate(cache.layers):
+        part, device = parts[index], layer_device(model, index)
+        kind = layer.__class__.__name__
+        if isinstance(part, LayerPart) and isinstance(layer, CompressedLayer):
+            chosen = range(len(part.kept))[heads or slice(None)]
+            if not chosen:
+                raise ContextFileError(f"{file.path} has {len(part.kept)} heads, none in {heads}")
+            by_head, whole = _tensors(file, f"layers.{index}.", part, chosen, device)
+            layers.restore(layer, Described(part, by_head, whole))
+            if kept(layer) != [part.kept[head] for head in chosen]:
+                raise file.damaged(f"layer {index} does not keep what it says")
+        elif isinstance(part, OtherPart) and part.kind == kind:
+            chosen = _of_other(file, part, heads)
+            by_head, whole = _tensors(file, f"others.{index}.", part, chosen, device)
+            others.restore(layer, part, by_head, whole, device)
+        else:
+            raise ContextFileError(f"{file.path} holds no {kind} at layer {index}")
+    cache.share_pairs()
+
+
+def _of_other(file: ContextFile, part: OtherPart, heads: slice | None) -> range:
+    """The heads to read of a layer that is not compressed."""
+    count = sum(name.startswith(f"others.{part.index}.keys.") for name in file.header.checksums)
+    if heads is not None and part.whole and not part.by_head:
+        raise ContextFileError(
+            f"layer {part.index} of {file.path} has a state without heads, so it cannot be loaded "
+            "in part: leave out heads="
+        )
+    return range(count)[heads or slice(None)]
+
+
+def _tensors(
+    file: ContextFile,
+    prefix: str,
+    part: LayerPart | OtherPart,
+    heads: range,
+    device: torch.device,
+) -> tuple[Named, dict[str, Tensor]]:
+    """A layer's tensors, by head and whole, on its device."""
+    by_head = {
+        name: [file.tensor(f"{prefix}{name}.{head}").to(device) for head in heads]
+        for name in part.by_head
+    }
+    return by_head, {name: file.tensor(f"{prefix}{name}").to(device) for name in part.whole}

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a context to a file."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as as_bytes
+from safetensors.torch import save_file
+from torch import Tensor
+
+import kvfold
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.layer import CompressedLayer
+from kvfold.contexts.files import layers
+from kvfold.contexts.files import stock_layers as others
+from kvfold.contexts.files.format import (
+    BudgetPart,
+    Header,
+    LayerPart,
+    ModelPart,
+    OtherPart,
+    RopePart,
+    digest_of,
+    metadata,
+    together,
+)
+from kvfold.contexts.files.identity import model_part, rope_part
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import is_registered, origins, parse, spelled_out
+from kvfold.store.encoding import Named
+from kvfold.store.quantized import Packing
+
+if TYPE_CHECKING:
+    from kvfold.contexts.context import Context
+
+
+class Tensors:
+    """What goes into a file: each tensor once, on the CPU; of `heads` only, None for all."""
+
+    def __init__(self, heads: slice | None) -> None:
+        self.first_head: int = 0 if heads is None else heads.start
+        self.stored: dict[str, Tensor] = {}
+        self.same_as: dict[str, str] = {}
+        # With the tensors themselves, so that no address is used again.
+        self._at: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
+
+    def add(self, prefix: str, by_head: Named, whole: dict[str, Tensor]) -> None:
+        """Tensors of each head, and others."""
+        for name, of_heads in by_head.items():
+            for head, tensor in enumerate(of_heads, self.first_head):
+                self._add(f"{prefix}{name}.{head}", tensor)
+        for name, tensor in whole.items():
+            self._add(f"{prefix}{name}", tensor)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        place = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and place in self._at:
+            self.same_as[name] = self._at[place][0]
+            return
+        self._at[place] = name, tensor
+        self.stored[name] = tensor.detach().contiguous().cpu()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled view takes all that it is a view of.
+        return {"stored": as_bytes(self.stored), "same_as": self.same_as}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.stored, self.same_as = from_bytes(state["stored"]), state["same_as"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank adds to a file: what is said of each layer, and tensors."""
+
+    parts: list[LayerPart | OtherPart]
+    tensors: Tensors
+
+
+def save(context: Context, path: str | Path) -> None:
+    """Writes `context` to `path`, at once or not at all; raises KvfoldError where it cannot.
+
+    A process that is killed meanwhile leaves what was there, and a file `.<name>.<random>.tmp`.
+    Ranks that share the model all save, and the first one writes what all of them hold.
+    """
+    cache = context.cache
+    _check(cache)
+    context.check()
+    tensors = Tensors(cache.ranks.own_heads)
+    parts = list(_layers(cache, tensors))
+    rope, frequencies = rope_part(context.model)
+    whole = {"ids": context.ids[0].int()}
+    if cache.turn.prefix is not None:
+        whole["prefix"] = cache.turn.prefix
+    tensors.add("", {}, whole)
+    tensors.add("rope.", {}, frequencies)
+    model = model_part(context.model, context.tokenizer)
+    write = partial(_write, context, Path(path), model, rope)
+    cache.ranks.on_first(Share(parts, tensors), write)
+
+
+def _write(
+    context: Context, path: Path, model: ModelPart, rope: RopePart, shares: list[Share]
+) -> None:
+    """Writes what the ranks hold, in their order."""
+    cache, limit = context.cache, context.cache.budget
+    stored = {name: t for share in shares for name, t in share.tensors.stored.items()}
+    parts = [together(of_ranks) for of_ranks in zip(*(s.parts for s in shares), strict=True)]
+    header = Header(
+        written_by=kvfold.__version__,
+        method=spelled_out(cache.method),
+        budget=None if limit is None else BudgetPart(kind=limit.kind, amount=limit.amount),
+        protect=list(cache.protect),
+        seed=cache.seed,
+        per_chunk=cache.per_chunk,
+        seen=cache.get_seq_length(),
+        dtype=str(cache.compressed_layers[0].dtype).removeprefix("torch."),
+        bits=_bits(cache),
+        before=context.frame.before,
+        after=context.frame.after,
+        between=context.frame.between,
+        model=model,
+        rope=rope,
+        has_prefix=cache.turn.prefix is not None,
+        layers=[part for part in parts if isinstance(part, LayerPart)],
+        others=[part for part in parts if isinstance(part, OtherPart)],
+        same_as={name: other for s in shares for name, other in s.tensors.same_as.items()},
+        checksums={name: digest_of(tensor) for name, tensor in stored.items()},
+        origins=origins(cache.method),
+    )
+    with replacing(path) as temporary:
+        save_file(stored, temporary, metadata(header))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to, which takes its place, and rights, when it ends well."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.touch()
+        # A library that writes by renaming leaves rights that are its owner's alone.
+        rights = (path if path.is_file() else temporary).stat().st_mode
+        yield temporary
+        temporary.chmod(rights)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as problem:
+        raise KvfoldError(f"cannot write {path}: {problem}") from problem
+    finally:
+        # On a disk that takes no writing there is none, and no removing either.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _check(cache: CompressedCache) -> None:
+    """Raises KvfoldError for a cache that is in the middle of something, or not one document."""
+    own, turn = cache.compressed_layers, cache.turn
+    if any(layer.store is None for layer in own):
+        raise KvfoldError("there is nothing to save: the cache has read nothing yet")
+    unfinished = turn.frozen or turn.goes_on(cache.get_seq_length()) or any(x.late for x in own)
+    if unfinished or cache.owner.waiting:
+        raise KvfoldError("the cache is in the middle of a turn: save it when the turn has ended")
+    if any(len(layer.stored().keys) != 1 for layer in own):
+        raise KvfoldError("a context file holds one document, and this cache has several rows")
+    named = is_registered(cache.method)
+    if not named or parse(spelled_out(cache.method)) != cache.method:
+        raise KvfoldError(
+            f"{cache.method} is not a registered method, so no file could be loaded again: "
+            "decorate its class with @kvfold.register(name)"
+        )
+
+
+def _layers(cache: CompressedCache, tensors: Tensors) -> Iterator[LayerPart | OtherPart]:
+    """What a file says of each layer, whose tensors are added."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, CompressedLayer):
+            saved = layers.describe(layer, index)
+            tensors.add(f"layers.{index}.", saved.by_head, saved.whole)
+            yield saved.part
+        else:
+            part, by_head, whole = others.describe(layer, index)
+            tensors.add(f"others.{index}.", by_head, whole)
+            yield part
+
+
+def _bits(cache: CompressedCache) -> tuple[int, int] | None:
+    encode = cache.method.stages().encode
+    return (encode.key_bits, encode.value_bits) if isinstance(encode, Packing) else None

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context and question are compressed together (question-aware), and what is generated, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from threading import Event
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.contexts.answer import Answer as StoppingText
+from kvfold.contexts.answer import end_tokens
+from kvfold.errors import KvfoldError
+from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.outcome import held, scored
+from kvfold.eval.run.prompt import Prompt
+from kvfold.eval.run.sample import Answer, Outcome
+from kvfold.eval.tasks import Task
+from kvfold.generation.generate import generate
+
+
+def together(model: PreTrainedModel, prompt: Prompt, cell: Cell, task: Task) -> Outcome:
+    """Every question read with its context; turns of a conversation go on with one cache.
+
+    Raises KvfoldError where the turns before are to be the right ones: the cache holds what was
+    generated, compressed.
+    """
+    record, ends, answers = prompt.record, end_tokens(model), list[Answer]()
+    if record.conversation and cell.protocol.history == "gold":
+        raise KvfoldError(
+            'a conversation in one cache goes on with the model\'s own answers: history "gold" '
+            "needs a context that is compressed before the questions"
+        )
+    if task.by_likelihood:
+        raise KvfoldError("a text cannot be scored that is compressed with its context")
+    ids, cache, prefill, total = prompt.ids, None, 0.0, 0.0
+    for turn, question in enumerate(record.questions):
+        first = turn == 0 or not record.conversation
+        if cache is None or first:
+            ids = prompt.ids
+            cache = CompressedCache(
+                model,
+                cell.method,
+                cell.budget,
+                tokenizer=prompt.tokenizer,
+                seed=cell.seed + record.index,
+            )
+        ids = torch.cat([ids, prompt.asked(question, first)], 1)
+        text = _Timed(prompt.tokenizer, ids.shape[1], record.stop)
+        began = time.perf_counter()
+        out = generate(
+            model,
+            ids.to(model.device),
+            cache=cache,
+            attention_mask=torch.ones_like(ids).to(model.device),
+            do_sample=False,
+            max_new_tokens=question.max_new_tokens,
+            stopping_criteria=[text],
+            **prompt.options(ends),
+        )
+        total += time.perf_counter() - began
+        prefill += text.first - began
+        generated = out[0, ids.shape[1] :].tolist()
+        text.finish(generated)
+        answers.append(scored(task, question, text.reply(generated, ends)))
+        said = generated[:-1] if generated and generated[-1] in ends else generated
+        ids = torch.cat([ids, torch.tensor([said], dtype=ids.dtype)], 1)
+    if cache is None:
+        raise KvfoldError("there is no question")
+    return Outcome(
+        answers=tuple(answers),
+        tokens=prompt.tokens,
+        left_out=prompt.left_out,
+        held=held(cache.stats()),
+        prefill_seconds=prefill,
+        answer_seconds=total - prefill,
+    )
+
+
+class _Timed(StoppingText):
+    """A stopping criterion that notes when the first token came."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: int, stop: Sequence[str]
+    ) -> None:
+        super().__init__(tokenizer, prompt, stop, lambda piece: None, Event())
+        self.first = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.first = self.first or time.perf_counter()
+        return super().__call__(input_ids, scores, **kwargs)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A text read token by token through the compressing cache."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from transformers import PreTrainedModel
+
+from kvfold.budget import Budget
+from kvfold.cache.cache import CompressedCache
+from kvfold.errors import KvfoldError
+from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.likelihood import token_by_token
+from kvfold.eval.run.outcome import held
+from kvfold.eval.run.prompt import Prompt
+from kvfold.eval.run.sample import Answer, Outcome
+
+
+def streamed(model: PreTrainedModel, prompt: Prompt, cell: Cell) -> Outcome:
+    """The context's perplexity; a ratio is of the whole text, since there is no prompt."""
+    length, budget = prompt.ids.shape[1], None if cell.budget is None else Budget.of(cell.budget)
+    if length > cell.protocol.max_length:
+        raise KvfoldError(f"takes {length} tokens, {cell.protocol.max_length} are the limit")
+    if budget is not None and budget.kind == "ratio":
+        budget = Budget.tokens(max(1, math.floor(budget.amount * length + 1e-9)))
+    seed = cell.seed + prompt.record.index
+    cache = CompressedCache(model, cell.method, budget, tokenizer=prompt.tokenizer, seed=seed)
+    began = time.perf_counter()
+    answer = Answer.of_text(token_by_token(model, cache, prompt.ids.to(model.device)))
+    return Outcome(
+        answers=(answer,),
+        tokens=length,
+        left_out=0,
+        held=held(cache.stats()),
+        prefill_seconds=0.0,
+        answer_seconds=time.perf_counter() - began,
+    )

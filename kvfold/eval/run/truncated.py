@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The baseline that just uses less context: a full cache on one that is cut to the budget."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from kvfold.budget import Budget
+from kvfold.cache.cache import CompressedCache
+from kvfold.eval.run.cell import FULL, Cell
+from kvfold.eval.run.prompt import Prompt
+from kvfold.eval.run.sample import Outcome
+from kvfold.generation.generate import read_turn
+
+
+def room(model: PreTrainedModel, prompt: Prompt, cell: Cell, aware: bool) -> int:
+    """The tokens of context that the budget pays for; if `aware`, it pays for the question too."""
+    assert cell.budget is not None
+    asked = prompt.following()[0] if aware else 0
+    budget = Budget.of(cell.budget)
+    if budget.kind == "bytes":
+        cache = CompressedCache(model, FULL)
+        read_turn(model, cache, prompt.ids[:, :1].to(model.device), None, 1, 1)
+        return int(budget.amount) // cache.stats().nbytes_full - asked
+    return budget.per_layer(prompt.ids.shape[1] + asked, 1, 1, 1, 1) - asked
+
+
+def as_of(whole: Prompt, shorter: Prompt, outcome: Outcome) -> Outcome:
+    """A full cache's outcome on the `shorter` context, as one of the `whole`."""
+    held, left_out = outcome.held, shorter.left_out - whole.left_out
+    longer = (held.seen + left_out) / held.seen
+    update = {
+        "seen": held.seen + left_out,
+        "kept": held.kept / longer,
+        "kept_per_layer": tuple(kept / longer for kept in held.kept_per_layer),
+        "nbytes_full": round(held.nbytes_full * longer),
+    }
+    update = {
+        "held": held.model_copy(update=update),
+        "tokens": whole.tokens,
+        "left_out": whole.left_out,
+    }
+    return outcome.model_copy(update=update)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation: prompts whole or in chunks, compiled decoding, methods' own forwards."""

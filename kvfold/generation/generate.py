@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the prompt (whole, in chunks, or as the next turn), then generate."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.attention.padding import check_last, leading_padding
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.history import History
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.generation.inputs import check_given, check_pieces, check_read_ahead
+from kvfold.generation.layerwise import drive
+from kvfold.generation.length import check_prompt
+from kvfold.generation.reconstruct import rebuild
+from kvfold.generation.resume import IdsRead, Reuse, resumption
+from kvfold.generation.static.decode import check_compiled, decode_compiled
+from kvfold.hf.models import read_tokens, stock_generate
+from kvfold.hf.versions import check_assisted
+from kvfold.methods.base import Method
+
+# When the prompt is compressed.
+Compress = Literal["at_end", "per_chunk"]
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor | None = None,
+    *,
+    cache: CompressedCache | None = None,
+    attention_mask: Tensor | None = None,
+    prefill_chunk: int | None = None,
+    compress: Compress = "at_end",
+    compile: bool = False,
+    allow_longer: bool = False,
+    reuse: Reuse | None = None,
+    **options: Any,
+) -> Any:
+    """`model.generate` with a compressed cache, in the order that is right for every model.
+
+    Args:
+        input_ids: the whole conversation so far `[B, N]`, beginning with what the cache has read.
+        cache: a fresh one, or one that goes on from an earlier turn.
+        attention_mask: `[B, N]`, 0 at padding, which stands before a turn's tokens; without one,
+            leading pad tokens are padding.
+        prefill_chunk: read the prompt in pieces of at most this many tokens; with
+            `compress="at_end"` the result is the same, and the whole prompt is held until then.
+        compress: "per_chunk" brings every layer back to the budget after each piece, as if it were
+            a turn. Memory is then that of a piece and of what is kept, and the result is an
+            approximation, which `stats()` says.
+        compile: decode by one compiled graph (`decode_compiled`); the result is the same.
+        allow_longer: read a prompt that is longer than the texts the model was trained on. Tokens
+            that are generated past that length are transformers' matter, which warns of them.
+        reuse: "prefix" takes back what the cache read beyond the prefix it shares with `input_ids`.
+        options: everything `model.generate` takes but `inputs_embeds`; images, and other tensors
+            for the model's forward, must reach it with the whole prompt, in one piece.
+
+    Returns what `model.generate` returns, prompt included. Raises KvfoldError without ids or cache;
+    for a prompt that is too long for the model; where the cache has read something else than the
+    beginning of `input_ids` (the first column that differs is named); where there is no new token;
+    where `reuse` would take back an eviction; where `compress`, `compile` or a piecewise reading do
+    not go with the method or the options. Raises UnsupportedModel where the model would drop the
+    cache, or cannot be compiled.
+    """
+    check_given(input_ids, cache, options)
+    assert input_ids is not None and cache is not None
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {prefill_chunk}")
+    if attention_mask is None:
+        attention_mask = leading_padding(model, input_ids)
+    check_last(attention_mask)
+    piece = prefill_chunk if compress == "per_chunk" else None
+    check_prompt(model, cache, attention_mask, piece, allow_longer)
+    if compress == "per_chunk":
+        check_per_chunk(cache.method, prefill_chunk)
+    assisted = any(options.get(name) for name in ASSISTED)
+    if compile:
+        if assisted:
+            raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
+        check_compiled(model, cache, options)
+    resumed = resumption(cache, input_ids, attention_mask, reuse)
+    total, seen = input_ids.shape[1], resumed.seen
+    chunk = prefill_chunk or total
+    if assisted:
+        check_assisted()
+        check_read_ahead(model, resumed, options)
+        if resumed.own_forwards:
+            check_pieces(cache.method, chunk, total - 1)
+        resumed.go_back()
+        return _assisted(model, input_ids, cache, attention_mask, chunk, options)
+    settings = _settings(model, options)
+    rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+    if resumed.own_forwards:
+        stop = total - 1
+        check_pieces(cache.method, chunk, stop)
+    elif _must_read_first(model, cache, total, _new_tokens(settings, total)):
+        stop, chunk = total - 1, total
+    elif compress == "per_chunk":
+        stop = [seen, *_ends(seen, total, chunk)][-2]
+    elif chunk < total - seen:
+        stop = total - chunk
+    else:
+        # Rows that multiply share what is already cached, so only a last token is left to them.
+        stop = total - 1 if rows > 1 and seen > 0 else seen
+    if stop > seen:
+        check_read_ahead(model, resumed, options)
+    resumed.go_back()
+    if stop > seen:
+        turn = model, cache, input_ids[:, :stop], attention_mask
+        if compress == "per_chunk":
+            read_per_chunk(*turn, chunk)
+        else:
+            read_turn(*turn, total, chunk)
+    if rows > 1 and cache.get_seq_length() > 0:
+        cache.batch_repeat_interleave(rows)
+    cache.cannot_be_dropped = True
+    options |= {"logits_processor": [IdsRead(cache), *(options.get("logits_processor") or [])]}
+    try:
+        if compile:
+            return decode_compiled(model, cache, input_ids, attention_mask, options)
+        return stock_generate(
+            model,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            **options,
+        )
+    finally:
+        cache.cannot_be_dropped = False
+        cache.history = cache.history.compact()
+
+
+def read_turn(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    until: int,
+    chunk: int,
+) -> None:
+    """Reads what the cache has not seen of `input_ids [B, N]`, a turn that ends at `until` tokens.
+
+    A method that repeats the text does so at the end of `input_ids`, and ends the turn there.
+    """
+    seen, stop = cache.get_seq_length(), input_ids.shape[1]
+    if cache.method.stages().funnel is not None and seen == 0:
+        check_pieces(cache.method, chunk, stop)
+        drive(model, cache, input_ids, None if mask is None else mask[:, :stop])
+        cache.history = History(input_ids).compact()
+        return
+    if cache.rebuilding is None:
+        with cache.reading(until=until):
+            _read(model, input_ids, cache, mask, seen, stop, chunk)
+        return
+    with cache.reading():
+        read_on(model, cache, input_ids, mask, chunk)
+
+
+def read_on(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    chunk: int,
+) -> None:
+    """Inside a `reading()` block: all of a turn but its end.
+
+    Reads what the cache has not seen of `input_ids [B, N]`, and lets a method repeat the text.
+    """
+    stop = input_ids.shape[1]
+    _read(model, input_ids, cache, mask, cache.get_seq_length(), stop, chunk)
+    if cache.rebuilding is not None:
+        rebuild(model, cache, input_ids, None if mask is None else mask[:, :stop])
+
+
+def read_per_chunk(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    chunk: int | None,
+) -> None:
+    """Reads what the cache has not seen of `input_ids [B, N]`, and compresses after each piece.
+
+    Pieces are of equal length, and of at most `chunk` tokens. Raises KvfoldError for methods that
+    must see a prompt as a whole.
+    """
+    chunk = check_per_chunk(cache.method, chunk)
+    start, total = cache.get_seq_length(), input_ids.shape[1]
+    for end in _ends(start, total, chunk):
+        with cache.reading(until=end):
+            _read(model, input_ids, cache, mask, start, end, chunk)
+        start = end
+    cache.per_chunk = chunk
+
+
+def _ends(start: int, stop: int, chunk: int) -> list[int]:
+    """Where pieces of at most `chunk` tokens end that are as equal as can be."""
+    pieces = -(-(stop - start) // chunk)
+    return [start + (stop - start) * (i + 1) // pieces for i in range(pieces)]
+
+
+def check_per_chunk(method: Method, chunk: int | None) -> int:
+    """The length of a piece; raises KvfoldError without one, or where the method needs it all."""
+    if chunk is None:
+        raise KvfoldError("per_chunk needs prefill_chunk= (--prefill-chunk), the length of a piece")
+    stages = method.stages()
+    reason = None
+    if stages.needs.rebuilding is not None:
+        reason = "lets the model repeat the whole prompt before it scores any of it"
+    elif stages.funnel is not None:
+        reason = "prunes the prompt between the layers of one forward"
+    elif stages.decode == "once":
+        reason = "compresses when the first token is generated"
+    if reason is not None:
+        raise KvfoldError(f"{method} {reason}: leave out per_chunk")
+    return chunk
+
+
+def _read(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: CompressedCache,
+    mask: Tensor | None,
+    start: int,
+    stop: int,
+    chunk: int,
+) -> None:
+    """Fills the cache with columns `start` to `stop`, `chunk` at a time."""
+    for begin in range(start, stop, chunk):
+        end = min(begin + chunk, stop)
+        covered = None if mask is None else mask[:, :end]
+        padded = covered if covered is not None and bool((covered == 0).any()) else None
+        read_tokens(model, input_ids[:, begin:end], cache, padded)
+
+
+def _settings(model: PreTrainedModel, options: dict[str, Any]) -> Any:
+    """The generation settings that this call will run under."""
+    base = options.get("generation_config") or model.generation_config
+    merged = base.to_dict() | {k: v for k, v in options.items() if k in base.to_dict()}
+    return type(base).from_dict(merged)
+
+
+def _new_tokens(settings: Any, total: int) -> int:
+    """How many tokens `generate` may produce after a prompt of `total`."""
+    if settings.max_new_tokens is not None:
+        return int(settings.max_new_tokens)
+    return max(0, int(settings.max_length or 20) - total)
+
+
+def _must_read_first(model: PreTrainedModel, cache: CompressedCache, total: int, new: int) -> bool:
+    """Whether `generate` would drop the cache, unless most of the prompt is read before."""
+    limit = cache.dropping_length
+    if limit is None or total + new <= limit:
+        return False
+    if total - 1 <= limit:
+        raise UnsupportedModel(
+            f"{type(model).__name__} changes its rotary frequencies at {limit} tokens and then "
+            f"drops every cache: this prompt of {total} tokens would pass that length while "
+            f"generating {new}; use a longer prompt or fewer new tokens"
+        )
+    return True
+
+
+def _assisted(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: CompressedCache,
+    mask: Tensor,
+    chunk: int,
+    options: dict[str, Any],
+) -> Any:
+    """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
+    last = input_ids.shape[1] - 1
+    read_turn(model, cache, input_ids[:, :last], mask, last, chunk)
+    with cache.frozen():
+        out = stock_generate(
+            model,
+            input_ids=input_ids[:, -1:],
+            attention_mask=mask,
+            past_key_values=cache,
+            **options,
+        )
+    new = out if isinstance(out, Tensor) else out.sequences
+    whole = torch.cat([input_ids[:, :-1], new], 1)
+    cache.history = History(whole[:, : cache.get_seq_length()]).compact()
+    if isinstance(out, Tensor):
+        return whole
+    out.sequences = whole
+    return out

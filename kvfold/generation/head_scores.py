@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of KV heads that were taken once from another text, in a file."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.errors import KvfoldError
+
+# What safetensors and torch raise for files that they cannot read, or that hold something else.
+UNREADABLE = (
+    OSError,
+    SafetensorError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    EOFError,
+    pickle.UnpicklingError,
+)
+
+
+def give_head_scores(cache: CompressedCache, file: str) -> None:
+    """Gives every entry of a KV head the head's score, in place of what repeating would find.
+
+    Raises KvfoldError where the file cannot be read or does not fit the model's layers and heads.
+    """
+    layers = cache.compressed_layers
+    scores = read_head_scores(file)
+    heads = layers[0].stored().keys.shape[1] * layers[0].plan.ranks.size
+    if scores.shape != (len(layers), heads):
+        raise KvfoldError(
+            f"{file} scores {scores.shape[0]} layers of {scores.shape[1]} KV heads, the model has "
+            f"{len(layers)} of {heads}: take the file that was made with this model"
+        )
+    for layer, of_layer in zip(layers, scores, strict=True):
+        keys = layer.stored().keys
+        own = of_layer[layer.plan.ranks.own_heads or slice(None)].to(keys.device)
+        layer.rebuilding = own[None, :, None].expand(keys.shape[:3]).clone()
+
+
+def read_head_scores(file: str) -> Tensor:
+    """Scores `[L, H]` float32 of the one tensor, `[L, H]` or `[L, 1, H]`, in a file."""
+    try:
+        if file.endswith(".safetensors"):
+            (found,) = load_file(file).values()
+        else:
+            found = torch.load(file, weights_only=True, map_location="cpu")
+        scores = found.float()
+        scores = scores.squeeze(1) if scores.dim() == 3 else scores
+    except UNREADABLE as problem:
+        raise KvfoldError(_unreadable(file)) from problem
+    if scores.dim() != 2 or not bool(scores.isfinite().all()):
+        raise KvfoldError(_unreadable(file))
+    return scores
+
+
+def _unreadable(file: str) -> str:
+    return (
+        f"cannot read {file} as scores of heads: give a .safetensors or .pt file that holds one "
+        "tensor of finite numbers, [layers, KV heads]"
+    )

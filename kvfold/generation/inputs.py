@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kvfold.generate` is given, checked before anything is read."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.errors import KvfoldError
+from kvfold.generation.resume import Resumption
+from kvfold.methods.base import Method
+
+
+def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]) -> None:
+    """Raises KvfoldError where the cache or the ids are missing, or came by another name."""
+    if "past_key_values" in options:
+        raise KvfoldError("give the cache as cache=, not as past_key_values=")
+    if not isinstance(cache, CompressedCache):
+        given = "is missing" if cache is None else f"is a {type(cache).__name__}"
+        raise KvfoldError(
+            f"cache= {given}: kvfold.generate takes a kvfold.CompressedCache(model, method, "
+            "budget); without one, or with another cache, use model.generate"
+        )
+    if options.get("inputs_embeds") is not None:
+        raise KvfoldError(
+            "kvfold.generate reads input_ids, by which it knows what the cache has seen: for "
+            "inputs_embeds use model.generate(inputs_embeds=..., past_key_values=cache)"
+        )
+    if input_ids is None:
+        raise KvfoldError("kvfold.generate needs input_ids, the whole conversation so far `[B, N]`")
+
+
+def check_read_ahead(model: Any, resumed: Resumption, options: dict[str, Any]) -> None:
+    """Raises KvfoldError for inputs of the model's forward that reading ahead would leave out."""
+    known = inspect.signature(model.forward).parameters
+    given = [name for name, value in options.items() if name in known and _holds_tensors(value)]
+    if not given:
+        return
+    if resumed.own_forwards:
+        method = resumed.cache.method
+        reason = f"{method} runs forwards of its own over the prompt: choose another method"
+    else:
+        reason = (
+            "the prompt is read in pieces or ahead of the answer here: leave out prefill_chunk=, "
+            'compress="per_chunk", assisted decoding and several sequences per prompt'
+        )
+    raise KvfoldError(
+        f"{', '.join(given)} must reach the model together with the whole prompt, and {reason}"
+    )
+
+
+def check_pieces(method: Method, chunk: int, tokens: int) -> None:
+    """Raises KvfoldError where a first prompt of so many `tokens` cannot be read in pieces."""
+    if method.stages().funnel is not None and chunk < tokens:
+        raise KvfoldError(f"{method} reads a prompt in one piece: leave out the chunk")
+
+
+def _holds_tensors(value: object) -> bool:
+    each = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(item, Tensor) for item in each)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a text may be: as long as those that the model was trained on, unless a user says so."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.errors import KvfoldError
+from kvfold.hf.models import has_position_table, trained_length
+
+
+def check_length(model: PreTrainedModel, tokens: int, allow_longer: bool) -> None:
+    """Raises KvfoldError for more `tokens` than the model was trained on.
+
+    `allow_longer` lets them pass, where the model has positions for them at all.
+    """
+    most = trained_length(model)
+    if most is None or tokens <= most:
+        return
+    told = f"the text has {tokens} tokens, and {type(model).__name__} reads at most {most}"
+    if has_position_table(model):
+        raise KvfoldError(f"{told}, for which it has learned positions: shorten the text")
+    if not allow_longer:
+        raise KvfoldError(
+            f"{told}, the length it was trained for, beyond which answers get worse: shorten the "
+            "text, or go on with allow_longer=True (--allow-longer)"
+        )
+
+
+def check_prompt(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    mask: Tensor,
+    piece: int | None,
+    allow_longer: bool,
+) -> None:
+    """As `check_length`, for a prompt of `mask [B, N]` that is read as `reach` says."""
+    columns = mask.shape[1]
+    if columns > (trained_length(model) or columns):
+        tokens = int(mask.sum(-1).max())
+        check_length(model, reach(cache, tokens, piece), allow_longer)
+
+
+def reach(cache: CompressedCache, tokens: int, piece: int | None) -> int:
+    """The most tokens between two of which one attends to the other, of a text of `tokens`.
+
+    `piece`: the cache is brought back to its budget after each so many. As many as the text has,
+    but where a method re-indexes: its sinks follow what is recent (arXiv 2309.17453, section 3.2).
+    """
+    if cache.method.stages().positions != "reindex":
+        return tokens
+    stores = [layer.store for layer in cache.compressed_layers]
+    stored = max((store.length for store in stores if store is not None), default=0)
+    at_once = stored + tokens - cache.get_seq_length()
+    if piece is None or cache.budget is None or cache.budget.kind != "tokens":
+        return at_once
+    return min(at_once, int(cache.budget.amount) + piece)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the model repeat a text from its cache, and notes what it looks at while it does.
+
+(KVzip, arXiv 2505.23416, section 3; snu-mllab/KVzip `model/wrapper.py`.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.phase import Repeating
+from kvfold.errors import KvfoldError
+from kvfold.generation.head_scores import give_head_scores
+from kvfold.hf.chat_template import Frame, token_ids
+from kvfold.hf.models import read_tokens
+from kvfold.methods.observation import Rebuilding
+
+
+def rebuild(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Gives every layer the most attention that each entry receives while its text is repeated.
+
+    `input_ids [B, N]` are what the whole cache holds, `mask [B, N]` is 0 at padding. The text of a
+    row begins after the chat template's opening, if the row has it: those tokens are kept beside
+    the budget. The cache is left as it was. Given scores of heads take the place of repeating.
+
+    Raises KvfoldError for a row without the method's instruction, and for a file of head scores
+    that cannot be read or is another model's.
+    """
+    how, tokenizer = cache.rebuilding, cache.tokenizer
+    assert how is not None and tokenizer is not None
+    frame = Frame.of(tokenizer)
+    opening = token_ids(tokenizer, frame.opened_with(how.instruction).before)[0]
+    opening = opening.to(input_ids.device)
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    starts = (mask.cumsum(-1) == 0).sum(-1)
+    rows = zip(input_ids, starts.tolist(), strict=True)
+    prefix = torch.stack([_opening(row, start, opening) for row, start in rows])
+    if how.instruction and not bool(prefix.all()):
+        raise KvfoldError(
+            f"the prompt does not begin with {how.instruction.strip()!r}, as {cache.method} wants: "
+            "use kvfold.compress, which puts it there, or leave out instruction=true"
+        )
+    cache.turn.prefix = prefix
+    if how.head_scores is not None:
+        give_head_scores(cache, how.head_scores)
+        return
+    texts = [
+        row[kept.bool()][skip:]
+        for row, kept, skip in zip(input_ids, mask, prefix.tolist(), strict=True)
+    ]
+    for part in range(-(-max(map(len, texts)) // how.chunk)):
+        requests = [_request(how, tokenizer, frame, text, part) for text in texts]
+        _repeat(model, cache, mask, prefix, requests, how.chunk * part)
+
+
+def _opening(row: Tensor, start: int, opening: Tensor) -> Tensor:
+    """How many of a row's first tokens are the template's opening: all of it, or none."""
+    there = torch.equal(row[start : start + len(opening)], opening)
+    return torch.tensor(len(opening) if there else 0, device=row.device)
+
+
+def _request(
+    how: Rebuilding, tokenizer: PreTrainedTokenizerBase, frame: Frame, text: Tensor, part: int
+) -> tuple[Tensor, Tensor]:
+    """What asks for one part of a text, and the part; both empty past the end."""
+    chunk = text[part * how.chunk : (part + 1) * how.chunk]
+    if len(chunk) == 0:
+        return chunk, chunk
+    asked = token_ids(tokenizer, how.first if part == 0 else how.later)[0].to(text.device)
+    if part > 0:
+        asked = torch.cat([asked, text[: part * how.chunk][-how.previous :]])
+    answer = token_ids(tokenizer, frame.after)[0].to(text.device)
+    return torch.cat([asked, answer]), chunk
+
+
+def _repeat(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    mask: Tensor,
+    prefix: Tensor,
+    requests: list[tuple[Tensor, Tensor]],
+    start: int,
+) -> None:
+    """One forward over all rows' requests and parts, `start` tokens into their texts."""
+    rows = [torch.cat(request) for request in requests]
+    longest = max(map(len, rows))
+    new = mask.new_zeros(len(rows), longest)
+    there = torch.zeros_like(new)
+    for row, (into, valid) in zip(rows, zip(new, there, strict=True), strict=True):
+        into[longest - len(row) :] = row
+        valid[longest - len(row) :] = 1
+    places = mask.cumsum(-1) - 1 - prefix[:, None]
+    lengths = torch.tensor([len(part) for _, part in requests], device=mask.device)[:, None]
+    scored = (places < 0) | ((places >= start) & (places < start + lengths))
+    scored = torch.cat([scored & mask.bool(), there.bool()], 1)
+    whole = torch.cat([mask, there], 1)
+    padded = None if bool(whole.all()) else whole
+    cache.turn.repeating = Repeating(mask.shape[1], scored)
+    try:
+        with cache.frozen():
+            read_tokens(model, new, cache, padded)
+            cache.crop(-longest)
+    finally:
+        cache.turn.repeating = None

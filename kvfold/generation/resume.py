@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Going on with a cache that has read something: from that, or from the prefix they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.history import History
+from kvfold.errors import KvfoldError
+
+# What to do with a cache that has read another text.
+Reuse = Literal["prefix"]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a cache goes on: at `seen` columns of those it has read; it is not back there yet.
+
+    `own_forwards`: the method's own forwards are over the prompt then.
+    """
+
+    cache: CompressedCache
+    seen: int
+    own_forwards: bool
+
+    def go_back(self) -> None:
+        """Takes back what the cache read beyond."""
+        beyond = self.cache.get_seq_length() - self.seen
+        if beyond and not self.seen:
+            self.cache.reset()
+        elif beyond:
+            self.cache.crop(-beyond)
+
+
+def resumption(
+    cache: CompressedCache, input_ids: Tensor, mask: Tensor, reuse: Reuse | None = None
+) -> Resumption:
+    """Checks that `input_ids [B, N]` begin with what the cache has read; changes nothing.
+
+    `mask [B, N]` is 0 at padding. With `reuse="prefix"` the cache is to go back to the prefix they
+    share, or to start anew where they share none, or where the method's own forwards read more.
+    Raises KvfoldError as `generate` does.
+    """
+    if reuse not in (None, "prefix"):
+        raise KvfoldError(f'reuse is "prefix" or left out, not {reuse!r}')
+    total, seen = input_ids.shape[1], cache.get_seq_length()
+    if seen == 0:
+        return Resumption(cache, 0, cache.runs_own_forwards)
+    cache.owner.check_answered()
+    rows = cache.rows
+    if rows != len(input_ids):
+        raise KvfoldError(
+            f"the cache holds {rows} rows and the prompt has {len(input_ids)}: use a new cache, or "
+            "cache.batch_select_indices for the rows that go on"
+        )
+    parting = cache.history.parts_from(input_ids, mask, cache.tokens_read(), seen)
+    if reuse == "prefix":
+        shared = min(seen, total - 1, seen if parting is None else parting.column)
+        return _prefix(cache, shared)
+    if parting is not None:
+        where = f"row {parting.row}, column {parting.column}" if rows > 1 else parting.column
+        raise KvfoldError(
+            f"the cache has read another text: it differs from the prompt at {where}. Use a new "
+            'cache, or reuse="prefix", which goes back to where they part if nothing was evicted'
+        )
+    if seen >= total:
+        raise KvfoldError(
+            f"the cache has seen {seen} tokens and the prompt has {total}: pass the whole "
+            "conversation, with at least one new token"
+        )
+    return Resumption(cache, seen, cache.runs_own_forwards)
+
+
+def _prefix(cache: CompressedCache, shared: int) -> Resumption:
+    """At `shared` columns, or anew; raises KvfoldError where the cache cannot go back there."""
+    stages, seen = cache.method.stages(), cache.get_seq_length()
+    reads_by_itself = stages.funnel is not None or stages.needs.rebuilding is not None
+    if shared and (shared == seen or not reads_by_itself):
+        cache.check_crop(shared - seen)
+        return Resumption(cache, shared, cache.runs_own_forwards)
+    if cache.turn.frozen or cache.turn.reading:
+        raise KvfoldError(
+            "the cache cannot start anew inside `with cache.frozen():` or `cache.reading():`"
+        )
+    return Resumption(cache, 0, reads_by_itself)
+
+
+class IdsRead:
+    """A logits processor that changes nothing: after each forward it is given the ids read."""
+
+    def __init__(self, cache: CompressedCache) -> None:
+        self.cache = cache
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.cache.history = History(input_ids)
+        return scores

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding by one compiled graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import config as dynamo
+from torch.fx.experimental import _config as shapes
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvfold.attention.function import expect, forget_pending
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.layer import CompressedLayer
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.generation.static.dense import Rectangle
+from kvfold.generation.static.evicting import HoldingRectangle
+from kvfold.generation.static.layer import FixedLayer
+from kvfold.generation.static.ragged import FixedSegments
+from kvfold.hf.compiling import compile_config, not_compiled_because
+from kvfold.hf.forward_hooks import ToldOfForwards
+from kvfold.hf.models import stock_generate
+from kvfold.kernels.quantized import Backend
+from kvfold.methods.base import Stages
+from kvfold.store.ragged import SegmentStore
+
+GRAPHS = 64  # that a model may have before transformers' compiler refuses to make more
+# What `generate` produces where nothing else is said.
+NEW_TOKENS = 20
+
+
+class FixedCache(Cache, ToldOfForwards):
+    """What `generate` sees: the cache, and from `fix` on what its layers are for a graph."""
+
+    def __init__(self, cache: CompressedCache, room: int, backend: Backend = "inductor") -> None:
+        super().__init__(layers=list(cache.layers))
+        self.cache, self.room, self.backend = cache, room, backend
+        self.seen: int | None = None  # columns read by all forwards that came to their end
+
+    @property
+    def is_compileable(self) -> bool:
+        """Asked before the prompt is read, which is never compiled."""
+        return True
+
+    def fix(self) -> None:
+        """The prompt is read: from now on tokens come one by one."""
+        own = self.cache.compressed_layers
+        self.layers = [fixed(layer, self.room, self.backend) for layer in own]
+        self.seen = self.cache.get_seq_length()
+
+    def forward_begins(self) -> None:
+        """The cache is told what reads the prompt; in a graph nothing is noted."""
+        if not torch.compiler.is_compiling():
+            self.cache.forward_begins()
+
+    def forward_returned(self, ids: Tensor | None) -> None:
+        """As `forward_begins`."""
+        if not torch.compiler.is_compiling():
+            self.cache.forward_returned(ids)
+
+    def after_forward(self) -> None:
+        """What has to happen outside of the graph."""
+        fixed = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
+        for layer in fixed:
+            layer.between_steps()
+        if self.seen is None:
+            self.fix()
+        else:
+            self.seen += 1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, FixedLayer):
+            return self.cache.update(key_states, value_states, layer_idx, *args, **kwargs)
+        expect(layer_idx, layer)
+        return layer.update(key_states, value_states)
+
+    def nbytes(self) -> int:
+        """Bytes of all that is stored."""
+        counted: set[int] = set()
+        layers = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
+        return sum(layer.nbytes(counted) for layer in layers)
+
+    def hand_back(self) -> None:
+        """Leaves the cache as if its tokens had been decoded eagerly, by a step that failed too."""
+        forget_pending()
+        for layer, own in zip(self.layers, self.cache.compressed_layers, strict=True):
+            if isinstance(layer, FixedLayer):
+                layer.hand_back(own)
+        if self.seen is not None and self.cache.get_seq_length() > self.seen:
+            self.cache.forward_failed(self.seen)
+
+
+def fixed(layer: CompressedLayer, room: int, backend: Backend) -> FixedLayer:
+    """A layer between two forwards, with `room` for so many more tokens."""
+    if isinstance(layer.stored(), SegmentStore):
+        return FixedSegments(layer, backend)
+    if layer.plan.stages.decode == "hold" and not layer.turn.frozen:
+        return HoldingRectangle(layer, room)
+    return Rectangle(layer, room)
+
+
+class _AfterForward:
+    """A logits processor that changes nothing: `generate` calls it after each forward."""
+
+    def __init__(self, cache: FixedCache) -> None:
+        self.cache = cache
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.cache.after_forward()
+        return scores
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """The settings under which graphs are made."""
+    from torch._inductor import config as inductor  # takes a second
+
+    with (
+        # Else sizes that are equal in one cache would have to be equal in every other.
+        shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        # Else a read that was moved past a write would make it copy all that is stored.
+        inductor.patch(reorder_for_locality=False),
+        # Methods that evict have graphs of their own.
+        dynamo.patch(recompile_limit=GRAPHS),
+    ):
+        yield
+
+
+def decode_compiled(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    options: dict[str, Any],
+) -> Any:
+    """`model.generate` with one graph, without breaks, for all steps after the prompt's.
+
+    Arguments and result are those of `kvfold.generate`; at least the last token of `input_ids` is
+    still to be read. Layers get room for all new tokens behind what is kept, and give back what is
+    left; those that evict at every step get room for some, and move what stays together when it is
+    used up. Layers whose heads differ in length, or whose entries are encoded, go on as eagerly,
+    each in one operation of the graph; on a CPU, what reads packed entries is compiled by itself.
+    One graph serves all caches, however much they keep, but one row and several are two graphs,
+    such layers and others too, and a method that evicts has its own. What that draws at random
+    (`Observation.seed`) is the same at every step. A `compile_config` among the options takes the
+    place of transformers' default, which on a GPU means CUDA graphs; that was not run.
+    """
+    options = dict(options)
+    config = compile_config(_chosen(model, options, "compile_config"))
+    room = max(0, _new_tokens(model, options, input_ids.shape[1]) - 1)
+    handed = FixedCache(cache, room, config.backend)
+    # First, since a processor may fail as well.
+    processors = [_AfterForward(handed), *(options.pop("logits_processor", None) or [])]
+    options |= {"compile_config": config, "logits_processor": processors}
+    try:
+        with compiling():
+            out = stock_generate(
+                model,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=handed,
+                **options,
+            )
+    finally:
+        handed.hand_back()
+    if not isinstance(out, Tensor):
+        out.past_key_values = cache
+    return out
+
+
+def check_compiled(model: PreTrainedModel, cache: CompressedCache, options: dict[str, Any]) -> None:
+    """Raises KvfoldError or UnsupportedModel where one graph would not do what each step does."""
+    reason = _step_of(cache.method.stages())
+    if reason is not None:
+        raise KvfoldError(
+            f"compile=True does not go with {cache.method}, which {reason} at every step: leave "
+            "compile out"
+        )
+    name = type(model).__name__
+    if len(cache.compressed_layers) < len(cache.layers):
+        raise UnsupportedModel(
+            f"compile=True needs a model all of whose layers attend to their whole past, but some "
+            f"of {name} have a sliding window or a recurrent state: leave compile out"
+        )
+    reason = not_compiled_because(model)
+    if reason is not None:
+        raise UnsupportedModel(f"compile=True cannot be used as {name} {reason}: leave compile out")
+    if (_chosen(model, options, "num_beams") or 1) > 1:
+        raise KvfoldError("compile=True is for greedy decoding and sampling, not for beams")
+
+
+def _step_of(stages: Stages) -> str | None:
+    """What a method does at every step that a graph does not do."""
+    if stages.positions == "reindex":
+        return "moves its sinks"
+    if stages.decode == "hold":
+        alone = stages.compensate is None or stages.compensate_one is not None
+        return None if alone else "shares out what it evicts"
+    if stages.decode == "once":
+        return "may still compress the prompt"
+    adding = stages.needs.column_sums or stages.needs.column_squares
+    return "adds up attention" if adding else None
+
+
+def _new_tokens(model: PreTrainedModel, options: dict[str, Any], total: int) -> int:
+    """How many tokens `generate` may produce after a prompt of `total`."""
+    new = _chosen(model, options, "max_new_tokens")
+    if new is not None:
+        return int(new)
+    length = _chosen(model, options, "max_length")
+    return NEW_TOKENS if length is None else int(length) - total
+
+
+def _chosen(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
+    """The setting that `generate` will take: the call's, its configuration's, or the model's."""
+    if name in options:
+        return options[name]  # also None
+    places = (options.get("generation_config"), model.generation_config)
+    values = [getattr(place, name, None) for place in places]
+    return next((value for value in values if value is not None), None)

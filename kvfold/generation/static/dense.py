@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of which nothing leaves while a graph decodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.layer import CompressedLayer
+from kvfold.generation.static.layer import Buffers
+from kvfold.kernels.static_buffers import attend_to_buffers
+
+
+class Rectangle(Buffers):
+    """All that is stored is in the buffers; `visible [B, H, T]` says where."""
+
+    def __init__(self, layer: CompressedLayer, room: int) -> None:
+        super().__init__(layer, room)
+        self.visible = torch.zeros(self.keys.shape[:3], dtype=torch.bool, device=self.keys.device)
+        self.visible[:, :, : self.first] = layer.columns() >= 0
+        torch._dynamo.maybe_mark_dynamic(self.visible, 2)
+        self._keep_in_place()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.visible.index_fill_(2, self.used.view(1), True)
+        return super().update(key_states, value_states)
+
+    def _attend(
+        self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        return attend_to_buffers(
+            query,
+            self.keys,
+            self.values,
+            self.visible,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )

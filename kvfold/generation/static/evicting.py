@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of which an entry leaves at every step of a compiled graph."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.attention.mask import as_added
+from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.prefill import alive
+from kvfold.generation.static.layer import Buffers
+from kvfold.kernels.gather import pick, take
+from kvfold.kernels.single_query import attend_with_row, mean_of_heads
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.merge.base import Leaving
+from kvfold.methods.stages.select.choose import leaving, leaving_beside
+from kvfold.store.buffer import slack
+from kvfold.store.dense import DenseStore
+
+
+class HoldingRectangle(Buffers):
+    """Entries in the order in which they came; what leaves keeps its slot until room is needed.
+
+    `places [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
+    each row, `capacity [B]` what it holds, None where nothing ever leaves. `ends [2]` are how many
+    of the first and of the last entries stay, None where that differs. `sums`, `squares` and
+    `merging` are those of the layer.
+    """
+
+    def __init__(self, layer: CompressedLayer, room: int) -> None:
+        layer.copy_alive()  # since entries will be moved where they are
+        store = layer.stored()
+        if layer.capacity is not None:
+            most = layer.capacities()[1]
+            room = min(room, max(0, most - store.keys.shape[2]) + slack(most))
+        super().__init__(layer, room)
+        self.left = self.keys.shape[2] - self.first
+        self.plan, self.capacity, self.prefix = layer.plan, layer.capacity, layer.turn.prefix
+        self.tokens = layer.seen_per_row().clone()
+        ends = layer.forced_ends()
+        self.ends = None if ends is None else torch.tensor(ends, device=self.used.device)
+        self.places = self._widened(layer.places().int(), -1)
+        self.sums, self.squares = (
+            None if observed is None else self._widened(observed, 0)
+            for observed in (layer.sums, layer.squares)
+        )
+        layer.sums = layer.squares = None  # until they are handed back
+        self.merging = layer.merging
+        if layer.plan.stages.compensate_one is not None:
+            # NaN stands for a head of which nothing has left yet.
+            nothing = torch.full(self.places.shape[:2], torch.nan, device=self.places.device)
+            self.merging = nothing if self.merging is None else self.merging.clone()
+        for per_entry in (self.places, self.sums, self.squares):
+            if per_entry is not None:
+                torch._dynamo.maybe_mark_dynamic(per_entry, 2)
+        self._keep_in_place()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Writes one entry per head `[B, H, 1, D]` into the next slot."""
+        heads = self.places.shape[1]
+        newest = self.tokens.to(self.places.dtype).view(-1, 1, 1).expand(-1, heads, -1)
+        self.places.index_copy_(2, self.used.view(1), newest)
+        self.tokens.add_(1)
+        return super().update(key_states, value_states)
+
+    def _attend(
+        self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        out, row = attend_with_row(
+            query,
+            self.keys,
+            self.values,
+            self._hidden()[:, :, None],
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        if self.sums is not None:
+            received = mean_of_heads(row, self.places.shape[1])
+            self.sums.add_(received)
+            if self.squares is not None:
+                self.squares.add_(received.square())
+        if self.capacity is not None:
+            seen = Observation(
+                self.keys,
+                self.values,
+                self.places,
+                query,
+                attention=row,
+                column_sums=self.sums,
+                column_squares=self.squares,
+                seen=self.tokens,
+                budget=self.capacity,
+                layer=self.plan.layer,
+                layers=self.plan.layers,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            self._drop_one(seen, self.capacity)
+        return out
+
+    def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
+        """One entry leaves each head that holds more than its capacity."""
+        slots = torch.arange(self.places.shape[2], device=capacity.device)
+        if self.ends is None:
+            protected = None if self.prefix is None else self.places < self.prefix.view(-1, 1, 1)
+            slot = leaving(self.plan.stages, seen, self.places, protected, capacity)
+        else:
+            forced = (slots < self.ends[0]) | (slots >= self.used - self.ends[1])
+            slot = leaving_beside(self.plan.stages, seen, forced | (self.places < 0))
+        full = (self.places >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
+        self.places.masked_fill_((slots == slot) & full, -1)
+        if self.plan.stages.compensate_one is not None:
+            # Where nothing stays, there is nothing to change.
+            self._compensate(slot, full & (capacity > 0).view(-1, 1, 1))
+
+    def _compensate(self, slot: Tensor, full: Tensor) -> None:
+        """Changes a kept entry of each `full [B, H, 1]` head for the one that left at `slot`."""
+        assert self.plan.stages.compensate_one is not None
+        leaving = Leaving(self.keys, self.values, self._hidden(), slot, self.merging)
+        (change,) = self.plan.stages.compensate_one([leaving])
+        batch, heads = slot.shape[:2]
+        rows = torch.arange(batch, device=slot.device).view(-1, 1, 1)
+        place = rows, torch.arange(heads, device=slot.device).view(-1, 1), change.slot
+        keys = change.keys.where(full[..., None], self.keys[place])
+        values = change.values.where(full[..., None], self.values[place])
+        self.keys.index_put_(place, keys)
+        self.values.index_put_(place, values)
+        if self.merging is not None and change.state is not None:
+            self.merging.copy_(change.state.where(full.squeeze(-1), self.merging))
+
+    def _hidden(self) -> Tensor:
+        """−∞ where nothing is, 0 elsewhere `[B, H, T]`."""
+        return as_added(self.places < 0, self.keys.dtype)
+
+    def _widened(self, per_entry: Tensor, empty: int) -> Tensor:
+        """As long as the buffers."""
+        room = self.keys.shape[2] - per_entry.shape[2]
+        return F.pad(per_entry, (0, room), value=empty)
+
+    def between_steps(self) -> None:
+        """Moves what stays together where there is no room left."""
+        self.left -= 1
+        if self.left > 0 or self.capacity is None:
+            return
+        used = int(self.used)
+        slots = alive(self.places[:, :, :used])
+        kept = slots.shape[2]
+        for entries in (self.keys, self.values):
+            entries[:, :, :kept] = take(entries, slots)
+        for per_entry, empty in ((self.places, -1), (self.sums, 0), (self.squares, 0)):
+            if per_entry is not None:
+                per_entry[:, :, :kept] = pick(per_entry, slots, empty)
+                per_entry[:, :, kept:] = empty
+        self.used.sub_(used - kept)
+        self.evicted.add_(used - kept)
+        self.left = used - kept
+
+    def hand_back(self, layer: CompressedLayer) -> None:
+        slots = alive(self.places[:, :, : int(self.used)])
+        new = int(self.used + self.evicted) - layer.seen
+        layer.logical.seen += new
+        layer.logical.valid = layer.logical.tokens()
+        store = DenseStore(take(self.keys, slots), take(self.values, slots))
+        places = pick(self.places, slots, -1)
+        columns = layer.logical.columns(places.long())
+        if not torch.equal(columns, store.positions):
+            store.place(columns)
+        layer.store = store
+        merged = self.merging is not None and not bool(self.merging.isnan().all())
+        layer.merging = self.merging if merged else None
+        for name, per_entry in (("sums", self.sums), ("squares", self.squares)):
+            setattr(layer, name, None if per_entry is None else pick(per_entry, slots, 0))
+        if self.capacity is None or not new:
+            return
+        layer.turns += new
+        held = (places >= 0).sum(-1) == self.capacity.view(-1, 1)
+        layer.surplus = 0 if bool(held.all()) else None
+        evicted = bool(((places >= 0).sum(-1) < self.tokens.view(-1, 1)).any())
+        if evicted or self.sums is not None:
+            layer.evicted_at = layer.seen

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention interface of transformers: registration, routing, and arguments of a call."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from kvfold.errors import UnsupportedModel
+from kvfold.hf.forward_hooks import preparing, unwatch
+from kvfold.hf.models import text_config
+
+# The name over each delegate: "sdpa" or "flash" in a name would mean more to transformers.
+NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
+
+# What models were loaded with that go through kvfold now.
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def register_attention(
+    kind: str, function: AttentionFunction, check_padding: Callable[[Tensor | None], None]
+) -> None:
+    """Makes `function` known to transformers, with the mask function of its delegate.
+
+    `check_padding` is shown what each mask is made of: which columns are tokens `[B, N]`.
+    """
+    make = ALL_MASK_ATTENTION_FUNCTIONS[kind]
+
+    @functools.wraps(make)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        check_padding(kwargs.get("attention_mask"))
+        return make(*args, **kwargs)
+
+    AttentionInterface.register(NAMES[kind], function)
+    AttentionMaskInterface.register(NAMES[kind], mask)
+
+
+def stock_attention(kind: str, module: nn.Module) -> AttentionFunction:
+    """The attention that the model was loaded with."""
+    if kind == "sdpa":
+        return sdpa_attention_forward
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def enable(model: PreTrainedModel) -> None:
+    """Routes the model's attention through kvfold, once; without our cache nothing changes.
+
+    An implementation that kvfold does not build on (flash_attention_2, flex_attention) gives way,
+    with a warning, to SDPA, or to eager attention where the model has no SDPA. Raises
+    UnsupportedModel for encoder-decoders and for models that compute attention themselves.
+    """
+    with preparing:
+        if not is_enabled(model):
+            _route(model)
+
+
+def _route(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder: kvfold compresses decoders only")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModel(
+            f"{name} computes attention itself instead of using transformers' attention interface, "
+            "so kvfold cannot see what it attends to"
+        )
+    loaded = text_config(model)._attn_implementation
+    kind = _stand_in(model, loaded)
+    if kind != loaded:
+        warnings.warn(
+            f"{name} was loaded with attn_implementation={loaded!r}: kvfold attends with {kind!r} "
+            "instead",
+            stacklevel=5,  # whoever makes the cache
+        )
+    model.set_attn_implementation(NAMES[kind])
+    _loaded[model] = loaded
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Gives the model back the attention implementation it was loaded with."""
+    with preparing:
+        for kind, name in NAMES.items():
+            if text_config(model)._attn_implementation == name:
+                model.set_attn_implementation(_loaded.pop(model, kind))
+        unwatch(model)
+
+
+def _stand_in(model: PreTrainedModel, loaded: str) -> str:
+    """Which of SDPA and eager attention kvfold builds on."""
+    unpaged = loaded.removeprefix("paged|")
+    if unpaged in NAMES:
+        return unpaged
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+def is_enabled(model: PreTrainedModel) -> bool:
+    """Whether the model's attention goes through kvfold."""
+    return is_routed(text_config(model))
+
+
+def is_routed(config: Any) -> bool:
+    """Whether a model of this configuration, a decoder's, attends through kvfold now."""
+    return config._attn_implementation in NAMES.values()
+
+
+def attention_name(model: PreTrainedModel) -> str:
+    """The attention implementation that the model was loaded with."""
+    name = str(text_config(model)._attn_implementation)
+    return next((stock for stock, routed in NAMES.items() if routed == name), name)
+
+
+def softcap_of(kwargs: dict[str, Any]) -> float | None:
+    """Gemma-2's logit softcap, if this call has one."""
+    return kwargs.get("softcap")
+
+
+def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
+    """GPT-OSS's learned sink logits `[Hq]`, if this call has them."""
+    return kwargs.get("s_aux")
+
+
+def head_scale(module: nn.Module, query: Tensor, scaling: float | None) -> float:
+    """The factor on the logits: the call's, or the usual 1/√D."""
+    if scaling is not None:
+        return float(scaling)
+    return float(getattr(module, "scaling", None) or query.shape[-1] ** -0.5)

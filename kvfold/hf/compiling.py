@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled forwards of transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import CompileConfig, PreTrainedModel
+
+from kvfold.hf.models import caches_latents, shares_entries, text_config
+from kvfold.hf.rotation import rope_types
+
+
+def not_compiled_because(model: PreTrainedModel) -> str | None:
+    """Why one graph cannot decode, or None."""
+    config = text_config(model)
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return "is not compiled as one graph by transformers"
+    if shares_entries(model):
+        return "lets layers share keys and values"
+    if caches_latents(model):
+        return "caches latents, whose keys exist only inside a forward"
+    if "dynamic" in rope_types(config):
+        return "changes its rotary frequencies with the length"
+    experts = any("Experts" in type(module).__name__ for module in model.modules())
+    if experts and getattr(config, "_experts_implementation", None) == "eager":
+        return "runs its experts one by one (experts_implementation='eager')"
+    return None
+
+
+def compile_config(given: CompileConfig | None) -> CompileConfig:
+    """How `generate` compiles its steps, on every device; transformers' default but one graph."""
+    config = CompileConfig(fullgraph=True) if given is None else copy.copy(given)
+    config._compile_all_devices = True  # type: ignore[assignment]
+    return config
+
+
+def compiled_call(model: PreTrainedModel) -> Any:
+    """The model's forward as one graph, which transformers makes once."""
+    return model.get_compiled_call(compile_config(None))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about a model, and its own forward and `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvfold.errors import UnsupportedModel
+from kvfold.hf.versions import TELLS_CACHE_FROM
+
+# Model types whose `generate` starts over with a cache of its own past this configured length.
+DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the decoder that generates text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def shares_entries(model: PreTrainedModel) -> bool:
+    """Whether later layers attend to the keys and values of an earlier one."""
+    return bool(getattr(text_config(model), "num_kv_shared_layers", 0))
+
+
+def caches_latents(model: PreTrainedModel) -> bool:
+    """Whether the cache holds latents, whose keys exist only inside a forward."""
+    return hasattr(text_config(model), "kv_lora_rank")
+
+
+def dropping_length(model: PreTrainedModel) -> int | None:
+    """Tokens from which on the model's `generate` drops a user's cache, or None.
+
+    Raises UnsupportedModel where that would go unnoticed.
+    """
+    config = text_config(model)
+    limit = getattr(config, "original_max_position_embeddings", None)
+    if config.model_type not in DROPS_CACHE or limit is None:
+        return None
+    if limit >= config.max_position_embeddings:
+        return None
+    if Version(transformers.__version__) < TELLS_CACHE_FROM:
+        raise UnsupportedModel(
+            f"generate() of {type(model).__name__} silently drops a cache past {limit} tokens, "
+            f"which kvfold can only notice from transformers {TELLS_CACHE_FROM} on: update it"
+        )
+    return limit
+
+
+def trained_length(model: PreTrainedModel) -> int | None:
+    """Tokens of the longest text the model was trained for, or None where it does not say.
+
+    Configurations name the length that scaling reaches, but for YaRN, linear and dynamic scaling:
+    these multiply the length before it (vLLM `config/model.py`). Types of layers with settings of
+    their own (Gemma 3) name what is reached.
+    """
+    config = text_config(model)
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if length is None or rope.get("rope_type") not in ("yarn", "linear", "dynamic"):
+        return length
+    before = length
+    if rope["rope_type"] == "yarn":
+        before = rope.get("original_max_position_embeddings") or length
+    return max(length, int(before * rope.get("factor", 1.0)))
+
+
+def has_position_table(model: PreTrainedModel) -> bool:
+    """Whether the model looks its positions up, so that there are none past its length."""
+    length, tokens = trained_length(model), model.get_input_embeddings()
+    tables = (m for m in model.get_decoder().children() if isinstance(m, nn.Embedding))
+    # OPT's has two rows more.
+    return any(t is not tokens and t.num_embeddings - (length or 0) in (0, 2) for t in tables)
+
+
+def layer_device(model: PreTrainedModel, layer: int) -> torch.device:
+    """Where the keys of a layer are made."""
+    for module in model.get_decoder().modules():
+        weight = next(module.parameters(), None)
+        if getattr(module, "layer_idx", None) == layer and weight is not None:
+            return weight.device
+    return model.device
+
+
+def full_weight(weight: Tensor) -> Tensor:
+    """A weight of which this process may hold a part; all ranks must ask for it."""
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full
+
+
+def stock_generate(model: Any, **options: Any) -> Any:
+    """The model's own `generate`."""
+    return model.generate(**options)
+
+
+@torch.no_grad()
+def read_tokens(
+    model: PreTrainedModel, input_ids: Tensor, cache: Cache, mask: Tensor | None
+) -> None:
+    """One forward that only fills the cache; `mask [B, N]` covers everything read so far."""
+    position_ids = None
+    if mask is not None:
+        position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=position_ids,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoPE as the model file applies it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvfold.errors import UnsupportedModel
+from kvfold.hf.models import text_config
+
+
+def rope_of(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, float]]:
+    """How keys are rotated: the configuration's settings, frequencies, and attention factors.
+
+    Frequencies are those that a text begins with, where they change with its length.
+    """
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    frequencies: dict[str, Tensor] = {}
+    scaling: dict[str, float] = {}
+    for place, module in model.get_decoder().named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            kind = name.removesuffix("inv_freq")
+            if kind == name or kind.endswith("original_"):
+                continue
+            original = buffers.get(f"{kind}original_inv_freq")
+            frequencies[f"{place}.{name}"] = buffer if original is None else original
+            scaling[f"{place}.{name}"] = float(getattr(module, f"{kind}attention_scaling", 1.0))
+    return dict(parameters), frequencies, scaling
+
+
+def rope_types(config: Any) -> set[str | None]:
+    """How rotary frequencies are made, for all types of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    return {kind.get("rope_type") for kind in kinds}
+
+
+class Rotation:
+    """Moves keys by a number of positions with the model file's own rotary function."""
+
+    def __init__(self, model: PreTrainedModel, layer: int) -> None:
+        self.model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
+        self.layer = layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": None, "layer": self.layer}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
+        return self
+
+    def check(self) -> None:
+        """Raises UnsupportedModel where a rotation by a constant would be wrong."""
+        model = self._model()
+        config = text_config(model)
+        if {"dynamic", "longrope"} & rope_types(config):
+            raise UnsupportedModel(
+                f"{type(model).__name__} changes its rotary frequencies with the length, so kept "
+                'keys cannot be moved: use positions="original"'
+            )
+        known = self._embedding() is not None and self._apply() is not None
+        if hasattr(config, "kv_lora_rank") or not known or self._is_conditional():
+            raise UnsupportedModel(
+                f"layer {self.layer} of {type(model).__name__} has no rotary keys that could be "
+                'moved for certain: use positions="original"'
+            )
+
+    def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
+        """keys `[B, H, S, D]`, rotated forward by `shift [B]` positions."""
+        if not getattr(self._attention(), "use_rope", True):
+            return keys
+        embedding, apply = self._embedding(), self._apply()
+        assert embedding is not None and apply is not None
+        at = shift.view(-1, 1).expand(-1, keys.shape[2])
+        kinds = getattr(text_config(self._model()), "layer_types", None)
+        takes_kind = "layer_type" in inspect.signature(embedding.forward).parameters
+        kind = {"layer_type": kinds[self.layer]} if kinds and takes_kind else {}
+        cos, sin = embedding(keys.float(), at, **kind)
+        # YaRN's attention factor is already inside the stored key.
+        prefix = f"{kind['layer_type']}_" if kind else ""
+        factor = getattr(embedding, f"{prefix}attention_scaling", 1.0)
+        cos, sin = cos / factor, sin / factor
+        size = 2 * getattr(embedding, f"{prefix}inv_freq").shape[-1]
+        turning, still = keys[..., :size].float(), keys[..., size:].float()
+        if "k" in inspect.signature(apply).parameters:
+            turned = apply(turning, turning, cos, sin)[1]
+        else:
+            turned = apply(turning, cos, sin, unsqueeze_dim=1)
+        return torch.cat([turned, still], -1).to(keys.dtype)
+
+    def _model(self) -> PreTrainedModel:
+        model = self.model() if self.model is not None else None
+        if model is None:
+            raise UnsupportedModel("the model of this cache is gone")
+        return model
+
+    def _attention(self) -> nn.Module | None:
+        """The attention module of this layer."""
+        modules = self._model().get_decoder().modules()
+        return next(
+            (
+                module
+                for module in modules
+                if getattr(module, "layer_idx", None) == self.layer
+                and "Attention" in type(module).__name__
+            ),
+            None,
+        )
+
+    def _is_conditional(self) -> bool:
+        """Whether the model file rotates under a condition that kvfold cannot ask it about."""
+        module = self._attention()
+        if module is None or hasattr(module, "use_rope"):
+            return module is None
+        source = inspect.getsource(type(module).forward).splitlines()
+        calls = [line for line in source if "apply_rotary_pos_emb(" in line]
+        outermost = " " * 8
+        return not calls or any(line.startswith(outermost + " ") for line in calls)
+
+    def _embedding(self) -> nn.Module | None:
+        decoder = self._model().get_decoder()
+        return getattr(decoder, "rotary_emb", None)
+
+    def _apply(self) -> Callable[..., Any] | None:
+        module = sys.modules[type(self._model().get_decoder()).__module__]
+        return getattr(module, "apply_rotary_pos_emb", None)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' own cache layers: which kvfold replaces, and what the others can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel, cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+)
+
+from kvfold.errors import UnsupportedModel
+from kvfold.hf.models import text_config
+
+# DecoderLayers that stay transformers' own; the last of these classes came after 5.15.
+LEFT_ALONE = tuple(
+    getattr(cache_utils, name)
+    for name in ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+    if hasattr(cache_utils, name)
+)
+
+
+def stock_layers(model: PreTrainedModel) -> list[Any]:
+    """The layers of transformers' own cache; raises UnsupportedModel where kvfold has no answer."""
+    layers = DynamicCache(config=text_config(model)).layers
+    for index, layer in enumerate(layers):
+        mixed = isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer)
+        if mixed or not (type(layer) is DynamicLayer or isinstance(layer, LEFT_ALONE)):
+            raise UnsupportedModel(
+                f"layer {index} of {type(model).__name__} caches in a {type(layer).__name__}, "
+                "which kvfold does not know"
+            )
+    if not any(is_compressible(layer) for layer in layers):
+        raise UnsupportedModel(
+            f"no layer of {type(model).__name__} attends to its whole past: nothing to compress"
+        )
+    return layers
+
+
+def is_compressible(layer: Any) -> bool:
+    """Whether a stock layer holds the keys of all tokens."""
+    return type(layer) is DynamicLayer
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a stock layer holds a recurrent state, which no crop takes back."""
+    return isinstance(layer, LinearAttentionLayer)
+
+
+def layer_lengths(cache: Cache) -> set[int]:
+    """The numbers of tokens that layers with keys hold, each once."""
+    return {layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)}
+
+
+def can_crop_stock(layer: Any, tokens_to_remove: int) -> bool:
+    """Whether a stock layer still has what it held before its last `-tokens_to_remove` tokens."""
+    if tokens_to_remove == 0:
+        return True
+    if is_recurrent(layer):
+        return False
+    window, seen = getattr(layer, "sliding_window", None), layer.get_seq_length()
+    if window is None or seen < window:
+        return True
+    needed = min(window - 1, seen + tokens_to_remove)
+    return layer.record_past and layer.keys.shape[-2] + tokens_to_remove >= needed
+
+
+def crop_stock(layer: Any, tokens_to_remove: int) -> None:
+    """Crops a stock layer that can be; no tokens are what assisted decoding takes back at times."""
+    if tokens_to_remove or getattr(layer, "record_past", False):
+        layer.crop(tokens_to_remove)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same pass over blocks of queries, with the most attention that each chosen entry received."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.query_blocks import BLOCK, AttentionBlocks, Block, spans
+
+
+def attend_with_column_maxima(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scored: Tensor,
+    counted: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attend_with_column_maxima`, with memory linear in T."""
+    plain = softcap is None and sinks is None and counted is None
+    # To multiply what is scored once more is worth it where that is the smaller part.
+    if plain and 2 * int(scored.sum(-1).max()) < key.shape[2] and _follow(query, key, value, mask):
+        return _attend_apart(query, key, value, scale), _maxima_apart(query, key, scale, scored)
+    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
+    ranges = [spans(of_row) for of_row in scored]
+    maxima, voting = blocks.per_entry(), blocks.voters(counted)
+    for at, weights in blocks:
+        voters, among = _voters(blocks, at, voting), scored[at.row, : at.seen]
+        share = weights.new_zeros(len(weights))
+        for part in ranges[at.row]:
+            share.addmv_(weights[:, part], among[part].to(weights.dtype))
+        # Well above where single weights underflow, or are flushed to zero.
+        lost = share < torch.finfo(share.dtype).tiny ** 0.5
+        if bool((lost & voters).any()):
+            weights, share = _weights_among(blocks, at, among), torch.ones_like(share)
+        factor = share.reciprocal_().masked_fill_(~voters, 0.0)[:, None]
+        most = maxima[at.row, at.head, : at.seen]
+        for part in ranges[at.row]:
+            highest = weights[:, part].mul_(factor).amax(0)
+            torch.maximum(most[part], highest, out=most[part])
+    return blocks.out, maxima.masked_fill_(~scored[:, None], 0.0)
+
+
+def _follow(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether a CPU's own kernel can attend: float32 queries see all before them, and nothing else.
+
+    They must be the last of the entries, behind others.
+    """
+    queries, earlier = query.shape[2], key.shape[2] - query.shape[2]
+    if query.device.type != "cpu" or query.dtype != torch.float32 or earlier <= 0:
+        return False
+    if key.shape[3] != value.shape[3]:
+        return False
+    if mask is None:
+        return True
+    causal = torch.ones(queries, queries, dtype=torch.bool).tril()
+    return mask.dtype == torch.bool and bool(
+        mask[..., :earlier].all() and (mask[..., earlier:] == causal).all()
+    )
+
+
+def _attend_apart(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Output `[B, Hq, S, D]`: of earlier entries and of the queries' own, weighed by their sums."""
+    flash = torch._scaled_dot_product_flash_attention_for_cpu
+    batch, heads, stored, size = key.shape
+    query_heads, queries = query.shape[1:3]
+    earlier, groups = stored - queries, query_heads // heads
+    # Nothing is hidden there, so that the queries of a group may be rows of one head.
+    rows = query.reshape(batch, heads, groups * queries, size)
+    before, total_before = flash(rows, key[:, :, :earlier], value[:, :, :earlier], scale=scale)
+    own_keys, own_values = (
+        entries[:, :, earlier:].repeat_interleave(groups, 1) for entries in (key, value)
+    )
+    own, total_own = flash(query, own_keys, own_values, is_causal=True, scale=scale)
+    share = (total_before.reshape(total_own.shape) - total_own).sigmoid_()
+    return torch.lerp(own, before.reshape(query.shape), share[..., None])
+
+
+def _maxima_apart(query: Tensor, key: Tensor, scale: float, scored: Tensor) -> Tensor:
+    """Maxima `[B, H, T]` of softmax rows over the entries that are scored alone."""
+    earlier = key.shape[2] - query.shape[2]
+    grouped = (query * scale).unflatten(1, (key.shape[1], -1))
+    maxima = key.new_zeros(key.shape[:3])
+    for row, of_row in enumerate(scored):
+        columns = of_row.nonzero().flatten()
+        keys = key[row].index_select(1, columns)
+        maxima[row, :, columns] = _maxima_of_row(grouped[row], keys, columns - earlier)
+    return maxima
+
+
+def _maxima_of_row(query: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    """Maxima `[H, K]` of keys `[H, K, D]`, which queries `[H, G, S, D]` see from `places [K]` on.
+
+    Places ascend; all queries see what lies at a place below 0.
+    """
+    queries, most = query.shape[2], keys.new_zeros(keys.shape[:2])
+    room = keys.new_empty(query.shape[1] * min(BLOCK, queries) * len(places))
+    for start in range(0, queries, BLOCK):
+        end = min(start + BLOCK, queries)
+        whole, seen = (int((places < first).sum()) for first in (start, end))
+        if not seen:
+            continue
+        later = places[whole:seen] > torch.arange(start, end)[:, None]
+        for block, of_head, highest in zip(query[:, :, start:end], keys, most, strict=True):
+            rows = block.flatten(0, 1)
+            weights = room[: len(rows) * seen].view(-1, seen)
+            torch.mm(rows, of_head[:seen].T, out=weights)
+            weights.view(-1, end - start, seen)[..., whole:].masked_fill_(later, -torch.inf)
+            torch.softmax(weights, -1, out=weights)
+            if whole == 0:
+                weights.nan_to_num_(0.0)  # rows that see nothing of it
+            torch.maximum(highest[:seen], weights.amax(0), out=highest[:seen])
+    return most
+
+
+def _voters(blocks: AttentionBlocks, at: Block, voting: Tensor) -> Tensor:
+    """Which rows `[G·S]` of a block count, by `voting [B, S]`, and may attend to anything.
+
+    Softmax makes an even row of one that an additive mask forbids everything.
+    """
+    voters = voting[at.row, at.start : at.end].expand(blocks.groups, -1)
+    mask = blocks.mask(at)
+    if mask is not None and mask.dtype != torch.bool:
+        voters = voters & (mask.amax(-1) > torch.finfo(mask.dtype).min / 2)
+    return voters.flatten()
+
+
+def _weights_among(blocks: AttentionBlocks, at: Block, scored: Tensor) -> Tensor:
+    """Rows `[G·S, seen]` of a softmax over `scored [seen]` alone, anew from the logits."""
+    logits = blocks.logits(at).masked_fill_(~scored, -torch.inf)
+    mask = blocks.mask(at)
+    if mask is not None and mask.dtype != torch.bool:
+        forbidden = mask <= torch.finfo(mask.dtype).min / 2
+        logits.view(blocks.groups, -1, at.seen).masked_fill_(forbidden, -torch.inf)
+    return torch.softmax(logits, -1, out=logits).nan_to_num_(0.0)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention, and what each entry received of it: by one of several kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.kernels import query_blocks as chunked
+from kvfold.kernels.dispatch import columns_path
+from kvfold.kernels.swapped_qk import causal_attention, column_sums_from_two_flash_passes
+
+
+def attend_with_moments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    counted: Tensor | None = None,
+    squares: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `reference.attend_with_moments`; without `squares` their sums are None."""
+    path = columns_path(
+        query, value, softcap=softcap, sinks=sinks, masked=mask is not None, squares=squares
+    )
+    if path == "flash":
+        out, sums = column_sums_from_two_flash_passes(
+            query, key, value, scale=scale, counted=counted
+        )
+        return out, sums, None
+    if path == "triton":
+        from kvfold.kernels.triton.column_sums import column_moments, column_sums
+
+        out, lse = causal_attention(query, key, value, scale)
+        if squares:
+            return out, *column_moments(query, key, lse, scale=scale, counted=counted)
+        return out, column_sums(query, key, lse, scale=scale, counted=counted), None
+    given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "counted": counted}
+    if squares:
+        return chunked.attend_with_moments(query, key, value, mask, **given)
+    return *chunked.attend_with_column_sums(query, key, value, mask, **given), None

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to segments of different lengths, one after the other: nothing is padded."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.dispatch import Path, packed_path, rows_path
+from kvfold.kernels.quantized import both_packed
+from kvfold.kernels.varlen import attend_to_rows_varlen
+from kvfold.store.encoding import BLOCK, Flat
+from kvfold.store.ragged import Segments
+
+if TYPE_CHECKING:
+    from kvfold.kernels.triton.quantized import BothPacked
+
+QUERIES = 128
+
+
+def attend_to_segments(
+    query: Tensor,
+    stored: Segments,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention output `[B, Hq, S, Dv]` of `query [B, Hq, S, D]`.
+
+    `mask`, bool or additive `[B, 1 or Hq, S, n]`, is for the segments' last n entries; None: the
+    query is the segments' last S entries, and causality is all. Rows that see nothing are 0.
+    """
+    if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
+        mask = None
+    flat = all(isinstance(part.encoded, Flat) for part in (stored.keys, stored.values))
+    if flat and query.shape[2] == 1 and mask is None and min(stored.keys.alive) > 0:
+        path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
+        if path != "torch":
+            return _one_step_of_rows(query, stored, scale, softcap, sinks, path)
+        same = query.shape[-1] == stored.values.tail.shape[-1]
+        if softcap is None and sinks is None and same and query.device.type == "cpu":
+            return _one_step(query, stored, scale)
+    even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
+    if even and both_packed(stored) is not None:
+        size = stored.values.tail.shape[-1]
+        if packed_path(query, value_size=size, masked=False) == "triton":
+            return _one_step_of_packed(query, stored, scale, softcap, sinks)
+    if even and softcap is None and sinks is None:
+        return _one_step_even(query, stored, scale)
+    return _in_blocks(query, stored, mask, scale, softcap, sinks)
+
+
+def _sees_everything(mask: Tensor) -> bool:
+    return bool((mask if mask.dtype == torch.bool else mask == 0).all())
+
+
+def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
+    """A single query per row over entries as they came: segment by segment, then all tails."""
+    batch, query_heads, _, size = query.shape
+    segments = len(stored.keys.alive)
+    grouped = query.reshape(segments, 1, -1, size)
+    keys, values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(keys, Flat) and isinstance(values, Flat)
+    shares = _shares()
+    # Torch's kernel gives its threads whole heads: here, equal shares of a segment.
+    rows = grouped.expand(-1, shares, -1, -1) if shares > 1 else grouped
+    old = zip(rows.split(1), keys.in_shares(shares), values.in_shares(shares), strict=True)
+    parts = [_fused(*each, None, scale) if each[1].numel() else _nothing(each[0]) for each in old]
+    new = _fused(grouped.view(batch, -1, *grouped.shape[2:]), *_tails(stored), scale)
+    # Of every segment: its shares, then its tail.
+    outs, totals = (
+        torch.cat([torch.cat(of_old), of_new.reshape(segments, 1, *of_new.shape[2:])], 1)
+        for of_old, of_new in zip(zip(*parts, strict=True), new, strict=True)
+    )
+    return _merged(outs, totals).view(batch, query_heads, 1, -1)
+
+
+def _one_step_even(query: Tensor, stored: Segments, scale: float) -> Tensor:
+    """A single query per row over segments of one length, all of them at once."""
+    batch, query_heads, _, size = query.shape
+    grouped = (query * scale).reshape(len(stored.keys.alive), -1, size)
+    logits = [grouped @ keys.transpose(1, 2) for keys in stored.keys.rectangles()]
+    weights = _softmax(torch.cat(logits, -1), None).to(query.dtype)
+    values = stored.values.rectangles()
+    of_old, *of_new = weights.split([piece.shape[1] for piece in values], -1)
+    mixed = of_old @ values[0]
+    for of_piece, piece in zip(of_new, values[1:], strict=True):
+        mixed = torch.baddbmm(mixed, of_piece, piece)
+    return mixed.view(batch, query_heads, 1, -1)
+
+
+def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of `query [1, P, G, D]` to no entry, and its log-sum-exp."""
+    return torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
+
+
+def _one_step_of_rows(
+    query: Tensor,
+    stored: Segments,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    path: Path,
+) -> Tensor:
+    """As `_one_step`, all segments in one launch on a GPU; softcap and sinks too."""
+    batch, _, _, size = query.shape
+    keys, values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(keys, Flat) and isinstance(values, Flat)
+    rows = query.reshape(len(keys.lengths), -1, size)
+    if path == "triton":
+        from kvfold.kernels.triton.ragged import attend_to_rows
+
+        out, total = attend_to_rows(
+            rows, keys.rows, values.rows, keys.starts, scale, softcap, splits=keys.splits
+        )
+    else:
+        longest = max(keys.lengths)
+        out, total = attend_to_rows_varlen(
+            rows, keys.rows, values.rows, keys.starts, longest, scale
+        )
+    tail = _attended(rows.unflatten(0, (batch, -1)), *_tails(stored), scale, softcap)
+    newest = tail[0].flatten(0, 1), tail[1].flatten(0, 1)
+    return _joined(query, (out, total), newest, sinks)
+
+
+def _one_step_of_packed(
+    query: Tensor, stored: Segments, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """As `_one_step_even`, in one launch on a GPU over all that is packed, which stays packed.
+
+    Beside it are the entries of which the key or the value is not packed: few at any length.
+    """
+    from kvfold.kernels.triton.quantized import attend_to_packed
+
+    parts = both_packed(stored)
+    assert parts is not None
+    keys, values = parts
+    segments, lengths = len(keys.lengths), (keys.lengths[0], values.lengths[0])
+    rows = query.reshape(segments, -1, query.shape[-1])
+    both = _even_lengths(segments, *lengths, query.device)
+    packed = attend_to_packed(rows, keys, values, scale, softcap, both=both)
+    new_keys, new_values = (
+        torch.cat([encoded.since(min(lengths)), part.newest], 1)
+        for encoded, part in ((keys, stored.keys), (values, stored.values))
+    )
+    newest = _attended(rows, new_keys, new_values, None, scale, softcap)
+    return _joined(query, packed, newest, sinks)
+
+
+@lru_cache(maxsize=16)
+def _even_lengths(segments: int, keys: int, values: int, device: torch.device) -> BothPacked:
+    from kvfold.kernels.triton.quantized import BothPacked
+
+    return BothPacked.of([keys] * segments, [values] * segments, device)
+
+
+def _joined(
+    query: Tensor,
+    old: tuple[Tensor, Tensor],
+    newest: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention `[B, Hq, 1, Dv]` from that to old and newest entries.
+
+    Each is an output `[S, G, Dv]` with the log-sum-exp `[S, G]` of its logits.
+    """
+    outs, totals = [old[0].float(), newest[0]], [old[1], newest[1]]
+    if sinks is not None:
+        # They take their share of the weight and have nothing to give.
+        outs.append(torch.zeros_like(newest[0]))
+        groups = newest[1].shape[1]
+        totals.append(sinks.float().view(-1, groups).repeat(len(query), 1))
+    merged = _merged(torch.stack(outs, 1), torch.stack(totals, 1))
+    return merged.to(query.dtype).view(*query.shape[:3], -1)
+
+
+def _attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    hidden: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention `[…, G, Dv]` of `query […, G, D]`, and the log-sum-exp `[…, G]`, float32."""
+    logits = (query @ keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if hidden is not None:
+        logits = logits + hidden
+    return logits.softmax(-1) @ values.float(), logits.logsumexp(-1)
+
+
+def _tails(stored: Segments) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values `[B, H, T, D]` of the tails, and the mask of what is no entry there."""
+    keys, values, alive = stored.keys.tail, stored.values.tail, stored.keys.alive
+    width = keys.shape[2]
+    if min(alive) == width:
+        return keys, values, None
+    gaps = tuple(width - count for count in alive)
+    room = -(-width // BLOCK) * BLOCK
+    hidden = _hidden(gaps, room, keys.dtype, keys.device)
+    return keys, values, hidden.view(*keys.shape[:2], 1, room)[..., :width]
+
+
+@lru_cache(maxsize=128)
+def _hidden(gaps: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Additive mask `[B·H, T]` of tails that begin with `gaps`: the same for many steps."""
+    first = torch.tensor(gaps, device=device)[:, None]
+    seen = torch.zeros((), dtype=dtype, device=device)
+    return seen.where(torch.arange(width, device=device) >= first, -torch.inf)
+
+
+def _shares() -> int:
+    """Equal parts of a segment's whole blocks, enough for every thread."""
+    return min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
+
+
+def _fused(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention `[·, H, G, Dv]` and the log-sum-exp of its logits `[·, H, G]`."""
+    out, total = torch._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, attn_mask=mask, scale=scale
+    )
+    return out, total
+
+
+def _merged(outs: Tensor, totals: Tensor) -> Tensor:
+    """Parts of a segment `[·, P, G, Dv]`, weighted by their logits' log-sum-exp `[·, P, G]`."""
+    # The weights are in the precision of the sums: so is the mean, until it is whole.
+    return (outs * totals.softmax(1)[..., None]).sum(1).to(outs.dtype)
+
+
+def _in_blocks(
+    query: Tensor,
+    stored: Segments,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    batch, query_heads, queries, size = query.shape
+    segments = len(stored.keys.alive)
+    groups = query_heads * batch // segments
+    grouped = (query * scale).reshape(segments, groups, queries, size)
+    out = query.new_empty(segments, groups, queries, stored.values.tail.shape[-1])
+    pieces = zip(stored.keys.all_pieces(), stored.values.all_pieces(), strict=True)
+    for i, (keys, values) in enumerate(pieces):
+        row, head = divmod(i, segments // batch)
+        share = slice(head * groups, (head + 1) * groups)
+        for start in range(0, queries, QUERIES):
+            block = grouped[i, :, start : start + QUERIES].reshape(-1, size)
+            logits = torch.cat([block @ piece.T for piece in keys], -1).unflatten(0, (groups, -1))
+            if softcap is not None:
+                logits = torch.tanh(logits / softcap) * softcap
+            if mask is not None:
+                of_row = mask[row, share if mask.shape[1] > 1 else slice(0, 1)]
+                _hide(logits, of_row[:, start : start + QUERIES])
+            elif queries > 1:
+                _hide_later(logits, queries, start)
+            weights = _softmax(logits, None if sinks is None else sinks[share])
+            out[i, :, start : start + QUERIES] = _mix(weights.to(query.dtype), values)
+    return out.view(batch, query_heads, queries, -1)
+
+
+def _hide(logits: Tensor, mask: Tensor) -> None:
+    """Applies a mask `[1 or G, S, n]` to the last n of `logits [G, S, T]`, in place."""
+    width = mask.shape[-1]
+    if width == 0:
+        return
+    part = logits[..., logits.shape[-1] - width :]
+    if mask.dtype == torch.bool:
+        part.masked_fill_(~mask, -torch.inf)
+    else:
+        part.add_(mask)
+
+
+def _hide_later(logits: Tensor, queries: int, start: int) -> None:
+    """Causality for queries `start`… of a segment's last `queries` entries, in place."""
+    column = torch.arange(queries, device=logits.device)
+    later = column > column[start : start + logits.shape[1], None]
+    logits[..., logits.shape[-1] - queries :].masked_fill_(later, -torch.inf)
+
+
+def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of `logits [G, S, T]`; attention sinks `[G]` take their share and leave no column."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if sinks is None:
+        return logits.softmax(-1).nan_to_num_(0.0)
+    extra = sinks.to(logits.dtype).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+    return torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+
+
+def _mix(weights: Tensor, values: list[Tensor]) -> Tensor:
+    """Sum over the pieces of `values [n, Dv]`, weighted `[G, S, T]`."""
+    parts = weights.flatten(0, 1).split([len(piece) for piece in values], -1)
+    mixed = parts[0] @ values[0]
+    for part, piece in zip(parts[1:], values[1:], strict=True):
+        mixed = torch.addmm(mixed, part, piece)
+    return mixed.view(*weights.shape[:2], -1)

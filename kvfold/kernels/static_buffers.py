@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one query per row to buffers that are longer than what is in them: for graphs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.kernels.single_query import softmax_beside
+
+
+def attend_to_buffers(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`.
+
+    keys `[B, H, T, D]` and values `[B, H, T, Dv]` count where `visible [B, H, T]`; elsewhere they
+    must be finite.
+    """
+    batch, query_heads, _, size = query.shape
+    # The query heads of a group become rows of one head: no key is read twice.
+    grouped = query.reshape(batch, keys.shape[1], -1, size)
+    mask = visible[:, :, None]
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(batch, query_heads, 1, -1)
+    logits = (grouped @ keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.masked_fill(~mask, -torch.inf)
+    weights = softmax_beside(logits.flatten(0, 1), sinks).unflatten(0, keys.shape[:2])
+    return (weights.to(values.dtype) @ values).reshape(batch, query_heads, 1, -1)

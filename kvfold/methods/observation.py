@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method gets to see of one layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.gather import pick, take
+from kvfold.store.entry_norms import On
+
+
+@dataclass(frozen=True)
+class Rebuilding:
+    """How a text is repeated to the model: in parts of `chunk` tokens, asked for in words.
+
+    `later` parts are asked for with the `previous` tokens before them. `instruction` stands before
+    the text and is kept beside the budget. With a file of `head_scores` nothing is repeated.
+    """
+
+    chunk: int
+    first: str
+    later: str
+    previous: int
+    instruction: str = ""
+    head_scores: str | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What must be remembered while the model runs; nothing is computed that nobody asked for."""
+
+    window: int = 0  # the turn's last queries
+    column_sums: bool = False  # attention that each entry received, summed over all queries
+    column_squares: bool = False  # the same, squared before it is summed
+    rebuilding: Rebuilding | None = None  # most attention received while the text is repeated
+    only_attention: bool = False  # the score looks at nothing else, and not at its layer's number
+    norms: On | None = None  # of these, for single entries that leave
+
+    def joined(self, other: Needs) -> Needs:
+        """What serves both."""
+        return Needs(
+            max(self.window, other.window),
+            self.column_sums or other.column_sums,
+            self.column_squares or other.column_squares,
+            self.rebuilding or other.rebuilding,
+            self.only_attention or other.only_attention,
+            self.norms or other.norms,
+        )
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One layer as its attention saw it.
+
+    keys `[B, H, T, D]` and values `[B, H, T, Dv]` after RoPE; positions `[B, H, T]`, an entry's
+    number among its row's tokens, −1 for padding and for what is gone, int64 or, after a generated
+    token, int32, where what is gone may keep its number; queries `[B, Hq, W, D]` and their
+    positions `[B, W]`; the last query's attention `[B, Hq, 1, T]` where it was watched; column sums
+    and squares and rebuilding `[B, H, T]` (sums and squares of the mean over a group's query heads,
+    rebuilding of their maximum); tokens seen by each row and entries that each of its heads may
+    keep `[B]`; the place of this layer among `layers`; scale, softcap and attention sinks `[Hq]` of
+    the model; and the seed of this draw.
+
+    Where the score looks at attention only, layers of one shape are shown as one after a generated
+    token: their rows one after the other, and no entries (T is 0 in keys, values and positions).
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    queries: Tensor | None = None
+    query_positions: Tensor | None = None
+    attention: Tensor | None = None
+    column_sums: Tensor | None = None
+    column_squares: Tensor | None = None
+    rebuilding: Tensor | None = None
+    seen: Tensor | None = None
+    budget: Tensor | None = None
+    layer: int = 0
+    layers: int = 1
+    scale: float = 1.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    seed: int = 0
+
+    def padding_first(self) -> tuple[Observation, Tensor | None]:
+        """The same with each row's padding to the left, and the order `[B, H, T]` that did it."""
+        padding = self.positions < 0
+        if not bool((padding[..., 1:] & ~padding[..., :-1]).any()):
+            return self, None
+        order = (~padding).long().argsort(stable=True, dim=-1)
+
+        def moved(per_entry: Tensor | None) -> Tensor | None:
+            return None if per_entry is None else per_entry.gather(2, order)
+
+        again = dataclasses.replace(
+            self,
+            keys=take(self.keys, order),
+            values=take(self.values, order),
+            positions=self.positions.gather(2, order),
+            attention=None,
+            column_sums=moved(self.column_sums),
+            column_squares=moved(self.column_squares),
+            rebuilding=moved(self.rebuilding),
+        )
+        return again, order
+
+    @property
+    def window(self) -> int:
+        """How many queries were remembered."""
+        return 0 if self.queries is None else self.queries.shape[2]
+
+    def at(self, slots: Tensor) -> Observation:
+        """The same with the entries at `slots [B, H, K]` only; −1 is a hole."""
+        return dataclasses.replace(
+            self,
+            keys=take(self.keys, slots),
+            values=take(self.values, slots),
+            positions=pick(self.positions, slots, -1),
+            attention=None,
+            column_sums=None,
+            column_squares=None,
+            rebuilding=None,
+        )
+
+    def window_attention(self, last: int) -> Tensor:
+        """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; 0 for padding."""
+        if last == 1 and self.attention is not None:
+            return self.attention
+        assert self.queries is not None and self.query_positions is not None
+        queries, at = self.queries[:, :, -last:], self.query_positions[:, -last:]
+        batch, query_heads, window, size = queries.shape
+        heads, stored = self.keys.shape[1:3]
+        grouped = queries.reshape(batch, heads, -1, size)
+        logits = (grouped @ self.keys.transpose(-1, -2)).float() * self.scale
+        logits = logits.view(batch, heads, -1, window, stored)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        columns = self.positions[:, :, None, None, :]
+        hidden = (columns < 0) | (columns > at[:, None, None, :, None])
+        logits = logits.masked_fill(hidden, -torch.inf).view(batch, query_heads, window, stored)
+        if self.sinks is not None:
+            extra = self.sinks.float().view(1, -1, 1, 1).expand(batch, -1, window, 1)
+            rows = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+        else:
+            rows = logits.softmax(-1)
+        return rows.masked_fill((at < 0)[:, None, :, None], 0.0)
+
+    def group_mean(self, per_query_head: Tensor) -> Tensor:
+        """`[B, Hq, …]` → `[B, H, …]`: mean over the query heads that share a KV head."""
+        heads = self.keys.shape[1]
+        return per_query_head.unflatten(1, (heads, -1)).mean(2)

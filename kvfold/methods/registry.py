@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods by name: kvfold's own, those of installed packages, and those that a module registers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module, metadata
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.methods.base import Method
+
+# The package of kvfold's own methods.
+OWN = "kvfold.methods"
+# Entry points of this group name modules, or classes in them, that register methods.
+PLUGINS = "kvfold.methods"
+
+M = TypeVar("M", bound="type[Method]")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered name: a method class and, for a preset, the values that differ."""
+
+    cls: type[Method]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+_REGISTRY: dict[str, Entry] = {}
+_IMPORTED: list[str] = []
+_own_loaded = False
+
+
+def register(
+    name: str, *, paper: str = "", presets: dict[str, dict[str, Any]] | None = None
+) -> Callable[[M], M]:
+    """Class decorator: makes a method known by `name`, and each preset by `name_preset`.
+
+    The class is a frozen dataclass derived from `Method`, whose fields all have defaults; the first
+    line of its docstring is its summary. Raises KvfoldError for anything else, and for a name that
+    another class has; a class that is defined again, as by a reload, takes its own place.
+    """
+    if not isinstance(name, str):
+        raise KvfoldError('register takes the name first: write @register("my_method")')
+
+    def add(cls: M) -> M:
+        entries = {name: Entry(cls)}
+        entries |= {f"{name}_{of}": Entry(cls, values) for of, values in (presets or {}).items()}
+        _check_class(name, cls)
+        _load_own()  # first, whatever is imported when
+        for each in entries:
+            _check_name(each, cls)
+        cls.name, cls.paper, cls.summary = name, paper, _summary(cls)
+        _REGISTRY.update(entries)
+        return cls
+
+    return add
+
+
+def list_methods() -> dict[str, type[Method]]:
+    """Every registered name and its method class, presets and plugins included."""
+    _load_plugins()
+    return {name: entry.cls for name, entry in sorted(_registry().items())}
+
+
+def preset(name: str) -> Method:
+    """The method registered as `name`, with that name's values."""
+    known = _registry()
+    if registered(name) is None:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+        raise KvfoldError(f"unknown method {name!r}: {hint}")
+    entry = known[name]
+    return entry.cls(**entry.values)
+
+
+def registered(name: str) -> type[Method] | None:
+    """The class that has a name, plugins included; None where nothing has it."""
+    if name not in _registry():
+        _load_plugins()
+    entry = _registry().get(name)
+    return None if entry is None else entry.cls
+
+
+def import_methods(module: str) -> None:
+    """Imports a module, by its name or the path of a .py file, for the methods that it registers.
+
+    Names are looked up in the working directory too. Raises KvfoldError where the module is not
+    found, fails, or registers nothing.
+    """
+    before, loaded = set(_registry()), set(sys.modules)
+    try:
+        imported = _from_file(Path(module)) if module.endswith(".py") else _by_name(module)
+    except KvfoldError:
+        raise
+    except Exception as problem:
+        raise KvfoldError(f"cannot import {module}: {_in_a_line(problem)}") from problem
+    if set(_registry()) == before and imported.__name__ not in loaded:
+        raise KvfoldError(
+            f"{module} registers no method: decorate a class with @kvfold.register(name)"
+        )
+    found = str(Path(module).resolve()) if module.endswith(".py") else module
+    if found not in _IMPORTED:
+        _IMPORTED.append(found)
+
+
+def imported_methods() -> tuple[str, ...]:
+    """What `import_methods` was given, for other processes to import as well."""
+    return tuple(_IMPORTED)
+
+
+def _registry() -> dict[str, Entry]:
+    """Every registered name, those of kvfold's own methods among them."""
+    _load_own()
+    return _REGISTRY
+
+
+def _load_own() -> None:
+    """Imports every module of kvfold's own methods, which register themselves."""
+    global _own_loaded
+    if _own_loaded:
+        return
+    _own_loaded = True
+    try:
+        for module in iter_modules(import_module(OWN).__path__):
+            if not module.ispkg:
+                import_module(f"{OWN}.{module.name}")
+    except BaseException:
+        _own_loaded = False
+        raise
+
+
+def _check_class(name: str, cls: type) -> None:
+    """Raises KvfoldError for a class that is no method that a text could name."""
+    from kvfold.methods.base import Method
+
+    reason = None
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        reason = "its name must be of lower-case letters, digits and _, a letter first"
+    elif not (isinstance(cls, type) and issubclass(cls, Method)):
+        reason = "it must be derived from kvfold.Method"
+    elif "__dataclass_params__" not in vars(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        reason = "put @dataclass(frozen=True) directly below @register"
+    elif vars(cls).get("name", name) != name:
+        reason = f"it is registered as {vars(cls)['name']!r}: presets= gives it further names"
+    else:
+        bare = [f.name for f in dataclasses.fields(cls) if not _has_default(f)]
+        reason = f"give a default to {', '.join(bare)}" if bare else None
+    if reason is not None:
+        raise KvfoldError(f"cannot register {cls!r} as {name!r}: {reason}")
+
+
+def _has_default(option: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return option.default is not missing or option.default_factory is not missing
+
+
+def _summary(cls: type) -> str:
+    """The docstring's first line; the class's name where it has none but a dataclass's own."""
+    text = (cls.__doc__ or "").strip()
+    return (
+        text.splitlines()[0] if text and not text.startswith(f"{cls.__name__}(") else cls.__name__
+    )
+
+
+def _check_name(name: str, cls: type[Method]) -> None:
+    """Raises KvfoldError where `name` is another class's."""
+    held = _REGISTRY.get(name)
+    if held is not None and _place(held.cls) != _place(cls):
+        raise KvfoldError(
+            f"the method name {name!r} is taken by {'.'.join(_place(held.cls))}: choose another "
+            f"one for {'.'.join(_place(cls))}"
+        )
+
+
+def _place(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+@cache
+def _load_plugins() -> None:
+    """Loads what installed packages offer, once; what fails is left out with a warning."""
+    for plugin in metadata.entry_points(group=PLUGINS):
+        try:
+            plugin.load()
+        except Exception as problem:
+            package = plugin.dist.name if plugin.dist else "an unknown package"
+            warnings.warn(
+                f"the methods of the plugin {plugin.name!r} ({plugin.value} of {package}) are "
+                f"left out, as it cannot be loaded: {_in_a_line(problem)}",
+                stacklevel=3,
+            )
+
+
+def _by_name(module: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return import_module(module)
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module in a file, known by the file's name so that other processes can find it."""
+    known = sys.modules.get(path.stem)
+    if known is not None:
+        if Path(getattr(known, "__file__", None) or "") == path.resolve():
+            return known
+        raise KvfoldError(f"cannot import {path}: a module {path.stem} exists, rename the file")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _in_a_line(problem: Exception) -> str:
+    first = str(problem).strip().partition("\n")[0]
+    return f"{type(problem).__name__}: {first}" if first else type(problem).__name__

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries go until the attention that is left has lost a given part of its norm."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.score.observation_window import window_votes
+
+Ranking = Literal["position", "attention"]
+VOTERS = 8  # queries that rank by attention; their own entries stay
+
+
+def norm_cut(
+    seen: Observation,
+    *,
+    threshold: float = 0.01,
+    sinks: int = 4,
+    rows: int = 1,
+    include_sinks: bool = False,
+    keep_layers: tuple[int, ...] = (0, 1),
+    ranking: Ranking = "position",
+) -> Tensor:
+    """Entries per head `[B]` whose attention keeps all but `threshold` of its norm.
+
+    Candidates leave from the least important on: by position the oldest that is no sink, by
+    attention the one with the fewest votes of the last `VOTERS` queries. The norm is that of the
+    last query's attention to the candidates, or with `include_sinks` to all entries; `rows` takes
+    the mean over several last queries, of those that attend to an entry. Norms are averaged over
+    the query heads, so that all heads lose equally many. `keep_layers` lose nothing.
+
+    Ni et al., algorithm 1 (arXiv 2502.16886); Patrick-Ni/ReFreeKV `dynamic_metrics.py`.
+    """
+    seen, _ = seen.padding_first()
+    stored = (seen.positions >= 0).sum(-1).amax(-1)
+    if seen.layer in keep_layers:
+        return stored
+    importance = by_position(seen, sinks) if ranking == "position" else by_attention(seen)
+    return stored - evictable(_last_rows(seen, rows), importance, threshold, include_sinks)
+
+
+def by_attention(seen: Observation) -> Tensor:
+    """Importance `[B, H, T]`: votes of the last `VOTERS` queries, +inf for their entries."""
+    votes = window_votes(seen, VOTERS, kernel=1, pooling="max")
+    last = torch.arange(votes.shape[-1], device=votes.device) >= votes.shape[-1] - VOTERS
+    return votes.masked_fill(last | (seen.positions < 0), torch.inf)
+
+
+def by_position(seen: Observation, sinks: int) -> Tensor:
+    """Importance `[B, H, T]`: the newer, the higher; +inf for sinks and padding."""
+    return seen.positions.double().masked_fill(seen.positions < sinks, torch.inf)
+
+
+def evictable(
+    attention: Tensor, importance: Tensor, threshold: float, include_kept: bool
+) -> Tensor:
+    """How many of each head's least important entries may go `[B]`.
+
+    attention `[B, Hq, T]`; importance `[B, H, T]`, +inf for what stays in any case, which counts
+    in the norm only with `include_kept`. The most important candidate stays as well.
+    """
+    squares = attention.double().square()
+    groups = attention.shape[1] // importance.shape[1]
+    stays = importance == torch.inf
+    if not include_kept:
+        squares = squares.masked_fill(stays.repeat_interleave(groups, 1), 0.0)
+    # Reversed, so that of equal ones the later goes first, as it does when the rest is selected.
+    order = importance.argsort(dim=-1, descending=True, stable=True).flip(-1)
+    ascending = squares.gather(2, order.repeat_interleave(groups, 1))
+    norms = ascending.flip(-1).cumsum(-1).flip(-1).sqrt().mean(1)
+    gone = torch.arange(norms.shape[-1], device=norms.device)
+    candidates = (~stays).sum(-1).amin(-1, keepdim=True)
+    # Not divided by the norm, which is 0 where nothing but sinks is attended to.
+    within = norms[:, :1] - norms <= threshold * norms[:, :1]
+    return (gone * (within & (gone < candidates))).amax(-1)
+
+
+def _last_rows(seen: Observation, rows: int) -> Tensor:
+    attention = seen.window_attention(rows)
+    return attention.sum(2) / (attention != 0).sum(2).clamp(min=1)

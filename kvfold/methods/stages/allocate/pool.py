@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pool of entries over all layers and heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.methods.stages.allocate.rounding import ROUNDING
+
+
+def pooled(
+    scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None, *, strict: bool = False
+) -> list[Tensor]:
+    """How many of a row's best entries lie in each layer and head, whatever was `seen`.
+
+    scores: of each layer, `[B, H, T]`, −inf for what is no candidate; `per_head [B]` is the mean
+    over layers and heads, whole or not. Returns int64 `[B, H]` of each layer, in sum `per_head`
+    times all heads, rounded down, or all candidates if they are fewer; of equal scores the earlier
+    layer, head and entry wins. `strict` keeps only what lies above the last of them, as the
+    official code does: one entry less without ties, and fewer with them.
+
+    Kim et al., section 3 (arXiv 2505.23416); snu-mllab/KVzip `attention/score.py`.
+    """
+    pool = _joined([layer.flatten(1) for layer in scores])
+    candidates = (pool > -torch.inf).sum(-1)
+    total = torch.minimum((per_head * _heads(scores) + ROUNDING).long(), candidates)
+    ordered, order = pool.sort(dim=-1, descending=True, stable=True)
+    if strict:
+        last = ordered.gather(1, (total - 1).clamp(min=0)[:, None])
+        above = (pool > last) | ((pool > -torch.inf) & (total == candidates)[:, None])
+    else:
+        first = torch.arange(pool.shape[-1], device=pool.device) < total[:, None]
+        above = torch.zeros_like(first).scatter(1, order, first)
+    parts = above.split([layer[0].numel() for layer in scores], 1)
+    return [
+        part.view_as(layer).sum(-1).to(layer.device)
+        for part, layer in zip(parts, scores, strict=True)
+    ]
+
+
+def whole_heads(scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None) -> list[Tensor]:
+    """The heads of highest maximum keep every candidate, the others none, whatever was `seen`.
+
+    Shapes as in `pooled`. As many heads are kept as fit into `per_head` times all heads; of equal
+    ones the earlier. Entries scored +inf stay in every head and decide nothing.
+    """
+    open_ = [layer.isfinite() for layer in scores]
+    forced = _joined([(layer == torch.inf).sum(-1) for layer in scores])
+    best = [
+        layer.masked_fill(~is_open, -torch.inf).amax(-1)
+        for layer, is_open in zip(scores, open_, strict=True)
+    ]
+    candidates = _joined([is_open.sum(-1) for is_open in open_])
+    order = _joined(best).argsort(dim=-1, descending=True, stable=True)
+    room = per_head * _heads(scores) - forced.sum(-1)
+    fits = candidates.gather(1, order).cumsum(-1) <= room[:, None]
+    kept = torch.zeros_like(fits).scatter(1, order, fits)
+    counts = forced + candidates * kept
+    parts = counts.split([layer.shape[1] for layer in scores], 1)
+    return [part.to(layer.device) for part, layer in zip(parts, scores, strict=True)]
+
+
+def _joined(layers: list[Tensor]) -> Tensor:
+    """Side by side on the first one's device: a model's layers may be spread over several."""
+    return torch.cat([layer.to(layers[0].device) for layer in layers], 1)
+
+
+def _heads(scores: list[Tensor]) -> int:
+    return sum(layer.shape[1] for layer in scores)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D2O's merging: an evicted entry joins the kept entry that it resembles most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.kernels.gather import joined, take
+from kvfold.kernels.single_query import products
+from kvfold.methods.stages.merge.base import Change, Eviction, Leaving
+from kvfold.store.entry_norms import On, norms_of
+
+Weights = Literal["softmax", "average", "official"]
+Merging = Literal["softmax", "average", "official", "none"]
+Similarity = Literal["keys", "values", "independent"]
+Decide = Literal["head", "head_mean"]
+
+TILE_BYTES = 16 * 2**20  # the most that similarities, or evicted entries, take at a time
+
+
+def merging(
+    weights: Merging, similarity: Similarity, beta: float, decide: Decide
+) -> dict[str, Any]:
+    """The stages that merge what is evicted; none where `weights` is "none".
+
+    "independent" merges keys by keys and values by values, which no single entry does in one step.
+    """
+    if weights == "none":
+        return {}
+    options: dict[str, Any] = {"beta": beta, "weights": weights, "decide": decide}
+    if similarity == "independent":
+        return {"compensate": partial(merge_apart, **options)}
+    return {
+        "compensate": partial(merge_similar, on=similarity, **options),
+        "compensate_one": partial(merge_one, on=similarity, **options),
+    }
+
+
+def merge_similar(
+    eviction: Eviction,
+    *,
+    beta: float = 0.7,
+    on: On = "keys",
+    weights: Weights = "softmax",
+    decide: Decide = "head",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Kept keys `[B, H, K, D]` and values `[B, H, K, Dv]` after merging, thresholds `[B, H]`.
+
+    1. u is the cosine (of keys, or of values as `on` says) of each evicted entry and the kept entry
+       nearest to it.
+    2. A head's threshold is the mean u of its first eviction, and later moves by `beta` towards
+       the mean u of each eviction. NaN stands for a head that has not evicted yet.
+    3. Evicted entries whose u reaches the moved threshold are merged into the nearest kept entry,
+       keys and values with the same weights; all others are lost.
+
+    `weights`: "softmax" is equation 12, e for the kept entry and exp(u) for each evicted one,
+    divided by their sum; "average" weighs all the same; "official" weighs 1 and u but divides by
+    their number, so that merged entries shrink. `decide="head_mean"` compares the mean u of all
+    heads' i-th evicted entries with one threshold, as the released code does.
+    Source: D2O (arXiv 2406.13035), section 4.2.2, equations 9 to 12; AIoT-MLSys-Lab/d2o.
+    """
+    keys, values = take(eviction.keys, eviction.slots), take(eviction.values, eviction.slots)
+    evicted = evicted_slots(eviction)
+    if not evicted.shape[-1] or not eviction.slots.shape[-1]:
+        return keys, values, eviction.state
+    stored, kept = (eviction.keys, keys) if on == "keys" else (eviction.values, values)
+    real = eviction.slots >= 0
+    similarity, nearest = _nearest(stored, evicted, kept, real)
+    candidates = (evicted >= 0) & real.any(-1, keepdim=True)
+    merged, threshold = _reached(similarity, candidates, eviction.state, beta, decide)
+    merge = _Merge(evicted, nearest, merged, _exact(similarity, keys), weights)
+    return merge.into(keys, eviction.keys), merge.into(values, eviction.values), threshold
+
+
+def merge_apart(
+    eviction: Eviction,
+    *,
+    beta: float = 0.7,
+    weights: Weights = "softmax",
+    decide: Decide = "head",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `merge_similar`, but keys go by the cosines of keys and values by those of values.
+
+    An entry's key and value may join two different entries, or one of them none; thresholds
+    `[B, H, 2]` are those of keys and of values. (D2O, Table 9.)
+    """
+    before = (None, None) if eviction.state is None else eviction.state.unbind(-1)
+    apart = partial(merge_similar, beta=beta, weights=weights, decide=decide)
+    keys, _, of_keys = apart(replace(eviction, state=before[0]), on="keys")
+    _, values, of_values = apart(replace(eviction, state=before[1]), on="values")
+    if of_keys is None or of_values is None:
+        return keys, values, None
+    return keys, values, torch.stack([of_keys, of_values], -1)
+
+
+def merge_one(
+    leaving: Sequence[Leaving],
+    *,
+    beta: float = 0.7,
+    on: On = "keys",
+    weights: Weights = "softmax",
+    decide: Decide = "head",
+) -> list[Change]:
+    """`merge_similar` of the one entry that leaves each layer while decoding: one may change."""
+    nearest, found = [], []
+    for each in leaving:
+        own = _entries(each.keys, each.values, each.slot)
+        stored, chosen = (each.keys, own[0]) if on == "keys" else (each.values, own[1])
+        similarity, slot = _nearest_to_one(stored, chosen, each)
+        nearest.append(slot)
+        found.append((similarity, *own, *_entries(each.keys, each.values, slot)))
+    # Single entries of all layers are few numbers still.
+    similarity, own_key, own_value, kept_key, kept_value = map(joined, zip(*found, strict=True))
+    judged = similarity
+    if decide == "head_mean":
+        judged = _head_mean(similarity, torch.ones_like(similarity, dtype=torch.bool))
+    threshold = judged
+    before = _states(leaving)
+    if before is not None:
+        moved = torch.lerp(before, judged, beta)
+        threshold = moved.where(before == before, judged)  # NaN: there was none
+    merged = (judged >= threshold)[..., None]
+    similarity = _exact(similarity, own_key)[..., None]
+    if weights == "softmax":
+        share = (similarity - 1).sigmoid_().mul_(merged)
+    else:
+        share = merged.to(similarity.dtype).mul_(0.5)
+        if weights == "official":
+            own_key, own_value = own_key * similarity, own_value * similarity
+    keys, values = _blended(kept_key, own_key, share), _blended(kept_value, own_value, share)
+    changed = [keys, values, threshold.squeeze(-1)]
+    if leaving[0].norms is not None:
+        changed.append(norms_of(keys if on == "keys" else values))
+    rows = len(nearest[0])
+    by_layer = zip(nearest, *(each.split(rows) for each in changed), strict=True)
+    return [Change(*each) for each in by_layer]
+
+
+def _states(leaving: Sequence[Leaving]) -> Tensor | None:
+    """Thresholds of all layers `[L·B, H, 1]`, NaN where there is none; None: there is none."""
+    states = [each.state for each in leaving]
+    known = next((state for state in states if state is not None), None)
+    if known is None:
+        return None
+    empty = torch.full_like(known, torch.nan)
+    return joined([empty if state is None else state for state in states])[..., None]
+
+
+def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
+    """The kept entry `[B, H, 1, D]` with a `share [B, H, 1, 1]` of the evicted one in it."""
+    exact = share.dtype
+    return torch.lerp(kept.to(exact), evicted.to(exact), share).to(kept.dtype)
+
+
+def _exact(similarity: Tensor, entries: Tensor) -> Tensor:
+    """In the precision in which entries are added up, so that weights have it as well."""
+    return similarity.to(torch.promote_types(entries.dtype, torch.float32))
+
+
+def _entries(keys: Tensor, values: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """The key and the value at `slot [B, H, 1]`."""
+    index = _wide(slot, keys)
+    same = keys.shape[-1] == values.shape[-1]
+    return keys.gather(2, index), values.gather(2, index if same else _wide(slot, values))
+
+
+def _reached(
+    similarity: Tensor, candidates: Tensor, state: Tensor | None, beta: float, decide: Decide
+) -> tuple[Tensor, Tensor]:
+    """Which of the candidates are merged, bool `[B, H, E]`, and the thresholds `[B, H]`."""
+    judged, counted = similarity, candidates
+    if decide == "head_mean":
+        judged = _head_mean(similarity, candidates)
+        counted = candidates.any(1, keepdim=True).expand_as(candidates)
+    threshold = _threshold(judged, counted, state, beta)
+    return candidates & (judged >= threshold[..., None]), threshold
+
+
+def evicted_slots(eviction: Eviction) -> Tensor:
+    """Slots `[B, H, E]` of the real entries that go, ascending; −1 on the left where fewer go."""
+    slots, positions = eviction.slots, eviction.positions
+    stored = positions.shape[-1]
+    # Holes write into one more column, which is cut off.
+    gone = F.pad(positions >= 0, (0, 1)).scatter(2, slots.where(slots >= 0, stored), False)
+    gone = gone[..., :stored].byte()
+    counts = gone.sum(-1, keepdim=True)
+    most = int(counts.max()) if stored else 0
+    if most == 1:
+        return gone.argmax(-1, keepdim=True).masked_fill(counts == 0, -1)
+    order = gone.argsort(dim=-1, stable=True)[..., stored - most :]
+    surplus = torch.arange(most, device=slots.device) < most - counts
+    return order.masked_fill(surplus, -1)
+
+
+def _wide(slots: Tensor, entries: Tensor) -> Tensor:
+    return slots[..., None].expand(-1, -1, -1, entries.shape[-1])
+
+
+def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Highest cosine of each evicted entry and the first kept one that has it, `[B, H, E]` both."""
+    others = F.normalize(kept.float(), dim=-1).transpose(-1, -2)
+    best = []
+    for part in evicted.split(_per_tile(real.numel()), -1):
+        cosines = F.normalize(take(stored, part).float(), dim=-1) @ others
+        best.append(cosines.masked_fill_(~real[:, :, None], -torch.inf).max(-1))
+    similarity, nearest = zip(*best, strict=True)
+    # Rounding must not lift an evicted entry above the kept one's similarity to itself.
+    return torch.cat(similarity, -1).clamp(max=1.0), torch.cat(nearest, -1)
+
+
+def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor]:
+    """As `_nearest` for the entry `own [B, H, 1, D]` that leaves, among those not hidden."""
+    norms = norms_of(stored) if leaving.norms is None else leaving.norms
+    along = leaving.products
+    if along is None:
+        along = products(own.float(), stored.float(), None, 1.0).view(norms.shape)
+    best, nearest = (along + leaving.hidden.float()).div_(norms).max(-1, keepdim=True)
+    return best.div_(norms.gather(2, leaving.slot)).clamp_(max=1.0), nearest
+
+
+def _per_tile(numbers: int) -> int:
+    """Evicted entries per tile, when each of them takes that many float32 numbers."""
+    return max(1, TILE_BYTES // (4 * max(1, numbers)))
+
+
+def _head_mean(similarity: Tensor, candidates: Tensor) -> Tensor:
+    total = similarity.double().masked_fill(~candidates, 0.0).sum(1, keepdim=True)
+    mean = total / candidates.sum(1, keepdim=True)
+    return mean.float().expand_as(similarity)
+
+
+def _threshold(judged: Tensor, counted: Tensor, before: Tensor | None, beta: float) -> Tensor:
+    """Equation 10, `[B, H]` float32; as it was, or NaN, where nothing is evicted."""
+    counts = counted.sum(-1)
+    # In float64, so that the mean of equal similarities is that similarity, which reaches it.
+    mean = judged.double().masked_fill(~counted, 0.0).sum(-1) / counts
+    old = mean if before is None else torch.where(before.isnan(), mean, before.double())
+    return torch.where(counts > 0, beta * mean + (1 - beta) * old, old).float()
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Evicted slots, the kept entry nearest to each, whether it is merged; all `[B, H, E]`."""
+
+    evicted: Tensor
+    nearest: Tensor
+    merged: Tensor
+    similarity: Tensor
+    weights: Weights
+
+    def into(self, kept: Tensor, stored: Tensor) -> Tensor:
+        """`kept [B, H, K, D]` with the merged entries of `stored [B, H, T, D]` added."""
+        return self._added(kept, stored, self.nearest.where(self.merged, kept.shape[2]))
+
+    def _added(self, kept: Tensor, stored: Tensor, places: Tensor) -> Tensor:
+        """Weighted sums; `places [B, H, E]` past the last kept entry are thrown away."""
+        batch, heads, size, width = kept.shape
+        exact = self.similarity.dtype
+        own, each, counted = self._weights()
+        sums = F.pad(own * kept.to(exact), (0, 0, 0, 1))
+        step = _per_tile(batch * heads * width)
+        tiles = (t.split(step, -1) for t in (self.evicted, places, each))
+        for part, place, weight in zip(*tiles, strict=True):
+            entries = take(stored, part).to(exact) * weight[..., None]
+            sums.scatter_add_(2, _wide(place, kept), entries)
+        total = kept.new_full((batch, heads, size + 1), own, dtype=torch.float64)
+        total = total.scatter_add(2, places, counted.double()).to(exact)
+        touched = torch.zeros_like(total, dtype=torch.bool).scatter(2, places, True)
+        blended = (sums / total[..., None])[:, :, :size].to(kept.dtype)
+        return torch.where(touched[..., :size, None], blended, kept)
+
+    def _weights(self) -> tuple[float, Tensor, Tensor]:
+        """Of the kept entry and of each evicted one, and what the latter add to the divisor."""
+        equal = torch.ones_like(self.similarity)
+        if self.weights == "softmax":
+            return math.e, self.similarity.exp(), self.similarity.exp()
+        return 1.0, equal if self.weights == "average" else self.similarity, equal

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Votes of the last queries, pooled so that neighbours are kept together."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.observation import Observation
+
+Pooling = Literal["max", "avg"]
+
+
+def window_votes(
+    seen: Observation, window: int, kernel: int, pooling: Pooling, pool_first: bool = False
+) -> Tensor:
+    """Attention of the last `window` queries to all earlier entries, summed, group mean, pooled.
+
+    The window's own entries score 0: they are forced to stay. `pool_first` pools each query head
+    before the group mean, as kvpress does. (SnapKV: FasterDecoding/SnapKV `snapkv_utils.py`.)
+    """
+    seen, order = seen.padding_first()
+    votes = seen.window_attention(window).sum(2)[..., :-window]
+    if not pool_first:
+        votes = seen.group_mean(votes)
+    per_head = votes.shape[1] // seen.positions.shape[1]
+    padding = (seen.positions < 0).repeat_interleave(per_head, 1)[..., :-window]
+    pooled = pool(votes, kernel, pooling, padding)
+    if pool_first:
+        pooled = seen.group_mean(pooled)
+    scores = F.pad(pooled, (0, seen.keys.shape[2] - pooled.shape[-1]))
+    return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)
+
+
+def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None = None) -> Tensor:
+    """1-D pooling along the last axis, length kept: padding counts as lying outside.
+
+    `avg` pads with zeros and always divides by `kernel`; `max` pads with −∞.
+    """
+    check_window(1, kernel)
+    if kernel == 1 or scores.shape[-1] == 0:
+        return scores
+    outside = -torch.inf if pooling == "max" else 0.0
+    if padding is not None:
+        scores = scores.masked_fill(padding, outside)
+    # From any entry this width reaches all of them: a wider kernel sees no more.
+    width = min(kernel, 2 * scores.shape[-1] - 1)
+    if pooling == "max":
+        return F.max_pool1d(scores, width, 1, width // 2)
+    return F.avg_pool1d(scores, width, 1, width // 2) * (width / kernel)
+
+
+def check_window(window: int, kernel: int) -> None:
+    """Raises KvfoldError for a window or kernel that no method can work with."""
+    if window < 1:
+        raise KvfoldError(f"an observation window is at least 1 query, not {window}")
+    if kernel < 1 or kernel % 2 == 0:
+        raise KvfoldError(f"a pooling kernel is odd and positive, not {kernel}")

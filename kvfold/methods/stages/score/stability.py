@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mean attention, with entries protected whose attention is not stable."""
+
+import torch
+from torch import Tensor
+
+from kvfold.methods.observation import Observation
+
+
+def low_mean_unless_unstable(
+    seen: Observation, *, protect_recent: int = 10, protect_std_ratio: float = 0.3
+) -> Tensor:
+    """Mean attention over the queries that could see an entry; above 1 for protected ones.
+
+    Float32 `[B, H, T]`. Of a budget of k entries, the `int(protect_std_ratio·k) + 1` whose
+    attention deviates most are protected, the last `protect_recent` before all others and the
+    newest of these first. With k + 1 entries stored, what scores lowest is what RoCo evicts:
+    the lowest mean among the k − int(protect_std_ratio·k) smallest deviations.
+
+    Ren and Zhu, section 3 (arXiv 2402.06262); DRSY/EasyKV `easykv/easykv.py`.
+    """
+    assert seen.column_sums is not None and seen.column_squares is not None
+    assert seen.seen is not None and seen.budget is not None
+    stored = seen.positions >= 0
+    queries = torch.where(stored, seen.seen.view(-1, 1, 1) - seen.positions, 1)
+    mean = seen.column_sums / queries
+    # Rounding may make the variance of constant attention negative.
+    deviation = (seen.column_squares / queries - mean.square()).clamp(min=0).sqrt()
+    age = stored.flip(-1).cumsum(-1).flip(-1)
+    # No deviation of attention exceeds 1/2.
+    deviation = torch.where(age <= protect_recent, 1.0 + protect_recent - age, deviation)
+    protected = _highest(
+        deviation.masked_fill(~stored, -1.0), _places(seen.budget, protect_std_ratio)
+    )
+    return torch.where(protected, 2.0 + deviation, mean)
+
+
+def _places(budget: Tensor, ratio: float) -> Tensor:
+    """Protected entries `[B]`, never more than the budget."""
+    return torch.minimum((budget.double() * ratio).long() + 1, budget)
+
+
+def _highest(values: Tensor, counts: Tensor) -> Tensor:
+    """Where the `counts[B]` highest `values[B, H, T]` are; of equal ones the earlier."""
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    first = torch.arange(values.shape[-1], device=values.device) < counts.view(-1, 1, 1)
+    return torch.zeros_like(values, dtype=torch.bool).scatter(2, order, first.expand_as(values))

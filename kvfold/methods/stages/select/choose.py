@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a layer observed to the slots that stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import Stages
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.select.forced import with_forced
+from kvfold.methods.stages.select.top import lowest, top
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Slots `[B, H, K]` ascending, −1 for holes; whether more was forced than the budget allows."""
+
+    slots: Tensor
+    over_budget: bool
+
+
+def choose(
+    stages: Stages, seen: Observation, places: Tensor, forced: Tensor, counts: Tensor
+) -> Chosen:
+    """Which of the entries stay.
+
+    places `[B, H, T]` number each row's tokens, −1 for padding; forced `[B, H, T]` stay beside
+    those that the method forces; counts, `[B]` or `[B, H]`, are the entries to keep, forced ones
+    included.
+    """
+    per_row = counts if counts.dim() == 1 else counts.amax(-1)
+    forced = forced | stages.forced.mask(places, per_row)
+    scores = scores_of(stages, dataclasses.replace(seen, budget=per_row), places.shape[1])
+    check_numbers(stages, scores.masked_fill(places < 0, 0))
+    needed = forced.sum(-1)
+    counts = counts.view(len(counts), -1).expand_as(needed)
+    over = bool((needed > counts).any())
+    if stages.heads is not None:
+        open_ = scores.masked_fill(forced | (places < 0), -torch.inf)
+        counts = needed + stages.heads(open_, (counts - needed).clamp(min=0).amin(-1))
+    counts = torch.minimum(torch.maximum(counts, needed), (places >= 0).sum(-1))
+    return Chosen(top(with_forced(scores, forced, places), counts), over)
+
+
+def leaving(
+    stages: Stages, seen: Observation, places: Tensor, forced: Tensor | None, capacity: Tensor
+) -> Tensor:
+    """The slot `[B, H, 1]` that leaves where every head stores one entry more than `capacity [B]`.
+
+    places and forced `[B, H, T]` are as for `choose`, which would keep all the others; `seen` tells
+    the budget.
+    """
+    staying = places < 0
+    if stages.forced:
+        staying |= stages.forced.mask(places, capacity)
+    if forced is not None:
+        staying |= forced
+    return leaving_beside(stages, seen, staying)
+
+
+def leaving_beside(stages: Stages, seen: Observation, staying: Tensor) -> Tensor:
+    """As `leaving`, where all that cannot leave is `staying [B, H, T]`."""
+    scores = scores_of(stages, seen, staying.shape[1])
+    return _checked_lowest(stages, scores.masked_fill(staying, torch.inf))
+
+
+def leaving_between(
+    stages: Stages, scores: Tensor, hidden: Tensor | None, first: int, last: int
+) -> Tensor:
+    """As `leaving`, by finite scores `[B, H, T]`, where the `first` and the `last` slots stay.
+
+    hidden `[B, H, T]` is −∞ where an entry is gone, 0 elsewhere; None: nothing is.
+    """
+    between = slice(first, scores.shape[-1] - last)
+    scores = scores[..., between]
+    return _checked_lowest(
+        stages, scores if hidden is None else scores - hidden[..., between], first
+    )
+
+
+def _checked_lowest(stages: Stages, scores: Tensor, first: int = 0) -> Tensor:
+    """The slot `[B, H, 1]` of the lowest score, slots counted from `first`."""
+    slot = lowest(scores, first)
+    if not torch.compiler.is_compiling():
+        # NaN counts as lowest of all, so the lowest ones tell whether there are any.
+        check_numbers(stages, scores.gather(-1, slot - first if first else slot))
+    return slot
+
+
+def scores_of(stages: Stages, seen: Observation, heads: int) -> Tensor:
+    """Scores `[B, H, T]` of the stored heads: the mean over the heads that share a latent.
+
+    Raises KvfoldError, naming the method, for scores of another shape or kind.
+    """
+    assert stages.score is not None
+    scores = stages.score(seen)
+    stored = seen.positions.shape[-1]
+    if stored == 0 and seen.attention is not None:  # several layers at once, without entries
+        stored = seen.attention.shape[-1]
+    wanted = (*seen.keys.shape[:2], stored)
+    if not isinstance(scores, Tensor):
+        raise _refused(stages, wanted, f"a {type(scores).__name__}")
+    if scores.shape != wanted or not scores.is_floating_point():
+        raise _refused(stages, wanted, f"{scores.dtype} {list(scores.shape)}")
+    latents = wanted[1] // heads
+    return scores if latents == 1 else scores.unflatten(1, (heads, latents)).mean(2)
+
+
+def check_numbers(stages: Stages, scores: Tensor) -> None:
+    """Raises KvfoldError, naming the method, where scores are NaN."""
+    if bool(scores.isnan().any()):
+        raise KvfoldError(
+            f"{stages.method} scores entries with NaN, which cannot be ranked: look for 0/0, and "
+            "for rows in which everything is hidden"
+        )
+
+
+def _refused(stages: Stages, wanted: tuple[int, ...], given: str) -> KvfoldError:
+    return KvfoldError(
+        f"{stages.method} scores with {given} where float32 {list(wanted)} is wanted: one number "
+        "for each entry of each KV head, as in observation.keys"
+    )

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens go on to the next layer (PyramidInfer)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from kvfold.methods.observation import Observation
+
+BLOCK = 128
+
+
+def survivors(
+    seen: Observation,
+    *,
+    least: float,
+    recent: float,
+    sinks: int,
+    newest_weight: float,
+    least_context: int,
+    interval: int,
+) -> Tensor:
+    """Slots `[B, K]` of the tokens that the next layer computes, ascending, −1 for holes.
+
+    The newest 1 + ⌊recent · n⌋ of a row's n tokens always do. Of those before, its context, a part
+    that falls with depth from 1 to `least` does: those to which the newest pay most attention, mean
+    over heads, the newest query weighing `newest_weight` times the oldest. A context of at most
+    `least_context` tokens is left alone, and so are all but every `interval`-th layer.
+    (PyramidInfer, arXiv 2405.12532, section 3; mutonix/pyramidinfer `modeling_llama.py`.)
+    """
+    assert seen.seen is not None
+    depth = (math.cos(math.pi * seen.layer / seen.layers) + 1) / 2
+    part = (1 - least) * depth + least
+    rows = []
+    for row, tokens in enumerate(seen.seen.tolist()):
+        slots = (seen.positions[row, 0] >= 0).nonzero()[:, 0]
+        window = 1 + int(recent * tokens)
+        context = len(slots) - window
+        kept = int(context * part)
+        floor = min(least_context, tokens - window)
+        if context > floor and kept > floor and part < 1 and seen.layer % interval == 0:
+            scores = _attention_of_newest(seen, row, window, newest_weight)[slots[:context]]
+            scores[:sinks] = torch.inf
+            best = scores.argsort(descending=True, stable=True)[:kept].sort().values
+            slots = torch.cat([slots[best], slots[context:]])
+        rows.append(slots)
+    longest = max(map(len, rows))
+    return torch.stack([torch.nn.functional.pad(r, (longest - len(r), 0), value=-1) for r in rows])
+
+
+def _attention_of_newest(seen: Observation, row: int, window: int, weight: float) -> Tensor:
+    """Weighted attention of a row's last `window` queries `[T]`, mean over heads, in blocks."""
+    one = slice(row, row + 1)
+    assert seen.queries is not None and seen.query_positions is not None
+    weights = torch.linspace(1, weight, window, device=seen.keys.device)
+    total = seen.keys.new_zeros(seen.keys.shape[2], dtype=torch.float32)
+    for start in range(0, window, BLOCK):
+        end = min(start + BLOCK, window)
+        first = seen.queries.shape[2] - window
+        block = dataclasses.replace(
+            seen,
+            keys=seen.keys[one],
+            values=seen.values[one],
+            positions=seen.positions[one],
+            queries=seen.queries[one, :, first + start : first + end],
+            query_positions=seen.query_positions[one, first + start : first + end],
+        )
+        attention = block.window_attention(end - start)[0].mean(0)
+        total += weights[start:end] @ attention.float()
+    return total / window

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader should doubt, in words."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvfold.bench.machine import Setup
+from kvfold.eval.run.cell import FULL, RANDOM, Cell
+from kvfold.eval.run.result import Result
+from kvfold.eval.run.statistics import Estimate
+from kvfold.loading import BUNDLED
+from kvfold.report.board import Board
+from kvfold.report.style import BASELINES
+from kvfold.report.summary import Row, budgets, gap
+
+FEW = 50
+OFF_BUDGET = 0.05
+# Points above guessing that a task needs to show a loss.
+ROOM = 5.0
+# Percent that guessing scores, by metric; nothing elsewhere. Source: four choices each in
+# THUDM/LongBench v2, OpenBMB/InfiniteBench (choice, code_debug) and microsoft/MInference scbench.
+GUESSED = {"accuracy": 25.0, "option": 25.0}
+
+# Of `kvfold/bundled`; its model card says the same.
+REPEATED = (
+    "the bundled model was trained on KVzip's own repeat prompt, in 15 % of the rows of its mixed "
+    "stages, over documents with needles; other models were not"
+)
+
+
+# Why KVzip does better with less on the bundled model.
+DISTRACTED = (
+    "the smaller set is part of the larger one, so nothing is missing: what is kept beside the "
+    "needles distracts a model of four layers; in the paper quality rises with the budget"
+)
+
+
+class Doubt(NamedTuple):
+    """What it is about, and one line for each case."""
+
+    about: str
+    lines: list[str]
+
+
+def of_board(board: Board) -> list[Doubt]:
+    """Doubts about one model and protocol."""
+    return _any(
+        Doubt("The full cache itself is near guessing", _near_chance(board.scored)),
+        Doubt("KVzip's rows flatter it on this model", _trained_on(board)),
+        Doubt("Insensitive: random eviction does as well as the full cache", _blind(board.scored)),
+        Doubt("Few samples", _few(board.scored)),
+        Doubt("Not every task was run", _incomplete(board)),
+        Doubt("Rows that every table should have are missing", _missing(board)),
+        Doubt("What is stored is not what was asked for", _off_budget(board.results)),
+        Doubt("More of the cache scores less, for certain", _upside_down(board)),
+        Doubt("Prompts were cut", _truncated(board.results)),
+        Doubt("Answers cut off at their limit while the cache was compressed", _cut_off(board)),
+        Doubt("Samples without an answer", _counted(board.results, "errors")),
+        Doubt("Answers that could not be parsed or scored", _counted(board.results, "failed")),
+        Doubt("Several machines or versions: times are not compared across them",
+              _machines(board.results)),
+        Doubt("The code was not one clean commit", _commits(board.results)),
+        Doubt("No score", _unscored(board.results)),
+    )  # fmt: skip
+
+
+def _upside_down(board: Board) -> list[str]:
+    """Methods with a budget that scores more than a larger one, their intervals apart."""
+    rows = [row for row in board.overall() if row.score and row.kept_nominal is not None]
+    lines = []
+    for method in dict.fromkeys(row.method for row in rows):
+        own = sorted((row for row in rows if row.method == method), key=_nominal)
+        for less, more in itertools.pairwise(own):
+            if less.score and more.score and _surely_above(less.score, more.score):
+                lines.append(
+                    f"{method}: {less.score.value:.1f} at {less.budget}, and "
+                    f"{more.score.value:.1f} at {more.budget}{_why(board, method)}"
+                )
+    return lines
+
+
+def _nominal(row: Row) -> float:
+    return row.kept_nominal or 0.0
+
+
+def _surely_above(one: Estimate, other: Estimate) -> bool:
+    return one.low is not None and other.high is not None and one.low > other.high
+
+
+def _why(board: Board, method: str) -> str:
+    """What is known of a method on the bundled model; nothing of others."""
+    known = {"kvzip": DISTRACTED}.get(method.partition(":")[0])
+    return f"; {known}" if known and board.subject.name == BUNDLED else ""
+
+
+def _any(*doubts: Doubt) -> list[Doubt]:
+    return [doubt for doubt in doubts if doubt.lines]
+
+
+def near_guessing(result: Result) -> bool:
+    """Whether a full cache's score leaves too little room to lose."""
+    if result.score is None or result.lower_is_better:
+        return False
+    low = result.score.value if result.score.low is None else result.score.low
+    room = max(ROOM, result.score.value - low)
+    return result.score.value - GUESSED.get(result.metric or "", 0.0) < room
+
+
+def _near_chance(results: Sequence[Result]) -> list[str]:
+    return [
+        f"{_unit(r)}: {r.score.value:.1f} with a full cache, where guessing gives about "
+        f"{GUESSED.get(r.metric or '', 0.0):.0f}"
+        for r in results
+        if r.cell.method == FULL and r.score and near_guessing(r)
+    ]
+
+
+def _trained_on(board: Board) -> list[str]:
+    methods = dict.fromkeys(r.cell.method for r in board.results)
+    names = [name for name in methods if name.startswith("kvzip")]
+    return [f"{_listed(names)}: {REPEATED}"] if names and board.subject.name == "bundled" else []
+
+
+def _blind(results: Sequence[Result]) -> list[str]:
+    smallest = budgets(results)[-1:]
+    lines = []
+    for result in results:
+        if result.cell.method == RANDOM and result.cell.budget in smallest:
+            apart = gap([result])
+            if apart is not None and apart.is_noise:
+                lines.append(f"{_unit(result)}: no difference that {result.samples} samples show "
+                             f"at {result.cell.budget}")  # fmt: skip
+    return lines
+
+
+def _few(results: Sequence[Result]) -> list[str]:
+    least: dict[str, int] = {}
+    for result in results:
+        if 0 < result.samples < FEW:
+            unit = _unit(result)
+            least[unit] = min(least.get(unit, FEW), result.samples)
+    units: dict[int, list[str]] = {}
+    for unit, count in least.items():
+        units.setdefault(count, []).append(unit)
+    return [
+        f"{_listed(names)}: {count} samples; with half of them right, a mean is known to "
+        f"±{100 * 1.96 * math.sqrt(0.25 / count):.0f} points"
+        for count, names in units.items()
+    ]
+
+
+def _incomplete(board: Board) -> list[str]:
+    units = {result.cell.reference: _unit(result) for result in board.scored}
+    present: dict[str, set[Cell]] = {}
+    for result in board.scored:
+        known = present.setdefault(_subject(result), set())
+        known |= {result.cell.reference} if result.score is not None else set()
+    lacking: dict[tuple[str, ...], list[str]] = {}
+    for name, known in present.items():
+        missing = tuple(unit for cell, unit in units.items() if cell not in known)
+        lacking.setdefault(missing, []).append(name)
+    return [
+        f"{_listed(names)}: without {_listed(missing)}; in no frontier and without a place"
+        for missing, names in lacking.items()
+        if missing
+    ]
+
+
+def _missing(board: Board) -> list[str]:
+    known = {result.cell.method for result in board.results}
+    return [f"{name} ({what})" for name, what in BASELINES.items() if name not in known]
+
+
+def _off_budget(results: Sequence[Result]) -> list[str]:
+    worst: dict[str, Result] = {}
+    for result in results:
+        if result.kept_nominal and result.kept is not None:
+            known = worst.get(_subject(result))
+            if known is None or _off(result) > _off(known):
+                worst[_subject(result)] = result
+    return [
+        f"{name}: {result.kept:.3f} of the entries on {_unit(result)}"
+        for name, result in worst.items()
+        if _off(result) > OFF_BUDGET
+    ]
+
+
+def _off(result: Result) -> float:
+    assert result.kept is not None and result.kept_nominal is not None
+    return abs(result.kept / result.kept_nominal - 1)
+
+
+def _truncated(results: Sequence[Result]) -> list[str]:
+    most: dict[str, Result] = {}
+    for result in results:
+        if result.truncated and result.truncated > most.get(_unit(result), result).truncated - 1:
+            most[_unit(result)] = result
+    return [
+        f"{unit}: {r.truncated} of {r.samples} samples, rule “{r.truncation}”, at "
+        f"{r.cell.protocol.max_length:,} tokens"
+        for unit, r in most.items()
+    ]
+
+
+def _cut_off(board: Board) -> list[str]:
+    return [
+        f"{_unit(r)}, {_subject(r)}: {r.at_limit} of {r.questions} answers"
+        for r in board.results
+        if r.phase == "decode" and r.questions and r.at_limit > 0.1 * r.questions
+    ]
+
+
+def _counted(results: Sequence[Result], field: str) -> list[str]:
+    counts, places = Counter[str](), dict[str, list[str]]()
+    for result in results:
+        for reason, count in getattr(result, field).items():
+            counts[reason] += count
+            places.setdefault(reason, []).append(str(result.cell))
+    return [
+        f"{count} × {reason} ({_listed(places[reason], mark='; ')})"
+        for reason, count in counts.most_common()
+    ]
+
+
+def _machines(results: Sequence[Result]) -> list[str]:
+    setups: list[Setup] = []
+    for setup in (setup for result in results for setup in result.setups):
+        if setup not in setups:
+            setups.append(setup)
+    return ["; ".join(setup.differences(setups[0])) for setup in setups[1:]]
+
+
+def _commits(results: Sequence[Result]) -> list[str]:
+    commits = list(dict.fromkeys(commit for result in results for commit in result.commits))
+    lines = [f"recorded at {_listed(map(str, commits))}"] if len(commits) > 1 else []
+    dirty = [commit for commit in commits if commit and commit.endswith("-dirty")]
+    return lines + [f"{commit}: with changes that are in no commit" for commit in dirty]
+
+
+def _unscored(results: Sequence[Result]) -> list[str]:
+    names = dict.fromkeys(_unit(result) for result in results if result.score is None)
+    return [f"{name}: in no mean, for one or all methods" for name in names]
+
+
+def _unit(result: Result) -> str:
+    cell = result.cell
+    return cell.task if cell.length is None else f"{cell.task} at {cell.length:,} tokens"
+
+
+def _subject(result: Result) -> str:
+    cell = result.cell
+    return cell.method if cell.budget is None else f"{cell.method} at {cell.budget}"
+
+
+def _listed(names: Iterable[str], most: int = 4, mark: str = ", ") -> str:
+    known = list(names)
+    rest = len(known) - most
+    return mark.join(known[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An answer as OpenAI's JSON: whole, or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+from kvfold.serve.decoding import Finished, Started, Stripped
+from kvfold.serve.errors import ApiError
+from kvfold.serve.events import event
+from kvfold.serve.response_schemas import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    Completion,
+    Delta,
+    TextChoice,
+    Usage,
+)
+from kvfold.serve.workers import Job
+
+DONE = "data: [DONE]\n\n"
+log = logging.getLogger(__name__)
+
+
+class Writer:
+    """The JSON of one answer to a conversation; `counted` is told what it took when it ends."""
+
+    prefix = "chatcmpl"
+
+    def __init__(self, model: str, started: Started, counted: Callable[[Finished], None]) -> None:
+        self.started, self.counted = started, counted
+        self.strip: Callable[[str], str] = Stripped().of
+        self.about: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, text: str, done: Finished) -> BaseModel:
+        """All at once."""
+        choice = ChatChoice(message=ChatMessage(content=text), finish_reason=done.reason)
+        return ChatCompletion(**self.about, choices=[choice], usage=self.usage(done))
+
+    def first(self) -> list[BaseModel]:
+        """What comes before the first piece."""
+        return [self._chunk(Delta(role="assistant", content=""))]
+
+    def piece(self, text: str) -> BaseModel:
+        """A piece of text."""
+        return self._chunk(Delta(content=text))
+
+    def last(self, done: Finished) -> BaseModel:
+        """Why it ended."""
+        return self._chunk(Delta(), done)
+
+    def only_usage(self, done: Finished) -> BaseModel:
+        """What was counted."""
+        return ChatChunk(**self.about, choices=[], usage=self.usage(done))
+
+    def usage(self, done: Finished) -> Usage:
+        """The counts of prompt and answer."""
+        return Usage.of(self.started.prompt, self.started.cached, done.tokens)
+
+    def _chunk(self, delta: Delta, done: Finished | None = None) -> BaseModel:
+        choice = ChatDelta(delta=delta, finish_reason=None if done is None else done.reason)
+        return ChatChunk(**self.about, choices=[choice])
+
+
+class TextWriter(Writer):
+    """The same for a completion, whose text goes on where the prompt ends, white space included."""
+
+    prefix = "cmpl"
+
+    def __init__(self, model: str, started: Started, counted: Callable[[Finished], None]) -> None:
+        super().__init__(model, started, counted)
+        self.strip = str
+
+    def whole(self, text: str, done: Finished) -> BaseModel:
+        choice = TextChoice(text=text, finish_reason=done.reason)
+        return Completion(**self.about, choices=[choice], usage=self.usage(done))
+
+    def first(self) -> list[BaseModel]:
+        return []
+
+    def piece(self, text: str) -> BaseModel:
+        return Completion(**self.about, choices=[TextChoice(text=text)])
+
+    def last(self, done: Finished) -> BaseModel:
+        choice = TextChoice(text="", finish_reason=done.reason)
+        return Completion(**self.about, choices=[choice])
+
+    def only_usage(self, done: Finished) -> BaseModel:
+        return Completion(**self.about, choices=[], usage=self.usage(done))
+
+
+async def whole(job: Job, writer: Writer) -> BaseModel:
+    """The answer when it is complete."""
+    text = ""
+    while not isinstance(came := await job.next(), Finished):
+        text += writer.strip(came)
+    writer.counted(came)
+    return writer.whole(text, came)
+
+
+async def events(job: Job, writer: Writer, with_usage: bool) -> AsyncIterator[str]:
+    """The answer as it comes; closing the iterator ends its generation."""
+    try:
+        for chunk in writer.first():
+            yield _event(chunk, with_usage)
+        while not isinstance(came := await job.next(), Finished):
+            if text := writer.strip(came):
+                yield _event(writer.piece(text), with_usage)
+        writer.counted(came)
+        yield _event(writer.last(came), with_usage)
+        if with_usage:
+            yield _event(writer.only_usage(came), with_usage)
+        yield DONE
+    except ApiError as refused:
+        yield event(refused.body())
+    except Exception:
+        log.exception("an answer failed half-way")
+        yield event(ApiError(500, "the server failed: see its log").body())
+    finally:
+        job.close()
+
+
+def _event(chunk: BaseModel, with_usage: bool) -> str:
+    """A server-sent event; pieces say `usage: null` where the usage comes at the end."""
+    left_out = set() if with_usage or getattr(chunk, "usage", None) else {"usage"}
+    content = chunk.model_dump(mode="json", exclude=left_out)
+    for choice in content["choices"]:
+        if "delta" in choice:
+            choice["delta"] = {k: v for k, v in choice["delta"].items() if v is not None}
+    return event(content)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One context that a server holds, in memory or as a file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.stats import Stats
+from kvfold.contexts.context import Context
+from kvfold.contexts.files import stock_layers as others
+from kvfold.serve.longest_prefix import Key
+from kvfold.serve.response_schemas import ContextDetail
+
+
+@dataclass(eq=False)
+class Held:
+    """A context with what is known of it while it is on disk.
+
+    `size` are its bytes in memory. `file`, once written, stays true: a context never changes.
+    `moving`: some thread is writing or reading the file. `keys` are of its tokens, and of its text
+    as a question goes on after it.
+    """
+
+    id: str
+    stats: Stats
+    size: int
+    keys: dict[str, Key]
+    context: Context | None
+    file: Path | None
+    created: int = field(default_factory=lambda: int(time.time()))
+    readers: int = 0
+    moving: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody reads it, nor writes its file."""
+        return not self.readers and not self.moving
+
+    def info(self, model: str) -> ContextDetail:
+        """What clients are told."""
+        return ContextDetail(
+            id=self.id,
+            created=self.created,
+            model=model,
+            method=self.stats.method,
+            budget=self.stats.budget,
+            tokens=self.stats.seen,
+            kept=self.stats.kept_fraction,
+            bytes=self.size,
+            bytes_full=self.stats.nbytes_full,
+            place="disk" if self.context is None else "memory",
+            readers=self.readers,
+            kept_per_layer=[rows[0] for rows in self.stats.kept],
+        )
+
+
+def size_of(context: Context) -> int:
+    """Bytes of all tensors of a context: its layers, transformers' own included, and its tokens.
+
+    Of transformers' layers whole storages count: a sliding window is a view of all that was read.
+    """
+    storages = {}
+    for index, layer in enumerate(context.cache.layers):
+        if not isinstance(layer, CompressedLayer):
+            _, by_head, whole = others.describe(layer, index)
+            for tensor in (
+                *whole.values(),
+                *(head for heads in by_head.values() for head in heads),
+            ):
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    stats = context.stats()
+    return stats.nbytes + stats.id_bytes + context.ids.nbytes + sum(storages.values())

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the proxy knows: contexts that fit the served model, and how questions become tokens."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.contexts.files.format import opened
+from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.hf.chat_template import Frame
+from kvfold.serve.errors import ApiError
+from kvfold.serve.prompts import Prompts
+from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
+from kvfold.serve.vllm.compatibility import Fitting
+from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
+from kvfold.serve.vllm.request import Asked, check_vocabulary, vocabulary
+
+
+class Contexts:
+    """Turns requests into prompts of vLLM; raises ApiError, with the reason, where it cannot."""
+
+    def __init__(self, shelf: Shelf, fitting: Fitting, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.shelf, self.fitting = shelf, fitting
+        self.prompts = Prompts(tokenizer, Frame.of(tokenizer), fitting.skeleton.config.vocab_size)
+        self.vocabulary = vocabulary(tokenizer)
+        self._read: dict[str, tuple[Card, ContextFileError | None]] = {}
+
+    def chat(self, asking: ChatRequest) -> Asked:
+        """Questions and answers that follow the document."""
+        card = self._card(asking.context_id)
+        turns = self.prompts.turns(asking.messages, card.frame)
+        return Asked(card, list(chain(*turns)))
+
+    def complete(self, asking: CompletionRequest) -> Asked:
+        """A text, or tokens, that go on from the document."""
+        card, prompt = self._card(asking.context_id), asking.text_or_tokens
+        if isinstance(prompt, str):
+            ids = self.prompts.ids(self.prompts.split(self.prompts.theirs(prompt)))
+        else:
+            ids = self.prompts.checked(prompt)
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        return Asked(card, ids)
+
+    def all(self) -> list[dict[str, Any]]:
+        """All contexts: tokens, entries kept, the part of them lost to levelling, or why not."""
+        return [self._about(name) for name in self.shelf.ids()]
+
+    def _about(self, name: str) -> dict[str, Any]:
+        about: dict[str, Any] = {"id": name, "object": "context"}
+        try:
+            card = self._fitting(name)
+        except KvfoldError as problem:
+            return about | {"refused": str(problem)}
+        return about | {"tokens": card.seen, "kept": card.kept, "lost": card.lost}
+
+    def _card(self, name: str | None) -> Card:
+        try:
+            return self._fitting(name)
+        except UnknownContext as problem:
+            message = f"there is no context {name!r}"
+            raise ApiError(404, message, code="context_not_found", param="context_id") from problem
+        except KvfoldError as problem:
+            code = "context_refused"
+            raise ApiError(400, str(problem), code=code, param="context_id") from problem
+
+    def _fitting(self, name: str | None) -> Card:
+        card = self.shelf.card(name)
+        check_vocabulary(card, self.vocabulary)
+        self.fitting.check(card)
+        self._check_whole(card)
+        return card
+
+    def _check_whole(self, card: Card) -> None:
+        """Raises ContextFileError for altered tensors; each version of a file is read once.
+
+        vLLM would notice it too, and could say no more than that it failed.
+        """
+        known, problem = self._read.get(card.id, (None, None))
+        if known is not card:
+            problem = None
+            try:
+                with opened(self.shelf.path(card.id)) as file:
+                    file.check()
+            except ContextFileError as found:
+                problem = found
+            self._read[card.id] = card, problem
+        if problem is not None:
+            raise problem

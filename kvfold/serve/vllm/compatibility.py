@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a context is the served model's: asked once for each version of a file."""
+
+from __future__ import annotations
+
+from kvfold.contexts.files.format import opened
+from kvfold.errors import ContextFileError
+from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.placeholders import Card, Shelf
+
+
+class Fitting:
+    """Files of `shelf` against the model of `skeleton`, which is served in `dtype`."""
+
+    def __init__(self, shelf: Shelf, skeleton: Skeleton, dtype: str) -> None:
+        self.shelf, self.skeleton, self.dtype = shelf, skeleton, dtype
+        self._fits: set[str] = set()
+
+    def check(self, card: Card) -> None:
+        """Raises ContextFileError for a context of another model, RoPE or dtype."""
+        if card.salt in self._fits:
+            return
+        with opened(self.shelf.path(card.id)) as file:
+            if file.header.dtype != self.dtype:
+                raise ContextFileError(
+                    f"{file.path} holds {file.header.dtype}, and vLLM computes in {self.dtype}: "
+                    f"serve with --dtype {file.header.dtype}, or compress the document again"
+                )
+            self.skeleton.check(file)
+        self._fits.add(card.salt)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The served model as kvfold must know it: its configuration and RoPE, without its weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvfold.contexts.files.format import ContextFile, digest
+from kvfold.contexts.files.identity import FIELDS, differences, rope_differences, rope_part
+from kvfold.errors import ContextFileError, KvfoldError, UnsupportedModel
+from kvfold.hf.models import shares_entries, text_config
+from kvfold.hf.rotation import Rotation
+from kvfold.hf.stock_layers import is_compressible, stock_layers
+from kvfold.serve.vllm.checkpoint import weights
+
+
+class Skeleton:
+    """The model of a configuration, on no device but for its rotary frequencies.
+
+    Raises UnsupportedModel where kept keys cannot be moved by a constant: frequencies that change
+    with the length (dynamic NTK, longrope), latents, rotations under a condition, no RoPE at all;
+    or where layers do not all attend to their whole past.
+    """
+
+    def __init__(self, config: Any, folder: str | None) -> None:
+        self.folder = folder
+        self._digests: dict[str, str] = {}
+        try:
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        except ValueError as problem:
+            raise UnsupportedModel(f"kvfold does not know this model: {problem}") from problem
+        self.name = type(self.model).__name__
+        self.config = text_config(self.model)
+        self._restore_frequencies()
+        self._check_layers()
+        self.rotations = [self._rotation(layer) for layer in range(self.layers)]
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return int(self.config.num_hidden_layers)
+
+    def check(self, file: ContextFile) -> None:
+        """Raises ContextFileError, naming what differs from the model that made the file."""
+        found = self._differences(file)
+        if found:
+            raise ContextFileError(f"{file.path} was made with another model: {'; '.join(found)}")
+        if sorted(part.index for part in file.header.layers) != list(range(self.layers)):
+            raise ContextFileError(
+                f"{file.path} holds {len(file.header.layers)} layers, and the model has "
+                f"{self.layers}"
+            )
+        rope, frequencies = rope_part(self.model)
+        names = [name for name in file.header.checksums if name.startswith("rope.")]
+        theirs = {name.removeprefix("rope."): file.tensor(name) for name in names}
+        found = rope_differences(rope, file.header.rope, frequencies, theirs)
+        if found:
+            raise ContextFileError(f"{file.path} was made with another RoPE: {'; '.join(found)}")
+
+    def move(self, layer: int, keys: Tensor, by: int) -> Tensor:
+        """float32 keys `[H, T, D]` of a layer, rotated forward by `by` positions."""
+        moved: Tensor = self.rotations[layer](keys.float()[None], torch.tensor([by]))[0]
+        return moved
+
+    def _differences(self, file: ContextFile) -> list[str]:
+        there = file.header.model
+        fields = {name: getattr(self.config, name, None) for name in FIELDS}
+        known = {name: value for name, value in fields.items() if value is not None}
+        here = json.loads(json.dumps(known))
+        found = differences(here, there.config)
+        if not found and digest(json.dumps(here, sort_keys=True)) != there.config_hash:
+            found.append("another hash of the configuration")
+        if self.name != there.name:
+            found.insert(0, f"a {self.name} here, a {there.name} in the file")
+        if not found and self._weights(file.header.dtype) != there.weights:
+            found.append("the same configuration, but other weights")
+        return found
+
+    def _weights(self, dtype: str) -> str:
+        """The checksum of the checkpoint's weights, read once for each dtype."""
+        if dtype not in self._digests:
+            self._digests[dtype] = weights(self.model, self.folder, dtype)
+        return self._digests[dtype]
+
+    def _restore_frequencies(self) -> None:
+        """Frequencies that hold numbers."""
+        decoder = self.model.get_decoder()
+        embedding = getattr(decoder, "rotary_emb", None)
+        if embedding is not None:
+            with torch.device("cpu"):
+                decoder.rotary_emb = type(embedding)(self.config)
+
+    def _check_layers(self) -> None:
+        own = [is_compressible(layer) for layer in stock_layers(self.model)]
+        if not all(own) or len(own) != self.layers or shares_entries(self.model):
+            raise UnsupportedModel(
+                f"{self.name} has layers that hold something else than the keys and values of all "
+                "tokens, or share them: vLLM lays these out apart, which kvfold does not fill"
+            )
+
+    def _rotation(self, layer: int) -> Rotation:
+        rotation = Rotation(self.model, layer)
+        try:
+            rotation.check()
+        except KvfoldError as problem:
+            raise UnsupportedModel(
+                f"{self.name} cannot serve compressed contexts from vLLM, which numbers positions "
+                "anew: the keys of its layers cannot be moved by a constant angle (dynamic NTK, "
+                "longrope, latents, or no plain RoPE); use kvfold's own server"
+            ) from problem
+        return rotation

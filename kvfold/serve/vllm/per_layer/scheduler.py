@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's half where groups of layers hold parts of a context."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvfold.errors import KvfoldError
+from kvfold.serve.vllm.per_layer.sizes import skipped
+from kvfold.serve.vllm.placeholders import Card
+from kvfold.serve.vllm.scheduler import Admission, Load
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers, by index, that hold the same part."""
+
+    layers: list[int]
+    part: float
+
+
+class PartsAdmission(Admission):
+    """Slots for each layer of `groups`."""
+
+    groups: Sequence[Group] = ()
+
+    def load(self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]) -> Load:
+        """A context goes over at once; raises KvfoldError where vLLM left other pages out."""
+        by_layer: dict[int, list[int]] = {}
+        for group, own in zip(self.groups, blocks, strict=True):
+            first = skipped(count, group.part, self.block)
+            used = own[: -(-count // self.block)]
+            if start or [not page for page in used] != [
+                place < first // self.block for place in range(len(used))
+            ]:
+                raise KvfoldError("vLLM left other pages of a context out than its parts say")
+            slots = [
+                own[i // self.block] * self.block + i % self.block for i in range(first, count)
+            ]
+            by_layer |= dict.fromkeys(group.layers, slots)
+        whole = Load(card.id, card.salt, start, [0] * count, [])
+        return dataclasses.replace(whole, by_layer=by_layer)

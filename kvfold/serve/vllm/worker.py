@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's half: its heads of a context into its pages."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from kvfold.contexts.files.format import opened
+from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.serve.vllm.export import Pages, pages
+from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.placeholders import Shelf, salt
+from kvfold.serve.vllm.scheduler import Load
+
+logger = logging.getLogger("vllm.kvfold")
+
+# Contexts whose last, broken page is remembered: vLLM caches whole pages only.
+REMEMBERED = 16
+
+
+def share(heads: int, rank: int, size: int) -> slice:
+    """The KV heads of a tensor-parallel rank, as vLLM deals them out; raises KvfoldError."""
+    if heads % size == 0:
+        each = heads // size
+        return slice(rank * each, (rank + 1) * each)
+    if size % heads == 0:
+        head = rank * heads // size
+        return slice(head, head + 1)
+    raise KvfoldError(f"{heads} KV heads cannot be dealt out to {size} ranks")
+
+
+class Filling:
+    """Writes what vLLM asks for; `rank` of `size` tensor-parallel workers, pages of `block`."""
+
+    def __init__(
+        self, shelf: Shelf, skeleton: Skeleton, dtype: torch.dtype, block: int, rank: int, size: int
+    ) -> None:
+        self.shelf, self.skeleton, self.dtype, self.block = shelf, skeleton, dtype, block
+        self.rank, self.size = rank, size
+        self._tails: OrderedDict[str, list[Pages]] = OrderedDict()
+
+    def fill(self, layers: Mapping[int, Any], load: Load) -> None:
+        """Puts the entries of `load` into vLLM's attention `layers`, by their index.
+
+        Raises ContextFileError where the file is not the one that was asked for, KvfoldError where
+        layers or heads are not those of the file.
+        """
+        started = time.perf_counter()
+        count = load.start + len(load.slots)
+        for page in self._pages(load, count):
+            if page.layer not in layers:
+                raise KvfoldError(f"vLLM has no attention layer {page.layer}")
+            slots = load.by_layer.get(page.layer, load.slots)
+            _write(layers[page.layer], page, slots, self.dtype)
+        logger.info(
+            "loaded %d of %d entries of %s in %.3f s",
+            len(load.slots),
+            count,
+            load.context,
+            time.perf_counter() - started,
+        )
+
+    def _pages(self, load: Load, count: int) -> Iterator[Pages]:
+        """Each layer: all of its entries, or the last ones."""
+        broken = count - count % self.block
+        if load.start >= broken and load.salt in self._tails:
+            self._tails.move_to_end(load.salt)
+            yield from self._tails[load.salt]
+            return
+        tails = []
+        with opened(self.shelf.path(load.context)) as file:
+            level = self.shelf.level(file.header)
+            if salt(file.header) != load.salt or level.count != count:
+                raise ContextFileError(f"{file.path} was replaced meanwhile: ask again")
+            heads = share(len(file.header.layers[0].kept), self.rank, self.size)
+            for page in pages(file, self.skeleton, heads, level):
+                tails.append(_from(page, broken))
+                yield page
+        self._tails[load.salt] = tails
+        while len(self._tails) > REMEMBERED:
+            self._tails.popitem(last=False)
+
+
+def _from(page: Pages, first: int) -> Pages:
+    """A copy of a layer's entries from number `first` on."""
+    return Pages(page.layer, page.keys[first:].clone(), page.values[first:].clone())
+
+
+def _write(layer: Any, page: Pages, slots: list[int], dtype: torch.dtype) -> None:
+    """Puts the last of a layer's entries into `slots`, as many as there are."""
+    first = len(page.keys) - len(slots)
+    keys, values = page.keys[first:], page.values[first:]
+    if not hasattr(layer.impl, "do_kv_cache_update"):
+        raise KvfoldError(f"{type(layer.impl).__name__} fills its pages in the attention itself")
+    held = (layer.impl.num_kv_heads, layer.impl.head_size)
+    if tuple(keys.shape[1:]) != held:
+        raise KvfoldError(
+            f"layer {page.layer} holds {held[0]} heads of size {held[1]} on this rank, and the "
+            f"context gives {keys.shape[1]} of size {keys.shape[2]}"
+        )
+    at = layer.kv_cache.device
+    keys, values = (part.to(at, dtype).contiguous() for part in (keys, values))
+    layer.impl.do_kv_cache_update(
+        layer, keys, values, layer.kv_cache, torch.tensor(slots, device=at)
+    )

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor that grows along its third axis without being copied at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.kernels.gather import take
+
+ROOM = 12
+
+
+class Growing:
+    """`rows [B, H, T, …]`, and room for more."""
+
+    def __init__(self, rows: Tensor, room: int = ROOM) -> None:
+        self.length = rows.shape[2]
+        self.room = room
+        self._put(self._copied(rows))
+
+    @classmethod
+    def gathered(cls, rows: Tensor, slots: Tensor, room: int = ROOM) -> Growing:
+        """The entries of `rows [B, H, T, D]` at `slots [B, H, K]`."""
+        grown = cls.__new__(cls)
+        grown.length, grown.room = slots.shape[-1], room
+        room = grown._capacity(grown.length) - grown.length
+        # The room is filled with whatever lies first, so that everything is one copy.
+        grown._put(take(rows, F.pad(slots, (0, room))))
+        return grown
+
+    def _put(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._shown: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """What is stored `[B, H, T, …]`."""
+        # Asked for several times in every step, and each view takes a microsecond.
+        shown = self._shown
+        if shown is None or shown.size(2) != self.length:
+            shown = self._shown = self._buffer[:, :, : self.length]
+        return shown
+
+    def append(self, rows: Tensor) -> None:
+        """Adds `rows [B, H, S, …]`; raises KvfoldError outside the inference mode it began in."""
+        end = self.length + rows.shape[2]
+        if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
+            raise KvfoldError(
+                "what was stored inside torch.inference_mode() cannot be added to outside of it: "
+                "go on inside it, or fill caches under torch.no_grad()"
+            )
+        if end > self._buffer.shape[2]:
+            self._put(self._copied(self.rows, end))
+        self._buffer[:, :, self.length : end] = rows
+        self.length = end
+
+    def reserve(self, room: int) -> Tensor:
+        """The whole buffer `[B, H, ≥ T + room, …]`, which is 0 after what is stored."""
+        old, end = self._buffer, self.length + room
+        if end > old.shape[2]:
+            self._put(old.new_empty(*old.shape[:2], end, *old.shape[3:]))
+            self._buffer[:, :, : self.length] = old[:, :, : self.length]
+        self._buffer[:, :, self.length :] = 0
+        return self._buffer
+
+    def crop(self, count: int) -> None:
+        """Drops the last `count`; gives room back where it is more than twice the usual."""
+        self.length -= count
+        usual = self._capacity(self.length) - self.length
+        if self._buffer.shape[2] > self.length + 2 * usual:
+            self._put(self._copied(self.rows))
+
+    def index(self, select: Callable[[Tensor], Tensor]) -> None:
+        """Applies `select`, a copying selection along the batch axis."""
+        self._put(select(self._buffer))
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of what is stored, and of the room left."""
+        whole = self._buffer.numel() * self._buffer.element_size()
+        used = whole // self._buffer.shape[2] * self.length if whole else 0
+        return used, whole - used
+
+    def _copied(self, rows: Tensor, end: int | None = None) -> Tensor:
+        end = rows.shape[2] if end is None else end
+        shape = (*rows.shape[:2], self._capacity(end), *rows.shape[3:])
+        buffer = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+        buffer[:, :, : rows.shape[2]] = rows
+        return buffer
+
+    def _capacity(self, end: int) -> int:
+        return end + slack(end, self.room)
+
+
+def slack(entries: int, least: int = ROOM) -> int:
+    """Room for entries to come: 12 or another number, or 1/64 of what is stored."""
+    return max(least, entries // 64)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where stored entries came from; columns to come are written ahead, as they are consecutive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.mask import as_added
+from kvfold.store.buffer import Growing
+from kvfold.store.shared_buffer import Branch
+
+
+class Columns(Growing):
+    """Columns of the logical sequence, int32 `[B, H, T]`, −1 for holes.
+
+    All the room is filled at once, so that a token that comes only makes the rows longer.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows.int())
+        # In the room, slot i holds column i + offset, where it was filled.
+        self._offset: int | None = None
+
+    def follow(self, first: int, new: int) -> None:
+        """Adds `new` entries to every head, in columns from `first` on."""
+        end = self.length + new
+        if end > self._buffer.shape[2]:
+            self._put(self._copied(self.rows, end))
+            self._offset = None
+        if self._offset != first - self.length:
+            room = self._buffer[:, :, self.length :]
+            room.copy_(_from(first, room.shape[2], room))
+            self._offset = first - self.length
+        self.length = end
+
+    def clear(self, gone: Tensor) -> None:
+        """Makes holes where `gone [B, H, ≤ T]`; what was looked at before shows what it showed."""
+        buffer = self._buffer.clone()
+        buffer[:, :, : gone.shape[2]].masked_fill_(gone, -1)
+        self._put(buffer)
+
+    def crop(self, count: int) -> None:
+        buffer = self._buffer
+        super().crop(count)
+        if self._buffer is not buffer:
+            self._offset = None
+
+
+class Hidden(Growing):
+    """What is added to logits `[B, H, T]`: −∞ at holes, 0 elsewhere."""
+
+    def __init__(self, holes: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(as_added(holes, dtype))
+        self.reserve(0)  # fills the room with 0
+
+    def shows(self, length: int) -> bool:
+        """Goes on to `length` entries, as long as there is room for them."""
+        self.length = min(length, self._buffer.shape[2])
+        return self.length == length
+
+    def put(self, slots: Tensor) -> None:
+        """Hides the entries at `slots [B, H, K]` as well."""
+        self._buffer.scatter_(2, slots, -torch.inf)
+
+    @property
+    def holes(self) -> Tensor:
+        """Which entries are hidden, bool `[B, H, T]`."""
+        return self.rows != 0
+
+
+class BranchOfColumns(Branch):
+    """Columns that go on from those of somebody else."""
+
+    def follow(self, first: int, new: int) -> None:
+        """Adds `new` entries to every head, in columns from `first` on."""
+        columns = _from(first, new, self.trunk)
+        self.append(columns.expand(*self.trunk.shape[:2], new))
+
+    def keep_own(self, slots: Tensor) -> None:
+        self.own = Growing(self.own.rows.gather(2, slots))
+
+
+def _from(first: int, count: int, like: Tensor) -> Tensor:
+    return torch.arange(first, first + count, dtype=like.dtype, device=like.device)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys, or the values, of all segments: old entries encoded, new ones as they came."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.store.buffer import Growing
+from kvfold.store.encoding import Encoded, Named
+from kvfold.store.shared_buffer import Branch
+
+# The tail is small beside what is encoded, and so must its slack be.
+ROOM = 16
+
+
+@dataclass(frozen=True)
+class PartView:
+    """What one attention call reads of a part; it stays as it is when the part goes on."""
+
+    encoded: Encoded | None
+    tail: Tensor
+    alive: list[int]
+
+    @property
+    def even(self) -> bool:
+        """Whether all segments have equally many encoded entries, and newer ones."""
+        lengths = [] if self.encoded is None else self.encoded.lengths
+        return len(set(self.alive)) == 1 and len(set(lengths)) <= 1
+
+    @property
+    def newest(self) -> Tensor:
+        """The entries `[B·H, n, D]` of even segments that are not encoded."""
+        return self.tail[:, :, self.tail.shape[2] - self.alive[0] :].flatten(0, 1)
+
+    def rectangles(self) -> list[Tensor]:
+        """The entries `[B·H, n, D]` of even segments in order, in one or two pieces."""
+        tail = self.newest
+        if self.encoded is None:
+            return [tail]
+        return [self.encoded.rows.view(len(tail), self.encoded.lengths[0], tail.shape[-1]), tail]
+
+    def length(self, i: int) -> int:
+        """Entries of segment i."""
+        return self.alive[i] + (0 if self.encoded is None else self.encoded.lengths[i])
+
+    def pieces(self, i: int) -> list[Tensor]:
+        """Segment i's entries `[n, D]` in order, in one or two pieces."""
+        heads, width = self.tail.shape[1:3]
+        newest = self.tail[i // heads, i % heads, width - self.alive[i] :]
+        return [newest] if self.encoded is None else [self.encoded.segment(i), newest]
+
+    def all_pieces(self) -> list[list[Tensor]]:
+        """The pieces of every segment, decoded together."""
+        heads, width = self.tail.shape[1:3]
+        pieces = [
+            [self.tail[i // heads, i % heads, width - alive :]]
+            for i, alive in enumerate(self.alive)
+        ]
+        if self.encoded is None:
+            return pieces
+        return [[old, *new] for old, new in zip(self.encoded.segments, pieces, strict=True)]
+
+
+class Part:
+    """Segment `b·H + h` is row b's KV head h: encoded entries, then the newest `alive` of a tail.
+
+    The tail `[B, H, T, D]` ends with the newest entry of every segment.
+    """
+
+    def __init__(self, rows: Tensor, slots: Tensor) -> None:
+        """Takes the entries of `rows [B, H, T, D]` at `slots [B, H, K]`, holes (−1) on the left."""
+        self.encoded: Encoded | None = None
+        self._take(rows, slots)
+
+    @classmethod
+    def begun(cls, encoded: Encoded, rows: Tensor, slots: Tensor) -> Part:
+        """What is encoded already, and the entries of `rows` at `slots` after it."""
+        part = cls(rows, slots)
+        part.encoded = encoded
+        return part
+
+    @classmethod
+    def from_named(cls, parts: Named, heads: int, encoded: Callable[[Named, int], Encoded]) -> Part:
+        """A copy of what was named; `encoded` makes, for a head size, the old entries of it."""
+        part, tail = cls.__new__(cls), parts["tail"]
+        part.alive = [len(newest) for newest in tail]
+        width, size = max(part.alive), tail[0].shape[-1]
+        rows = tail[0].new_zeros(len(tail), width, size)
+        for into, newest in zip(rows, tail, strict=True):
+            into[width - len(newest) :] = newest
+        part.tail = Growing(rows.unflatten(0, (-1, heads)), ROOM)
+        old = {name: of_segments for name, of_segments in parts.items() if name != "tail"}
+        part.encoded = encoded(old, size) if old else None
+        return part
+
+    def named(self) -> Named:
+        """What is stored, as views: of each segment of the tail only its own entries."""
+        rows = self.tail.rows
+        width = rows.shape[2]
+        segments = zip(rows.flatten(0, 1), self.alive, strict=True)
+        tail = [of_segment[width - alive :] for of_segment, alive in segments]
+        return {"tail": tail} | ({} if self.encoded is None else self.encoded.named())
+
+    def _take(self, rows: Tensor, slots: Tensor) -> None:
+        self.alive = (slots >= 0).sum(-1).flatten().tolist()
+        slots = slots[..., slots.shape[-1] - max(self.alive) :].clamp(min=0)
+        self.tail = Growing.gathered(rows, slots, ROOM)
+
+    def fork(self) -> Part:
+        """One that goes on by itself, and shares all that is stored."""
+        other = copy.copy(self)
+        other.alive, other.tail = list(self.alive), Branch(self.tail.rows)
+        return other
+
+    def view(self) -> PartView:
+        """What attention reads."""
+        return PartView(self.encoded, self.tail.rows, list(self.alive))
+
+    def rectangle(self, length: int) -> Tensor:
+        """All entries decoded `[B, H, length, D]`, shorter segments filled up on the left."""
+        seen, rows = self.view(), self.tail.rows
+        out = rows.new_zeros(len(self.alive), length, rows.shape[-1])
+        for i in range(len(self.alive)):
+            torch.cat(seen.pieces(i), out=out[i, length - seen.length(i) :])
+        return out.unflatten(0, rows.shape[:2])
+
+    def append(self, rows: Tensor) -> None:
+        """Adds `rows [B, H, S, D]`, one for every segment."""
+        self.tail.append(rows)
+        self.alive = [count + rows.shape[2] for count in self.alive]
+
+    def crop(self, count: int) -> None:
+        """Drops the last `count` entries of every segment."""
+        self.tail.crop(count)
+        self.alive = [alive - count for alive in self.alive]
+
+    def keep(self, slots: Tensor, length: int) -> None:
+        """Keeps the encoded entries, and of the tail those at `slots [B, H, K]` of a rectangle."""
+        width = self.tail.length
+        first = width - torch.tensor(self.alive, device=slots.device).view(*slots.shape[:2], 1)
+        in_tail = slots - length + width
+        self._take(self.tail.rows, torch.where((slots >= 0) & (in_tail >= first), in_tail, -1))
+
+    @property
+    def own(self) -> int:
+        """Entries of every segment that came after what is shared."""
+        return self.tail.own.length if isinstance(self.tail, Branch) else 0
+
+    def keep_own(self, slots: Tensor) -> None:
+        """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
+        assert isinstance(self.tail, Branch)
+        gone = self.own - slots.shape[-1]
+        self.tail.keep_own(slots)
+        self.alive = [count - gone for count in self.alive]
+
+    def due(self, count: Callable[[int, int], int]) -> list[Tensor]:
+        """Each segment's oldest rows `[n, D]` of the tail, up to `count(entries, encoded)`."""
+        encoded = [0] * len(self.alive) if self.encoded is None else self.encoded.lengths
+        new = [count(n + alive, n) - n for n, alive in zip(encoded, self.alive, strict=True)]
+        rows = self.tail.rows
+        heads, width = rows.shape[1:3]
+        if not any(new):
+            # The usual case while decoding.
+            return [rows[0, 0, :0]] * len(new)
+        return [
+            rows[i // heads, i % heads, width - alive : width - alive + n]
+            for i, (n, alive) in enumerate(zip(new, self.alive, strict=True))
+        ]
+
+    def accept(self, new: Encoded) -> None:
+        """Takes over what was due, encoded."""
+        self.become(new if self.encoded is None else self.encoded.extended(new))
+
+    def become(self, encoded: Encoded) -> None:
+        """Takes over all that is encoded now: what was before, and what was due."""
+        seen = self.view()
+        lengths = zip(range(len(self.alive)), encoded.lengths, strict=True)
+        self.alive = [seen.length(i) - length for i, length in lengths]
+        rows = self.tail.rows
+        self.tail = Growing(rows[:, :, rows.shape[2] - max(self.alive) :], ROOM)
+        self.encoded = encoded
+
+    def index(self, rows: Callable[[Tensor], Tensor], segments: list[int]) -> None:
+        """Applies `rows`, a copying selection along the batch axis, that picks `segments`."""
+        self.tail.index(rows)
+        self.alive = [self.alive[i] for i in segments]
+        if self.encoded is not None:
+            self.encoded = self.encoded.select(segments)
