@@ -1,4 +1,4 @@
-# Both commands set up .venv by themselves. TORCH names the build to install where none is there.
+# All commands set up .venv by themselves. TORCH names the build to install where none is there.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin

@@ -58,7 +58,7 @@ class Stopwatch:
     def total(self) -> float:
         """Seconds so far; the device must be idle."""
         if self._cuda:
-            return sum(began.elapsed_time(ended) for began, ended in self._spans) / 1000
+            return float(sum(began.elapsed_time(ended) for began, ended in self._spans)) / 1000
         return float(sum(ended - began for began, ended in self._spans))
 
     def _now(self) -> Any:

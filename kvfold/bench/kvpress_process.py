@@ -203,7 +203,7 @@ def timed(function: Callable[..., Any], spans: list[tuple[Any, Any]]) -> Callabl
 def total(spans: list[tuple[Any, Any]]) -> float:
     """Seconds of all spans; the device must be idle."""
     if CUDA:
-        return sum(began.elapsed_time(ended) for began, ended in spans) / 1000
+        return float(sum(began.elapsed_time(ended) for began, ended in spans)) / 1000
     return float(sum(ended - began for began, ended in spans))
 
 

@@ -161,11 +161,12 @@ def random_model(source: Source) -> PreTrainedModel:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         config = LlamaConfig(**(source.config or {}))
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[source.dtype], attn_implementation="sdpa"
         )
     fill(model, source.seed)
-    return model.eval()
+    model.eval()
+    return model
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ DECODE = {
 def command(as_json: Json = False) -> None:
     """List every method: what it does at each stage, its paper, its defaults."""
     import kvfold
-    from kvfold.methods.base import preset
+    from kvfold.methods.registry import preset
 
     known = {name: preset(name) for name in kvfold.list_methods()}
     if as_json:

@@ -50,7 +50,8 @@ def stock_attention(kind: str, module: nn.Module) -> AttentionFunction:
     """The attention that the model was loaded with."""
     if kind == "sdpa":
         return sdpa_attention_forward
-    return sys.modules[type(module).__module__].eager_attention_forward
+    eager: AttentionFunction = sys.modules[type(module).__module__].eager_attention_forward
+    return eager
 
 
 def enable(model: PreTrainedModel) -> None:

@@ -40,7 +40,7 @@ def dropping_length(model: PreTrainedModel) -> int | None:
     Raises UnsupportedModel where that would go unnoticed.
     """
     config = text_config(model)
-    limit = getattr(config, "original_max_position_embeddings", None)
+    limit: int | None = getattr(config, "original_max_position_embeddings", None)
     if config.model_type not in DROPS_CACHE or limit is None:
         return None
     if limit >= config.max_position_embeddings:
@@ -82,7 +82,7 @@ def has_position_table(model: PreTrainedModel) -> bool:
 def layer_device(model: PreTrainedModel, layer: int) -> torch.device:
     """Where the keys of a layer are made."""
     for module in model.get_decoder().modules():
-        weight = next(module.parameters(), None)
+        weight: Tensor | None = next(module.parameters(), None)
         if getattr(module, "layer_idx", None) == layer and weight is not None:
             return weight.device
     return model.device

@@ -67,7 +67,7 @@ def can_crop_stock(layer: Any, tokens_to_remove: int) -> bool:
     if window is None or seen < window:
         return True
     needed = min(window - 1, seen + tokens_to_remove)
-    return layer.record_past and layer.keys.shape[-2] + tokens_to_remove >= needed
+    return bool(layer.record_past) and layer.keys.shape[-2] + tokens_to_remove >= needed
 
 
 def crop_stock(layer: Any, tokens_to_remove: int) -> None:

@@ -153,4 +153,5 @@ class Observation:
     def group_mean(self, per_query_head: Tensor) -> Tensor:
         """`[B, Hq, …]` → `[B, H, …]`: mean over the query heads that share a KV head."""
         heads = self.keys.shape[1]
-        return per_query_head.unflatten(1, (heads, -1)).mean(2)
+        grouped: Tensor = per_query_head.unflatten(1, (heads, -1))
+        return grouped.mean(2)

@@ -96,7 +96,8 @@ class Counted:
 
 
 async def _refused(request: Request, refused: Any) -> Response:
-    return refused.response()
+    answer: Response = refused.response()
+    return answer
 
 
 async def _invalid(request: Request, problem: Any) -> Response:

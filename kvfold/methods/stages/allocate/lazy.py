@@ -39,7 +39,7 @@ def mass_of_last_queries(seen: Observation, *, sinks: int, last: int, recent: in
     heads. (SimLayerKV, equation 1, as in the released prefill code.)
     """
     assert seen.query_positions is not None
-    rows = seen.window_attention(last).unflatten(1, (seen.positions.shape[1], -1))
+    rows: Tensor = seen.window_attention(last).unflatten(1, (seen.positions.shape[1], -1))
     entries = seen.positions[:, :, None]
     queries = seen.query_positions[:, -last:]
     age = queries[:, None, :, None] - entries

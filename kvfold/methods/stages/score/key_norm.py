@@ -8,4 +8,5 @@ from kvfold.methods.observation import Observation
 
 def negative_norm(seen: Observation) -> Tensor:
     """−‖k‖₂ of each entry: keys of low norm receive high attention."""
-    return -seen.keys.float().norm(dim=-1)
+    norms: Tensor = seen.keys.float().norm(dim=-1)
+    return -norms

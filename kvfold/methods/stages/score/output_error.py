@@ -51,4 +51,5 @@ def _norm(outputs: Tensor) -> Tensor:
 
 def _grouped(rows: Tensor, seen: Observation) -> Tensor:
     """`[B, Hq, W, T]` → `[B, H, G·W, T]`."""
-    return rows.unflatten(1, (seen.keys.shape[1], -1)).flatten(2, 3)
+    grouped: Tensor = rows.unflatten(1, (seen.keys.shape[1], -1))
+    return grouped.flatten(2, 3)
