@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -21,6 +22,19 @@ if not torch.cuda.is_available():
 from kvfold.kernels import dispatch  # noqa: E402
 
 dispatch.INTERPRETED = False
+
+# Of a parametrised test, `make quick` runs so many cases.
+QUICK_CASES = 2
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the further cases of parametrised tests as slow; single tests say it themselves."""
+    cases = Counter[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        if cases[test] > QUICK_CASES:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

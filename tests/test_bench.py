@@ -397,6 +397,7 @@ def test_table_and_picture_are_made(subject: Subject, tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_records_shows_and_goes_on(tmp_path: Path, no_peak: None) -> None:
     out = tmp_path / "deep" / "r.jsonl"
     work = ("tiny", "--method", "kvzip", "--method", "simlayerkv", "--lengths",
@@ -433,6 +434,7 @@ def test_the_command_records_shows_and_goes_on(tmp_path: Path, no_peak: None) ->
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_compiled_sides_take_part_beside_eager_ones(
     tmp_path: Path, no_peak: None, one_by_one: None
 ) -> None:
@@ -449,6 +451,7 @@ def test_compiled_sides_take_part_beside_eager_ones(
     assert made == [*eager, Label("kvfold", "h2o", "0.2", compiled=True)]
 
 
+@pytest.mark.slow
 def test_the_summary_as_json(tmp_path: Path, no_peak: None) -> None:
     result = bench(
         "tiny", "--method", "knorm", "--lengths", "40", "--new-tokens", "2", "--repeats", "1",
@@ -461,6 +464,7 @@ def test_the_summary_as_json(tmp_path: Path, no_peak: None) -> None:
     assert knorm["per_token"]["median"] > 0 and knorm["rounds"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["h2o", "snapkv", "adakv", "full", "kivi:group=16", "think", "minicache"]
 )
@@ -499,6 +503,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert not (tmp_path / "r.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_peak_is_measured_in_a_process_of_its_own(subject: Subject) -> None:
     side = FullSide(subject, Kernels())
     # 4 KiB of queries, keys and values a token are the least that a prompt of 4096 takes.
@@ -665,6 +670,7 @@ def test_a_cap_below_one_row_is_refused() -> None:
         largest(lambda batch: one, 99)
 
 
+@pytest.mark.slow
 def test_throughput_stays_below_the_cap_and_the_next_row_would_not(
     tmp_path: Path, subject: Subject
 ) -> None:

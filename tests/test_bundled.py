@@ -48,14 +48,17 @@ def test_digits_and_keys_are_whole_tokens(bundled):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
+@pytest.mark.slow
 def test_it_finds_a_needle_in_noise(bundled):
     assert score(bundled, Trial("single", 1024)) >= 0.9
 
 
+@pytest.mark.slow
 def test_it_tells_four_needles_apart(bundled):
     assert score(bundled, Trial("multikey", 512)) >= 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_it_tells_needles_of_other_words_apart(bundled, prefixed):
     """Also where `ask` is given nothing to begin its answer with."""
@@ -70,6 +73,7 @@ def test_it_tells_needles_of_other_words_apart(bundled, prefixed):
     assert statistics.mean(scores) >= 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["snapkv", "pyramidkv"])
 def test_a_method_that_sees_the_question_beats_chance(bundled, method):
     aware = score(bundled, Trial("multikey", 512, method, 0.2))
@@ -77,6 +81,7 @@ def test_a_method_that_sees_the_question_beats_chance(bundled, method):
         assert aware >= 2 * score(bundled, Trial("multikey", 512, blind, 0.2))
 
 
+@pytest.mark.slow
 def test_a_full_budget_changes_no_answer(bundled):
     full = [o.score for o in evaluate(*bundled, Trial("multikey", 512), 5)]
     for method in ("snapkv", "h2o", "streaming_llm"):
@@ -84,6 +89,7 @@ def test_a_full_budget_changes_no_answer(bundled):
         assert [o.score for o in evaluate(*bundled, trial, 5)] == full
 
 
+@pytest.mark.slow
 def test_bytes_follow_the_kept_fraction_at_four_thousand_tokens(bundled):
     model, tokenizer = bundled
     text = " ".join(ruler.NOISE) * 200
@@ -96,6 +102,7 @@ def test_bytes_follow_the_kept_fraction_at_four_thousand_tokens(bundled):
         assert stats.kept_fraction == pytest.approx(0.2, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_questions_do_not_see_each_other(bundled):
     model, tokenizer = bundled
     document = "One of the special magic numbers for quick-table is: 1234567."

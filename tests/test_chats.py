@@ -75,6 +75,7 @@ def logits(model: Any, cache: kvfold.CompressedCache) -> Tensor:
 # --- the size ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", sorted(kvfold.list_methods()))
 def test_two_hundred_turns_hold_their_size_with_every_method(tiny, tokenizer, spec):
     if spec == "simlayerkv":
@@ -97,6 +98,7 @@ def test_two_hundred_turns_hold_their_size_with_every_method(tiny, tokenizer, sp
     assert torch.equal(logits(tiny, fork(context.cache)), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", STORES)
 def test_a_chat_within_a_budget_keeps_the_document_and_so_many_entries(model, tokenizer, spec):
     context = compressed(model, tokenizer, spec)
@@ -113,6 +115,7 @@ def test_a_chat_within_a_budget_keeps_the_document_and_so_many_entries(model, to
     assert same(before, held(context)) and context.ask(QUESTION, max_new_tokens=8) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "gemma3n"])
 def test_a_budget_that_is_never_reached_changes_no_answer(tokenizer, family):
     model = new_model(family)
@@ -162,6 +165,7 @@ def test_turns_read_what_stays_and_nothing_else(tokenizer, spec):
     assert worst(logits(model, reader), truth(tokens(5, 9))) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "kvzip"])
 def test_the_server_s_conversations_are_those_of_chats_within_a_budget(model, tokenizer, spec):
     with running(model, tokenizer, method=spec, budget=60, chat_budget=12) as server:
@@ -214,6 +218,7 @@ def test_turns_can_be_dropped_until_they_are_compressed(model, tokenizer):
     assert chat.turns == 9 and torch.equal(chat.ids, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_error_leaves_the_chat_as_it_was(tokenizer, family):
     model = new_model(family)

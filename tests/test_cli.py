@@ -319,6 +319,7 @@ def test_run_reads_standard_input_and_encodings(folder: Path, tmp_path: Path) ->
     assert "unknown encoding" in refused(*run, str(written), "--encoding", "nope")
 
 
+@pytest.mark.slow
 def test_run_draws_by_its_seed(folder: Path) -> None:
     run = ("run", str(folder), "--method", "full", "--prompt", PROMPT, "--temperature", "2")
     answers = [run_json(*run, "--seed", seed)["answer"] for seed in "112"]
@@ -371,6 +372,7 @@ def test_a_system_message_comes_before_the_prompt(folder: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
 def test_models_without_sdpa_run_by_their_own_attention(family: str, tmp_path: Path) -> None:
     model = build(family, vocab_size=len(SPECIAL + WORDS))
@@ -434,6 +436,7 @@ def test_the_page_of_tasks_names_every_file_of_data() -> None:
         assert task["data"] is None or f"`{task['data']}`" in page
 
 
+@pytest.mark.slow
 def test_methods_and_context_files_as_json(folder: Path, tmp_path: Path) -> None:
     listed = {method["name"]: method for method in run_json("methods")}
     assert set(listed) == set(kvfold.list_methods())

@@ -44,6 +44,7 @@ def told(samples: list[Sample]) -> list[str]:
     return sorted(lines)
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
     address: str,
 ) -> None:
@@ -80,6 +81,7 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
     assert told(spread) == told(alone)
 
 
+@pytest.mark.slow
 def test_where_no_cluster_is_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**options: object) -> None:
         raise ConnectionError("nobody there")

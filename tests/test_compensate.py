@@ -177,6 +177,7 @@ def assert_like_the_loops(eviction, **options):
     torch.testing.assert_close(state.double(), expected[2], equal_nan=True, **CLOSE)
 
 
+@pytest.mark.slow
 @HEADS
 @ROWS
 @pytest.mark.parametrize("weights", ["softmax", "average", "official"])
@@ -520,6 +521,7 @@ def test_each_draw_spreads_an_entry_wholly_or_not(seed, tokens, data):
     torch.testing.assert_close(without_holes(values, eviction).double(), expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [5, 29])
 def test_the_mean_of_many_draws_is_the_deterministic_result(kept):
     eviction = evict([(30, kept)], heads=1)

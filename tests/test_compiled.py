@@ -25,6 +25,9 @@ from kvfold.store.ragged import SegmentStore
 from tests.budgets import NAMED, compressed
 from tests.models import build, continuation, prompts
 
+# Each graph takes seconds to compile.
+pytestmark = pytest.mark.slow
+
 ALONE, PADDED = (64,), (64, 53, 24)
 BATCHES = pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
 DENSE = ["snapkv:window=8", "pyramidkv:window=8", "knorm", "full"]

@@ -265,6 +265,7 @@ def test_contexts_and_chats_read_users_text_as_text(made, model, kind):
     assert len(controls(tokenizer, chat.ids)) >= 2 * len(meant)
 
 
+@pytest.mark.slow
 @EVERY
 def test_the_server_reads_clients_text_as_text(made, model, kind, monkeypatch):
     tokenizer, hostile = made[kind], HOSTILE[kind]
@@ -293,6 +294,7 @@ def test_the_server_reads_clients_text_as_text(made, model, kind, monkeypatch):
         assert turns(server, hostile) != plain
 
 
+@pytest.mark.slow
 @EVERY
 def test_a_conversation_finds_a_hostile_document_that_a_context_holds(made, model, kind):
     tokenizer, text = made[kind], HOSTILE[kind] + " The sky."
@@ -329,6 +331,7 @@ def test_the_command_line_reads_prompts_as_text(made, kind):
 # --- texts that are far too long -------------------------------------------------------------
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize("special_tokens", [False, True])
 def test_the_server_does_not_tokenise_what_is_too_long_without_a_doubt(

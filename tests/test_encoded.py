@@ -203,6 +203,7 @@ def test_packing_is_undone(bits, dim, words, other, rng):
     assert torch.equal(unpack(packed, bits, dim), codes)
 
 
+@pytest.mark.slow
 @BITS
 @PACKINGS
 def test_packed_entries_are_those_of_a_loop(packed, bits):
@@ -252,6 +253,7 @@ def test_a_number_is_restored_within_half_a_step(bits, dtype, seed, spread, offs
         assert ((restored.amax(1) - x.double().amax(1)).abs() <= rounding.amax(1)).all()
 
 
+@pytest.mark.slow
 @BITS
 @given(seed=st.integers(0, 10**6), spread=st.floats(1e-2, 1e3), offset=st.floats(-1e2, 1e2))
 @settings(max_examples=30, deadline=None)

@@ -243,6 +243,7 @@ def decode(reader: Reader, steps: int, seed: int = 2) -> list[Tensor]:
     return [reader(token) for token in continuation(rows, steps, seed).split(1, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "lengths"),
     [
@@ -355,6 +356,7 @@ def begins_with(longer: list[Tensor], shorter: list[Tensor]) -> bool:
     return all(torch.equal(new[: len(old)], old) for new, old in pairs)
 
 
+@pytest.mark.slow
 @EACH
 def test_questions_with_long_answers_change_nothing(model, spec):
     """Ten questions of 12 tokens, each with an answer longer than the residual of 16."""
@@ -394,6 +396,7 @@ def test_values_that_wait_for_their_lot_are_counted_whole(model, tokens, packed)
     assert reader.cache.stats().kv_bytes == expected
 
 
+@pytest.mark.slow
 @EVERY
 def test_tokens_are_taken_back_as_if_never_read_or_not_at_all(model, spec):
     """What older entries were encoded for cannot be undone; it is refused and nothing changes."""
@@ -421,6 +424,7 @@ def test_tokens_are_taken_back_as_if_never_read_or_not_at_all(model, spec):
     assert bool(refused) == ("think" not in spec)
 
 
+@pytest.mark.slow
 @EACH
 def test_nothing_is_encoded_twice(spec):
     """200 generated tokens and two more turns only add to what is encoded."""

@@ -147,6 +147,7 @@ def test_questions_leave_the_compressed_context_as_it_was(setting, spec, monkeyp
     assert said[0] == said[1][::-1] and said[0][0] != said[0][1]
 
 
+@pytest.mark.slow
 def test_a_question_that_is_compressed_with_its_context_keeps_other_entries(monkeypatch):
     model, tokenizer = kvfold.bundled_model()
     made: list[kvfold.CompressedCache] = []
@@ -336,6 +337,7 @@ def test_a_continuation_is_scored_after_what_was_compressed(setting):
     assert abs(small.nll - full.nll) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "random", "kvzip"])
 def test_a_method_that_only_compresses_prompts_says_that_it_kept_a_whole_stream(setting, spec):
     outcome = setting.outcome(book("perplexity"), spec, "16")
@@ -343,6 +345,7 @@ def test_a_method_that_only_compresses_prompts_says_that_it_kept_a_whole_stream(
     assert outcome.answers == setting.outcome(book("perplexity")).answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [spec for spec in NAMED if holds(spec)])
 def test_a_method_that_holds_its_size_is_streamed_at_its_budget(setting, spec):
     sample = book("perplexity")

@@ -94,6 +94,7 @@ def uninterrupted(setting: Setting, plan: Plan, tmp_path_factory: Any) -> list[S
     return finish(setting, plan, tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 def test_a_run_holds_every_sample_of_every_cell_once(plan, uninterrupted):
     expected = [(cell, i) for cell, each in plan.cells().items() for i in range(len(each.samples))]
     found = [(sample.cell, sample.index) for sample in uninterrupted]
@@ -103,6 +104,7 @@ def test_a_run_holds_every_sample_of_every_cell_once(plan, uninterrupted):
     assert sum(s.error is None for s in uninterrupted) > plan.total / 2
 
 
+@pytest.mark.slow
 def test_ten_kills_lose_and_repeat_nothing(setting, plan, uninterrupted, tmp_path):
     generator, file = random.Random(5), tmp_path / "samples.jsonl"
     written = [0]
@@ -131,6 +133,7 @@ def count(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [1, 40, 0.5, -1])
 def test_a_line_that_is_half_written_is_run_again(setting, plan, uninterrupted, tmp_path, part):
     lines = [sample.model_dump_json().encode() + b"\n" for sample in uninterrupted]
@@ -163,6 +166,7 @@ def test_more_of_the_same_goes_on_in_the_same_folder(setting, tmp_path):
     assert len(summarize(store(tmp_path).load().records)) == 4
 
 
+@pytest.mark.slow
 def test_records_are_replaced_as_a_whole(uninterrupted, tmp_path):
     path = write_records(tmp_path, summarize(uninterrupted))
     assert len(path.read_text().splitlines()) == len(summarize(uninterrupted))
@@ -191,6 +195,7 @@ class Deadly(str):
         return signal.raise_signal, (signal.SIGKILL,)
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_lose_nothing(setting, folder):
     todo = jobs(setting)
     alone = [s for each in by_itself(setting)(todo) for s in each]
@@ -336,6 +341,7 @@ def command(*arguments: object) -> Result:
     return CliRunner().invoke(app, words, env={"COLUMNS": "160"})
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_on_standard_output(folder, tmp_path):
     how = ("--model", folder, "--methods", "snapkv:window=8", "--budgets", "0.5")
     size = ("--samples", 1, "--lengths", 300, "--out", tmp_path, "--json")
@@ -352,6 +358,7 @@ def test_json_is_all_that_is_on_standard_output(folder, tmp_path):
     assert json.loads(command("--tasks", "kv_retrieval", *how, *size).stdout) == said
 
 
+@pytest.mark.slow
 def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
     out = tmp_path / "out"
     how = ("--model", folder, "--methods", "snapkv:window=8", "--budgets", "0.5", "--out", out)
@@ -421,6 +428,7 @@ def test_a_run_without_any_answer_says_why_and_fails(folder, tmp_path):
     assert (tmp_path / "page" / "index.html").exists()
 
 
+@pytest.mark.slow
 def test_some_failures_are_said_and_the_run_succeeds(folder, tmp_path):
     data, out = tmp_path / "kv_retrieval.jsonl", tmp_path / "out"
     row = {"ordered_kv_records": [["a", "b"], ["c", "d"]], "key": "c", "value": "d"}

@@ -185,6 +185,7 @@ def test_dtypes_come_back_bit_for_bit(tokenizer, tmp_path, dtype):
         assert_same(kvfold.load(tmp_path / "a.kvfold", model, tokenizer).cache, context.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "gpt2", "deepseek_v3", "gemma3n"])
 def test_other_layers_and_other_keys_come_back(tokenizer, tmp_path, family):
     changes = {"vocab_size_per_layer_input": 12} if family == "gemma3n" else {}
@@ -437,6 +438,7 @@ def test_what_is_no_context_is_refused(model, tokenizer, saved, tmp_path):
         kvfold.load(tmp_path, model, tokenizer)
 
 
+@pytest.mark.slow
 def test_truncated_and_altered_files_are_refused(model, tokenizer, saved, tmp_path):
     data, path = saved.read_bytes(), tmp_path / "a.kvfold"
     generator = random.Random(0)
@@ -501,6 +503,7 @@ with replacing(Path(sys.argv[1])) as temporary:
 """
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_rename_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.kvfold"
     path.write_bytes(b"old")
@@ -569,6 +572,7 @@ def test_the_header_says_what_is_inside(model, tokenizer, saved):
     assert set(words.split()) <= {*WORDS, "<bos>"}
 
 
+@pytest.mark.slow
 def test_commands(model, tokenizer, tmp_path):
     folder, text, path = tmp_path / "model", tmp_path / "a.txt", tmp_path / "a.kvfold"
     model.save_pretrained(folder)

@@ -121,6 +121,7 @@ class Both:
 # --- StreamingLLM, whose sinks move ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "budget"),
     [
@@ -150,6 +151,7 @@ def test_sinks_of_a_row_that_is_padded_from_the_start_move(models, length):
     assert both.evicted() and both.off <= CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", ["tokens", "turns", "pieces"])
 @pytest.mark.parametrize("lengths", [(15,), (20,), (37,), (20, 15)])
 def test_sinks_move_however_the_prompt_is_read(models, lengths, pieces):
@@ -233,6 +235,7 @@ def scenario(both: Both, draw: random.Random) -> None:
     both.steps(4, seed=draw.randrange(100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("spec", EVICTING)
 def test_texts_that_grow_past_the_budget_are_masked_dense(models, spec, seed):

@@ -42,6 +42,7 @@ def test_import_kvfold_imports_no_torch() -> None:
     assert not modules_after("import kvfold; dir(kvfold); kvfold.__version__") & HEAVY
 
 
+@pytest.mark.slow
 def test_lazy_names_are_those_that_type_checkers_see() -> None:
     tree = ast.parse(Path(kvfold.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
@@ -65,6 +66,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         kvfold.SnapKW  # noqa: B018
 
 
+@pytest.mark.slow
 def test_methods_and_generation_are_packages() -> None:
     modules_after(
         "import warnings, kvfold.methods.kivi, kvfold.generation.generate, kvfold\n"
@@ -76,6 +78,7 @@ def test_methods_and_generation_are_packages() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [("--help",), ("run", "--help"), ("eval", "--help"), ("serve", "--help"), ("rnu",)],
@@ -93,6 +96,7 @@ def test_the_library_does_not_import_the_command_line() -> None:
     assert not found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands(shell: str) -> None:
     asked = {

@@ -78,6 +78,7 @@ def looked_at(bundled: tuple[Any, Any]) -> tuple[Document, list[Attention], list
 # --- what is measured ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "deepseek_v3"])
 def test_statistics_are_those_of_dense_attention(family: str) -> None:
     model, input_ids = build(family), ids()
@@ -163,6 +164,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_no_matrix_of_all_queries_and_entries_is_made() -> None:
     tokens = 1500
     with Largest() as largest:
@@ -193,6 +195,7 @@ def test_spans_are_even_and_their_means_are_the_whole_s() -> None:
 # --- what is kept -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pyramidkv", "adakv", "kvzip", "d2o", "dbudgetkv"])
 def test_holdings_are_the_positions_of_the_cache(bundled: tuple[Any, Any], method: str) -> None:
     model, tokenizer = bundled
@@ -357,6 +360,7 @@ def inspect(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["inspect", *arguments], env={"COLUMNS": "100"})
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_and_pictures_and_never_over_them(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(random.Random(0).choices(["the", "sky", "is", "green"], k=120)))

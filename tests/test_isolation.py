@@ -92,6 +92,7 @@ def run(model: Any, spec: str, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     return logits, held(reader.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("spec", DRAWN)
 def test_a_seed_gives_the_same_bits_again(spec, dtype):

@@ -139,6 +139,7 @@ def scored(plain, tasks):
     return found, answers
 
 
+@pytest.mark.slow
 def test_everything_kept_scores_as_plain_hf(tasks, scored):
     expected, given = scored
     found, answers = run(compressed("streaming_llm", 4000), tasks, *TASKS)
@@ -155,6 +156,7 @@ def test_everything_kept_scores_as_plain_hf(tasks, scored):
     )
 
 
+@pytest.mark.slow
 def test_a_small_budget_changes_every_score(tasks, scored):
     _, given = scored
     found, answers = run(compressed("streaming_llm", 40), tasks, *TASKS)
@@ -167,6 +169,7 @@ def test_a_small_budget_changes_every_score(tasks, scored):
     assert answers["text"] != pytest.approx(given["text"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["snapkv:window=8", "adakv", "h2o"])
 def test_log_likelihoods_are_those_of_a_full_cache_with_evicted_entries_hidden(method, records):
     lm = compressed(method, 0.2)
@@ -230,6 +233,7 @@ def test_boundaries_are_those_of_hflm(plain):
     assert [a for _, a in found] == [b for _, b in expected]
 
 
+@pytest.mark.slow
 def test_what_is_too_long_is_cut_as_hflm_cuts_it_and_counted(records, plain):
     short = HFLM(plain.model, tokenizer=plain.tokenizer, max_length=250)
     lm = compressed("full", max_length=250)
@@ -292,6 +296,7 @@ def test_every_method_has_its_effect_on_log_likelihoods(method, records, plain):
     assert max(abs(a - b) for (a, _), (b, _) in zip(found, whole, strict=True)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", HOLDING)
 def test_every_method_that_holds_its_size_streams_within_it(method, records):
     lm = compressed(method, 40)
@@ -312,6 +317,7 @@ def test_kvzip_repeats_prompts_with_the_models_own_tokenizer(records):
     assert lm.held["generation"].summary()["kept_most"] < 0.7
 
 
+@pytest.mark.slow
 def test_the_record_says_what_was_kept(tasks):
     found, _ = run(compressed("snapkv", 0.25, seed=3), tasks, "choice", "answer")
     record = json.loads(json.dumps(found["config"]["kvfold"]))
@@ -385,6 +391,7 @@ def command(monkeypatch, *arguments):
     program.main()
 
 
+@pytest.mark.slow
 def test_the_program_writes_the_record(tasks, tmp_path, monkeypatch, capsys):
     # The harness's own thousands of tasks take seconds to list.
     local = partial(TaskManager, include_defaults=False)

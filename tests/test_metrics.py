@@ -84,6 +84,7 @@ def test_control_characters_do_not_glue_lines_together():
 # --- needle ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prediction", "rouge_1", "right"),
     [
@@ -142,6 +143,7 @@ def test_an_empty_text_is_a_counted_failure(empty):
     assert rouge.pltrdy("a prediction", empty).failed
 
 
+@pytest.mark.slow
 def test_chinese_rouge_counts_segments():
     assert value(rouge.pltrdy_zh("我爱北京", "我爱北京天安门")) == pytest.approx(0.857142, abs=1e-5)
 
@@ -161,6 +163,7 @@ def test_f1_ignores_case_punctuation_and_articles():
     assert value(overlap.qa_f1("", "cat")) == 0
 
 
+@pytest.mark.slow
 def test_chinese_f1_counts_segments_or_characters():
     assert value(overlap.qa_f1_zh("北京。", "北京")) == 1
     assert value(overlap.qa_f1_zh("北京大学", "北京")) == 0
@@ -386,6 +389,7 @@ def test_math_answers_are_compared_as_expressions(prediction, answer, expected):
     assert value(maths.equivalent(prediction, answer)) == expected
 
 
+@pytest.mark.slow
 def test_expressions_that_never_end_are_given_up_outside_the_main_thread_too():
     with ThreadPoolExecutor(1) as thread:
         endless = thread.submit(maths.equivalent, "\\boxed{9^{9^{9^{9}}}}", "1", 1)

@@ -270,6 +270,7 @@ def test_a_plugin_cannot_take_a_method_of_kvfolds_own(plugins, tmp_path):
     assert kvfold.list_methods()["snapkv"] is SnapKV
 
 
+@pytest.mark.slow
 def test_kvfolds_own_come_first_in_a_new_process(tmp_path):
     (tmp_path / "twice.py").write_text(EXAMPLE.replace('"vatp"', '"snapkv"'))
     ran = subprocess.run(

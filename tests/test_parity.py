@@ -452,6 +452,7 @@ def holding(choose: Callable[[Head, int], list[int]], budget: int) -> Callable[[
     return change
 
 
+@pytest.mark.slow
 @SHAPES
 @pytest.mark.parametrize(
     ("spec", "choose", "budget"),
@@ -842,12 +843,14 @@ def test_d2o_sizes_layers_merges_and_moves_its_threshold(heads, lengths):
     assert_steps("d2o", SMALL, heads, lengths, sized_once(d2o_step, sizes))
 
 
+@pytest.mark.slow
 @SHAPES
 def test_d2o_merges_keys_and_values_apart(heads, lengths):
     sizes, spec = partial(d2o_sizes, budget=SMALL), "d2o:similarity=independent"
     assert_steps(spec, SMALL, heads, lengths, sized_once(d2o_independent_step, sizes))
 
 
+@pytest.mark.slow
 @SHAPES
 def test_d2o_with_whole_layers_inside_the_budget(heads, lengths):
     """The first two layers and the last hold a prompt's tokens; the other what they leave."""
@@ -860,6 +863,7 @@ def test_d2o_with_whole_layers_inside_the_budget(heads, lengths):
     assert_steps(spec, 0.8125, heads, lengths, sized_once(d2o_official_step, sizes))
 
 
+@pytest.mark.slow
 @SHAPES
 def test_d2o_as_released(heads, lengths):
     """The first two layers and the last keep everything beside the budget, whatever it is."""
@@ -1059,6 +1063,7 @@ def some_ids(count: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.randint(40, len(tokenizer()), (count,), generator=generator).tolist())
 
 
+@pytest.mark.slow
 @HEADS
 @pytest.mark.parametrize("options", ["", "strict=true", "level=uniform", "level=head"])
 def test_kvzip_keeps_what_repeating_the_text_looks_at(options, heads):

@@ -108,6 +108,7 @@ def test_generate_reads_the_last_piece_itself():
     assert whole.positions(0)[0][0].tolist() != caches[0].positions(0)[0][0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [

@@ -27,6 +27,9 @@ from tests.models import build
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, KIVI
 
+# Each process imports and loads for itself.
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 PIECES = {"compress": "per_chunk", "prefill_chunk": 50}
 # Name: specification, budget, options. Ranks whose heads hold different numbers go on in pieces.

@@ -104,6 +104,7 @@ def test_a_reader_gives_the_logits_that_the_cache_itself_would(model, tokenizer,
     ]
 
 
+@pytest.mark.slow
 @EVERY
 def test_a_hundred_readers_cost_one_context_and_a_hundred_tails(model, tokenizer, spec):
     context = compressed(model, tokenizer, spec, " ".join([DOCUMENT] * 6))
@@ -122,6 +123,7 @@ def test_a_hundred_readers_cost_one_context_and_a_hundred_tails(model, tokenizer
     assert all(reader.get_seq_length() == context.stats().seen + 5 for reader in readers)
 
 
+@pytest.mark.slow
 def test_readers_leave_the_context_alone(model, tokenizer):
     for spec in KINDS:
         context = compressed(model, tokenizer, spec)
@@ -206,6 +208,7 @@ def test_a_branch_goes_on_from_its_trunk():
 # --- side by side --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv", "adakv", KIVI, "minicache", "streaming_llm"])
 def test_threads_get_the_answers_they_would_get_alone(model, tokenizer, spec):
     context = compressed(model, tokenizer, spec)

@@ -527,6 +527,7 @@ def test_nothing_to_report_is_said(tmp_path: Path) -> None:
         load([tmp_path])
 
 
+@pytest.mark.slow
 def test_the_command_writes_page_tables_and_pictures(tmp_path: Path) -> None:
     hidden = {"depth": {"0.0": known(50, 1), "100.0": known(90, 1)}}
     results = [

@@ -168,6 +168,7 @@ def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, m
     assert_close(got, dense(query, *whole, hidden), 2e-6 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("old", "values_old"), [(64, 40), (32, 48), (32, 0)])

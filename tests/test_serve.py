@@ -55,6 +55,7 @@ def alone(model: Any, tokenizer: Any) -> kvfold.Context:
 # --- answers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv", "adakv", KIVI, "streaming_llm", "kvzip", "full"])
 def test_an_answer_is_the_one_of_the_library(server, model, tokenizer, spec):
     budget = KINDS[spec][0]
@@ -149,6 +150,7 @@ def test_white_space_is_left_out_at_both_ends_only():
 # --- sampling ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_seed_fixes_an_answer_whatever_else_is_answered(server, context, alone):
     def drawn(seed: int | None, temperature: float = 2.0, **options: Any) -> str:
         asked = {"context_id": context, "temperature": temperature, "seed": seed}
@@ -268,6 +270,7 @@ def test_a_request_that_begins_with_a_context_uses_it(server, context, alone, to
     assert cached(server.http.post("/v1/completions", json=body)) == alone.ids.shape[1]
 
 
+@pytest.mark.slow
 def test_the_longest_and_newest_context_is_used(server, context):
     longer = server.create(f"{DOCUMENT} {DOCUMENT}")
     twin = server.create(f"{DOCUMENT} {DOCUMENT}", budget=60)
@@ -356,6 +359,7 @@ def test_a_file_is_uploaded(server, alone):
         assert refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_what_is_counted(server, context):
     prompt = server.metric('kvfold_tokens_total{kind="prompt"}')
     generated = server.metric('kvfold_tokens_total{kind="generated"}')

@@ -184,6 +184,7 @@ def answered(connection: socket.socket) -> bytes:
     return b""
 
 
+@pytest.mark.slow
 def test_headers_that_do_not_come_close_the_connection(hurried):
     for begun in ((), (b"GET /health HTTP/1.1\r\n",), (b"POST /v1/contexts HTTP/1.1\r\nHost:",)):
         started = time.perf_counter()
@@ -194,6 +195,7 @@ def test_headers_that_do_not_come_close_the_connection(hurried):
     assert answered(twice).count(b"HTTP/1.1 200") == 1
 
 
+@pytest.mark.slow
 def test_a_body_that_does_not_come_is_refused_in_time(hurried):
     for path in (CHAT, CONTEXTS):
         begun = head(path, "Content-Length: 1000"), b'{"text'
@@ -224,6 +226,7 @@ def test_a_connection_too_many_is_closed(hurried):
     assert httpx.get(f"{hurried.url}/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_who_does_not_take_an_answer_is_closed(hurried):
     held = opened(hurried)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -285,6 +288,7 @@ def test_json_is_utf_8_in_which_its_values_were_counted(server):
     assert post(server, "/v1/contexts", body).status_code in (400, 422)
 
 
+@pytest.mark.slow
 def test_contexts_are_listed_a_page_at_a_time(model):
     with running(model, word_tokenizer()) as server:
         made = {server.create(f"{DOCUMENT} {QUESTION}", budget=40) for _ in range(5)}

@@ -56,6 +56,7 @@ def expected(server: Running) -> tuple[str, str]:
     return first, server.says(SECOND, messages=messages, context_id="a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", NOTHING, ids=[" ".join(given) for given in NOTHING])
 def test_what_asks_for_nothing_passes(server, expected, given):
     assert server.says(FIRST, context_id="a", **given) == expected[0]

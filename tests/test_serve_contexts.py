@@ -128,6 +128,7 @@ def test_a_context_is_written_once(holder, made, monkeypatch):
     assert sorted(saves) == ["c0.kvfold", "c1.kvfold"] and contexts.to_memory == 4
 
 
+@pytest.mark.slow
 def test_many_readers_never_pass_the_cap(holder, made):
     contexts, taken = holder(2.2), []
     alone = [context.ask(QUESTION, max_new_tokens=4) for context in made]

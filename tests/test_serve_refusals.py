@@ -139,6 +139,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path, body, status, named", WRONG, ids=range(len(WRONG)))
 def test_bad_input_is_refused_by_its_name(server, context, path, body, status, named):
     if isinstance(body, dict) and body.get("context_id") == "CONTEXT":
@@ -148,6 +149,7 @@ def test_bad_input_is_refused_by_its_name(server, context, path, body, status, n
     assert_clean(server.http.post(path, content=json.dumps(body), headers=headers), status, named)
 
 
+@pytest.mark.slow
 def test_broken_json_is_refused(server):
     for path in (CHAT, TEXT, "/v1/contexts"):
         for data in (b"", b"{", b"\xff", b"[" * 5000, b'{"a": ' + b"1" * 5000 + b"}", b"nan"):
@@ -192,6 +194,7 @@ def test_a_prompt_and_an_answer_beyond_the_model_s_length(model):
 # --- keys, bodies --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for(model):
     with running(model, word_tokenizer(), api_key="right") as server:
         for headers in (
@@ -277,6 +280,7 @@ def test_a_full_queue_says_when_to_come_again(server, model, context):
         assert second.result().status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path, body", [(CHAT, chat()), ("/v1/contexts", {"text": DOCUMENT})])
 def test_nobody_has_an_answer_before_the_place_is_free(model, path, body):
     with (
@@ -411,6 +415,7 @@ def test_the_grace_ends(model):
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
     folder = tmp_path / "contexts"
     command = [sys.executable, "-c", "from kvfold.cli import main; main()", "serve", "bundled"]

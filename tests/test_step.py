@@ -258,6 +258,7 @@ def test_what_leaves_keeps_its_place_and_counts_as_slack():
     assert kv + slack + positions == whole + 2 * 4 * 2 * 3 * (8 + 12)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", [(90,), (90, 71, 40)], ids=["alone", "padded"])
 @pytest.mark.parametrize("spec", HOLDING)
@@ -309,6 +310,7 @@ def columns(cache):
     ]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("expected", [None, 0], ids=["nothing", "what never leaves"])
 def test_what_is_foreseen_changes_nothing(expected, monkeypatch):
@@ -339,6 +341,7 @@ def test_what_is_foreseen_changes_nothing(expected, monkeypatch):
     assert columns(cache) == columns(other)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("layers_waiting", [4, 2, 1])
 @pytest.mark.parametrize("spec", ["tova", "h2o", "roco", "d2o", "local_window"])
@@ -364,6 +367,7 @@ def test_layers_let_go_of_the_same_together_and_one_by_one(spec, layers_waiting,
     assert run() == kept
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["h2o:recent=0.9", "d2o:recent=0.9", "streaming_llm_original"])
 def test_a_turn_of_one_token_that_evicts_nothing_leaves_no_gaps_among_the_recent(spec, monkeypatch):

@@ -297,6 +297,7 @@ def test_what_is_kept_by_position_is_paired(budget, lengths):
 # --- eviction, then merging ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @SHAPES
 def test_what_h2o_evicts_is_merged(heads, lengths):
     def change(one: ByHand) -> None:

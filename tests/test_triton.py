@@ -346,6 +346,7 @@ def test_column_sums_of_head_sizes(size):
     check_columns(*asked(2, 1, 2, 66, 70, size))
 
 
+@pytest.mark.slow
 @GROUPS
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_column_sums_of_padded_rows_and_counted_queries(groups, softcap):
