@@ -16,8 +16,8 @@ from kvfold.eval.run.plan import Plan, Wanted, contenders
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.tasks import Request, select
 from kvfold.hf.chat_template import token_count
-from kvfold.jobs.executor import here, together
-from kvfold.jobs.ray_cluster import Actors, cluster
+from kvfold.jobs.executor import here, in_parallel
+from kvfold.jobs.ray_cluster import RayExecutor, cluster
 
 ray = pytest.importorskip("ray")
 
@@ -60,24 +60,25 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
     jobs, doing = list(plan.jobs({})), work("bundled")
     alone = [sample for samples in here(doing, model, tokenizer)(jobs) for sample in samples]
 
-    crew = Actors(doing, address, None)
-    hired = []
+    executor = RayExecutor(doing, address, None)
+    started = []
 
     class Watched:
-        count = crew.count
-        give, ready, take, dismiss = crew.give, crew.ready, crew.take, crew.dismiss
+        count = executor.count
+        submit, wait, result = executor.submit, executor.wait, executor.result
+        shutdown = executor.shutdown
 
-        def hire(self):
-            hired.append(crew.hire())
-            return hired[-1]
+        def start_worker(self):
+            started.append(executor.start_worker())
+            return started[-1]
 
     spread = []
-    for done, samples in enumerate(together(doing, Watched())(jobs)):
+    for done, samples in enumerate(in_parallel(doing, Watched())(jobs)):
         spread += samples
         if done == 2:
-            ray.kill(hired[0].handle)
+            ray.kill(started[0].handle)
     assert len(ray.nodes()) == 2
-    assert len(hired) == 3, "one was killed, and another took its place"
+    assert len(started) == 3, "one was killed, and another took its place"
     assert told(spread) == told(alone)
 
 

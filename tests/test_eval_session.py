@@ -30,7 +30,7 @@ from kvfold.eval.run.session import evaluate, store, summarize, write_records
 from kvfold.eval.tasks import Request, tasks
 from kvfold.hf.chat_template import token_count
 from kvfold.jobs import executor as workers
-from kvfold.jobs.executor import Died, here, together
+from kvfold.jobs.executor import WorkerDied, here, in_parallel
 from kvfold.jobs.processes import processes
 from kvfold.report.load import load
 from kvfold.report.tables import to_csv
@@ -213,41 +213,42 @@ def test_processes_that_are_killed_lose_nothing(setting, folder):
 
 
 class Fragile:
-    """Workers in this process, of which those at `fatal` numbers of hands are gone when asked."""
+    """Executor in this process; a worker dies `fatal[index]` times on the job of that index."""
 
     def __init__(self, setting: Setting, count: int, fatal: dict[int, int]) -> None:
         self.setting, self.count, self.fatal = setting, count, dict(fatal)
         self.at_work: dict[int, Job] = {}
-        self.hired = self.dismissed = 0
+        self.started = self.ended = 0
 
-    def hire(self) -> int:
-        self.hired += 1
+    def start_worker(self) -> int:
+        self.started += 1
         assert len(self.at_work) < self.count
-        return self.hired
+        return self.started
 
-    def give(self, worker: int, job: Job) -> None:
+    def submit(self, worker: int, job: Job) -> None:
         assert worker not in self.at_work
         self.at_work[worker] = job
 
-    def ready(self, busy: Sequence[int]) -> list[int]:
+    def wait(self, busy: Sequence[int]) -> list[int]:
         assert set(busy) == set(self.at_work)
         return [max(busy)]
 
-    def take(self, worker: int) -> list[Sample]:
+    def result(self, worker: int) -> list[Sample]:
         job = self.at_work.pop(worker)
         if self.fatal.get(job.index, 0):
             self.fatal[job.index] -= 1
-            raise Died
+            raise WorkerDied
         return run(self.setting.model, self.setting.tokenizer, job)
 
-    def dismiss(self, idle: Sequence[int], busy: Sequence[int]) -> None:
-        self.dismissed = len(idle) + len(busy)
+    def shutdown(self, idle: Sequence[int], busy: Sequence[int]) -> None:
+        self.ended = len(idle) + len(busy)
 
 
 def test_a_job_whose_worker_always_dies_is_an_error_and_the_others_are_done(setting):
     todo = [replace(job, index=i) for i, job in enumerate(jobs(setting, 3))]
-    crew = Fragile(setting, 2, {1: 1, 3: 1000})
-    found = [sample for samples in together(work("tiny"), crew)(iter(todo)) for sample in samples]
+    executor = Fragile(setting, 2, {1: 1, 3: 1000})
+    results = in_parallel(work("tiny"), executor)(iter(todo))
+    found = [sample for samples in results for sample in samples]
     keys = [(sample.cell, sample.index) for sample in found]
     assert len(keys) == len(set(keys)) == sum(len(job.cells) for job in todo)
     failed = [sample for sample in found if sample.error is not None]
@@ -255,15 +256,15 @@ def test_a_job_whose_worker_always_dies_is_an_error_and_the_others_are_done(sett
     assert len(failed) == len(todo[3].cells)
     assert all(f"died {workers.TRIES} times" in sample.error for sample in failed)
     # One for each that died, and none more than there are places.
-    assert crew.hired == 2 + 1 + workers.TRIES and crew.dismissed == 2
+    assert executor.started == 2 + 1 + workers.TRIES and executor.ended == 2
 
 
-def test_workers_are_dismissed_when_the_run_is_stopped(setting):
-    crew = Fragile(setting, 3, {})
-    running: Iterator[list[Sample]] = together(work("tiny"), crew)(jobs(setting))
+def test_workers_are_shut_down_when_the_run_is_stopped(setting):
+    executor = Fragile(setting, 3, {})
+    running: Iterator[list[Sample]] = in_parallel(work("tiny"), executor)(jobs(setting))
     next(running)
     running.close()
-    assert crew.dismissed == 3
+    assert executor.ended == 3
 
 
 # --- bad input ---------------------------------------------------------------------------------

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs shared out among workers that each hold the model: here, in processes, on Ray."""
+"""Jobs run by workers that each hold the model: in this process, in several, on a Ray cluster."""

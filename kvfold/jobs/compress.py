@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many documents into files, each by whichever worker is free."""
+"""Compression of many documents, each to a context file, by the next free worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvfold.methods.base import Method, spelled_out
 
 @dataclass(frozen=True)
 class Settings:
-    """How documents are compressed, as for `kvfold.compress`."""
+    """Options of `kvfold.compress`, the same for all documents of a run."""
 
     method: Method
     budget: Budget | None
@@ -36,7 +36,7 @@ class Settings:
     def compressed(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> context.Context:
-        """A document, compressed so; raises what `kvfold.compress` raises."""
+        """The document `text`, compressed with these options; raises as `kvfold.compress`."""
         return context.compress(
             model,
             tokenizer,
@@ -52,44 +52,47 @@ class Settings:
 
 
 def check_settings(path: Path, settings: Settings) -> None:
-    """Raises KvfoldError for a context file that was compressed in another way than these say."""
+    """Raises KvfoldError if the context file at `path` was compressed with other settings."""
     header = read_header(path)
     limit = None if header.budget is None else Budget(header.budget.kind, header.budget.amount)
-    piece = settings.prefill_chunk if settings.compress == "per_chunk" else None
-    for what, there, here in (
+    chunk = settings.prefill_chunk if settings.compress == "per_chunk" else None
+    for option, found, wanted in (
         ("method", header.method, spelled_out(settings.method)),
         ("budget", limit, settings.budget),
         ("seed", header.seed, settings.seed),
-        ("per_chunk", header.per_chunk, piece),
+        ("per_chunk", header.per_chunk, chunk),
     ):
-        if there != here:
+        if found != wanted:
             raise KvfoldError(
-                f"{path} is there already, made with {what} {there} instead of {here}: remove it, "
-                "or write into another folder"
+                f"{path} is there already, made with {option} {found} instead of {wanted}: "
+                "remove it, or write into another folder"
             )
 
 
 def check_models(
     paths: Iterable[Path], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises ContextFileError for a context file of another model; equal ones are compared once."""
-    right: set[str] = set()
+    """Raises ContextFileError for a context file of another model.
+
+    Files with the same model header are checked once: hashing the weights is slow.
+    """
+    checked: set[str] = set()
     for path in paths:
-        told = _model_of(read_header(path))
-        if told not in right:
+        key = _model_key(read_header(path))
+        if key not in checked:
             check_model(path, model, tokenizer)
-            right.add(told)
+            checked.add(key)
 
 
-def _model_of(header: Header) -> str:
-    """All that a file tells about its model."""
+def _model_key(header: Header) -> str:
+    """All fields of a header that identify the model, as one string."""
     rope = sorted(item for item in header.checksums.items() if item[0].startswith("rope."))
     return f"{header.dtype} {header.model!r} {header.rope!r} {rope}"
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and the file that is written of it; a worker elsewhere needs the same folder."""
+    """A text to compress and the path of its context file; every worker must see that folder."""
 
     text: str
     path: Path
@@ -98,7 +101,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Made:
-    """What came of a document: what its file holds, or why there is none."""
+    """Result of one document: the stats of its cache, or (`stats` None) the reason in `why`."""
 
     path: Path
     stats: Stats | None
@@ -106,7 +109,7 @@ class Made:
 
 
 def work(name: str, loading: Loading | None = None) -> Work[Document, Made]:
-    """What workers with the model `name` do with documents."""
+    """Work that compresses documents with the model `name`."""
     return Work(name, make, _given_up, loading or Loading())
 
 
@@ -115,11 +118,11 @@ def _given_up(document: Document, why: str) -> Made:
 
 
 def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document) -> Made:
-    """Compresses a document and writes its file."""
+    """Compresses a document and writes its file; a failure is returned in `why`, not raised."""
     try:
         made = document.settings.compressed(model, tokenizer, document.text)
         made.save(document.path)
     except (KvfoldError, RuntimeError) as problem:
-        # A RuntimeError is memory that is used up: the other documents may be shorter.
+        # RuntimeError covers out of memory: the other documents may be shorter.
         return Made(document.path, None, str(problem).partition("\n")[0])
     return Made(document.path, made.stats())

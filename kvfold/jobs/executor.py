@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are given to do, and what happens to the job of one that dies."""
+"""Executors: workers that run jobs with a loaded model, and the retry when a worker dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvfold.loading import Loading, load
 from kvfold.methods.registry import import_methods, imported_methods
 
-# A job that has taken so many workers with it is not tried again.
+# Attempts per job: one that has killed this many workers is reported as failed.
 TRIES = 2
 GIVEN_UP = f"its worker died {TRIES} times while it ran, perhaps for want of memory"
 
@@ -23,17 +23,18 @@ J = TypeVar("J")
 R = TypeVar("R")
 W = TypeVar("W")
 
-# Yields what comes of each job as it is done, in any order.
+# Maps jobs to their results, yielded as they are done, in any order.
 Workers = Callable[[Iterable[J]], Iterator[R]]
 
 
 @dataclass(frozen=True)
 class Work(Generic[J, R]):
-    """What is done with a job, by the model `name`, which every worker loads in the same way.
+    """Function that workers apply to every job, and the model `name` that each of them loads.
 
-    `run` takes model, tokenizer and job; other processes find it by its module. `given_up` is what
-    comes of a job that its workers did not survive: it takes the job, and why. `imports` are the
-    modules that register methods of jobs.
+    `run(model, tokenizer, job)` returns the job's result; it is pickled by reference, so it must be
+    a module-level function. `given_up(job, reason)` returns the result of a job that killed its
+    worker `TRIES` times. `loading` holds the options the model is loaded with, `imports` the
+    modules that register methods; every worker imports them.
     """
 
     name: str
@@ -46,37 +47,37 @@ class Work(Generic[J, R]):
 def here(
     work: Work[J, R], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Workers[J, R]:
-    """One job after the other, in this process."""
+    """Sequential execution in this process, with a model that is loaded already."""
     return lambda jobs: (work.run(model, tokenizer, job) for job in jobs)
 
 
-class Died(Exception):
-    """A worker is gone, and the job that it had is not done."""
+class WorkerDied(Exception):
+    """A worker ended before it returned the result of its job."""
 
 
-class Crew(Protocol, Generic[W]):
-    """`count` workers at a time, of which each does one job after the other."""
+class Executor(Protocol, Generic[W]):
+    """At most `count` workers at a time; each runs one job after another."""
 
     count: int
 
-    def hire(self) -> W:
-        """A new worker."""
+    def start_worker(self) -> W:
+        """A new idle worker."""
 
-    def give(self, worker: W, job: Any) -> None:
-        """Hands a job to an idle worker."""
+    def submit(self, worker: W, job: Any) -> None:
+        """Sends a job to an idle worker."""
 
-    def ready(self, busy: Sequence[W]) -> list[W]:
-        """Those of the busy ones that are done, or gone: at least one."""
+    def wait(self, busy: Sequence[W]) -> list[W]:
+        """Blocks until at least one busy worker is done or dead; returns all of these."""
 
-    def take(self, worker: W) -> Any:
-        """What came of a worker's job; raises Died."""
+    def result(self, worker: W) -> Any:
+        """The result of the worker's job; raises WorkerDied."""
 
-    def dismiss(self, idle: Sequence[W], busy: Sequence[W]) -> None:
-        """Ends all workers, whatever they are doing."""
+    def shutdown(self, idle: Sequence[W], busy: Sequence[W]) -> None:
+        """Ends all workers; jobs still running are lost."""
 
 
-def together(work: Work[J, R], crew: Crew[W]) -> Workers[J, R]:
-    """Several jobs at a time; that of a worker that dies is run again, `TRIES` times in all."""
+def in_parallel(work: Work[J, R], executor: Executor[W]) -> Workers[J, R]:
+    """Concurrent execution; the job of a worker that dies is retried, `TRIES` attempts in all."""
 
     def run(jobs: Iterable[J]) -> Iterator[R]:
         waiting = ((job, 1) for job in jobs)
@@ -85,37 +86,42 @@ def together(work: Work[J, R], crew: Crew[W]) -> Workers[J, R]:
         busy: dict[W, tuple[J, int]] = {}
         try:
             while True:
-                while len(busy) < crew.count and (
-                    given := lost.pop() if lost else next(waiting, None)
+                while len(busy) < executor.count and (
+                    attempt := lost.pop() if lost else next(waiting, None)
                 ):
-                    worker = idle.pop() if idle else crew.hire()
-                    crew.give(worker, given[0])
-                    busy[worker] = given
+                    worker = idle.pop() if idle else executor.start_worker()
+                    executor.submit(worker, attempt[0])
+                    busy[worker] = attempt
                 if not busy:
                     return
-                for worker in crew.ready(list(busy)):
+                for worker in executor.wait(list(busy)):
                     job, tried = busy.pop(worker)
                     try:
-                        made = crew.take(worker)
-                    except Died:
+                        result = executor.result(worker)
+                    except WorkerDied:
                         if tried < TRIES:
                             lost.append((job, tried + 1))
                             continue
-                        made = work.given_up(job, GIVEN_UP)
+                        result = work.given_up(job, GIVEN_UP)
                     else:
                         idle.append(worker)
-                    yield made
+                    yield result
         finally:
-            crew.dismiss(idle, list(busy))
+            executor.shutdown(idle, list(busy))
 
     return run
 
 
-def start(work: Work[Any, Any], count: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of one of `count` workers, which share the cores unless the environment does."""
+def load_in_worker(
+    work: Work[Any, Any], count: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer, loaded in one of `count` workers, after the imports of `work`.
+
+    The cores are divided by `count`, unless OMP_NUM_THREADS is set.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    # The bar at the terminal is that of the jobs.
+    # The terminal shows one progress bar, that of the jobs.
     disable_progress_bar()
     for module in work.imports:
         import_methods(module)

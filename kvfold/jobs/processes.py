@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are processes of this machine."""
+"""Executor over processes on this machine."""
 
 from __future__ import annotations
 
@@ -9,51 +9,51 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kvfold.jobs.executor import Died, J, R, Work, Workers, start, together
+from kvfold.jobs.executor import J, R, Work, WorkerDied, Workers, in_parallel, load_in_worker
 
 
 def processes(work: Work[J, R], count: int) -> Workers[J, R]:
-    """`count` processes, each with the model and its share of the cores."""
-    return together(work, _Processes(work, count))
+    """`count` processes, each with its own model and 1/`count` of the cores."""
+    return in_parallel(work, _ProcessExecutor(work, count))
 
 
-class _Worker:
-    """A process, and our end of the pipe to it."""
+class _ProcessWorker:
+    """A worker process and the parent's end of the pipe to it."""
 
     def __init__(self, work: Work[Any, Any], count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, work, count), daemon=True)
         self.process.start()
-        # The process holds the only other end: the pipe is at its end when the process dies.
+        # The worker holds the only other end, so its death shows as end of file.
         theirs.close()
 
 
-class _Processes:
+class _ProcessExecutor:
     def __init__(self, work: Work[Any, Any], count: int) -> None:
         self.work, self.count = work, count
 
-    def hire(self) -> _Worker:
-        return _Worker(self.work, self.count)
+    def start_worker(self) -> _ProcessWorker:
+        return _ProcessWorker(self.work, self.count)
 
-    def give(self, worker: _Worker, job: Any) -> None:
+    def submit(self, worker: _ProcessWorker, job: Any) -> None:
         try:
             worker.connection.send(job)
         except OSError:
-            # It is dead, which shows when its answer is read.
+            # The worker is dead: `result` raises WorkerDied.
             worker.process.join()
 
-    def ready(self, busy: Sequence[_Worker]) -> list[_Worker]:
+    def wait(self, busy: Sequence[_ProcessWorker]) -> list[_ProcessWorker]:
         done = wait([worker.connection for worker in busy])
         return [worker for worker in busy if worker.connection in done]
 
-    def take(self, worker: _Worker) -> Any:
+    def result(self, worker: _ProcessWorker) -> Any:
         try:
             return worker.connection.recv()
         except (EOFError, OSError) as gone:
-            raise Died from gone
+            raise WorkerDied from gone
 
-    def dismiss(self, idle: Sequence[_Worker], busy: Sequence[_Worker]) -> None:
+    def shutdown(self, idle: Sequence[_ProcessWorker], busy: Sequence[_ProcessWorker]) -> None:
         for worker in busy:
             worker.process.terminate()
         for worker in idle:
@@ -63,9 +63,10 @@ class _Processes:
 
 
 def _serve(connection: Connection, work: Work[Any, Any], count: int) -> None:
-    # Ctrl-C is for the process that waits for this one.
+    """Loop of a worker process: receives jobs and sends results until the pipe is closed."""
+    # Ctrl-C is handled by the parent, which then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    model, tokenizer = start(work, count)
+    model, tokenizer = load_in_worker(work, count)
     while True:
         try:
             job = connection.recv()

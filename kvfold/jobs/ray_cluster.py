@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are actors of a Ray cluster, on whatever machines it has."""
+"""Executor over the actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfold.errors import KvfoldError
-from kvfold.jobs.executor import Died, J, R, Work, Workers, start, together
+from kvfold.jobs.executor import J, R, Work, WorkerDied, Workers, in_parallel, load_in_worker
 
 
 def cluster(work: Work[J, R], address: str, count: int | None) -> Workers[J, R]:
-    """`count` actors, by default one for each of the cluster's GPUs, or cores where it has none.
+    """`count` actors; by default one per GPU of the cluster, or one per core if it has no GPU.
 
-    Every machine needs kvfold and the model. Raises KvfoldError where Ray is missing, or
-    nothing answers at `address`.
+    Every machine needs kvfold and the model. Raises KvfoldError if Ray is not installed, or no
+    cluster answers at `address`.
     """
-    return together(work, Actors(work, address, count))
+    return in_parallel(work, RayExecutor(work, address, count))
 
 
-class _Actor:
-    """An actor, and what it has been asked for."""
+class _ActorWorker:
+    """A Ray actor's handle and the reference to its pending result."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
-        self.asked: Any = None
+        self.pending: Any = None
 
 
-class Actors:
-    """A cluster's crew."""
+class RayExecutor:
+    """Executor whose workers are Ray actors with one GPU (or one core) each.
+
+    Raises KvfoldError if Ray is not installed, or no cluster answers at `address`.
+    """
 
     def __init__(self, work: Work[Any, Any], address: str, count: int | None) -> None:
         try:
@@ -47,33 +50,34 @@ class Actors:
         self.needs = {"num_gpus": 1} if gpus else {"num_cpus": 1}
         self.count = count or gpus or int(resources["CPU"])
 
-    def hire(self) -> _Actor:
-        return _Actor(self.ray.remote(_Runner).options(**self.needs).remote(self.work, self.count))
+    def start_worker(self) -> _ActorWorker:
+        actor = self.ray.remote(_ModelActor).options(**self.needs)
+        return _ActorWorker(actor.remote(self.work, self.count))
 
-    def give(self, worker: _Actor, job: Any) -> None:
-        worker.asked = worker.handle.run.remote(job)
+    def submit(self, worker: _ActorWorker, job: Any) -> None:
+        worker.pending = worker.handle.run.remote(job)
 
-    def ready(self, busy: Sequence[_Actor]) -> list[_Actor]:
-        done, _ = self.ray.wait([worker.asked for worker in busy])
-        return [worker for worker in busy if worker.asked in done]
+    def wait(self, busy: Sequence[_ActorWorker]) -> list[_ActorWorker]:
+        done, _ = self.ray.wait([worker.pending for worker in busy])
+        return [worker for worker in busy if worker.pending in done]
 
-    def take(self, worker: _Actor) -> Any:
+    def result(self, worker: _ActorWorker) -> Any:
         try:
-            return self.ray.get(worker.asked)
+            return self.ray.get(worker.pending)
         except self.ray.exceptions.RayActorError as gone:
-            raise Died from gone
+            raise WorkerDied from gone
 
-    def dismiss(self, idle: Sequence[_Actor], busy: Sequence[_Actor]) -> None:
+    def shutdown(self, idle: Sequence[_ActorWorker], busy: Sequence[_ActorWorker]) -> None:
         for worker in (*idle, *busy):
             self.ray.kill(worker.handle)
 
 
-class _Runner:
-    """What runs in an actor."""
+class _ModelActor:
+    """Body of a Ray actor: a loaded model that runs jobs."""
 
     def __init__(self, work: Work[Any, Any], count: int) -> None:
         self.work = work
-        self.model, self.tokenizer = start(work, count)
+        self.model, self.tokenizer = load_in_worker(work, count)
 
     def run(self, job: Any) -> Any:
         return self.work.run(self.model, self.tokenizer, job)

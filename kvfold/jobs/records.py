@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of records, one JSON object a line, that are only ever added to."""
+"""Append-only JSONL files of records, durable against a killed run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Loaded(NamedTuple, Generic[M]):
-    """What a file holds; `torn` bytes at its end were dropped, from a line half written."""
+    """Records of a file, and the number of bytes (`torn`) of a half-written last line, removed."""
 
     records: list[M]
     torn: int
 
 
 class Store(Generic[M]):
-    """A file of records of one `kind` that is only ever added to."""
+    """Append-only file at `path` with one record of type `kind` per line."""
 
     def __init__(self, path: Path, kind: type[M]) -> None:
         self.path, self.kind = path, kind
 
     def load(self) -> Loaded[M]:
-        """All records; a last line that a killed run left half written is cut off the file.
+        """All records; an unfinished last line, left by a killed run, is removed from the file.
 
-        Raises KvfoldError for a file that holds anything else.
+        A missing file has no records. Raises KvfoldError if a line is no record of this `kind`, or
+        the file cannot be read.
         """
         try:
             data = self.path.read_bytes()
@@ -50,7 +51,7 @@ class Store(Generic[M]):
         return Loaded(records, len(rest))
 
     def add(self, records: Iterable[M]) -> None:
-        """Writes records, and returns when they are on the disk."""
+        """Appends records; returns after fsync."""
         with self.path.open("ab") as file:
             for record in records:
                 file.write(record.model_dump_json().encode() + b"\n")
