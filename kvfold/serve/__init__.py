@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI-compatible endpoint over compressed contexts: one machine, transformers in process."""
+"""OpenAI-compatible HTTP server over compressed contexts, on one machine.
+
+`app.py` and `routes/` speak HTTP, `engine.py` runs the model in process with transformers,
+`contexts.py` holds contexts in memory or on disk. `vllm/` serves the same files with a stock vLLM.
+"""

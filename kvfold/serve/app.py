@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint as an ASGI application."""
+"""ASGI application of the server: routes, request limits, metrics and error answers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from kvfold.serve.response_schemas import ErrorBody
 from kvfold.serve.routes import answers, contexts, status
 from kvfold.serve.routes.hangup import HungUp
 
-# nginx's number for a client that went away; nobody reads it.
+# nginx's status for a client that closed the connection; it only appears in the metrics.
 GONE = 499
 log = logging.getLogger(__name__)
 
 
 def build(engine: Engine) -> FastAPI:
-    """The application that answers for `engine`."""
+    """The ASGI application that serves `engine`."""
     refusal: dict[int | str, dict[str, Any]] = {
-        "default": {"model": ErrorBody, "description": "What was refused, and why."}
+        "default": {"model": ErrorBody, "description": "The error, in OpenAI's format."}
     }
     app = FastAPI(
         title="kvfold",
@@ -59,17 +59,17 @@ def build(engine: Engine) -> FastAPI:
 
 
 class Counted:
-    """Counts requests by route and status, and how long they took; answers for what failed.
+    """ASGI middleware: request count and duration by route and status; 500 on an exception.
 
-    The framework's own answer to a failure is followed by the end of the connection, on which a
-    client may have sent its next request.
+    The 500 is sent here because starlette's own handler closes the connection afterwards, although
+    the client may have sent its next request on it already.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through."""
+        """Forwards a request to the inner application and records it when it ends."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -105,7 +105,7 @@ async def _invalid(request: Request, problem: Any) -> Response:
 
 
 async def _http(request: Request, problem: Any) -> Response:
-    """What the framework refuses: unknown paths, other verbs, broken forms."""
+    """Refusals of the framework itself: unknown path, wrong verb, malformed form."""
     response = ApiError(problem.status_code, str(problem.detail)).response()
     response.headers.update(problem.headers or {})
     return response

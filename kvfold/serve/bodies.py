@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON from clients: its values are counted while it comes in, and it is parsed in a thread.
+"""JSON bodies of requests: values counted while the bytes arrive, parsed in a thread.
 
-A list of a million zeros is a small body and many objects: what they cost is bounded by their
-number, not by their bytes.
+A list of a million zeros is a small body but many Python objects, so their number is bounded as
+well as the bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from starlette.responses import Response
 
 from kvfold.serve.errors import ApiError
 
-# The rest of a text: possessive, so that nothing is remembered of it.
+# The rest of a JSON string, up to its closing quote. Possessive: no state to backtrack to.
 TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 MARKS = (b",", b"[", b"{")
 
 
 class Values:
-    """Counts the values of a JSON text, names included, as its pieces come in.
+    """Upper bound of the values in a JSON text, fed piece by piece.
 
-    What is no JSON is counted as well as it goes; it is refused when it is parsed.
+    Counts strings (names of members included), commas, and opening brackets and braces outside
+    strings. Malformed JSON is counted alike, and refused later by the parser.
     """
 
     def __init__(self, most: int) -> None:
@@ -35,14 +36,15 @@ class Values:
         self._in_text = self._escaped = False
 
     def feed(self, piece: bytes) -> None:
-        """The next piece; raises ApiError beyond `most` values."""
+        """Counts the next piece; raises ApiError beyond `most` values."""
         at, self._escaped = int(self._escaped), False
         while at < len(piece):
             at = self._rest_of_text(piece, at) if self._in_text else self._up_to_text(piece, at)
 
     def _rest_of_text(self, piece: bytes, at: int) -> int:
         end = at + len(TEXT.match(piece, at)[0])  # type: ignore[index]  # it matches nothing too
-        # It ends at a quote, with the piece, or at a backslash whose character comes in the next.
+        # The match ends at the closing quote, at the piece's end, or at a backslash whose escaped
+        # character is in the next piece.
         self._escaped = piece[end : end + 1] == b"\\"
         self._in_text = end == len(piece) or self._escaped
         return end + 1
@@ -59,15 +61,15 @@ class Values:
 
 
 class _Apart(Request):
-    """A request whose JSON is parsed in a thread, as a large one takes a while."""
+    """A request whose JSON is parsed in a thread, so that a large body does not block the loop."""
 
     async def json(self) -> Any:
-        """The body's content; raises JSONDecodeError for what is no JSON in UTF-8."""
+        """The parsed body; raises JSONDecodeError if it is not JSON in UTF-8."""
         return await run_in_threadpool(_parsed, await self.body())
 
 
 def _parsed(body: bytes) -> Any:
-    """JSON in UTF-8 only, in which its values were counted; `json.loads` would take UTF-16 too."""
+    """Parsed JSON, UTF-8 only: `json.loads` also accepts UTF-16, which `Values` does not count."""
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -79,7 +81,7 @@ class Route(APIRoute):
     """A route that parses bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
-        """As FastAPI's own."""
+        """FastAPI's handler, given requests that parse their body in a thread."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections: how many there are, and how long a client may take to say what it wants."""
+"""Limits per connection: number of open ones, time for headers, time to read output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from kvfold.serve.errors import ApiError
 
 
 class Connection(H11Protocol):
-    """uvicorn's, closed where headers do not come, or answers are not taken, within `timeout` s.
+    """uvicorn's HTTP/1.1 protocol with a limit on connections and two timeouts.
 
-    Beyond `most` connections a new one is told so and closed.
+    A connection is closed if headers do not arrive, or pending output is not read, within
+    `timeout` seconds. Beyond `most` connections a new one gets a 503 and is closed.
     """
 
     def __init__(self, most: int, timeout: float, **options: Any) -> None:
@@ -28,7 +29,7 @@ class Connection(H11Protocol):
         self._taking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
+        """Starts the timeout for headers, or refuses the connection."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
             transport.write(_full(self.most))
@@ -37,9 +38,9 @@ class Connection(H11Protocol):
             self._head = self.loop.call_later(self.timeout, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """It said something; the time for headers ends with the last of them.
+        """Stops the timeout once headers are complete, and starts it for the next request.
 
-        A body that goes on after its answer has no more time than headers.
+        A body that still arrives after its answer was sent is under the same timeout.
         """
         super().data_received(data)
         answered = self.cycle is not None and self.cycle.response_complete
@@ -49,35 +50,35 @@ class Connection(H11Protocol):
             self._head = self.loop.call_later(self.timeout, self.transport.close)
 
     def pause_writing(self) -> None:
-        """It does not take what is written."""
+        """Output is pending: starts the timeout for reading it."""
         super().pause_writing()
         self._taking = self.loop.call_later(self.timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It took it."""
+        """Output was read: stops that timeout."""
         super().resume_writing()
         self._taking = _stopped(self._taking)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Stops both timeouts."""
         self._head, self._taking = _stopped(self._head), _stopped(self._taking)
         super().connection_lost(exc)
 
 
 def limited(most: int, timeout: float) -> Callable[..., asyncio.Protocol]:
-    """What uvicorn makes for every connection: at most `most`, with `timeout` in seconds."""
+    """Protocol factory for uvicorn: at most `most` connections, `timeout` in seconds."""
     return partial(Connection, most, timeout)
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """No timer, in the place of one that is no longer wanted."""
+    """Cancels a timer, if any; returns None to store in its place."""
     if timer is not None:
         timer.cancel()
     return None
 
 
 def _full(most: int) -> bytes:
-    """The answer to a connection too many."""
+    """The raw 503 answer to a connection beyond the limit."""
     body = json.dumps(ApiError(503, f"the server has its {most} connections").body()).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\n"

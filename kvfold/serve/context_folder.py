@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder that contexts are moved to: private, or one that outlives the server."""
+"""Folder of context files: a temporary one, or a named one that outlives the server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from kvfold.errors import KvfoldError
 from kvfold.serve.request_schemas import CONTEXT_ID
 
 SUFFIX = ".kvfold"
-# What a save leaves behind whose process was killed; other servers' saves are younger.
+# Temporary files of a save whose process was killed. Younger ones may be another server's save
+# in progress; seconds.
 UNFINISHED, STALE = re.compile(r"\..+\.kvfold\.[0-9a-f]{32}\.tmp"), 3600.0
 
 
 class Folder:
-    """Files of contexts by their ids. Raises KvfoldError where `named` cannot be used."""
+    """Context files `<id>.kvfold` in `named`, or in a temporary folder if that is None.
+
+    Raises KvfoldError if `named` cannot be created or listed.
+    """
 
     def __init__(self, named: Path | None) -> None:
         self.private = named is None
@@ -37,25 +41,25 @@ class Folder:
             raise KvfoldError(f"cannot use {named} as the contexts' folder: {problem}") from problem
 
     def file(self, name: str) -> Path:
-        """Where the context `name` is written; a name that is no id is refused."""
+        """The path of context `name`; raises KvfoldError for a name that is no id."""
         if not re.fullmatch(CONTEXT_ID, name):
             raise KvfoldError(f"{name!r} is no id of a context")
         return self.path / f"{name}{SUFFIX}"
 
     def found(self) -> Iterator[tuple[str, Path]]:
-        """Ids and files of the contexts that are there."""
+        """Ids and files of the contexts in the folder."""
         for path in sorted(self.path.glob(f"*{SUFFIX}")):
             if re.fullmatch(CONTEXT_ID, path.stem):
                 yield path.stem, path
 
     def close(self) -> None:
-        """Removes a private folder."""
+        """Removes a temporary folder."""
         if self.private:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes what a killed save left; in a folder that is only read it may stay."""
+    """Removes an unfinished save that is old enough; in a read-only folder it stays."""
     with suppress(OSError):
         if time.time() - path.lstat().st_mtime > STALE:
             path.unlink()

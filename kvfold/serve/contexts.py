@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contexts of a server: in memory under a cap, the least recently used ones on disk.
+"""Contexts of a server: in memory up to a cap, the least recently used ones on disk.
 
-One lock guards all that is known; it is released while a file is written or read. A thread waits
-for memory only while it reads no context itself, so that those who read always come to an end.
+One lock guards all state; it is released while a file is written or read. There is no deadlock
+over memory: a thread waits for memory only while it uses no context, so every user finishes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class Contexts:
-    """At most `most` contexts, of which those in memory take at most `memory` bytes.
+    """At most `most` contexts by id, with at most `memory` bytes of them in memory.
 
-    `load` reads a context's file. A context that is deleted while it is read takes no new readers,
-    and goes, with its file, when its last one ends.
+    `load` reads a context's file. A context that is deleted while requests use it takes no new
+    ones, and is dropped with its file when the last one ends.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Contexts:
         self.nbytes = 0
         self.to_disk = self.to_memory = 0
         self._changed = Condition(Lock())
-        # The least recently used first; those that were deleted and are still read or moved.
+        # Least recently used first; and deleted contexts that are still read or moved.
         self._held: OrderedDict[str, Held] = OrderedDict()
         self._leaving: dict[str, Held] = {}
         self._prefixes = {TOKENS: Prefixes(), TEXT: Prefixes()}
@@ -55,19 +55,22 @@ class Contexts:
             return list(self._held.values())
 
     def get(self, name: str) -> Held:
-        """The context of that id; raises ApiError where there is none."""
+        """The context of that id; raises ApiError if there is none."""
         with self._changed:
             return self._named(name)
 
     def longest(self, kind: str, data: bytes) -> Held | None:
-        """The context with the longest key of a kind that `data` goes on after."""
+        """The context whose key of `kind` is the longest proper prefix of `data`."""
         with self._changed:
             name = self._prefixes[kind].longest(data)
             return None if name is None else self._held[name]
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Context]:
-        """The context, in memory for as long as the block lasts."""
+        """The context, kept in memory for the block.
+
+        Raises ApiError if it is missing or unreadable.
+        """
         with self._changed:
             held = self._named(name)
             held.readers += 1
@@ -86,7 +89,7 @@ class Contexts:
     # --- come and go ------------------------------------------------------------------------
 
     def check_new(self, name: str | None) -> None:
-        """Raises ApiError where a context, of that id, would be refused."""
+        """Raises ApiError if a new context with that id, or without one, would be refused."""
         with self._changed:
             self._check_new(name)
 
@@ -97,10 +100,9 @@ class Contexts:
         text: bytes | None = None,
         file: Path | None = None,
     ) -> Held:
-        """Holds a context, by a new id where it has none; raises ApiError where there is no room.
+        """Stores a context under `name`, or under a new id; raises ApiError if there is no room.
 
-        `text` are the `key_bytes` of what its tokens were made from, where they are known; `file`
-        is one that holds it.
+        `text` are the `key_bytes` of its text, if known; `file` is a file that holds it already.
         """
         keys = {TOKENS: key_of_tokens(context.ids[0].tolist())}
         if text is not None:
@@ -122,7 +124,10 @@ class Contexts:
         return held
 
     def delete(self, name: str) -> None:
-        """Forgets a context; raises ApiError where there is none, or its file cannot go."""
+        """Deletes a context and its file.
+
+        Raises ApiError if there is none, or the file cannot go.
+        """
         with self._changed:
             held = self._named(name)
             if held.file is not None:
@@ -137,16 +142,16 @@ class Contexts:
             self._forget_if_unused(held)
 
     def adopt(self) -> Iterator[Exception]:
-        """Holds what the folder has already; yields what is wrong with files that it leaves."""
+        """Loads the context files of the folder; yields the error of each file left out."""
         for name, file in self.folder.found():
             try:
                 self.add(self.load(file), name, file=file)
-            # Whatever lies in the folder: the server starts without it.
+            # Any file may lie in the folder: the server starts without it.
             except Exception as problem:
                 yield problem
 
     def close(self) -> None:
-        """Writes what is only in memory to a folder that stays; nobody reads any more."""
+        """Writes contexts that are only in memory to a named folder; all requests have ended."""
         with self._changed:
             if not self.folder.private:
                 for held in self._held.values():
@@ -175,7 +180,10 @@ class Contexts:
             raise ApiError(429, message, code="too_many_contexts", retry_after=60)
 
     def _in_memory(self, held: Held) -> Context:
-        """The context of `held`, which has a reader already, so that it stays."""
+        """The context of `held`, loaded if it is on disk. Its reader count keeps it in memory.
+
+        Raises ApiError if the file is missing or damaged.
+        """
         while held.moving:
             self._changed.wait()
         if held.context is not None:
@@ -205,7 +213,10 @@ class Contexts:
             self._changed.notify_all()
 
     def _make_room(self, size: int) -> None:
-        """Takes `size` bytes of the memory, moving contexts to disk, or waiting for readers."""
+        """Reserves `size` bytes of memory: moves idle contexts to disk, else waits for readers.
+
+        Raises ApiError for more than the whole memory, and for a disk that takes no more.
+        """
         if size > self.memory:
             raise ApiError(
                 413,
@@ -221,7 +232,7 @@ class Contexts:
             try:
                 self._move_to_disk(movable[0])
             except ApiError:
-                # A disk that takes no more: what it has already goes from memory for nothing.
+                # The disk is full: contexts that have a file already can still leave memory.
                 written = [h for h in movable if h.idle and h.context is not None and h.file]
                 if not written:
                     raise
@@ -281,13 +292,13 @@ class Contexts:
 
 
 def _check_removable(file: Path) -> None:
-    """Raises ApiError for a file in a folder that is only read."""
+    """Raises ApiError for a file in a read-only folder."""
     if not os.access(file.parent, os.W_OK):
         raise _stays(file, "the folder is only read")
 
 
 def _remove(file: Path) -> None:
-    """Removes a file; raises ApiError where it stays."""
+    """Removes a file; raises ApiError if that fails."""
     try:
         file.unlink(missing_ok=True)
     except OSError as problem:
@@ -301,10 +312,10 @@ def _stays(file: Path, problem: object) -> ApiError:
 
 
 def key_of_tokens(ids: list[int]) -> Key:
-    """The key of a text's tokens."""
+    """The prefix key of token ids."""
     return Key.of(token_bytes(ids))
 
 
 def token_bytes(ids: list[int]) -> bytes:
-    """Tokens as bytes, four each."""
+    """Token ids as native 32-bit integers, four bytes each."""
     return array("I", ids).tobytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One answer, piece by piece, and why it ended."""
+"""Generation of one answer: its text in pieces, and its finish reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvfold.serve.sampling import Sampling
 
 @dataclass(frozen=True)
 class Started:
-    """A prompt of `prompt` tokens is accepted, of which a context holds `cached`."""
+    """First event of an answer: `prompt` tokens accepted, `cached` of them from a context."""
 
     prompt: int
     cached: int
@@ -28,7 +28,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """An answer of `tokens` tokens has ended."""
+    """Last event of an answer: `tokens` generated, and the finish reason."""
 
     tokens: int
     reason: Reason
@@ -45,9 +45,10 @@ def answer(
     put: Callable[[Any], None],
     cancelled: Event,
 ) -> Finished:
-    """Generates at most `most` tokens after all of `ids`, which `cache` may have read in part.
+    """Generates at most `most` tokens after `ids`, a prefix of which `cache` may hold already.
 
-    Pieces of text go to `put`, as for `Chat.stream`. `cancelled` ends it at the next token.
+    `put` gets the text in pieces, as for `Chat.stream`; a set `cancelled` ends it at the next
+    token. `prefill_chunk` tokens are read per forward. Raises what `kvfold.generate` raises.
     """
     asked = torch.tensor([ids], device=model.device)
     said = Answer(tokenizer, len(ids), sampling.stop, put, cancelled)
@@ -57,7 +58,7 @@ def answer(
         cache=cache,
         attention_mask=torch.ones_like(asked),
         prefill_chunk=prefill_chunk,
-        allow_longer=True,  # the engine has looked
+        allow_longer=True,  # checked by the engine
         do_sample=False,
         max_new_tokens=most,
         logits_processor=sampling.processors(asked.device),
@@ -71,13 +72,13 @@ def answer(
 
 
 class Stripped:
-    """Text without white space at both ends, piece by piece: what `Context.ask` gives back."""
+    """Strips white space from both ends of a text that comes in pieces, as `Context.ask` does."""
 
     def __init__(self) -> None:
         self._begun, self._held = False, ""
 
     def of(self, piece: str) -> str:
-        """As much of what came as cannot be the end's white space."""
+        """Text to send after this piece; white space at its end waits for the next one."""
         text = self._held + piece
         if not self._begun:
             text = text.lstrip()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers requests in the threads of its workers, from contexts where there are any."""
+"""The model side of the server: prompts read after a context or alone, and new contexts.
+
+Methods of `Engine` run in worker threads; the HTTP side hands them over as jobs.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,9 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One model with its contexts; `name` is what clients call it.
+    """One model with its contexts; `name` is the model name that clients send.
 
-    Raises KvfoldError where the default method or budget cannot be used.
+    Raises KvfoldError if the model cannot use the default method or budget.
     """
 
     def __init__(
@@ -84,7 +87,11 @@ class Engine:
     def answer(
         self, request: ChatRequest | CompletionRequest, put: Put, cancelled: Event
     ) -> Finished:
-        """Puts `Started`, then pieces of text; raises ApiError before the first."""
+        """Generates an answer: `put` gets `Started`, then pieces of text.
+
+        Raises ApiError: before `Started` for a request that is refused, later if the client hung up
+        or the server stops.
+        """
         self._begin(cancelled)
         sampling = Sampling.of(request)
         with self._begun(request) as (cache, ids, cached):
@@ -108,7 +115,10 @@ class Engine:
     def _begun(
         self, request: ChatRequest | CompletionRequest
     ) -> Iterator[tuple[CompressedCache, list[int], int]]:
-        """The cache to go on from, all tokens, and how many of them the cache has read."""
+        """The cache to generate with, all prompt tokens, and how many of these the cache holds.
+
+        Raises ApiError for a missing context, an empty prompt and a prompt that is too long.
+        """
         if request.context_id is not None:
             with self.contexts.reading(request.context_id) as context:
                 turns = self._turns(request, context)
@@ -146,7 +156,11 @@ class Engine:
                 yield self._reader(context, turns), ids, context.ids.shape[1]
 
     def _reader(self, context: Context, turns: list[list[int]]) -> CompressedCache:
-        """What reads on after a context: all of these turns but the last, if they are bounded."""
+        """A fork of the context's cache; with a chat budget, it has read all turns but the last.
+
+        `turns` are token ids, the question last. Raises ApiError if the context cannot be forked
+        within a budget.
+        """
         if self.settings.chat_budget is None:
             return fork(context.cache)
         try:
@@ -160,7 +174,7 @@ class Engine:
         return reader
 
     def _parted(self, request: ChatRequest | CompletionRequest, rest: list[int]) -> list[list[int]]:
-        """The tokens `rest` of a conversation: those before its last question, and this."""
+        """The tokens `rest` after a context, split before the last question of a conversation."""
         if not isinstance(request, ChatRequest) or len(request.messages) == 1:
             return [rest]
         last = self.prompts.theirs(request.messages[-1].text)
@@ -168,7 +182,7 @@ class Engine:
         return [part for part in (rest[:-question], rest[-question:]) if part]
 
     def _turns(self, request: ChatRequest | CompletionRequest, context: Context) -> list[list[int]]:
-        """What follows a context that the request names, the question last."""
+        """Token ids after the context that the request names, turn by turn, the question last."""
         if isinstance(request, ChatRequest):
             return self.prompts.turns(request.messages, context.frame)
         prompt = request.text_or_tokens
@@ -181,10 +195,11 @@ class Engine:
         return [tokens]
 
     def _longest(self, ids: list[int], parts: list[str]) -> tuple[Held, list[int]] | None:
-        """The longest context that a prompt begins with, and the tokens of what follows it.
+        """The longest stored context that is a prefix of the prompt, and the tokens after it.
 
-        Tokens at the end of a document often join with the blank line after it, so that texts
-        are compared too, and then split there, as `Context.ask` does.
+        Prefixes are compared as tokens and as text: the last token of a document often merges with
+        the blank line after it. After a match by text the rest is tokenised on its own, as in
+        `Context.ask`.
         """
         data = key_bytes(parts)
         by_tokens = self.contexts.longest(TOKENS, token_bytes(ids))
@@ -195,7 +210,10 @@ class Engine:
         return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
 
     def _most(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
-        """How many tokens may be generated; raises ApiError where that is fewer than wanted."""
+        """The number of tokens to generate.
+
+        Raises ApiError if the request wants more than allowed.
+        """
         allowed, wanted = self.settings.answer_tokens, request.most_tokens
         if wanted is not None and wanted > allowed:
             raise ApiError(
@@ -214,7 +232,10 @@ class Engine:
     # --- contexts ---------------------------------------------------------------------------
 
     def create(self, request: ContextRequest, _: Put, cancelled: Event) -> Held:
-        """Compresses a text and holds its context; raises ApiError."""
+        """Compresses a text and stores its context.
+
+        Raises ApiError for a text or method refused.
+        """
         self._begin(cancelled)
         self.contexts.check_new(request.id)
         parts = self.prompts.split(self.prompts.frame.before, self.prompts.theirs(request.text))
@@ -236,7 +257,7 @@ class Engine:
                 request.text,
                 method,
                 None if budget is None else Budget.of(budget),
-                # What prunes tokens between layers reads its text at once.
+                # A method that prunes tokens between layers reads its text in one forward.
                 prefill_chunk=None if method.stages().funnel else self.settings.prefill_chunk,
                 special_tokens=self.settings.special_tokens,
                 allow_longer=self.settings.allow_longer,
@@ -248,33 +269,33 @@ class Engine:
         return self.contexts.add(context, request.id, key_bytes(parts))
 
     def _check_taken(self, method: Method) -> None:
-        """Raises KvfoldError for a method that is not among those this server was told to take."""
+        """Raises KvfoldError for a method that the server's settings do not allow."""
         if self.taken is not None and not _names(method) <= self.taken:
             raise KvfoldError(f"this server takes {', '.join(sorted(self.taken))}, not {method}")
 
     # --- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends what runs, and leaves nothing behind."""
+        """Cancels running jobs, waits for them, removes the hook and closes the contexts."""
         self.workers.cancel()
         self.workers.close()
         self._hook.remove()
         self.contexts.close()
 
     def _begin(self, cancelled: Event) -> None:
-        """Notes what tells that the job of this thread is no longer wanted."""
+        """Notes the cancel flag of this thread's job, and sets its token count to zero."""
         self._of_thread.cancelled, self._of_thread.tokens = cancelled, 0
         self._check_wanted()
 
     def _forward_begins(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Called before every forward: a long text is not read to its end for nobody."""
+        """Forward pre-hook: counts tokens; ends a cancelled job at its next forward."""
         self._check_wanted()
         ids = kwargs.get("input_ids")
         if ids is not None and hasattr(self._of_thread, "tokens"):
             self._of_thread.tokens += ids.shape[-1]
 
     def _check_wanted(self) -> None:
-        """Raises ApiError where the client has hung up, or the server's grace is over."""
+        """Raises ApiError if the client hung up or the server's grace is over."""
         cancelled = getattr(self._of_thread, "cancelled", None)
         if cancelled is not None and cancelled.is_set():
             self.abandoned += self._of_thread.tokens
@@ -283,7 +304,7 @@ class Engine:
 
 
 def _check_no_files(method: Method) -> None:
-    """Raises KvfoldError for a client's method that would open a file here."""
+    """Raises KvfoldError for a client's method with an option that names a file on this machine."""
     for part in method.parts if isinstance(method, Composition) else (method,):
         for option in fields(part):
             value = getattr(part, option.name)
@@ -292,7 +313,7 @@ def _check_no_files(method: Method) -> None:
 
 
 def _names(*methods: str | Method) -> frozenset[str]:
-    """Names of methods, of each part where they are composed; presets go by their method's."""
+    """Names of methods; of a composition, those of its parts; of a preset, its method's name."""
     parsed = [parse(method) for method in methods]
     parts = (m.parts if isinstance(m, Composition) else (m,) for m in parsed)
     return frozenset(part.name for several in parts for part in several)

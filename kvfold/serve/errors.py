@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in the form of OpenAI's API."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-# What pydantic puts among the names of fields, and where FastAPI found them.
+# Location parts that are no field: FastAPI's source of the value, pydantic's names of types.
 TYPE = re.compile(r"(body|path|query|str|int|float|constrained-.*)$|.*\[")
-# Characters of a message: what is refused may be as long as a body.
+# Characters of a message: it may quote a value as long as the body.
 MOST_SHOWN = 1000
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(HTTPException):
-    """What a request is refused with; `retry_after` are seconds."""
+    """An error answer with an HTTP status, in OpenAI's format; `retry_after` in seconds."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ApiError(HTTPException):
         self.code, self.param, self.retry_after = code, param, retry_after
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """The JSON body: `{"error": {"message", "type", "param", "code"}}`."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         error = {
             "message": _printable(self.detail),
@@ -44,7 +44,7 @@ class ApiError(HTTPException):
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """The HTTP response, with `Retry-After` and `WWW-Authenticate` where they apply."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status_code == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -52,9 +52,9 @@ class ApiError(HTTPException):
 
 
 def invalid(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors about a request's body.
+    """A 400 from pydantic's errors about a request: the first field that is wrong.
 
-    Where a field allows several types, the one that says what is wrong with a value of its type.
+    A field of several types has an error for each; the one about the value's own type is shown.
     """
     param = _place(errors[0])
     alike = [error for error in errors if (_place(error) or "").startswith(param or "")]
@@ -64,12 +64,12 @@ def invalid(errors: Sequence[Any]) -> ApiError:
 
 
 def _place(error: Any) -> str | None:
-    """The field, without the names of types between those of fields where several are allowed."""
+    """The field's dotted path, without pydantic's names of types; None for the whole body."""
     parts = [str(part) for part in error["loc"] if not TYPE.match(str(part))]
     return ".".join(parts) or None
 
 
 def _printable(text: str) -> str:
-    """Its beginning, without halves of characters, which JSON can carry and UTF-8 cannot."""
+    """The first characters of a text; lone surrogates, which UTF-8 cannot encode, become `?`."""
     shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
     return shown.encode(errors="replace").decode()

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 DATA = "data: "
-# What some clients take for the end of a line, as Python does for that of a text.
+# Characters that end a line for some clients, as for `str.splitlines`.
 BREAKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
 
 
 def event(content: dict[str, Any]) -> str:
-    """An event with JSON in one line, whichever characters a client ends lines at."""
+    """An event whose JSON is one line, for every client's notion of a line end."""
     return f"{DATA}{json.dumps(content, ensure_ascii=False).translate(BREAKS)}\n\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every request passes first: where it comes from, the key, a place, its size, its time."""
+"""Checks before a request is routed: API key or origin, queue, size and time of the body."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-# Asked by what watches the server, which has no key.
+# Paths for monitoring, which need no API key.
 OPEN = frozenset({"/health", "/ready", "/metrics"})
-# Its content is a file as it is: nothing in it is parsed.
+# An upload is not parsed as JSON, so its values are not counted.
 FORM = b"multipart/form-data"
-# Where the place of a request waits for the job that takes it over.
+# Key of the request's scope: its place in the queue, until its job takes it over.
 SEAT = "kvfold.seat"
 
 
 class Gate:
-    """An ASGI application around another one; it reads no body itself, and keeps none.
+    """ASGI middleware that refuses requests beyond the server's limits.
 
-    A request that brings a body takes its place in the queue when it begins, so that bodies of a
-    full queue are not read. Bodies are counted as they come in, whatever length a client gave, and
-    so are their JSON values; they are whole within the client's time.
+    A POST reserves its place in the queue before its body is read, so a full queue refuses it
+    early. Bytes and JSON values of a body are counted as they arrive, independent of the declared
+    length; the body must be complete within the client's timeout. No body is stored here.
     """
 
     def __init__(self, app: App, *, settings: Settings, workers: Workers) -> None:
         self.app, self.settings, self.workers = app, settings, workers
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it."""
+        """Forwards a request to the inner application, or answers with the refusal."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Of a header that is given twice the first counts, as for whoever parses the body.
+        # The first of a repeated header counts, as for the parser of the body.
         headers = {name.lower(): value for name, value in reversed(scope["headers"])}
         seat = None
         try:
@@ -73,7 +73,7 @@ class Gate:
         async def counted() -> Message:
             nonlocal total, whole
             try:
-                # After its body, what may come from a client is its leaving.
+                # After the body the only message is a disconnect, which has no time limit.
                 async with asyncio.timeout_at(None if whole else until):
                     message = await receive()
             except TimeoutError:
@@ -91,10 +91,11 @@ class Gate:
 
 
 def check_client(headers: Mapping[bytes, bytes], server: Any, api_key: str | None) -> None:
-    """Raises ApiError for a client without the key, or, where none is set, for foreign web pages.
+    """Raises ApiError for a wrong API key; without a key, for requests from other sites' pages.
 
-    A page may send a form to any address that its reader's machine reaches, under its own `Origin`;
-    behind a name that is made to point at this machine, the `Host` is that name.
+    A web page can send a form to any address its visitor's machine reaches (CSRF): its `Origin` is
+    then foreign. A domain that resolves to this machine (DNS rebinding) shows in `Host`.
+    `headers` have lower-case names; `server` is ASGI's (host, port).
     """
     if api_key is not None:
         _check_key(headers.get(b"authorization", b""), api_key)
@@ -115,7 +116,7 @@ def _check_key(header: bytes, api_key: str) -> None:
 
 
 def _site(origin: str) -> str | None:
-    """The host, and port, of an origin; None where it is none."""
+    """Host and port of an origin; None if it cannot be parsed."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -123,7 +124,7 @@ def _site(origin: str) -> str | None:
 
 
 def _name(host: str) -> str:
-    """A host without its port; this machine where none is named."""
+    """A `Host` header without its port; "localhost" if it is empty."""
     try:
         return urlsplit(f"//{host}").hostname or "localhost"
     except ValueError:
@@ -131,7 +132,7 @@ def _name(host: str) -> str:
 
 
 def _is_local(name: str | None) -> bool:
-    """Whether an address is this machine's own, or a name none that others give out."""
+    """True for a loopback address, and for a name without a dot, which public DNS does not hold."""
     try:
         if name is None:
             return False
@@ -142,12 +143,12 @@ def _is_local(name: str | None) -> bool:
 
 
 def too_large(most: int) -> ApiError:
-    """Of a body of more than `most` bytes."""
+    """The error for a body of more than `most` bytes."""
     message = f"the body is larger than the {most} bytes that the server takes"
     return ApiError(413, message, code="body_too_large")
 
 
 def too_slow(seconds: float) -> ApiError:
-    """Of a body that is not whole in time."""
+    """The error for a body that is not complete in time."""
     message = f"the body was not whole within the {seconds:g} seconds that a client has for it"
     return ApiError(408, message, code="body_too_slow")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of many held beginnings is the longest that something begins with."""
+"""Longest-prefix match of a prompt over the stored contexts, by length and checksum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """A beginning, by its length in bytes and its checksum."""
+    """A prefix: its length in bytes and its BLAKE2b digest."""
 
     length: int
     digest: bytes
@@ -20,18 +20,18 @@ class Key(NamedTuple):
 
 
 class Prefixes:
-    """Keys, each with the names it was given; a look-up reads its bytes once, whatever is held."""
+    """Prefix keys with the names stored under each; a look-up hashes its bytes once in total."""
 
     def __init__(self) -> None:
         # length → digest → names, the newest last
         self._named: dict[int, dict[bytes, list[str]]] = {}
 
     def add(self, key: Key, name: str) -> None:
-        """Holds `key`."""
+        """Adds `name` under `key`."""
         self._named.setdefault(key.length, {}).setdefault(key.digest, []).append(name)
 
     def remove(self, key: Key, name: str) -> None:
-        """Holds `key` no longer by that name."""
+        """Removes `name` from `key`; raises KeyError if it was not added."""
         of_length = self._named[key.length]
         of_length[key.digest].remove(name)
         if not of_length[key.digest]:
@@ -40,7 +40,7 @@ class Prefixes:
             del self._named[key.length]
 
     def longest(self, data: bytes) -> str | None:
-        """The newest name of the longest key that `data` begins with and goes on after."""
+        """The newest name under the longest key that is a proper prefix of `data`, or None."""
         made, start, found = hashlib.blake2b(), 0, None
         for length in sorted(length for length in self._named if length < len(data)):
             made.update(data[start:length])

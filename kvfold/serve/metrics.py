@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted, for Prometheus; what is held is asked for when it is read."""
+"""Prometheus metrics: counters of requests and tokens, gauges of contexts and the queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvfold.serve.engine import Engine
 
 
 class Metrics:
-    """The counters of one server."""
+    """Metrics of one server, in a registry of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -45,18 +45,18 @@ class Metrics:
         self.registry.register(_Held(engine))
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _Held(Collector):
-    """Contexts and the queue as they are now."""
+    """Gauges of contexts and of the queue, read at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Called when the metrics are read."""
+        """The metrics at the time of a scrape."""
         contexts, workers = self.engine.contexts, self.engine.workers
         held = contexts.all()
         in_memory = sum(one.context is not None for one in held)

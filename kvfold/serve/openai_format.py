@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer as OpenAI's JSON: whole, or as a stream of server-sent events."""
+"""Answers in OpenAI's JSON: complete, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Writer:
-    """The JSON of one answer to a conversation; `counted` is told what it took when it ends."""
+    """JSON of one answer to a conversation; `counted` is called with its last event."""
 
     prefix = "chatcmpl"
 
@@ -46,28 +46,28 @@ class Writer:
         }
 
     def whole(self, text: str, done: Finished) -> BaseModel:
-        """All at once."""
+        """The complete answer."""
         choice = ChatChoice(message=ChatMessage(content=text), finish_reason=done.reason)
         return ChatCompletion(**self.about, choices=[choice], usage=self.usage(done))
 
     def first(self) -> list[BaseModel]:
-        """What comes before the first piece."""
+        """Chunks before the first text: the role."""
         return [self._chunk(Delta(role="assistant", content=""))]
 
     def piece(self, text: str) -> BaseModel:
-        """A piece of text."""
+        """A chunk with a piece of text."""
         return self._chunk(Delta(content=text))
 
     def last(self, done: Finished) -> BaseModel:
-        """Why it ended."""
+        """The chunk with the finish reason."""
         return self._chunk(Delta(), done)
 
     def only_usage(self, done: Finished) -> BaseModel:
-        """What was counted."""
+        """The chunk with the token counts."""
         return ChatChunk(**self.about, choices=[], usage=self.usage(done))
 
     def usage(self, done: Finished) -> Usage:
-        """The counts of prompt and answer."""
+        """Token counts of prompt and answer."""
         return Usage.of(self.started.prompt, self.started.cached, done.tokens)
 
     def _chunk(self, delta: Delta, done: Finished | None = None) -> BaseModel:
@@ -76,7 +76,7 @@ class Writer:
 
 
 class TextWriter(Writer):
-    """The same for a completion, whose text goes on where the prompt ends, white space included."""
+    """JSON of a completion; its white space is kept, as the text continues the prompt's."""
 
     prefix = "cmpl"
 
@@ -103,7 +103,7 @@ class TextWriter(Writer):
 
 
 async def whole(job: Job, writer: Writer) -> BaseModel:
-    """The answer when it is complete."""
+    """The complete answer; raises what its generation raises."""
     text = ""
     while not isinstance(came := await job.next(), Finished):
         text += writer.strip(came)
@@ -112,7 +112,7 @@ async def whole(job: Job, writer: Writer) -> BaseModel:
 
 
 async def events(job: Job, writer: Writer, with_usage: bool) -> AsyncIterator[str]:
-    """The answer as it comes; closing the iterator ends its generation."""
+    """Server-sent events of an answer; closing the iterator ends its generation."""
     try:
         for chunk in writer.first():
             yield _event(chunk, with_usage)
@@ -134,7 +134,7 @@ async def events(job: Job, writer: Writer, with_usage: bool) -> AsyncIterator[st
 
 
 def _event(chunk: BaseModel, with_usage: bool) -> str:
-    """A server-sent event; pieces say `usage: null` where the usage comes at the end."""
+    """A chunk as a server-sent event, with `usage: null` if the counts follow at the end."""
     left_out = set() if with_usage or getattr(chunk, "usage", None) else {"usage"}
     content = chunk.model_dump(mode="json", exclude=left_out)
     for choice in content["choices"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process: one port, and a stop that lets answers end."""
+"""The server process: a listening socket, and a stop that lets running answers end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvfold.serve.app import build
 from kvfold.serve.connections import limited
 from kvfold.serve.engine import Engine
 
-# For clients that do not take what is ready for them, after the grace is over.
+# Seconds after the grace for clients to read output that is ready.
 LAST_BYTES = 5
 # Seconds that a connection stays open between two requests.
 IDLE = 5
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A bound socket; raises KvfoldError where the address is taken or not this machine's."""
+    """A bound socket; raises KvfoldError if the address is in use or not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -37,9 +37,9 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Answers until it is told to stop: then what was accepted ends, and what comes gets a 503.
+    """uvicorn server with a graceful stop: accepted requests finish, new ones get a 503.
 
-    `announce` is called when it takes requests.
+    `announce` is called when the server listens.
     """
 
     def __init__(self, engine: Engine, announce: Callable[[], None] = lambda: None) -> None:
@@ -57,22 +57,22 @@ class Server(uvicorn.Server):
         self._until: float | None = None
 
     def stop(self) -> None:
-        """Ends when all answers have ended, or the grace is over; at once when called again."""
+        """Stops when running answers have ended or the grace is over; at once if called twice."""
         grace = self.engine.settings.grace if self._until is None else 0.0
         self.engine.workers.closing = True
         self._until = time.monotonic() + grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGINT and SIGTERM."""
+        """Handler of SIGINT and SIGTERM."""
         self.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen."""
+        """Starts listening, then announces it."""
         await super().startup(sockets)
         self.announce()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; whether to exit."""
+        """True if the server is to exit; uvicorn calls it ten times a second."""
         if self._until is not None:
             over = time.monotonic() > self._until
             if over:
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def run(self, sockets: list[socket.socket] | None = None) -> Any:
-        """Serves on bound sockets until it was stopped; then closes the engine."""
+        """Serves on bound sockets until stopped, then closes the engine."""
         try:
             return super().run(sockets)
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How requests become tokens: inside a context as `Chat` does, alone as the chat template does."""
+"""Token ids of requests: after a context as `Chat` makes them, alone by the chat template."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from kvfold.hf.user_text import (
 from kvfold.serve.errors import ApiError
 from kvfold.serve.request_schemas import Message
 
-# Between segments in what texts are compared by: a byte that no text has.
+# Separator of segments in prefix keys: a byte that UTF-8 text never has.
 CUT = b"\xff"
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts and tokens of one tokenizer, for a model that knows `vocabulary` of them.
+    """Conversion of clients' texts to token ids, for a model of `vocabulary` tokens.
 
-    Texts come as segments (`hf/user_text.py`), so that clients' special tokens stay text, unless
-    `special_tokens` allows them. A text has at most `most` tokens, None: any number; one that is
-    far longer is refused before it is tokenised, which takes a while. `check_wanted` is called
-    before each segment, and ends the work by what it raises.
+    A text is handled as segments (`hf/user_text.py`), so that special tokens a client spells stay
+    text, unless `special_tokens`. A text of more than `most` tokens (None: no limit) is refused,
+    before the slow tokenisation if a lower bound of its tokens is above `most` already.
+    `check_wanted` is called before each segment and may raise to end the work.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -50,16 +50,19 @@ class Prompts:
         return longest_token(self.tokenizer)
 
     def theirs(self, text: str) -> str:
-        """A client's text."""
+        """A client's text, marked so that its special tokens stay text unless allowed."""
         return content(text, self.special_tokens)
 
     def split(self, *pieces: str) -> list[str]:
-        """The segments of these pieces, of which a client's are `theirs`."""
+        """Segments of pieces of a prompt; clients' texts among them went through `theirs`."""
         return segments(self.tokenizer, *pieces)
 
     def ids(self, parts: Sequence[str]) -> list[int]:
-        """Tokens of segments as they stand; raises ApiError where special ones cannot be split,
-        and for more of them than `most` without a doubt."""
+        """Token ids of segments, without a template.
+
+        Raises ApiError for special tokens that cannot be kept as text, and for a text that is
+        certainly longer than `most`.
+        """
         self._check_least(parts)
         if self.special_tokens:
             tokens: list[int] = self.tokenizer("".join(parts), add_special_tokens=False).input_ids
@@ -70,7 +73,7 @@ class Prompts:
             raise ApiError(400, str(refused), code="special_tokens") from refused
 
     def check_length(self, tokens: int, told: str = "") -> None:
-        """Raises ApiError for a text of more `tokens` than `most`."""
+        """Raises ApiError for more `tokens` than `most`; `told` precedes their number."""
         if self.most is not None and tokens > self.most:
             raise ApiError(
                 400,
@@ -87,7 +90,11 @@ class Prompts:
         self.check_length(least_tokens(parts, self._longest), "at least ")
 
     def turns(self, messages: Sequence[Message], frame: Frame) -> list[list[int]]:
-        """What follows a context's document, as `Chat` reads it: turns, and the last question."""
+        """Token ids after a context's document, turn by turn, the last question last, as in `Chat`.
+
+        Raises ApiError for roles that do not alternate from the user's on, for a chat template
+        without a second turn, and for texts that are too long.
+        """
         expected = ["user", "assistant"] * (len(messages) // 2) + ["user"]
         if [message.role for message in messages] != expected:
             raise ApiError(
@@ -113,7 +120,10 @@ class Prompts:
         return [list(chain(*ids[at : at + 2])) for at in range(0, len(ids), 2)]
 
     def conversation(self, messages: Sequence[Message]) -> list[str]:
-        """A conversation that stands alone, and where its answer begins, as segments."""
+        """Segments of a conversation without a context, up to where the answer begins.
+
+        Raises ApiError if the chat template refuses it.
+        """
         if not self.tokenizer.chat_template:
             first, *others = messages
             if first.role != "user" or others:
@@ -130,7 +140,7 @@ class Prompts:
             raise ApiError(400, f"the chat template refuses: {problem}", param="messages") from None
 
     def prompt(self, prompt: str | list[int]) -> list[int]:
-        """Tokens of a completion's prompt that stands alone, with the tokenizer's own before it."""
+        """Token ids of a completion's prompt, with the special tokens that the tokenizer adds."""
         if isinstance(prompt, list):
             return self.checked(prompt)
         bos = self.tokenizer.bos_token
@@ -140,17 +150,17 @@ class Prompts:
         return [*before, *self.ids(self.split(self.theirs(prompt))), *after]
 
     def checked(self, tokens: list[int]) -> list[int]:
-        """Tokens of a client's own making; raises ApiError for one that the model has not."""
+        """Token ids sent by a client; raises ApiError for one beyond the vocabulary."""
         if max(tokens, default=0) >= self.vocabulary:
             raise ApiError(400, f"there is no token {max(tokens)}", param="prompt")
         return tokens
 
 
 def key_bytes(parts: Sequence[str]) -> bytes:
-    """Segments as bytes, of which those of a longer text begin with a shorter one's."""
+    """Segments as bytes: the key of a prefix of a text is a prefix of the text's key."""
     return CUT.join(part.encode() for part in parts)
 
 
 def of_key_bytes(data: bytes) -> list[str]:
-    """The segments of such bytes."""
+    """The segments of `key_bytes`."""
     return [part.decode() for part in data.split(CUT)]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients send: OpenAI's requests as far as one answer needs them, and contexts.
+"""Request bodies: OpenAI's chat and completion requests for one answer, and new contexts.
 
-What is not here is refused by its name instead of being left out silently. Nothing in this module
-knows which engine answers.
+An unknown field is refused by name, not ignored. The schemas hold for every engine.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-# Entries of a list that is no prompt, and characters of what is no text to read.
+# Limits of lists other than prompts, and of strings other than texts for the model.
 MOST_ENTRIES, MOST_CHARACTERS = 4096, 500
-# Lower case, so that two contexts are never one file; no dots or slashes, so that none is a path.
+# Lower case: ids never collide on case-insensitive file systems. No dots or slashes: no paths.
 CONTEXT_ID = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 
 
 def _of_whole_characters(text: str) -> str:
-    """JSON can carry halves of characters, which no tokenizer reads."""
+    """The text; raises ValueError for a lone surrogate, which JSON can hold and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -28,7 +27,7 @@ def _of_whole_characters(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_of_whole_characters)]
 ContextId = Annotated[str, Field(pattern=CONTEXT_ID)]
-# What asks for nothing.
+# Values that ask for nothing: accepted, as some clients always send them.
 Empty = Annotated[list[Any], Field(max_length=0)]
 EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -43,16 +42,16 @@ class _Strict(BaseModel):
 
 
 class TextPart(_Strict):
-    """A part of a message."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
 class Message(_Strict):
-    """A message of a conversation; clients send answers back with all their fields.
+    """A message of a conversation; answers may be sent back with all their fields.
 
-    Nothing is read of `name` and of what LiteLLM adds.
+    `name` and LiteLLM's `provider_specific_fields` are ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -75,26 +74,26 @@ class Message(_Strict):
 
 
 class StreamOptions(_Strict):
-    """What a stream tells beside the answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
 class ResponseFormat(_Strict):
-    """The form of an answer: a text, as every answer has."""
+    """The format of an answer; text is the only one."""
 
     type: Literal["text"]
 
 
 class Request(_Strict):
-    """What requests for an answer have in common.
+    """Fields common to requests for an answer.
 
-    `context_id` names a context that comes before all of the request; without one,
-    `prefix_cache` lets the request use a held context that it begins with. `n`, `best_of`, the
-    penalties, `logprobs` and all that may only be None or empty can only be what they are by
-    default; `user`, `metadata` and other names of the client's own are not looked at. An answer
-    whose length is not given has at most `usual_tokens`, as OpenAI's; None: all it may have.
+    `context_id` names the context that precedes the whole request. Without it, `prefix_cache` lets
+    the request reuse a stored context that is a prefix of it. `n`, `best_of`, the penalties,
+    `logprobs` and fields typed as None or empty accept their default only. `user`, `metadata` and
+    other labels of the client are ignored. `usual_tokens` bounds an answer for which no length is
+    given, as in OpenAI's API; None: the server's limit.
     """
 
     usual_tokens: ClassVar[int | None] = None
@@ -131,12 +130,12 @@ class Request(_Strict):
 
     @property
     def usage_wanted(self) -> bool:
-        """Whether a stream ends with what was counted."""
+        """True if a stream ends with its token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def most_tokens(self) -> int | None:
-        """How long the answer may be, where the request says it."""
+        """Tokens to generate at most; None if the request does not say."""
         return self.max_tokens
 
 
@@ -176,7 +175,7 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """`POST /v1/completions`: a prompt as text or as tokens, alone or the only one of a list."""
+    """`POST /v1/completions`: one prompt, text or token ids, plain or in a list of length one."""
 
     usual_tokens: ClassVar[int | None] = 16
 
@@ -198,13 +197,13 @@ class CompletionRequest(Request):
         first = self.prompt[0] if self.prompt else None
         if isinstance(first, str | list):
             return first
-        return self.prompt  # type: ignore[return-value]  # whole numbers, as the first is
+        return self.prompt  # type: ignore[return-value]  # a list of ints, as its first is one
 
 
 class ContextRequest(_Strict):
-    """`POST /v1/contexts`: `method` and `budget` are as for `kvfold.compress`.
+    """`POST /v1/contexts`: a text to compress, with `method` and `budget` as in `kvfold.compress`.
 
-    A budget is a number of tokens, the part to keep (0.2, "20%"), or a size ("2GiB").
+    A budget is a number of tokens, the ratio to keep (0.2, "20%"), or a size ("2GiB").
     """
 
     text: Annotated[Text, Field(min_length=1)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients get: OpenAI's answers, whole and in pieces, and contexts.
+"""Response bodies: OpenAI's answers, complete and as chunks of a stream, and contexts.
 
-Nothing in this module knows which engine answers.
+The schemas hold for every engine.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Reason = Literal["stop", "length"]
 
 
 class PromptDetails(BaseModel):
-    """How much of a prompt was not read again, as a context holds it."""
+    """Prompt tokens that a stored context holds, so that they were not read again."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """What was counted."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -29,7 +29,7 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, prompt: int, cached: int, completion: int) -> Usage:
-        """From three counts of tokens."""
+        """From the tokens of the prompt, those of them in a context, and those generated."""
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -39,7 +39,7 @@ class Usage(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """An answer."""
+    """The message of an answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -61,7 +61,7 @@ class _Answer(BaseModel):
 
 
 class ChatCompletion(_Answer):
-    """A whole answer to a conversation."""
+    """A complete answer to a conversation."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
@@ -69,14 +69,14 @@ class ChatCompletion(_Answer):
 
 
 class Delta(BaseModel):
-    """What is new in a piece of an answer."""
+    """New text in a chunk of an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatDelta(BaseModel):
-    """The only choice of a piece."""
+    """The only choice of a chunk."""
 
     index: int = 0
     delta: Delta
@@ -85,7 +85,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatChunk(_Answer):
-    """A piece of an answer to a conversation."""
+    """A chunk of a streamed answer to a conversation."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatDelta]
@@ -93,7 +93,7 @@ class ChatChunk(_Answer):
 
 
 class TextChoice(BaseModel):
-    """The only choice of a completion, or of a piece of one."""
+    """The only choice of a completion or of its chunk."""
 
     index: int = 0
     text: str
@@ -102,7 +102,7 @@ class TextChoice(BaseModel):
 
 
 class Completion(_Answer):
-    """A completion, or a piece of one."""
+    """A completion, or a chunk of a streamed one."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]
@@ -110,7 +110,7 @@ class Completion(_Answer):
 
 
 class Model(BaseModel):
-    """A model that can be asked."""
+    """The served model; `max_model_len` bounds prompt and answer together."""
 
     id: str
     object: Literal["model"] = "model"
@@ -127,7 +127,7 @@ class ModelList(BaseModel):
 
 
 class ContextInfo(BaseModel):
-    """A held context. `kept` is the part of the entries, `bytes` what they take in memory."""
+    """A stored context; `kept`: fraction of entries kept, `bytes`: its size in memory."""
 
     id: str
     object: Literal["context"] = "context"
@@ -144,13 +144,13 @@ class ContextInfo(BaseModel):
 
 
 class ContextDetail(ContextInfo):
-    """A held context, with the entries kept in each layer and KV head."""
+    """A stored context, with the entries kept per layer and KV head."""
 
     kept_per_layer: list[list[int]]
 
 
 class ContextList(BaseModel):
-    """`GET /v1/contexts`; `has_more`: others follow the last one."""
+    """`GET /v1/contexts`; `has_more`: true if more contexts follow the last one."""
 
     object: Literal["list"] = "list"
     data: list[ContextInfo]
@@ -172,7 +172,7 @@ class Health(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What was wrong."""
+    """Message, type, parameter and code of an error."""
 
     message: str
     type: str
@@ -181,6 +181,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every refusal."""
+    """The body of every error answer."""
 
     error: ErrorDetail = Field()

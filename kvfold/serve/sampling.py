@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens are drawn: by a random generator of each request's own."""
+"""Sampling of tokens, with a random generator per request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWar
 
 from kvfold.serve.request_schemas import Request
 
-# Divided by less, scores would pass what float32 holds; nothing but the likeliest is drawn here.
+# Lowest temperature: dividing by less could overflow float32. At this one it is greedy already.
 COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer are drawn, and before which texts it ends."""
+    """Sampling parameters of an answer, and the strings that end it."""
 
     temperature: float
     top_p: float
@@ -26,7 +26,7 @@ class Sampling:
 
     @classmethod
     def of(cls, request: Request) -> Sampling:
-        """What a request asks for; where it does not say, OpenAI's defaults."""
+        """A request's parameters, with OpenAI's defaults for those not given."""
         return cls(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
@@ -35,7 +35,7 @@ class Sampling:
         )
 
     def processors(self, device: torch.device) -> list[LogitsProcessor]:
-        """What makes greedy generation draw; nothing at temperature 0."""
+        """Logits processors that make greedy generation sample; none at temperature 0."""
         if self.temperature == 0:
             return []
         temperature = max(self.temperature, COLDEST)
@@ -48,10 +48,10 @@ class Sampling:
 
 
 class Draw(LogitsProcessor):
-    """Draws a token, and leaves no other to choose from.
+    """Logits processor that samples a token and masks all others.
 
-    torch's global generator, which `do_sample` draws from, is shared by all threads: a seed would
-    fix nothing while others answer.
+    `do_sample` draws from torch's global generator, which all threads share: a request's seed would
+    not fix its answer while others run.
     """
 
     def __init__(self, generator: torch.Generator) -> None:

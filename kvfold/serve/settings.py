@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server is told when it starts."""
+"""Settings of the server, fixed for its lifetime."""
 
 from __future__ import annotations
 
@@ -11,19 +11,32 @@ from kvfold.errors import KvfoldError
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults of contexts, and limits; sizes are in bytes, lengths in tokens, times in seconds.
+    """Defaults of new contexts, and limits. Sizes in bytes, lengths in tokens, times in seconds.
 
-    `method` and `budget` are used where a request names none, `methods` are those that it may name
-    beside it, None: all. `memory` bounds the contexts held in
-    memory. `folder` keeps contexts beyond the server's life; None: a private one that is removed.
-    `workers` answers are generated at a time, and `queue` requests may wait for them.
-    `body` bounds the bytes of a request, `values` those of its JSON, each text or number one.
-    At most `connections` are open, and a client has `client_timeout` to send its headers, to send
-    its body, and to take what is ready for it.
-    `context_tokens` bounds documents and prompts, None: by what the model was trained for,
-    which `allow_longer` lets them pass.
-    Earlier turns after a context keep `chat_budget` entries per KV head, None: all.
-    `special_tokens`: what clients spell like a special token is meant as one.
+    Args:
+        method: compression method of contexts whose request names none.
+        budget: budget of contexts whose request names none.
+        methods: further methods that a request may name; None: all.
+        prefill_chunk: tokens read per forward.
+        memory: bytes of all contexts in memory; beyond it, contexts move to `folder`.
+        folder: where context files are found and kept; None: a temporary folder, removed at exit.
+        contexts: contexts held, on disk included.
+        workers: requests computed at a time, each in a thread.
+        queue: requests that may wait for a worker.
+        body: bytes of a request body.
+        values: strings, numbers, lists and objects in the JSON of a request body.
+        connections: open connections.
+        client_timeout: time for a client to send its headers, to send its body, and to read
+            output that is ready.
+        context_tokens: tokens of a document or prompt; None: the model's trained length.
+        answer_tokens: generated tokens of one answer.
+        api_key: bearer token that clients must send; None: none is needed.
+        chat_budget: entries per KV head that earlier turns after a context keep; None: all.
+        special_tokens: parse special tokens in clients' texts instead of reading them as text.
+        allow_longer: accept texts beyond the model's trained length.
+        grace: time for running answers to end after a stop.
+
+    Raises KvfoldError for values out of range and for a blank API key.
     """
 
     method: str = "kvzip"

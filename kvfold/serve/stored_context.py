@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One context that a server holds, in memory or as a file."""
+"""A context of the server, in memory or as a file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from kvfold.serve.response_schemas import ContextDetail
 
 @dataclass(eq=False)
 class Held:
-    """A context with what is known of it while it is on disk.
+    """A context and its state in the server; everything but `context` is known on disk, too.
 
-    `size` are its bytes in memory. `file`, once written, stays true: a context never changes.
-    `moving`: some thread is writing or reading the file. `keys` are of its tokens, and of its text
-    as a question goes on after it.
+    Args:
+        id: the id that requests name.
+        stats: kept entries and bytes, as of the compressed document.
+        size: bytes in memory.
+        keys: prefix keys by kind: of its tokens, and of its text up to the question.
+        context: None while it is only on disk.
+        file: None until it was written; never outdated, as a context does not change.
+        created: Unix time in seconds.
+        readers: requests that use it.
+        moving: a thread is writing or reading the file.
     """
 
     id: str
@@ -36,11 +43,11 @@ class Held:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody reads it, nor writes its file."""
+        """True if no request uses it and no thread moves it."""
         return not self.readers and not self.moving
 
     def info(self, model: str) -> ContextDetail:
-        """What clients are told."""
+        """The JSON of `GET /v1/contexts/{id}`."""
         return ContextDetail(
             id=self.id,
             created=self.created,
@@ -58,9 +65,9 @@ class Held:
 
 
 def size_of(context: Context) -> int:
-    """Bytes of all tensors of a context: its layers, transformers' own included, and its tokens.
+    """Bytes of all tensors of a context: compressed layers, transformers' layers, token ids.
 
-    Of transformers' layers whole storages count: a sliding window is a view of all that was read.
+    Transformers' layers count by storage: a sliding window may be a view of a longer buffer.
     """
     storages = {}
     for index, layer in enumerate(context.cache.layers):

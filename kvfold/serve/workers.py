@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few threads, and a bounded queue before them."""
+"""Worker threads, and a bounded queue of requests before them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from typing import Any
 
 from kvfold.serve.errors import ApiError
 
-# How much the newest duration counts in the mean.
+# Weight of the newest duration in the moving mean.
 NEWEST = 0.2
 
 
 class Workers:
-    """`count` threads that compute, before which at most `queue` jobs wait."""
+    """`count` threads, and a queue of at most `queue` jobs that wait for one.
+
+    `seconds` is a moving mean of a job's duration, for `Retry-After`.
+    """
 
     def __init__(self, count: int, queue: int) -> None:
         self.count, self.queue = count, queue
@@ -36,14 +39,14 @@ class Workers:
         return self.admitted - self.running
 
     def arrive(self) -> Seat:
-        """A place for the job of a request that begins; raises ApiError for a full queue."""
+        """Reserves a place for a request that begins; raises ApiError if the queue is full."""
         with self._lock:
             self._check_room()
             self.arriving += 1
         return Seat(self)
 
     def submit(self, work: Callable[[], Any], cancelled: Event, seat: Seat) -> Future[Any]:
-        """Runs `work` in the place of `seat` when a thread is free; raises ApiError at the end."""
+        """Queues `work` in the place that `seat` reserved; raises ApiError if the server stops."""
         with self._lock:
             self.check_open()
             seat.vacate()
@@ -61,7 +64,7 @@ class Workers:
         return future
 
     def check_open(self) -> None:
-        """Raises ApiError when nothing new is taken."""
+        """Raises ApiError if the server is stopping."""
         if self.closing:
             raise stopping()
 
@@ -77,18 +80,18 @@ class Workers:
             )
 
     def left(self, seat: Seat) -> None:
-        """A request ended before it became a job, or after."""
+        """Frees the place of a request that has ended, if no job took it over."""
         with self._lock:
             seat.vacate()
 
     def cancel(self) -> None:
-        """Ends what runs at its next token."""
+        """Sets the cancel flag of every job; a running one ends at its next token."""
         with self._lock:
             for cancelled in self._cancels:
                 cancelled.set()
 
     def close(self) -> None:
-        """Waits for what runs; what waits is dropped."""
+        """Drops waiting jobs and waits for running ones."""
         self.closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -99,7 +102,8 @@ class Workers:
         try:
             return work()
         finally:
-            # The place is free before anyone hears of the end: who heard may come again at once.
+            # The place is free before the result is published, so that a client can send its next
+            # request at once.
             with self._lock:
                 self.running -= 1
                 self.admitted -= 1
@@ -107,26 +111,26 @@ class Workers:
 
 
 class Seat:
-    """The place that a request holds in the queue while it comes in, before it is a job."""
+    """A place in the queue, reserved by a request until its job is queued."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers, self._taken = workers, True
 
     def leave(self) -> None:
-        """Frees the place where no job has taken it over."""
+        """Frees the place if no job has taken it over."""
         self._workers.left(self)
 
     def vacate(self) -> None:
-        """The same, with the lock of the workers held."""
+        """Frees the place; the caller holds the workers' lock."""
         self._workers.arriving -= self._taken
         self._taken = False
 
 
 class Job:
-    """Work in a worker's thread, whose events are awaited one by one by the loop that made it.
+    """Work in a worker thread whose events the creating event loop awaits one by one.
 
-    `work` is given where to put events, and a flag that says when they are no longer wanted. What
-    it returns is the last event, and what it raises is raised to whom waits.
+    `work(put, cancelled)` puts events, and checks the flag `cancelled`. Its return value is the
+    last event; its exception is raised by `next`. Raises ApiError if the server is stopping.
     """
 
     def __init__(
@@ -139,19 +143,19 @@ class Job:
         self._future.add_done_callback(self._ended)
 
     async def next(self) -> Any:
-        """The next event."""
+        """The next event; raises what the work raised."""
         event = await self._events.get()
         if isinstance(event, BaseException):
             raise event
         return event
 
     def close(self) -> None:
-        """What is still to come is not wanted."""
+        """Cancels the work: further events are not wanted."""
         self.cancelled.set()
         self._future.cancel()
 
     def _put(self, event: Any) -> None:
-        # The loop may have ended before the thread does.
+        # The loop may be closed before the thread ends.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
@@ -163,5 +167,5 @@ class Job:
 
 
 def stopping() -> ApiError:
-    """What is said when the server goes down."""
+    """The error for requests while the server stops."""
     return ApiError(503, "the server is stopping", code="stopping", retry_after=5)

@@ -29,7 +29,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class Events(StreamingResponse):
-    """Server-sent events of a job, which ends when they are sent, or the client hangs up."""
+    """Response of server-sent events; the job ends with it, also if the client hangs up."""
 
     def __init__(self, job: Job, writer: Writer, with_usage: bool) -> None:
         self.job = job
@@ -40,7 +40,7 @@ class Events(StreamingResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them."""
+        """Sends the events, then closes the job."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -48,7 +48,7 @@ class Events(StreamingResponse):
 
 
 def router(engine: Engine, metrics: Metrics) -> APIRouter:
-    """The paths that answer."""
+    """Routes of chat and text completions."""
     made = APIRouter(prefix="/v1", route_class=Route)
 
     async def answer(
@@ -58,7 +58,7 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
             message = f"there is no model {asked.model!r}: this server has {engine.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
         job = Job(engine.workers, partial(engine.answer, asked), request.scope[SEAT])
-        # Only when it begins is it known whether the request can be answered.
+        # `Started` comes once the request is checked: before it, a refusal still sets the status.
         started: Started = await unless_gone(request, job, job.next())
         metrics.tokens.labels("prompt").inc(started.prompt)
         metrics.tokens.labels("cached").inc(started.cached)
@@ -79,7 +79,7 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
 
     @made.post("/completions", response_model=Completion, responses=STREAM)
     async def completions(request: Request, body: CompletionRequest) -> Any:
-        """Goes on with a prompt."""
+        """Continues a prompt."""
         return await answer(request, body, TextWriter)
 
     return made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/contexts`: compress a text, see what is held, delete it."""
+"""`/v1/contexts`: create, list, inspect and delete contexts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BODY = {
 
 
 def router(engine: Engine) -> APIRouter:
-    """The paths of contexts."""
+    """Routes of contexts."""
     made = APIRouter(prefix="/v1/contexts", route_class=Route)
 
     @made.post("", response_model=ContextDetail, status_code=201, openapi_extra=BODY)
@@ -61,7 +61,7 @@ def router(engine: Engine) -> APIRouter:
 
     @made.get("", response_model=ContextList)
     def every(limit: LIMIT = 100, after: AFTER = None) -> Any:
-        """Contexts, the oldest first: `limit` of them, those that follow the one named `after`."""
+        """Lists contexts, oldest first: at most `limit`, after the one with the id `after`."""
         held = sorted(engine.contexts.all(), key=_age)
         if after is not None:
             first = _age(engine.contexts.get(after))
@@ -71,12 +71,12 @@ def router(engine: Engine) -> APIRouter:
 
     @made.get("/{context_id}", response_model=ContextDetail)
     def inspect(context_id: NAME) -> Any:
-        """One context, and what it keeps in each layer and KV head."""
+        """One context, with the entries kept per layer and KV head."""
         return engine.contexts.get(context_id).info(engine.name)
 
     @made.delete("/{context_id}", response_model=ContextDeleted)
     def delete(context_id: NAME) -> Any:
-        """Forgets a context; answers that are being read from it go on."""
+        """Deletes a context; running answers over it continue."""
         engine.contexts.delete(context_id)
         return ContextDeleted(id=context_id)
 
@@ -84,7 +84,7 @@ def router(engine: Engine) -> APIRouter:
 
 
 def _age(held: Held) -> tuple[int, str]:
-    """What contexts are listed by: it never changes, whoever uses them meanwhile."""
+    """Sort key of the list: creation time and id, which do not change between pages."""
     return held.created, held.id
 
 
@@ -93,7 +93,7 @@ def _brief(held: Held, model: str) -> dict[str, Any]:
 
 
 async def _asked(request: Request) -> ContextRequest:
-    """The request's body, of either kind; raises ApiError."""
+    """The request from a JSON or form body; raises ApiError for any other body."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         if kind == JSON:
@@ -108,7 +108,7 @@ async def _asked(request: Request) -> ContextRequest:
 
 
 async def _form(request: Request) -> dict[str, Any]:
-    """The fields of an upload, with the file's text as `text`."""
+    """The fields of an upload, with the file's content as `text`; raises ApiError."""
     async with request.form(max_files=1, max_fields=10) as form:
         fields: dict[str, Any] = dict(form)
         file = fields.pop("file", None)

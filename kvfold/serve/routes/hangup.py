@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that go away before they have their answer."""
+"""Detection of clients that disconnect before their answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ Result = TypeVar("Result")
 
 
 class HungUp(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 async def unless_gone(request: Request, job: Job, coming: Coroutine[Any, Any, Result]) -> Result:
-    """What comes of a job; raises HungUp, and ends the job, where the client goes away before."""
+    """The result of awaiting `coming`; if the client disconnects first, closes `job`.
+
+    Raises HungUp on a disconnect, and what `coming` raises.
+    """
     waiting, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -35,6 +38,6 @@ async def unless_gone(request: Request, job: Job, coming: Coroutine[Any, Any, Re
 
 
 async def _gone(request: Request) -> None:
-    """Waits until the client has hung up; the body must have been read."""
+    """Waits until the client has disconnected; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/models`, `/health`, `/ready`, `/metrics`."""
+"""Routes `/v1/models`, `/health`, `/ready` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from kvfold.serve.response_schemas import Health, Model, ModelList
 
 
 def router(engine: Engine, metrics: Metrics) -> APIRouter:
-    """The paths that ask how the server is."""
+    """Routes of the model list and for monitoring."""
     made = APIRouter()
     model = Model(id=engine.name, created=int(time.time()), max_model_len=engine.positions)
 
     @made.get("/v1/models", response_model=ModelList)
     def models() -> Any:
-        """The one model."""
+        """The list of the one served model."""
         return ModelList(data=[model])
 
     @made.get("/v1/models/{name:path}", response_model=Model)
     def one_model(name: str) -> Any:
-        """The model of that name."""
+        """The served model, if it has this name."""
         if name != engine.name:
             raise ApiError(404, f"there is no model {name!r}", code="model_not_found")
         return model
 
     @made.get("/health", response_model=Health)
     def health() -> Any:
-        """Whether the process is alive."""
+        """Liveness: the process runs."""
         return Health(status="ok")
 
     @made.get("/ready", response_model=Health)
     def ready() -> Any:
-        """Whether requests are taken: not while the server stops."""
+        """Readiness: 503 while the server stops."""
         engine.workers.check_open()
         return Health(status="ready")
 
     @made.get("/metrics", response_class=Response)
     def read_metrics() -> Any:
-        """What is counted, as Prometheus reads it."""
+        """Metrics in Prometheus' text format."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return made
