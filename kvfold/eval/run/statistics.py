@@ -113,13 +113,14 @@ def difference(
     base, _ = _values([full[index] for index in shared], metric)
     gain = base - ours if metric == PERPLEXITY else ours - base
     made = (
-        _of_perplexities(ours, base, weights) if metric == PERPLEXITY else _of_scores(gain, weights)
+        of_perplexities(ours, base, weights) if metric == PERPLEXITY else of_scores(gain, weights)
     )
     worse, better = int((gain < 0).sum()), int((gain > 0).sum())
     return made.model_copy(update={"worse": worse, "better": better})
 
 
-def _of_scores(gains: Array, weights: Array) -> Difference:
+def of_scores(gains: Array, weights: Array) -> Difference:
+    """Of `gains [n]` in [-1, 1], each a sample's."""
     of = pair(gains, weights)
     value, low, high = (100 * float(each) for each in paired(of))
     return Difference(
@@ -133,8 +134,11 @@ def _of_scores(gains: Array, weights: Array) -> Difference:
     )
 
 
-def _of_perplexities(ours: Array, base: Array, weights: Array) -> Difference:
-    """To first order in what each sample adds to the two."""
+def of_perplexities(ours: Array, base: Array, weights: Array) -> Difference:
+    """Of two perplexities, from each sample's mean negative log-likelihood `[n]` under both.
+
+    To first order in what a sample adds to the two.
+    """
     one, other = (math.exp(moments(nll, weights).mean) for nll in (ours, base))
     value, samples = one - other, len(weights)
     if samples < 2:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far one method is from another on the same samples, from those that are published:
+
+    python benchmarks/paired.py docs/results pyramidkv@0.2 snapkv@0.2 [--aware] [--task niah_magic]
+
+Scores are pooled over tasks as `kvfold report` pools them; a perplexity is of one task. Intervals
+are those of docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvfold.eval.run.intervals import Array, paired, pooled_pairs
+from kvfold.eval.run.statistics import Difference, of_perplexities, of_scores
+from kvfold.eval.tasks import tasks
+from kvfold.report.headline import signed
+from kvfold.report.summary import Gap
+
+FILE = "samples.csv.gz"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A task at one length under one protocol."""
+
+    task: str
+    length: str
+    aware: bool
+
+    @property
+    def scored(self) -> bool:
+        """Whether it has a score, and no perplexity."""
+        return tasks()[self.task].metric is not None
+
+
+# By sample: score and weight of each answer.
+Cell = Mapping[int, list[tuple[float, float]]]
+# By unit and by "method@budget"; what takes no budget by its name alone.
+Samples = Mapping[Unit, Mapping[str, Cell]]
+
+
+def load(folder: Path) -> Samples:
+    """The published samples of `folder` that have an answer."""
+    found: dict[Unit, dict[str, dict[int, list[tuple[float, float]]]]] = defaultdict(dict)
+    with gzip.open(folder / FILE, "rt", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["error"]:
+                continue
+            unit = Unit(row["task"], row["length"], row["question_aware"] == "1")
+            name = f"{row['method']}@{row['budget']}" if row["budget"] else row["method"]
+            weight = 1.0 if unit.scored else float(row["tokens"])
+            answers = found[unit].setdefault(name, {}).setdefault(int(row["index"]), [])
+            answers.append((float(row["score"]), weight))
+    return found
+
+
+def gap(
+    samples: Samples, one: str, other: str, aware: bool = False, task: str | None = None
+) -> Gap:
+    """`one` above `other`, pooled over the scored tasks, or of `task` alone."""
+    units = [
+        unit
+        for unit, cells in samples.items()
+        if unit.aware == aware
+        and one in cells
+        and other in cells
+        and (unit.scored if task is None else unit.task == task)
+    ]
+    if not units:
+        raise SystemExit(f"no samples of both {one} and {other}")
+    each = [_difference(samples[unit][one], samples[unit][other], unit.scored) for unit in units]
+    pairs = [found.pair for found in each if found.pair is not None]
+    if not pairs:
+        (found,) = each
+        assert found.low is not None and found.high is not None
+        return Gap(found.value, found.low, found.high)
+    lengths = Counter(unit.task for unit in units)
+    weights = [1 / (len(lengths) * lengths[unit.task]) for unit in units]
+    return Gap(*(100 * float(part) for part in paired(pooled_pairs(pairs, weights))))
+
+
+def _difference(ours: Cell, theirs: Cell, scored: bool) -> Difference:
+    shared = [index for index in ours if index in theirs]
+    (one, weights), (other, _) = _values(ours, shared), _values(theirs, shared)
+    return of_scores(one - other, weights) if scored else of_perplexities(one, other, weights)
+
+
+def _values(cell: Cell, indices: list[int]) -> tuple[Array, Array]:
+    """Each sample's mean over its answers `[n]`, and its weight `[n]`."""
+    answers = [np.array(cell[index]) for index in indices]
+    means = [np.average(each[:, 0], weights=each[:, 1]) for each in answers]
+    return np.array(means), np.array([each[:, 1].sum() for each in answers])
+
+
+def written(of: Gap) -> str:
+    """As the tables have it."""
+    return f"{signed(of.value)} ({signed(of.low)} to {signed(of.high)})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("one", help="method@budget")
+    parser.add_argument("other", help="method@budget, or full")
+    parser.add_argument("--aware", action="store_true", help="with the question in view")
+    parser.add_argument("--task")
+    given = parser.parse_args()
+    print(written(gap(load(given.folder), given.one, given.other, given.aware, given.task)))
+
+
+if __name__ == "__main__":
+    main()
