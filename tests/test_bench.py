@@ -29,13 +29,13 @@ from kvfold.bench.machine import Setup
 from kvfold.bench.participants import AGAIN, FULL, CompiledSide, FullSide, Label, MethodSide
 from kvfold.bench.peak import peak_of
 from kvfold.bench.picture import figure
-from kvfold.bench.record import Cell, Measured, Record, check_setup
+from kvfold.bench.record import Cell, Measurement, Record, check_setup
 from kvfold.bench.sdpa_variants import Kernel, Kernels, fastest
 from kvfold.bench.session import Session, missing_rounds
-from kvfold.bench.shapes import Folded, Subject
+from kvfold.bench.shapes import FoldedTokenizer, Subject
 from kvfold.bench.summary import Spread, rows
 from kvfold.bench.table import tables
-from kvfold.bench.throughput import Outcome, Throughput, largest, sizes
+from kvfold.bench.throughput import BatchRun, Throughput, largest, sizes
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cli import app
 from kvfold.cli.console import console
@@ -93,7 +93,7 @@ def record(
     setup: Setup = SETUP,
     subject: Subject,
 ) -> Record:
-    measured = Measured(
+    measured = Measurement(
         prefill_seconds=first, compression_seconds=0.0, step_seconds=steps,
         seconds_per_token=steps[0], tokens_per_second=1 / steps[0], cache_bytes=nbytes, kept=1.0,
         peak_bytes=peak,
@@ -236,7 +236,7 @@ def test_a_participant_that_cannot_work_is_refused_before_the_run(subject: Subje
 
 
 def test_a_random_model_s_tokenizer_stays_inside_its_vocabulary(subject: Subject) -> None:
-    assert isinstance(subject.tokenizer, Folded)
+    assert isinstance(subject.tokenizer, FoldedTokenizer)
     ids = subject.tokenizer("The quick brown fox", add_special_tokens=False, return_tensors="pt")
     assert int(ids.input_ids.max()) < subject.shape.vocabulary
     assert subject.tokenizer.chat_template
@@ -480,7 +480,7 @@ def test_a_compiled_side_holds_what_an_eager_one_does(
             for index in range(400, 430):
                 assert side.step(ids[:, index : index + 1]) > 0
     # Room for 16 or 30 entries, and what says where they are, may differ.
-    assert compiled.held().nbytes == pytest.approx(eager.held().nbytes, rel=0.1)
+    assert compiled.cache_size().nbytes == pytest.approx(eager.cache_size().nbytes, rel=0.1)
     assert compiled.peak_alone(1, 80, 30) is None
     compiled.fixed.hand_back()
     for layer in range(len(eager.cache.compressed_layers)):
@@ -547,7 +547,7 @@ for line in sys.stdin:
         "build": {"check": json.loads(os.environ.get("CHECK", "[]"))},
         "prefill": {"seconds": 2.0, "compression": 0.5, "peak": None},
         "step": {"seconds": 0.25},
-        "held": {"nbytes": 1000, "kept": 0.5},
+        "cache_size": {"nbytes": 1000, "kept": 0.5},
         "free": {},
     }.get(do, {"error": "no " + do})
     if request.get("press") == ["KnormPress", {"compression_ratio": 0.5}]:
@@ -651,8 +651,8 @@ def test_the_largest_batch_is_found(fixed: int, room: int) -> None:
     def bytes_of(batch: int) -> int:
         return 100 * batch + (0 if batch == 1 else fixed) - 7 * (batch % 2)
 
-    def run(batch: int) -> Outcome:
-        return Outcome(
+    def run(batch: int) -> BatchRun:
+        return BatchRun(
             batch=batch, cache_bytes=bytes_of(batch), prefill_seconds=1, decode_seconds=1,
             tokens_per_second=batch,
         )  # fmt: skip
@@ -663,7 +663,7 @@ def test_the_largest_batch_is_found(fixed: int, room: int) -> None:
 
 
 def test_a_cap_below_one_row_is_refused() -> None:
-    one = Outcome(
+    one = BatchRun(
         batch=1, cache_bytes=100, prefill_seconds=1, decode_seconds=1, tokens_per_second=1
     )
     with pytest.raises(KvfoldError, match="raise it"):
@@ -701,10 +701,10 @@ def next_batch_bytes(subject: Subject, line: Throughput) -> int:
     side = MethodSide(subject, line.method, line.budget)
     ids = subject.tokens(line.outcome.batch + 1, 64)
     side.prefill(ids[:, :24], 40)
-    held = [side.held().nbytes]
+    held = [side.cache_size().nbytes]
     for index in range(24, 64):
         side.step(ids[:, index : index + 1])
-        held.append(side.held().nbytes)
+        held.append(side.cache_size().nbytes)
     return max(held)
 
 

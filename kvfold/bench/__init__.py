@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold bench`: time, bytes and peak memory beside the full cache, one record per run."""
+"""`kvfold bench`: time, cache bytes and peak memory against the full cache, round by round."""

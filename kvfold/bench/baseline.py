@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full cache that all else is measured against: as fast as plain SDPA allows.
+"""Baseline: a full cache that is as fast as plain SDPA allows.
 
-Keys and values lie in a buffer with room for the tokens to come, where transformers' own cache
-copies everything at each token; and attention runs in the fastest form that this machine has.
+Keys and values are stored in a preallocated buffer, where transformers' DynamicCache copies the
+whole cache at every token. Attention uses the SDPA variant that is fastest on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "kvfold_full"
 
 
 def full_twin(model: PreTrainedModel, kernels: Kernels) -> PreTrainedModel:
-    """The same weights in modules of their own, which attend with `kernels`."""
+    """A copy of the modules that shares the weights and attends with `kernels`."""
     made = twin(model)
     name = f"{NAME}_{kernels.prefill.layout}_{kernels.decode.layout}"
     AttentionInterface.register(name, partial(_attention, kernels))
@@ -37,7 +37,7 @@ def full_twin(model: PreTrainedModel, kernels: Kernels) -> PreTrainedModel:
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in modules and a configuration of their own, on stock attention."""
+    """A copy of modules and configuration that shares the weights, on stock attention."""
     shared = (*model.parameters(), *model.buffers())
     made = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     disable(made)
@@ -53,7 +53,10 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls."""
+    """Attention function registered with transformers.
+
+    Query `[B, Hq, S, D]`, key and value `[B, H, T, D]`; returns `[B, S, Hq, D]` and no weights.
+    """
     kernel = kernels.decode if query.shape[2] == 1 else kernels.prefill
     scale = head_scale(module, query, kwargs.get("scaling"))
     out = kernel.attend(query, key, value, attention_mask, scale)
@@ -61,7 +64,7 @@ def _attention(
 
 
 class RoomyLayer(CacheLayerMixin):
-    """Keys and values of one layer, with room for `room` more tokens."""
+    """One layer's keys and values `[B, H, T, D]` in buffers with `room` more tokens allocated."""
 
     is_sliding = False
 
@@ -78,10 +81,10 @@ class RoomyLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Stores new entries `[B, H, S, D]`; returns all."""
+        """Appends keys and values `[B, H, S, D]`; returns all of them, `[B, H, T, D]`."""
         if self.grown is None:
             self.lazy_initialization(key_states, value_states)
-            # What came is contiguous, the buffer's rows are not.
+            # The inputs are contiguous; views of the buffer are not.
             return key_states, value_states
         for grown, states in zip(self.grown, (key_states, value_states), strict=True):
             grown.append(states)
@@ -97,11 +100,14 @@ class RoomyLayer(CacheLayerMixin):
         return -1
 
     def nbytes(self) -> int:
-        """Bytes of what is stored, without the room."""
+        """Bytes of the stored entries, without the preallocated room."""
         return 0 if self.grown is None else sum(grown.nbytes()[0] for grown in self.grown)
 
 
 def full_cache(model: PreTrainedModel, room: int) -> Cache:
-    """An empty cache that keeps everything, with room for `room` tokens after the prompt."""
+    """An empty full cache that preallocates `room` tokens after the prompt.
+
+    Layers that kvfold cannot compress (sliding window, linear attention) keep their stock class.
+    """
     stock = stock_layers(model)
     return Cache(layers=[RoomyLayer(room) if is_compressible(layer) else layer for layer in stock])

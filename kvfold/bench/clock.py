@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How time is taken: of one piece of work, and of the compression inside it."""
+"""Timing of a function call, and of the compression inside it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvfold.cache.layer import CompressedLayer
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was told."""
+    """Waits until all work queued on a GPU is done; nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """How long `work` takes, with all it started on the device."""
+    """Wall-clock seconds of `work`, including all kernels it launched on the device."""
     synchronize(device)
     began = time.perf_counter()
     work()
@@ -30,9 +30,9 @@ def seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 class Stopwatch:
-    """Adds up the time inside the functions it watches; one called inside another counts once.
+    """Total time spent inside the wrapped functions; a nested call is not counted twice.
 
-    On a GPU it marks the stream with events instead of waiting, so that watching costs nothing.
+    On a GPU, CUDA events mark the stream, so timing adds no synchronisation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Stopwatch:
         self._spans: list[tuple[Any, Any]] = []
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with its time taken."""
+        """`function`, wrapped so that its time is added to the total."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._running:
@@ -56,7 +56,7 @@ class Stopwatch:
         return timed
 
     def total(self) -> float:
-        """Seconds so far; the device must be idle."""
+        """Total in seconds; the device must be idle."""
         if self._cuda:
             return float(sum(began.elapsed_time(ended) for began, ended in self._spans)) / 1000
         return float(sum(ended - began for began, ended in self._spans))
@@ -71,9 +71,9 @@ class Stopwatch:
 
 @contextmanager
 def compression_watched(device: torch.device) -> Iterator[Stopwatch]:
-    """Times all that kvfold does to a layer once its attention is computed, and KVzip's repeating.
+    """A stopwatch on kvfold's work after each layer's attention and on reconstruction (KVzip).
 
-    What a method observes inside attention (column sums) is the prefill's, not compression's.
+    Observations made inside attention, such as column sums, count as prefill, not as compression.
     """
     watch = Stopwatch(device)
     # The package's name `kvfold.generate` is the function.

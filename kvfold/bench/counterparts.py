@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which press of kvpress does what a method of kvfold does."""
+"""Counterparts: the kvpress press, with its arguments, for each method of kvfold.
+
+Source: NVIDIA/kvpress 0.5.5, `kvpress/presses/`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from kvfold.methods.snapkv import SnapKV
 from kvfold.methods.streaming_llm import StreamingLLM
 from kvfold.methods.tova import TOVA
 
-# The name of a press and its arguments, of which one may be a press itself.
+# [name, arguments] of a press; an argument may itself be a press.
 Press = list[Any]
 
 
@@ -28,14 +31,14 @@ def _votes(method: Any) -> dict[str, Any]:
     return {"window_size": method.window, "kernel_size": method.kernel}
 
 
-# kvpress pools by averages and cannot be told otherwise; all else is passed on.
+# kvpress always pools scores by averages, so a method's `pooling` is not passed on.
 PRESSES: dict[type[Method], Callable[[Any], Press]] = {
     SnapKV: lambda m: ["SnapKVPress", _votes(m)],
     PyramidKV: lambda m: ["PyramidKVPress", _votes(m) | {"beta": m.beta}],
     KNorm: lambda m: ["KnormPress", {}],
     TOVA: lambda m: ["TOVAPress", {}],
     Random: lambda m: ["RandomPress", {}],
-    # Scores the prompt only, where H2O goes on while decoding.
+    # Scores the prompt only; H2O also evicts while decoding.
     H2O: lambda m: ["ObservedAttentionPress", {}],
     StreamingLLM: lambda m: ["StreamingLLMPress", {"n_sink": m.sinks}],
     AdaKV: lambda m: [
@@ -54,7 +57,10 @@ PRESSES: dict[type[Method], Callable[[Any], Press]] = {
 
 
 def press(label: Label, length: int) -> Press | None:
-    """The press for `length` tokens; None for the full cache, and where kvpress has none."""
+    """The press for a prompt of `length` tokens.
+
+    None for the full cache, for methods without a counterpart, and for budgets in bytes.
+    """
     if label.method == FULL:
         return None
     method = parse(label.method)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvpress as a participant: its counterparts of kvfold's methods."""
+"""kvpress as a peer: its counterparts of kvfold's methods, run in its own environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold.bench.counterparts import press
 from kvfold.bench.lineup import Makers
 from kvfold.bench.machine import Setup
-from kvfold.bench.participants import FULL, Held, Label, Prefill
+from kvfold.bench.participants import FULL, CacheSize, Label, Prefill
 from kvfold.bench.peak import ALLOCATOR, WARM_UP, can_measure
 from kvfold.bench.process import Process
 from kvfold.bench.record import Cell
@@ -24,14 +24,15 @@ from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 
 EAGER = "ObservedAttentionPress"
-# Matrices of all queries by all keys that eager attention holds: logits, softmax, its input.
+# Float32 matrices of N × N per query head that eager attention holds: logits, softmax, its input.
 MATRICES, FLOAT_BYTES = 3, 4
 
 
 class Kvpress:
-    """kvpress over the subject's weights, in a python that has it.
+    """kvpress over the subject's weights, in a process run by `python`.
 
-    Raises KvfoldError where it is not installed, or builds another model from the same seed.
+    Raises KvfoldError if kvpress is not installed there, or if that torch draws other random
+    weights from the same seed.
     """
 
     name = "kvpress"
@@ -45,7 +46,7 @@ class Kvpress:
         self.heads = subject.shape.query_heads
 
     def start(self, environment: dict[str, str] | None = None) -> Process:
-        """Another process with the same model."""
+        """A new kvpress process that has built the same model; raises KvfoldError as the class."""
         source = self.subject.source
         process = Process(self.python, environment)
         process.ask("hello", threads=torch.get_num_threads())
@@ -67,7 +68,7 @@ class Kvpress:
         return process
 
     def left_out(self, label: Label, cell: Cell) -> str | None:
-        """Why a participant cannot run a cell; None where it can."""
+        """Reason why kvpress cannot run `label` in a cell; None if it can, or does not own it."""
         spec = press(label, cell.length) if label.side == self.name else None
         if spec is None:
             return None
@@ -79,11 +80,11 @@ class Kvpress:
         return None
 
     def close(self) -> None:
-        """Ends its process."""
+        """Ends the kvpress process."""
         self.process.close()
 
     def makers(self, wanted: Sequence[Label]) -> Makers:
-        """kvpress's full cache, and its counterparts of what is wanted."""
+        """Constructors of kvpress's full cache, and of its counterpart for each `wanted` label."""
         labels = [Label(self.name, FULL)]
         labels += [
             Label(self.name, label.method, label.budget)
@@ -94,14 +95,14 @@ class Kvpress:
 
 
 def free_memory() -> int:
-    """Bytes that are free for tensors."""
+    """Free bytes of the GPU, or of main memory without one."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class PressSide:
-    """One press of kvpress, or its full cache."""
+    """Participant that runs one press, or kvpress's full cache, in the process of `peer`."""
 
     def __init__(self, peer: Kvpress, label: Label) -> None:
         self.peer, self.label, self.key = peer, label, str(label)
@@ -114,9 +115,9 @@ class PressSide:
         answer = self.peer.process.ask("step", key=self.key, tokens=tokens.tolist())
         return float(answer["seconds"])
 
-    def held(self) -> Held:
-        answer = self.peer.process.ask("held", key=self.key)
-        return Held(answer["nbytes"], answer["kept"])
+    def cache_size(self) -> CacheSize:
+        answer = self.peer.process.ask("cache_size", key=self.key)
+        return CacheSize(answer["nbytes"], answer["kept"])
 
     def free(self) -> None:
         self.peer.process.ask("free", key=self.key)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvpress in a process of its own, run by the python that has it: `peers.py` asks, this answers.
+"""Server process for kvpress, run by the Python environment that kvpress is installed in.
 
-One JSON request per line on standard input, one JSON answer per line on standard output. Imports
-nothing of kvfold: kvpress needs an older transformers.
+Reads one JSON request per line from standard input and writes one JSON answer per line to standard
+output; `process.py` is the client. Imports nothing of kvfold: kvpress needs an older transformers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
-class Folded:
-    """A tokenizer whose ids are folded into the model's vocabulary."""
+class KvpressTokenizer:
+    """A tokenizer whose ids are taken modulo the model's vocabulary size."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
@@ -45,7 +45,7 @@ class Folded:
 
 
 def now() -> Any:
-    """This moment: of the processor, or in the GPU's stream, which does not wait for it."""
+    """A timestamp: a CUDA event in the stream (no synchronisation), or the CPU's clock."""
     if not CUDA:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -54,15 +54,15 @@ def now() -> Any:
 
 
 def synchronized() -> float:
-    """The time, when all that was started is done."""
+    """The CPU's clock after all launched kernels are done."""
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 @dataclass
-class Reader:
-    """A method's cache, its masks, and the tokens it has seen."""
+class PressCache:
+    """One participant's state: attention implementation, cache, head masks, tokens seen."""
 
     attention: str
     cache: Any
@@ -70,15 +70,15 @@ class Reader:
     seen: int
 
 
-class Worker:
-    """A model, and the methods that take turns on it."""
+class KvpressServer:
+    """A model and the caches of the participants that take turns on it; one method per request."""
 
     def __init__(self) -> None:
         self.model: Any = None
-        self.readers: dict[str, Reader] = {}
+        self.caches: dict[str, PressCache] = {}
 
     def hello(self) -> Answer:
-        """What this process runs on."""
+        """GPU, threads and versions of this process."""
         names = ("kvpress", "torch", "transformers")
         return {
             "gpu": torch.cuda.get_device_name() if CUDA else None,
@@ -88,7 +88,7 @@ class Worker:
         }
 
     def build(self, config: Any, path: str, tokenizer: str, dtype: str, seed: int) -> Answer:
-        """The same model as the asker's; `check` are its last weight's first numbers."""
+        """Builds or loads the client's model; `check` holds 8 numbers of its last parameter."""
         options: Any = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
         model: Any
         if config is None:
@@ -101,18 +101,19 @@ class Worker:
             fill(model, seed)
         self.model = model.eval()
         own = transformers.AutoTokenizer.from_pretrained(tokenizer)
-        # KVzip asks for the tokenizer of the model's name, which a random model has not.
-        folded = Folded(own, model.config.vocab_size)
+        # KVzipPress loads a tokenizer by the model's name, which a random model lacks.
+        folded = KvpressTokenizer(own, model.config.vocab_size)
         kvzip_press.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: folded)
         last = sorted(model.named_parameters())[-1][1].detach()
         return {"check": last.flatten()[:8].double().tolist()}
 
     def prefill(self, key: str, press: Any, ids: list[list[int]]) -> Answer:
-        """Seconds to the first token, those of them in compression, and the peak on a GPU."""
+        """Seconds to the first token, compression seconds among them, GPU peak bytes (or None)."""
         made = None if press is None else build_press(press)
         eager = isinstance(made, kvpress.ObservedAttentionPress)
-        reader = Reader("eager" if eager else "sdpa", transformers.DynamicCache(), [], len(ids[0]))
-        self._prepare(reader)
+        attention = "eager" if eager else "sdpa"
+        state = PressCache(attention, transformers.DynamicCache(), [], len(ids[0]))
+        self._prepare(state)
         prompt = torch.tensor(ids, device=DEVICE)
         in_hooks: list[tuple[Any, Any]] = []
         if CUDA:
@@ -123,73 +124,73 @@ class Worker:
             if made is not None:
                 made.forward_hook = timed(made.forward_hook, in_hooks)
                 stack.enter_context(made(self.model))
-            options = {"past_key_values": reader.cache, "use_cache": True, "logits_to_keep": 1}
+            options = {"past_key_values": state.cache, "use_cache": True, "logits_to_keep": 1}
             self.model(input_ids=prompt, **options)
             forwarded = synchronized()
             compression = total(in_hooks)
-        # KVzip repeats the text when its block ends.
+        # KVzipPress repeats the text when the `with` block ends.
         ended = synchronized()
         if made is not None:
             compression += ended - forwarded
         peak = torch.cuda.max_memory_allocated() - before if CUDA else None
-        reader.masks = [attention.masked_key_indices for attention in self._attentions()]
-        self.readers[key] = reader
+        state.masks = [module.masked_key_indices for module in self._attentions()]
+        self.caches[key] = state
         return {"seconds": ended - began, "compression": compression, "peak": peak}
 
     def step(self, key: str, tokens: list[list[int]]) -> Answer:
-        """Seconds for one token more, at its true position."""
-        reader = self.readers[key]
-        self._prepare(reader)
+        """Seconds of one decode step, with the token at its true position."""
+        state = self.caches[key]
+        self._prepare(state)
         new = torch.tensor(tokens, device=DEVICE)
-        at = torch.full_like(new, reader.seen)
-        options = {"past_key_values": reader.cache, "use_cache": True}
+        at = torch.full_like(new, state.seen)
+        options = {"past_key_values": state.cache, "use_cache": True}
         began = synchronized()
         self.model(input_ids=new, position_ids=at, **options)
         taken = synchronized() - began
-        reader.seen += 1
+        state.seen += 1
         return {"seconds": taken}
 
-    def held(self, key: str) -> Answer:
-        """Bytes of the cache, and the part of all entries that is neither evicted nor masked."""
-        reader = self.readers[key]
-        layers = reader.cache.layers
+    def cache_size(self, key: str) -> Answer:
+        """Bytes of the cache, and the fraction of entries neither evicted nor masked."""
+        state = self.caches[key]
+        layers = state.cache.layers
         tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
         stored = sum(layer.keys[..., 0].numel() for layer in layers)
-        masked = sum(len(mask[0]) for mask in reader.masks if mask is not None)
+        masked = sum(len(mask[0]) for mask in state.masks if mask is not None)
         rows, heads = layers[0].keys.shape[:2]
         return {
             "nbytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            "kept": (stored - masked) / (len(layers) * rows * heads * reader.seen),
+            "kept": (stored - masked) / (len(layers) * rows * heads * state.seen),
         }
 
     def free(self, key: str) -> Answer:
-        """Forgets a cache."""
-        self.readers.pop(key, None)
+        """Drops a participant's cache."""
+        self.caches.pop(key, None)
         return {}
 
     def mark(self) -> Answer:
-        """Resets this process's high-water mark; returns what it uses."""
+        """Resets the peak resident size (VmHWM); returns the current one (VmRSS) in bytes."""
         Path("/proc/self/clear_refs").write_text("5")
         return {"bytes": memory("VmRSS")}
 
     def peak(self) -> Answer:
-        """The most this process has used since."""
+        """Peak resident size in bytes since `mark`."""
         return {"bytes": memory("VmHWM")}
 
     def _attentions(self) -> list[Any]:
         return [layer.self_attn for layer in self.model.model.layers]
 
-    def _prepare(self, reader: Reader) -> None:
-        """kvpress keeps its masks on the model, one cache's at a time."""
-        self.model.set_attn_implementation(reader.attention)
+    def _prepare(self, state: PressCache) -> None:
+        """Installs a participant's attention and masks: kvpress keeps masks on the modules."""
+        self.model.set_attn_implementation(state.attention)
         attentions = self._attentions()
-        masks = reader.masks or [None] * len(attentions)
+        masks = state.masks or [None] * len(attentions)
         for attention, mask in zip(attentions, masks, strict=True):
             attention.masked_key_indices = mask
 
 
 def timed(function: Callable[..., Any], spans: list[tuple[Any, Any]]) -> Callable[..., Any]:
-    """`function`, noting when each call began and ended."""
+    """`function`, wrapped to append (begin, end) timestamps of each call to `spans`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         began = now()
@@ -201,14 +202,14 @@ def timed(function: Callable[..., Any], spans: list[tuple[Any, Any]]) -> Callabl
 
 
 def total(spans: list[tuple[Any, Any]]) -> float:
-    """Seconds of all spans; the device must be idle."""
+    """Total seconds of all spans; the device must be idle."""
     if CUDA:
         return float(sum(began.elapsed_time(ended) for began, ended in spans)) / 1000
     return float(sum(ended - began for began, ended in spans))
 
 
 def build_press(spec: Any) -> Any:
-    """["SnapKVPress", {...}] → the press; an argument may be a press itself."""
+    """The press for `[name, arguments]`; an argument may be such a pair itself."""
     name, arguments = spec
     made = {k: build_press(v) if isinstance(v, list) else v for k, v in arguments.items()}
     return getattr(kvpress, name)(**made)
@@ -216,7 +217,7 @@ def build_press(spec: Any) -> Any:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, seed: int) -> None:
-    """As `shapes.fill`."""
+    """Random weights of unit gain, equal to those of `shapes.fill`."""
     torch.manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         if weight.dim() > 1:
@@ -224,7 +225,7 @@ def fill(model: torch.nn.Module, seed: int) -> None:
 
 
 def memory(field: str) -> int:
-    """A field of this process's status, in bytes."""
+    """A field of /proc/self/status, such as VmRSS, in bytes."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -232,17 +233,17 @@ def memory(field: str) -> int:
 
 @torch.no_grad()
 def main() -> None:
-    """Answers until there is nothing more to read."""
+    """Serves requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    # What libraries print must not look like an answer.
+    # Redirects what libraries print to standard error, so that it cannot be read as an answer.
     os.dup2(2, 1)
-    worker = Worker()
+    server = KvpressServer()
     for line in sys.stdin:
         request = json.loads(line)
         if "threads" in request:
             torch.set_num_threads(request.pop("threads"))
         try:
-            answer = getattr(worker, request.pop("do"))(**request)
+            answer = getattr(server, request.pop("do"))(**request)
         except Exception as problem:
             answer = {"error": f"{type(problem).__name__}: {problem}"}
         answers.write(json.dumps(answer) + "\n")

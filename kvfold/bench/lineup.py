@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part: kvfold's methods at each budget, and the peers' counterparts."""
+"""Participants of a run: kvfold's methods at each budget, and the protocol of peer libraries."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import parse
 
+# Constructors of participants; each call makes one with an empty cache.
 Makers = dict[Label, Callable[[], Side]]
 
 
 class Peer(Protocol):
-    """Another library; `setup` is that of the process it runs in."""
+    """Another library that takes part; `setup` describes the process it runs in."""
 
     name: str
     setup: Setup
 
     def makers(self, wanted: Sequence[Label]) -> Makers:
-        """Its participants, beside what is wanted of kvfold."""
+        """Constructors of the peer's participants, given kvfold's `wanted` ones."""
 
     def left_out(self, label: Label, cell: Cell) -> str | None:
-        """Why one of them cannot run a cell; None where it can, or is none of them."""
+        """Reason why the peer cannot run `label` in a cell; None if it can, or does not own it."""
 
     def close(self) -> None:
-        """Ends what it runs in."""
+        """Ends the peer's process, if it has one."""
 
 
 def labels(methods: Sequence[str], budgets: Sequence[str]) -> list[Label]:
-    """Each method at each budget, or once where it takes none.
+    """Labels of each method at each budget; a method without budget appears once.
 
     Raises KvfoldError for a method or a budget that cannot be read.
     """
@@ -52,7 +53,7 @@ def labels(methods: Sequence[str], budgets: Sequence[str]) -> list[Label]:
 
 
 def makers(subject: Subject, wanted: Sequence[Label]) -> Makers:
-    """How to make each participant; raises KvfoldError now where one cannot work."""
+    """Constructors of kvfold's participants; raises KvfoldError at once if one cannot run."""
     made: Makers = {}
     for label in wanted:
         kind = CompiledSide if label.compiled else MethodSide
@@ -63,7 +64,7 @@ def makers(subject: Subject, wanted: Sequence[Label]) -> Makers:
 
 
 def compiled(subject: Subject, wanted: Sequence[Label]) -> tuple[list[Label], dict[Label, str]]:
-    """Those of `wanted` once more, decoding by one graph; and why others cannot."""
+    """Labels of `wanted` with compiled decode steps, and the reasons why others cannot compile."""
     able, reasons = [], {}
     for label in wanted:
         try:

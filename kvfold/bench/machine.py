@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure depends on beside the code that is measured."""
+"""Machine, library versions and commit that a measurement depends on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import kvfold
 
 
 class Setup(BaseModel):
-    """A machine and the versions on it; figures are only compared where all of it is the same."""
+    """Hardware, threads and versions; times are only comparable between equal setups."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -29,7 +29,7 @@ class Setup(BaseModel):
 
     @classmethod
     def here(cls) -> Setup:
-        """That of this process."""
+        """The setup of this process."""
         return cls(
             cpu=_cpu(),
             cores=os.cpu_count() or 1,
@@ -44,7 +44,7 @@ class Setup(BaseModel):
         )
 
     def differences(self, other: Setup) -> list[str]:
-        """What differs, in words: ours against the `other`'s."""
+        """One sentence per field that differs, this setup's value before the `other`'s."""
         ours, theirs = self.model_dump(), other.model_dump()
         ours |= ours.pop("versions")
         theirs |= theirs.pop("versions")
@@ -65,7 +65,7 @@ def _cpu() -> str:
 
 
 def commit() -> str | None:
-    """The commit that kvfold runs from, "-dirty" with changes; None outside its repository."""
+    """Commit of the running kvfold, "-dirty" with uncommitted changes; None outside a checkout."""
     folder = Path(kvfold.__file__).parents[1]
     if not (folder / ".git").exists():
         return None

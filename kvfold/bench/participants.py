@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes part in a run: the full cache, kvfold's methods; peers have the same face."""
+"""Participants of a run: the protocol `Side`, the full cache, and kvfold's methods."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ FULL, AGAIN = "full", "full again"
 
 @dataclass(frozen=True)
 class Label:
-    """Who is measured: the side ("baseline", "kvfold" or a peer), its method, its budget.
+    """Name of a participant: its side ("baseline", "kvfold" or a peer), method and budget.
 
-    `compiled`: whether it decodes by one compiled graph.
+    `compiled` is true if decode steps run as one compiled graph.
     """
 
     side: str
@@ -40,7 +40,7 @@ class Label:
 
     @property
     def is_peer_full(self) -> bool:
-        """Whether it is a peer's own full cache, which that peer's methods are measured against."""
+        """True for a peer's full cache, the reference for that peer's methods."""
         return self.side not in ("baseline", "kvfold") and self.method == FULL
 
     def __str__(self) -> str:
@@ -51,10 +51,10 @@ class Label:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Seconds to the first token, those of them in compression, and the peak in bytes.
+    """Seconds to the first token, compression seconds among them, and peak memory in bytes.
 
-    The peak is what the prompt took beyond what was there before it, itself included; None where
-    the process cannot tell.
+    The peak is above the memory allocated before the prefill; None if it cannot be measured in
+    this process (CPU).
     """
 
     seconds: float
@@ -63,36 +63,39 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of a cache, and the part of the entries it kept."""
+class CacheSize:
+    """Bytes of a cache, and entries stored over entries seen."""
 
     nbytes: int
     kept: float
 
 
 class Side(Protocol):
-    """One participant: reads a prompt, then makes single steps when it is its turn."""
+    """One participant: a prefill, then decode steps one at a time."""
 
     label: Label
 
     def prefill(self, ids: Tensor, room: int) -> Prefill:
-        """Reads `ids [B, N]` to the first token; `room` more tokens will follow."""
+        """Prefill of `ids [B, N]` up to the first token's logits; at most `room` steps follow."""
 
     def step(self, tokens: Tensor) -> float:
-        """Seconds for one token more in each row, `tokens [B, 1]`."""
+        """Seconds of one decode step with `tokens [B, 1]`."""
 
-    def held(self) -> Held:
-        """What the cache holds now."""
+    def cache_size(self) -> CacheSize:
+        """Current size of the cache."""
 
     def peak_alone(self, batch: int, length: int, room: int) -> int | None:
-        """The prefill's peak in a fresh process; None where `prefill` tells it, or nobody can."""
+        """Peak bytes of a prefill in a fresh process.
+
+        None if `prefill` measures it itself (GPU), or the system cannot.
+        """
 
     def free(self) -> None:
-        """Forgets the cache."""
+        """Drops the cache."""
 
 
 class LocalSide:
-    """A side in this process."""
+    """A participant that runs in this process."""
 
     def __init__(self, label: Label, subject: Subject, model: PreTrainedModel) -> None:
         self.label, self.subject, self.model = label, subject, model
@@ -103,11 +106,11 @@ class LocalSide:
         """An empty cache."""
 
     def read(self, ids: Tensor) -> None:
-        """Fills the cache and computes the first token's logits."""
+        """Prefill: fills the cache with `ids [B, N]` and computes the first token's logits."""
         self.forward(ids)
 
     def forward(self, ids: Tensor) -> None:
-        """One forward over `ids [B, S]`, with the last token's logits."""
+        """One forward over `ids [B, S]`, logits of the last token only."""
         self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
     @torch.no_grad()
@@ -137,7 +140,7 @@ class LocalSide:
         return peak_of(self.spec(), batch, length, room)
 
     def spec(self) -> dict[str, Any]:
-        """What another process needs to know to take this side's part."""
+        """JSON-serialisable description from which `peak.main` rebuilds this participant."""
         source, label = self.subject.source, self.label
         return source.model_dump() | dataclasses.asdict(label)
 
@@ -145,11 +148,11 @@ class LocalSide:
         self.cache = None
 
     @abstractmethod
-    def held(self) -> Held: ...
+    def cache_size(self) -> CacheSize: ...
 
 
 class FullSide(LocalSide):
-    """Keeps everything, with the fastest attention; `method` is its name in the records."""
+    """The full cache with the fastest SDPA variant; `method` is its name in the records."""
 
     def __init__(self, subject: Subject, kernels: Kernels, method: str = FULL) -> None:
         model = full_twin(subject.model, kernels)
@@ -168,17 +171,17 @@ class FullSide(LocalSide):
         layouts = {"prefill": self.kernels.prefill.layout, "decode": self.kernels.decode.layout}
         return super().spec() | layouts
 
-    def held(self) -> Held:
+    def cache_size(self) -> CacheSize:
         layers = [layer for layer in self.cache.layers if hasattr(layer, "nbytes")]
-        return Held(sum(layer.nbytes() for layer in layers), 1.0)
+        return CacheSize(sum(layer.nbytes() for layer in layers), 1.0)
 
 
 class MethodSide(LocalSide):
-    """A method of kvfold within a budget."""
+    """A method of kvfold at a budget; raises KvfoldError if the pair or the model does not work."""
 
     def __init__(self, subject: Subject, method: str, budget: str | None) -> None:
         super().__init__(Label("kvfold", method, budget), subject, subject.model)
-        self.cache = self.make(0)  # refuses now what cannot work
+        self.cache = self.make(0)  # checks method, budget and model now
 
     def make(self, room: int) -> CompressedCache:
         return CompressedCache(
@@ -190,20 +193,24 @@ class MethodSide(LocalSide):
         )
 
     def read(self, ids: Tensor) -> None:
-        """As `kvfold.generate` does: with forwards of its own, a method leaves the last token."""
+        """Prefill as in `kvfold.generate`.
+
+        A method with forwards of its own reads all but the last token itself, and the last one in
+        an ordinary forward.
+        """
         if self.cache.runs_own_forwards:
             total = ids.shape[1]
             read_turn(self.model, self.cache, ids[:, :-1], None, until=total, chunk=total)
             ids = ids[:, -1:]
         self.forward(ids)
 
-    def held(self) -> Held:
+    def cache_size(self) -> CacheSize:
         stats = self.cache.stats()
-        return Held(stats.nbytes, stats.kept_fraction)
+        return CacheSize(stats.nbytes, stats.kept_fraction)
 
 
 class CompiledSide(MethodSide):
-    """The same, but it decodes by one compiled graph; raises KvfoldError where it cannot."""
+    """A method whose decode steps run as one compiled graph; raises KvfoldError if it cannot."""
 
     def __init__(self, subject: Subject, method: str, budget: str | None) -> None:
         super().__init__(subject, method, budget)
@@ -229,12 +236,12 @@ class CompiledSide(MethodSide):
         self.fixed.after_forward()
 
     def peak_alone(self, batch: int, length: int, room: int) -> None:
-        """That of the same method's eager side: the prompt is never compiled."""
+        """None: the prompt is never compiled, so the eager participant's peak holds here too."""
 
-    def held(self) -> Held:
+    def cache_size(self) -> CacheSize:
         assert self.fixed is not None
         stats = self.cache.stats()
-        return Held(self.fixed.nbytes() + stats.state_bytes, stats.kept_fraction)
+        return CacheSize(self.fixed.nbytes() + stats.state_bytes, stats.kept_fraction)
 
     def free(self) -> None:
         super().free()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most memory a prefill takes on a CPU, in a process of its own.
+"""Peak memory of a prefill on a CPU, measured in a fresh process.
 
-A process's high-water mark never falls, and what it freed before hides what it takes next: so a
-fresh one loads the model, warms up, and reads one prompt.
+The resident size of a used process hides later allocations that fit into freed memory. So a new
+process loads the model, warms up, resets its high-water mark (VmHWM), and reads one prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 
-# Large tensors come from the system and go back at once, so that the mark counts live ones only.
+# glibc returns freed tensors to the system at once, so that VmHWM counts live ones only.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -31,14 +31,14 @@ WARM_UP = 64
 
 
 def can_measure() -> bool:
-    """Whether this system resets a process's high-water mark."""
+    """True if this system can reset a process's high-water mark (Linux)."""
     return RESET.exists()
 
 
 def peak_of(spec: dict[str, Any], batch: int, length: int, room: int) -> int:
-    """Bytes that a side, named by its `spec`, takes for its prompt in a new process.
+    """Peak bytes of a prefill of `[batch, length]` tokens, above loaded weights, in a new process.
 
-    Raises KvfoldError where that process fails.
+    `spec` comes from `LocalSide.spec`. Raises KvfoldError if the process fails.
     """
     work = {"batch": batch, "length": length, "room": room, "threads": torch.get_num_threads()}
     done = subprocess.run(
@@ -56,7 +56,7 @@ def peak_of(spec: dict[str, Any], batch: int, length: int, room: int) -> int:
 
 
 def memory(field: str) -> int:
-    """A field of this process's status, in bytes."""
+    """A field of /proc/self/status, such as VmRSS, in bytes."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"{field}:\s+(\d+) kB", status)
     assert found is not None
@@ -64,7 +64,7 @@ def memory(field: str) -> int:
 
 
 def main() -> None:
-    """Reads what to measure from standard input, and prints the peak."""
+    """Reads a participant's spec as JSON from standard input, prints its peak as JSON."""
     from kvfold.bench.participants import FullSide, LocalSide, MethodSide
     from kvfold.bench.quantized import QuantizedSide
     from kvfold.bench.sdpa_variants import Kernel, Kernels
@@ -82,7 +82,7 @@ def main() -> None:
     else:
         side = MethodSide(subject, spec["method"], spec["budget"])
     ids: Tensor = subject.tokens(spec["batch"], spec["length"])
-    # Weights are read and libraries set up before anything counts.
+    # Warm-up: weights are paged in and libraries initialised before the measurement.
     side.prefill(ids[:, :WARM_UP], 1)
     side.free()
     RESET.write_text("5")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries that take part."""
+"""Peer libraries by name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ NAMES = ("kvpress", "transformers-quantized")
 
 @contextmanager
 def peers(subject: Subject, names: Sequence[str], python: Path | None) -> Iterator[list[Peer]]:
-    """The peers of these names, ready to run; `python` is that of kvpress's environment.
+    """Started peers of these names, closed at exit; `python` is kvpress's interpreter.
 
-    Raises KvfoldError for an unknown peer, and for one that is not installed.
+    Raises KvfoldError for an unknown peer, for one that is not installed, and for kvpress without
+    `python`.
     """
     unknown = [name for name in names if name not in NAMES]
     if unknown:

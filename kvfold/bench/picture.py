@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as a picture: each figure as a multiple of the full cache's, with its spread."""
+"""Figure of a run: time, bytes and peak as multiples of the full cache's, with quartiles."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ COLORS = ("#1f4e8c", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#4a4a4a")
 
 
 def figure(rows: Sequence[Row]) -> Figure:
-    """One panel per quantity: x = multiple of the full cache, y = method, a colour per cell.
+    """One panel per quantity: x = multiple of the full cache, y = method, one colour per cell.
 
-    Lines are quartiles of the rounds; grey is the spread of the full cache against itself.
+    Dots are medians over rounds, lines the quartiles. The grey band is the full cache's second
+    participant against its first: the noise of the run.
     """
     cells = list(dict.fromkeys(row.cell for row in rows))
     methods = list(dict.fromkeys(str(row.label) for row in rows if row.label.method != AGAIN))

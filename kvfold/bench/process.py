@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer in a process of its own, asked and answering in lines of JSON."""
+"""Client of the kvpress process: requests and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ INSTALL = "-m pip install torch 'kvpress==0.5.5' 'transformers<5.3'"
 
 
 class Process:
-    """A running peer; `environment` is added to ours."""
+    """A running kvpress process, started with `environment` added to this process's.
+
+    Raises KvfoldError if `python` cannot be run.
+    """
 
     def __init__(self, python: Path, environment: dict[str, str] | None = None) -> None:
         self.python = python
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (open while it runs)
-        # Isolated: this folder's files are no top-level modules there, such as "kernels".
+        # Isolated (-I): otherwise files of this folder would shadow modules such as "kernels".
         try:
             self._process = subprocess.Popen(
                 [str(python), "-I", str(SCRIPT)],
@@ -36,9 +39,8 @@ class Process:
             raise KvfoldError(f"cannot run {python}: {problem}") from problem
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The peer's answer; raises KvfoldError where it fails or is gone."""
+        """The answer to the request `do`; raises KvfoldError if it fails or the process died."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        # Isolated: this folder's files are no top-level modules there, such as "kernels".
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
@@ -53,13 +55,14 @@ class Process:
         return answer
 
     def close(self) -> None:
-        """Ends the peer."""
+        """Ends the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
         self._errors.close()
 
     def _reason(self) -> str:
+        """Why the process ended, from the last line of its standard error."""
         self._process.wait()
         self._errors.seek(0)
         last = (self._errors.read().strip().splitlines() or ["it was killed"])[-1]

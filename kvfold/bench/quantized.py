@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' own quantised cache as a participant."""
+"""transformers' QuantizedCache as a peer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers import cache_utils
 from kvfold.bench.baseline import twin
 from kvfold.bench.lineup import Makers
 from kvfold.bench.machine import Setup
-from kvfold.bench.participants import Held, Label, LocalSide
+from kvfold.bench.participants import CacheSize, Label, LocalSide
 from kvfold.bench.record import Cell
 from kvfold.bench.shapes import Subject
 from kvfold.errors import KvfoldError
 from kvfold.hf.models import text_config
 
 BITS = 4
-# Backend, and the module it needs.
+# Backends of QuantizedCache, and the module each one imports.
 BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
 
 def backend() -> str:
-    """The first backend that is installed; raises KvfoldError where none is."""
+    """The first backend that is installed; raises KvfoldError if none is."""
     for name, module in BACKENDS.items():
         if importlib.util.find_spec(module.partition(".")[0]) and importlib.util.find_spec(module):
             return name
@@ -36,27 +36,28 @@ def backend() -> str:
 
 
 class QuantizedSide(LocalSide):
-    """Keys and values in 4 bits, as transformers stores them; its time counts as prefill."""
+    """transformers' 4-bit cache; quantisation time counts as prefill."""
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(self.label_here(), subject, twin(subject.model))
 
     @staticmethod
     def label_here() -> Label:
-        """Its name, with the backend that is installed."""
+        """The participant's label, with the installed backend."""
         return Label("transformers", f"{backend()} {BITS} bit")
 
     def make(self, room: int) -> Any:
         config = text_config(self.model)
         return cache_utils.QuantizedCache(backend(), config, nbits=BITS)
 
-    def held(self) -> Held:
+    def cache_size(self) -> CacheSize:
         counted: set[int] = set()
-        return Held(sum(tensor_bytes(vars(layer), counted) for layer in self.cache.layers), 1.0)
+        nbytes = sum(tensor_bytes(vars(layer), counted) for layer in self.cache.layers)
+        return CacheSize(nbytes, 1.0)
 
 
 class Quantized:
-    """The peer that brings it."""
+    """The peer with one participant, QuantizedSide; raises KvfoldError without a backend."""
 
     name = "transformers"
 
@@ -65,18 +66,21 @@ class Quantized:
         self.subject, self.setup = subject, Setup.here()
 
     def makers(self, wanted: Sequence[Label]) -> Makers:
-        """One participant, whatever is wanted."""
+        """Constructor of the one participant; `wanted` does not matter."""
         return {QuantizedSide.label_here(): partial(QuantizedSide, self.subject)}
 
     def left_out(self, label: Label, cell: Cell) -> None:
-        """It takes every cell."""
+        """None: it runs every cell."""
 
     def close(self) -> None:
-        """It runs in this process."""
+        """Nothing to end: it runs in this process."""
 
 
 def tensor_bytes(thing: Any, counted: set[int]) -> int:
-    """Bytes of all storages inside nested containers and quantised tensors, each once."""
+    """Bytes of all storages in nested containers and quantised tensors.
+
+    A storage is counted once; `counted` holds the data pointers of those counted so far.
+    """
     if isinstance(thing, Tensor):
         if hasattr(thing, "__tensor_flatten__"):
             names = thing.__tensor_flatten__()[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One record per participant and round, and which of them can be compared."""
+"""Records of `kvfold bench`, one per participant and round, and the check that they compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvfold.errors import KvfoldError
 
 
 class Cell(BaseModel):
-    """What is measured: a model, a prompt's length, rows in a batch, tokens to decode."""
+    """A measured workload: model, dtype, prompt length in tokens, batch rows, tokens to decode."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -31,14 +31,14 @@ class Cell(BaseModel):
         return f"{self.name} {self.dtype}, {self.length:,} tokens{rows}"
 
 
-class Measured(BaseModel):
-    """What one participant took in one round.
+class Measurement(BaseModel):
+    """Times and memory of one participant in one round.
 
-    `prefill_seconds` and `compression_seconds` add up to the time to first token; what a method
-    observes inside attention belongs to the former. `step_seconds` are the decode steps in order.
-    `cache_bytes` and `kept` are taken when the first generated token is stored. `peak_bytes` is
-    what the prefill took at most, itself included and the weights not: in a fresh process on a
-    CPU, once per session, else None.
+    Time to first token is `prefill_seconds` + `compression_seconds`; observations inside attention
+    count as prefill. `step_seconds` has one entry per decode step, `seconds_per_token` is their
+    median. `cache_bytes` and `kept` (entries stored over entries seen) are taken after the first
+    decode step. `peak_bytes` is the prefill's peak without the weights; on a CPU it is measured
+    once per session, in a fresh process, and None in the other rounds.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,12 +54,16 @@ class Measured(BaseModel):
 
     @property
     def first_token_seconds(self) -> float:
-        """From the prompt to the first token's logits."""
+        """Time to first token."""
         return self.prefill_seconds + self.compression_seconds
 
 
 class Line(BaseModel):
-    """What every line tells. Only lines of one `session` and `round` were taken in turns."""
+    """Fields common to all records.
+
+    Participants of one `session` and `round` ran interleaved, so only their times compare. `at` is
+    the UTC time of writing; `baseline` names the full cache's attention kernels.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,7 +81,7 @@ class Line(BaseModel):
 
     @property
     def label(self) -> Label:
-        """Who was measured."""
+        """The participant."""
         return Label(self.side, self.method, self.budget, self.compiled)
 
 
@@ -85,11 +89,14 @@ class Record(Line):
     """One participant in one round of a cell."""
 
     cell: Cell
-    measured: Measured
+    measured: Measurement
 
 
 def check_setup(records: Iterable[Line], setups: dict[str, Setup], path: Path) -> None:
-    """Raises KvfoldError where records of a side in `setups` come from another machine."""
+    """Raises KvfoldError if the file at `path` has records of another machine or other versions.
+
+    `setups` maps each side that takes part to its setup.
+    """
     for record in records:
         setup = setups.get(record.side)
         differences = setup.differences(record.setup) if setup else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to call SDPA where several query heads share a KV head, and which is fastest here."""
+"""Ways to call SDPA under grouped-query attention, and the choice of the fastest one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from kvfold.bench.clock import seconds
 from kvfold.hf.models import text_config
 
-TRIED = 2048  # tokens
-TRIES = 5
+TRIED = 2048  # tokens of the timed prefill, at most
+TRIES = 5  # timed calls per kernel
 
 Layout = Literal["packed", "repeated", "grouped"]
 WORDS = {
@@ -31,9 +31,9 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to call SDPA where G query heads share a KV head.
+    """One way to call SDPA with G query heads per KV head.
 
-    `flash` insists on the flash kernel; otherwise SDPA chooses among its own.
+    `flash` forces the flash kernel; otherwise SDPA picks one.
     """
 
     layout: Layout
@@ -44,7 +44,7 @@ class Kernel:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """SDPA uses this kernel inside the block."""
+        """Context manager inside which SDPA uses this kernel."""
         if not self.flash:
             yield
             return
@@ -54,9 +54,9 @@ class Kernel:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        """`[B, Hq, S, D]` from query `[B, Hq, S, D]` and key, value `[B, H, T, D]`.
+        """Attention output `[B, Hq, S, D]` of query `[B, Hq, S, D]` over key, value `[B, H, T, D]`.
 
-        Without a mask several queries are causal, and one sees everything.
+        Without a mask, attention is causal if S > 1, and full if S = 1.
         """
         groups, new = query.shape[1] // key.shape[1], query.shape[2]
         causal = mask is None and new > 1
@@ -71,7 +71,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the full cache attends with."""
+    """Kernels of the full cache, one for prefill and one for decode."""
 
     prefill: Kernel = Kernel("repeated")
     decode: Kernel = Kernel("packed")
@@ -82,7 +82,7 @@ class Kernels:
 
 @torch.no_grad()
 def fastest(model: PreTrainedModel, batch: int, length: int) -> Kernels:
-    """The fastest kernels here for prompts of `length`; prefill is tried on 2048 tokens."""
+    """The fastest kernels on this machine for a prompt of `length`; prefill is timed on ≤ 2048."""
     config = text_config(model)
     heads = config.num_attention_heads
     stored = getattr(config, "num_key_value_heads", None) or heads
@@ -105,7 +105,7 @@ def fastest(model: PreTrainedModel, batch: int, length: int) -> Kernels:
 
 
 def _time(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> float:
-    """Seconds of the best of a few tries, infinite where this machine has no such kernel."""
+    """Seconds of the fastest of `TRIES` calls; infinite if this machine has no such kernel."""
     scale = query.shape[-1] ** -0.5
     try:
         with kernel.chosen():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run: every participant in turns, round after round, and a record of each at the round's end."""
+"""A benchmark run: rounds in which all participants take turns, one record each per round."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from kvfold.bench.lineup import Makers
 from kvfold.bench.machine import Setup, commit
 from kvfold.bench.participants import AGAIN, FullSide, Label, Side
 from kvfold.bench.peak import WARM_UP
-from kvfold.bench.record import Cell, Measured, Record
+from kvfold.bench.record import Cell, Measurement, Record
 from kvfold.bench.sdpa_variants import fastest
 from kvfold.bench.shapes import Shape, Subject
 
-# Seconds before each turn, in which the threads of the process that had the last one fall asleep;
-# for everyone, since a busy machine favours a process that has slept.
+# Pause in seconds before each turn. Threads of the previous participant's process go to sleep in
+# it; all participants pause alike, as the scheduler favours a process that has slept.
 REST = 0.005
-# Says what is being done.
+# Progress callback: receives one line about the current step.
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Session:
-    """What the records of one run have in common; `setups` of each side that takes part."""
+    """One run: its model, and the fields that all its records share.
+
+    `setups` maps each side that takes part to its setup; `name` is random.
+    """
 
     subject: Subject
     shape: Shape
@@ -42,7 +45,7 @@ class Session:
 
     @classmethod
     def of(cls, subject: Subject, peers: dict[str, Setup]) -> Session:
-        """A new run on this machine; `peers` run in processes of their own."""
+        """A new run on this machine; `peers` maps peers to the setups of their processes."""
         here = Setup.here()
         setups = {"baseline": here, "kvfold": here, **peers}
         return cls(subject, subject.shape, setups, commit())
@@ -54,10 +57,10 @@ class Session:
         missing: dict[Label, int],
         note: Note,
     ) -> Iterator[list[Record]]:
-        """Runs a cell until nobody misses a round: each yield is one round's records.
+        """The records of each round, until every participant has its `missing` rounds.
 
-        The full cache takes part in all of them, and once more as its own noise; a peer's own full
-        cache wherever the peer does.
+        The full cache takes part twice in every round; the second shows the noise. A peer's full
+        cache takes part in the rounds of that peer's methods.
         """
         if not missing:
             return
@@ -88,7 +91,7 @@ class Session:
         cell: Cell,
         index: int,
         side: Side,
-        measured: Measured,
+        measured: Measurement,
         peaks: dict[Label, int | None],
         baseline: str,
     ) -> Record:
@@ -113,7 +116,7 @@ class Session:
 
 
 def _joins(label: Label, missing: dict[Label, int], index: int) -> bool:
-    """Whether a participant misses round `index`, or is what one that does is measured against."""
+    """True if the participant needs round `index`, or is the full cache of a peer that does."""
     if missing.get(label, 0) > index:
         return True
     others = (other.side for other, rounds in missing.items() if rounds > index)
@@ -123,7 +126,7 @@ def _joins(label: Label, missing: dict[Label, int], index: int) -> bool:
 def missing_rounds(
     records: Sequence[Record], cell: Cell, labels: Sequence[Label], repeats: int
 ) -> dict[Label, int]:
-    """How many rounds of `cell` each of `labels` still has to run, where any."""
+    """Rounds of `cell` that each participant still has to run; finished ones are left out."""
     done = Counter(record.label for record in records if record.cell == cell)
     return {label: repeats - done[label] for label in labels if done[label] < repeats}
 
@@ -131,14 +134,14 @@ def missing_rounds(
 @torch.no_grad()
 def run_round(
     sides: Sequence[Side], ids: Tensor, cell: Cell, order: random.Random, note: Note
-) -> dict[Label, Measured]:
-    """One round: prompts one after the other, then decode steps in turn.
+) -> dict[Label, Measurement]:
+    """One round: every participant's prefill, then decode steps interleaved token by token.
 
-    `ids [B, length + new_tokens]` are what everyone reads: the tokens after the prompt too. The
-    `order` changes at every turn, since who comes after whom matters to the processor's caches.
+    `ids [B, length + new_tokens]` hold the prompt and the tokens fed to the decode steps, equal for
+    all. `order` shuffles the participants at every step, as the predecessor affects CPU caches.
     """
     prompt, following = ids[:, : cell.length], ids[:, cell.length :]
-    prefills, held = {}, {}
+    prefills, sizes = {}, {}
     steps: dict[Label, list[float]] = {side.label: [] for side in sides}
     for side in order.sample(sides, len(sides)):
         note(f"{cell}, prefill of {side.label}")
@@ -150,20 +153,20 @@ def run_round(
             time.sleep(REST)
             steps[side.label].append(side.step(following[:, index : index + 1]))
             if index == 0:
-                held[side.label] = side.held()
+                sizes[side.label] = side.cache_size()
     for side in sides:
         side.free()
     measured = {}
     for label, prefill in prefills.items():
         per_token = statistics.median(steps[label])
-        measured[label] = Measured(
+        measured[label] = Measurement(
             prefill_seconds=prefill.seconds - prefill.compression,
             compression_seconds=prefill.compression,
             step_seconds=tuple(round(step, 7) for step in steps[label]),
             seconds_per_token=per_token,
             tokens_per_second=cell.batch / per_token,
-            cache_bytes=held[label].nbytes,
-            kept=held[label].kept,
+            cache_bytes=sizes[label].nbytes,
+            kept=sizes[label].kept,
             peak_bytes=prefill.peak,
         )
     return measured
@@ -171,7 +174,7 @@ def run_round(
 
 @torch.no_grad()
 def warm_up(sides: Sequence[Side], ids: Tensor) -> None:
-    """A short prompt and a step for everyone, so that no first call is timed."""
+    """A short prefill and one decode step per participant, so that no first call is timed."""
     for side in sides:
         side.prefill(ids[:, :WARM_UP], 1)
         side.step(ids[:, :1])
@@ -179,7 +182,7 @@ def warm_up(sides: Sequence[Side], ids: Tensor) -> None:
 
 
 def _peaks(sides: Sequence[Side], cell: Cell, note: Note) -> dict[Label, int | None]:
-    """Each side's peak, but for the full cache's second part."""
+    """Peak bytes of each participant's prefill; the full cache is measured once."""
     peaks = {}
     for side in sides:
         if side.label.method != AGAIN:

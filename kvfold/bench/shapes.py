@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that are measured: a known shape with random weights, or one that is loaded."""
+"""Models to measure: a named shape with random weights, or a loaded model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LLAMA_3 = {
     "num_key_value_heads": 8,
     "intermediate_size": 14336,
 }
-# Llama configurations; what is not named is transformers' default.
+# Llama configurations; fields not named here have transformers' defaults.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
@@ -68,7 +68,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Source(BaseModel):
-    """Where a model comes from, so that another process can make the same one."""
+    """Origin of a model; another process can rebuild the same one from it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -78,17 +78,17 @@ class Source(BaseModel):
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The configuration of a shape; None for a model that is loaded."""
+        """LlamaConfig fields of a shape; None for a loaded model."""
         return _LONG | SHAPES[self.name] if self.name in SHAPES else None
 
     @property
     def path(self) -> str:
-        """Where the weights of a loaded model are."""
+        """Folder or hub id of a loaded model's weights."""
         return str(FOLDER) if self.name == "bundled" else self.name
 
 
 class Shape(BaseModel):
-    """What makes a model's cost."""
+    """Sizes that determine a model's cost: dimensions, heads, parameters, bytes of the weights."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -105,7 +105,7 @@ class Shape(BaseModel):
 
 @dataclass(frozen=True)
 class Subject:
-    """A model ready to be measured; its tokenizer speaks in ids the model knows."""
+    """A model ready to be measured, and a tokenizer whose ids are in its vocabulary."""
 
     source: Source
     model: PreTrainedModel
@@ -113,7 +113,10 @@ class Subject:
 
     @classmethod
     def of(cls, name: str, dtype: str | None, seed: int) -> Subject:
-        """A shape, "bundled", a folder or a hub id; `dtype` None is the usual one.
+        """The model `name`: a shape, "bundled", a folder or a hub id.
+
+        Without `dtype`, a shape is bfloat16 on a GPU and float32 on a CPU; a loaded model keeps
+        its own.
 
         Raises KvfoldError for an unknown dtype and for a model that cannot be loaded.
         """
@@ -123,8 +126,8 @@ class Subject:
             usual = "bfloat16" if torch.cuda.is_available() else "float32"
             source = Source(name=name, dtype=dtype or usual, seed=seed)
             model = random_model(source)
-            spoken = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
-            return cls(source, model, Folded(spoken, model.config.vocab_size))
+            tokenizer = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
+            return cls(source, model, FoldedTokenizer(tokenizer, model.config.vocab_size))
         model, tokenizer = load(name)
         # transformers' wrapper hides the signature of `to` from type checkers.
         model.to(DTYPES[dtype] if dtype else model.dtype)  # type: ignore[arg-type]
@@ -150,14 +153,14 @@ class Subject:
         )
 
     def tokens(self, batch: int, length: int) -> Tensor:
-        """The same random ids `[batch, length]` for everyone who asks for as many."""
+        """Random token ids `[batch, length]`, a function of the seed and the sizes only."""
         generator = torch.Generator().manual_seed(self.source.seed)
         size = text_config(self.model).vocab_size
         return torch.randint(3, size, (batch, length), generator=generator)
 
 
 def random_model(source: Source) -> PreTrainedModel:
-    """A Llama of the shape `source.name`; peers fill theirs in the same way from the same seed."""
+    """A Llama of the shape `source.name` with random weights; peers rebuild it from the seed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         config = LlamaConfig(**(source.config or {}))
@@ -171,24 +174,24 @@ def random_model(source: Source) -> PreTrainedModel:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, seed: int) -> None:
-    """Weights of unit gain: with transformers' own tiny ones, attention would be uniform."""
+    """Random weights of unit gain; transformers' small defaults make attention nearly uniform."""
     torch.manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         if weight.dim() > 1:
             weight.normal_(0.0, 1.0 if "embed" in name else weight.shape[-1] ** -0.5)
 
 
-class Folded:
-    """A tokenizer whose ids are folded into a model's vocabulary.
+class FoldedTokenizer:
+    """A tokenizer whose ids are taken modulo a model's vocabulary size.
 
-    A model with random weights has no tokenizer, and what KVzip asks it in is only work to do.
+    A random model has no tokenizer of its own; KVzip's repeat prompt only has to be some tokens.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
 
     def __call__(self, text: str, **options: Any) -> Any:
-        """As the tokenizer's own; with tensors."""
+        """The wrapped tokenizer's output with `input_ids` folded, a tensor or a list."""
         encoded = self._tokenizer(text, **options)
         ids = encoded["input_ids"]
         if isinstance(ids, Tensor):

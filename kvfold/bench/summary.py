@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From records to ratios: each against the full cache of its own round, never another."""
+"""Summary of records: ratios to the full cache of the same round, and their spread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUARTILES = 4
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of several rounds, and their quartiles."""
+    """Median and quartiles over rounds."""
 
     median: float
     low: float
@@ -23,7 +23,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Of one value or more; None of none."""
+        """The spread of `values`; None without values."""
         if not values:
             return None
         if len(values) == 1:
@@ -34,9 +34,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One participant in one cell, over all its rounds; ratios are to the full cache's.
+    """One participant in one cell, over all its rounds.
 
-    Of the absolute figures, medians.
+    Seconds, tokens per second and `kept` are medians. `first_token`, `per_token`, `nbytes` and
+    `peak` are ratios to the full cache of the same round; None if no round has both.
     """
 
     cell: Cell
@@ -54,9 +55,9 @@ class Row:
 
 
 def rows(records: Sequence[Record], side: str = "baseline") -> list[Row]:
-    """A row per cell and participant, in the records' order, against the full cache of `side`.
+    """One row per cell and participant, in order of the records, against the full cache of `side`.
 
-    A record without that side's full cache in its session and round gives no ratio.
+    Ratios need the full cache of that side in the same session and round.
     """
     full = {
         (record.cell, record.session, record.round): record
@@ -104,7 +105,7 @@ def _row(
 
 
 def step_ratio(record: Record, full: Record) -> float:
-    """The median over decode steps of a step's time to that of the full cache's in its turn."""
+    """Median over decode steps of the step's time over the full cache's time for that step."""
     steps = zip(record.measured.step_seconds, full.measured.step_seconds, strict=True)
     return statistics.median(own / base for own, base in steps)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as tables that fit 100 columns."""
+"""Terminal tables of a run, 100 columns wide."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def spread(of: Spread | None) -> str:
-    """For example 1.02 1.00-1.05: the median, and the quartiles."""
+    """Median and quartiles as text, for example "1.02 1.00-1.05"; "-" for None."""
     return "-" if of is None else f"{of.median:.2f} {of.low:.2f}-{of.high:.2f}"
 
 
 def rate(per_second: float) -> str:
-    """Tokens per second without needless digits."""
+    """Tokens per second as text: whole numbers from 100 on, one decimal below."""
     return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.1f}"
 
 

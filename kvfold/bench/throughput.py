@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest batch whose weights and cache stay below a cap, and the tokens per second there."""
+"""Throughput at the largest batch whose weights and cache fit under a memory cap."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from kvfold.bench.session import Note, Session
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import parse
 
-# Decode steps between two looks at what the cache holds.
-LOOK = 64
+# Decode steps between two readings of the cache size.
+SIZE_INTERVAL = 64
 
 
 class Load(BaseModel):
-    """Prompts of `prompt` tokens, `generated` tokens after each, and the cap on both in bytes."""
+    """A workload: `prompt` and `generated` tokens per row, and the `cap` on weights plus cache in
+    bytes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,8 +41,11 @@ class Load(BaseModel):
         return f"{self.name} {self.dtype}, {self.prompt}+{self.generated} tokens"
 
 
-class Outcome(BaseModel):
-    """One run of a batch; `cache_bytes` is the most the cache held. Tokens are generated ones."""
+class BatchRun(BaseModel):
+    """One run of a batch; `cache_bytes` is the cache's maximum.
+
+    `tokens_per_second` counts generated tokens, over prefill and decode.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,11 +60,11 @@ class Throughput(Line):
     """One participant in one round, at the largest batch under the cap."""
 
     load: Load
-    outcome: Outcome
+    outcome: BatchRun
 
 
 def sizes(text: str) -> tuple[int, int]:
-    """ "256+1024" → prompt and generated tokens; raises KvfoldError for anything else."""
+    """Prompt and generated tokens of a text such as "256+1024"; raises KvfoldError for others."""
     found = re.fullmatch(r"\s*([1-9]\d*)\s*\+\s*([1-9]\d*)\s*", text)
     if found is None:
         raise KvfoldError(
@@ -70,7 +74,10 @@ def sizes(text: str) -> tuple[int, int]:
 
 
 def labels(methods: Sequence[str], prompt: int) -> list[Label]:
-    """The full cache, and each method with a budget of the prompt's length."""
+    """Labels of the full cache and of each method, whose budget is `prompt` tokens.
+
+    Raises KvfoldError for a method that cannot be read.
+    """
     parsed = [parse(method) for method in methods]
     others = [
         Label("kvfold", str(method), str(prompt) if method.takes_budget else None)
@@ -82,7 +89,7 @@ def labels(methods: Sequence[str], prompt: int) -> list[Label]:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs participants under one load."""
+    """Runs participants under one workload; `note` receives progress."""
 
     session: Session
     load: Load
@@ -90,13 +97,14 @@ class Runner:
 
     @property
     def room(self) -> int:
-        """Bytes that the cap leaves for the cache."""
+        """Bytes under the cap that the weights leave for the cache."""
         return self.load.cap - self.session.shape.weight_bytes
 
     def rounds(self, missing: dict[Label, int], known: dict[Label, int]) -> Iterator[Throughput]:
-        """Participants in turn, until nobody misses a round; `known` are batches found before.
+        """One record per participant and round, until each has its `missing` rounds.
 
-        Raises KvfoldError where not even one row stays below the cap.
+        `known` are largest batches found by earlier runs. Raises KvfoldError if one row alone
+        exceeds the cap.
         """
         batches = dict(known)
         self.note(f"{self.load}: choosing the full cache's kernels")
@@ -113,8 +121,8 @@ class Runner:
                 yield self._record(index, label, kernels, outcome)
 
     @torch.no_grad()
-    def run(self, label: Label, kernels: Kernels, batch: int) -> Outcome:
-        """Reads `batch` prompts and generates after each."""
+    def run(self, label: Label, kernels: Kernels, batch: int) -> BatchRun:
+        """Prefill and decode of `batch` rows by one participant."""
         load, subject = self.load, self.session.subject
         side: LocalSide
         if label.side == "baseline":
@@ -124,15 +132,15 @@ class Runner:
         ids = subject.tokens(batch, load.prompt + load.generated)
         self.note(f"{load}: {label}, batch {batch}, prefill")
         prefill = side.prefill(ids[:, : load.prompt], load.generated)
-        most, decode = side.held().nbytes, 0.0
+        most, decode = side.cache_size().nbytes, 0.0
         for index in range(load.generated):
             at = load.prompt + index
             decode += side.step(ids[:, at : at + 1])
-            if index % LOOK == 0 or index == load.generated - 1:
-                most = max(most, side.held().nbytes)
+            if index % SIZE_INTERVAL == 0 or index == load.generated - 1:
+                most = max(most, side.cache_size().nbytes)
                 self.note(f"{load}: {label}, batch {batch}, token {index + 1}")
         side.free()
-        return Outcome(
+        return BatchRun(
             batch=batch,
             cache_bytes=most,
             prefill_seconds=prefill.seconds,
@@ -140,7 +148,7 @@ class Runner:
             tokens_per_second=batch * load.generated / (prefill.seconds + decode),
         )
 
-    def _record(self, index: int, label: Label, kernels: Kernels, outcome: Outcome) -> Throughput:
+    def _record(self, index: int, label: Label, kernels: Kernels, outcome: BatchRun) -> Throughput:
         session = self.session
         return Throughput(
             session=session.name,
@@ -158,10 +166,11 @@ class Runner:
         )
 
 
-def largest(run: Callable[[int], Outcome], room: int) -> Outcome:
-    """The largest batch whose cache stays within `room` bytes, as it ran.
+def largest(run: Callable[[int], BatchRun], room: int) -> BatchRun:
+    """The run of the largest batch whose cache takes at most `room` bytes.
 
-    One row tells what many will take; what they took tells better, until nothing larger fits.
+    Each run's bytes per row predict the next batch to try, until no larger one fits. Raises
+    KvfoldError if one row takes more than `room`.
     """
     tried = {1: run(1)}
     if tried[1].cache_bytes > room:
