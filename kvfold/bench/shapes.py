@@ -126,8 +126,8 @@ class Subject:
             usual = "bfloat16" if torch.cuda.is_available() else "float32"
             source = Source(name=name, dtype=dtype or usual, seed=seed)
             model = random_model(source)
-            tokenizer = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
-            return cls(source, model, FoldedTokenizer(tokenizer, model.config.vocab_size))
+            bundled = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
+            return cls(source, model, FoldedTokenizer(bundled, model.config.vocab_size))
         model, tokenizer = load(name)
         # transformers' wrapper hides the signature of `to` from type checkers.
         model.to(DTYPES[dtype] if dtype else model.dtype)  # type: ignore[arg-type]
