@@ -27,14 +27,13 @@ from kvfold.eval.run.cell import Cell, Protocol, Subject
 from kvfold.eval.run.intervals import moments
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Difference, Estimate, percent
-from kvfold.report import caveats as doubts
-from kvfold.report import summary
+from kvfold.report import caveats, summary
 from kvfold.report.board import boards, slugs, titles
 from kvfold.report.headline import headline, signed
 from kvfold.report.load import load
 from kvfold.report.page import embedded, page, payload
 from kvfold.report.pictures import by_depth
-from kvfold.report.style import COLORS, looks
+from kvfold.report.style import COLORS, styles
 from kvfold.report.tables import by_task, markdown, to_csv
 from kvfold.report.write import write
 
@@ -93,7 +92,7 @@ def made(
     return Result(**(fields | changed))
 
 
-def row(results: Sequence[Result], method: str, budget: str | None = None) -> summary.Row:
+def row(results: Sequence[Result], method: str, budget: str | None = None) -> summary.ReportRow:
     return next(r for r in summary.rows(results) if (r.method, r.budget) == (method, budget))
 
 
@@ -187,7 +186,7 @@ def test_a_row_without_every_task_has_no_place_and_is_on_no_frontier() -> None:
     results = [*board(), made("partial", "0.2", (100.0, 0.1), (10.0, 9.0, 11.0), nbytes=1.0)]
     partial = row(results, "partial", "0.2")
     assert (partial.units, partial.expected, partial.place) == (1, 2, None)
-    shown = payload(boards(results), looks(summary.rows(results)))
+    shown = payload(boards(results), styles(summary.rows(results)))
     view = shown["boards"][0]["views"][0]
     edge = {
         shown["methods"][values[0]]["name"]
@@ -268,7 +267,7 @@ def test_the_headline_is_the_smallest_cache_that_loses_little_for_certain() -> N
     assert headline(summary.rows([near])).claim == "Nothing to compare with."
 
 
-def test_every_doubt_is_said() -> None:
+def test_every_caveat_is_said() -> None:
     elsewhere = HERE.model_copy(update={"cpu": "b"})
     results = [
         made(score=(3.0, 1.0)),
@@ -278,7 +277,7 @@ def test_every_doubt_is_said() -> None:
         made(task="chat", metric=None, score=None),
         made("m", "0.1", task="maths", phase="decode", at_limit=60),
     ]
-    found = {doubt.about: doubt.lines for doubt in doubts.of_board(boards(results)[0])}
+    found = {caveat.about: caveat.lines for caveat in caveats.board_caveats(boards(results)[0])}
     said = "\n".join(line for lines in found.values() for line in lines)
     for words in (
         "a at 1,024 tokens: 3.0 with a full cache, where guessing gives about 0",
@@ -293,13 +292,13 @@ def test_every_doubt_is_said() -> None:
         "2 × no number",
         "cpu is b, there a",
         "recorded at abc, def-dirty",
-        "def-dirty: with changes that are in no commit",
-        "chat at 1,024 tokens: in no mean",
+        "def-dirty: with uncommitted changes",
+        "chat at 1,024 tokens: not in the means",
     ):
         assert words in said, words
 
 
-def test_kvzips_rows_of_the_bundled_model_are_doubted() -> None:
+def test_kvzips_rows_of_the_bundled_model_have_a_caveat() -> None:
     bundled = MODEL.model_copy(update={"name": "bundled"})
     for subject, method, said in ((bundled, "kvzip", True), (MODEL, "kvzip", False),
                                   (bundled, "snapkv", False)):  # fmt: skip
@@ -308,8 +307,8 @@ def test_kvzips_rows_of_the_bundled_model_are_doubted() -> None:
 
 
 def test_four_choices_are_guessed_right_a_quarter_of_the_time() -> None:
-    assert doubts.near_guessing(made(score=(27.0, 1.0), metric="option"))
-    assert not doubts.near_guessing(made(score=(27.0, 1.0), metric="match"))
+    assert caveats.near_guessing(made(score=(27.0, 1.0), metric="option"))
+    assert not caveats.near_guessing(made(score=(27.0, 1.0), metric="match"))
 
 
 def test_csv_holds_every_field() -> None:
@@ -367,7 +366,7 @@ def hostile_page() -> str:
         made(HOSTILE, "0.2", (80.0, 1.0), (-10.0, -12.0, -8.0), HOSTILE, subject=subject,
              group=HOSTILE, errors={HOSTILE: 1}, by={"depth": {"0.0": known(1, 0)}}),
     ]  # fmt: skip
-    return page(boards(results), looks(summary.rows(results)))
+    return page(boards(results), styles(summary.rows(results)))
 
 
 def test_names_stay_text() -> None:
@@ -432,7 +431,7 @@ def test_every_table_names_the_haystack() -> None:
     assert "### all tasks\n\nHaystack: book.txt (a, c); noise instead of essays (b).\n" in text
     assert "### others\n\nHaystack: noise instead of essays (b).\n" in text
     assert "### a\n\nHaystack: book.txt (a).\n" in by_task(boards(results))
-    views = payload(boards(results), looks(summary.rows(results)))["boards"][0]["views"]
+    views = payload(boards(results), styles(summary.rows(results)))["boards"][0]["views"]
     assert {v["name"]: v["haystack"] for v in views if v["kind"] == "task"} == {
         "a": "book.txt (a)", "b": "noise instead of essays (b)", "c": "book.txt (c)",
     }  # fmt: skip
@@ -442,11 +441,11 @@ def test_every_table_names_the_haystack() -> None:
 def test_the_best_methods_have_colours_of_their_own() -> None:
     count = len(COLORS) + 3
     results = [made(f"m{n}", "0.2", (float(n), 1.0)) for n in range(count)]
-    found = looks(summary.rows([made(), *results, made("random", "0.2")]))
+    found = styles(summary.rows([made(), *results, made("random", "0.2")]))
     assert found["full"].color is None and found["random"].color is None
     assert len(set(found.values())) == count + 2
-    own = [look for look in found.values() if look.color is not None]
-    assert len({(look.shape, look.dash) for look in own if look.color == 0}) == 2
+    own = [style for style in found.values() if style.color is not None]
+    assert len({(style.shape, style.dash) for style in own if style.color == 0}) == 2
     assert all(one.shape != other.shape for one, other in itertools.pairwise(own))
     best = [f"m{n}" for n in range(count - 1, count - 1 - len(COLORS), -1)]
     assert [found[name].color for name in best] == list(range(len(COLORS)))
@@ -455,26 +454,26 @@ def test_the_best_methods_have_colours_of_their_own() -> None:
 def test_methods_of_one_colour_differ_in_shape_and_dash() -> None:
     count = 3 * len(COLORS)
     results = [made(f"m{n}", "0.2", (float(n), 1.0)) for n in range(count)]
-    found = looks(summary.rows(results))
+    found = styles(summary.rows(results))
     for color in range(len(COLORS)):
-        same = [look for look in found.values() if look.color == color]
-        assert len({look.shape for look in same}) == len({look.dash for look in same}) == 3
+        same = [style for style in found.values() if style.color == color]
+        assert len({style.shape for style in same}) == len({style.dash for style in same}) == 3
 
 
 def test_a_larger_budget_that_scores_less_is_said_and_explained_where_it_can_be() -> None:
     results = [made(), *(made("kvzip", b, (s, 1.0)) for b, s in (("0.2", 92.9), ("0.5", 82.8)))]
-    about = "More of the cache scores less, for certain"
+    about = "A larger budget scores less, beyond the noise"
     for name, explained in (("bundled", True), ("other", False)):
         named = MODEL.model_copy(update={"name": name})
         cells = [r.cell.model_copy(update={"subject": named}) for r in results]
         of_name = [
             r.model_copy(update={"cell": cell}) for r, cell in zip(results, cells, strict=True)
         ]
-        found = {d.about: d.lines for d in doubts.of_board(boards(of_name)[0])}
+        found = {d.about: d.lines for d in caveats.board_caveats(boards(of_name)[0])}
         assert found[about][0].startswith("kvzip: 92.9 at 0.2, and 82.8 at 0.5")
         assert ("distracts a model of four layers" in found[about][0]) == explained
     near = [made(), *(made("kvzip", b, (s, 3.0)) for b, s in (("0.2", 92.9), ("0.5", 90.8)))]
-    assert about not in {d.about for d in doubts.of_board(boards(near)[0])}
+    assert about not in {d.about for d in caveats.board_caveats(boards(near)[0])}
 
 
 def test_needles_by_length_and_depth() -> None:

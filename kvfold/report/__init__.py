@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From records to what a person reads: tables, pictures, and one page."""
+"""Reports on evaluation records: tables, figures and a self-contained HTML page."""

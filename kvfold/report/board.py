@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may stand side by side: one model under one protocol, whole or seen by group and task."""
+"""Boards: the comparable results, those of one model under one protocol, by group and task."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from typing import Literal, NamedTuple
 
 from kvfold.eval.run.cell import Subject
 from kvfold.eval.run.result import Result
-from kvfold.report.summary import Row, rows
+from kvfold.report.summary import ReportRow, rows
 
 Kind = Literal["overall", "group", "task"]
 OVERALL = "all tasks"
 
 
 class View(NamedTuple):
-    """Rows over one group or task, at every length (None) or at one; in which haystacks."""
+    """Rows over all tasks, one group or one task, at one `length` or (None) over all lengths.
+
+    `haystack` names the texts that needles were hidden in, as `haystacks` does.
+    """
 
     kind: Kind
     name: str
     length: int | None
-    rows: list[Row]
+    rows: list[ReportRow]
     haystack: str
 
 
 @dataclass(frozen=True)
 class Board:
-    """The results of one model under one protocol; perplexities are never averaged with scores."""
+    """Results of one model under one protocol; perplexities are never averaged with scores."""
 
     subject: Subject
     question_aware: bool
@@ -37,39 +40,38 @@ class Board:
 
     @property
     def protocol(self) -> str:
-        """In words."""
+        """The protocol in words."""
         asked = "question-aware" if self.question_aware else "question-agnostic"
         return asked if self.history == "own" else f"{asked}, right answers as history"
 
     @property
     def scored(self) -> list[Result]:
-        """Those of tasks with a score, errors included."""
+        """Results of tasks with a metric, including cells that only have errors."""
         return [r for r in self.results if r.metric is not None and not r.lower_is_better]
 
     @property
     def perplexities(self) -> list[Result]:
-        """Those where less is better."""
+        """Results of tasks whose score is a perplexity."""
         return [r for r in self.results if r.lower_is_better]
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """Task groups, and the tasks of each."""
+        """Task names by group."""
         found: dict[str, dict[str, None]] = {}
         for result in self.scored:
             found.setdefault(result.group, {})[result.cell.task] = None
         return {group: list(tasks) for group, tasks in found.items()}
 
     def lengths(self, results: Sequence[Result]) -> list[int]:
-        """Lengths of generated samples, ascending."""
+        """Prompt lengths in tokens of generated samples, ascending."""
         return sorted({r.cell.length for r in results if r.cell.length is not None})
 
-    def overall(self) -> list[Row]:
+    def overall(self) -> list[ReportRow]:
         """Rows over all tasks."""
         return rows(self.scored)
 
     def views(self) -> list[View]:
-        """Rows over everything, each group and each task; for each length apart where there are
-        several."""
+        """Views of all tasks, each group and each task; at all lengths, and at each if several."""
         members: list[tuple[Kind, str, list[Result]]] = [("overall", OVERALL, self.scored)]
         for group, tasks in self.groups.items():
             members.append(("group", group, [r for r in self.scored if r.group == group]))
@@ -85,7 +87,7 @@ class Board:
 
 
 def haystacks(results: Sequence[Result]) -> str:
-    """What needles were hidden in: "noise (single_1); book.txt (single_2)"; empty without any."""
+    """Haystacks and their tasks, such as "noise (single_1); book.txt (single_2)"; may be empty."""
     found: dict[str, dict[str, None]] = {}
     for result in results:
         if result.haystack is not None:
@@ -94,7 +96,7 @@ def haystacks(results: Sequence[Result]) -> str:
 
 
 def boards(results: Sequence[Result]) -> list[Board]:
-    """One for each model and protocol, question-agnostic ones first."""
+    """One board per model and protocol, question-agnostic ones first."""
     found: dict[tuple[Subject, bool, str], list[Result]] = {}
     for result in results:
         protocol = result.cell.protocol
@@ -105,7 +107,7 @@ def boards(results: Sequence[Result]) -> list[Board]:
 
 
 def titles(all_boards: Sequence[Board]) -> list[str]:
-    """A different name for each board: its protocol, its model where several are there."""
+    """A unique title per board: its protocol, after its model if there are several models."""
     models = list(dict.fromkeys(board.subject for board in all_boards))
     names = [model.name for model in models]
 
@@ -119,7 +121,7 @@ def titles(all_boards: Sequence[Board]) -> list[str]:
 
 
 def slugs(names: Sequence[str]) -> list[str]:
-    """A different part of a file name for each of `names`."""
+    """A unique file name part per name, of lower-case letters, digits and hyphens."""
     made = [re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") for name in names]
     return [
         one if one and made.count(one) == 1 else f"{one}-{number}".strip("-")

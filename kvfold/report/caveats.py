@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader should doubt, in words."""
+"""Caveats: reasons to distrust parts of a report, in words."""
 
 from __future__ import annotations
 
@@ -16,61 +16,64 @@ from kvfold.eval.run.statistics import Estimate
 from kvfold.loading import BUNDLED
 from kvfold.report.board import Board
 from kvfold.report.style import BASELINES
-from kvfold.report.summary import Row, budgets, gap
+from kvfold.report.summary import ReportRow, budgets, gap
 
+# Samples below which a score is called uncertain.
 FEW = 50
+# Relative deviation of stored entries from the budget that is reported.
 OFF_BUDGET = 0.05
 # Points above guessing that a task needs to show a loss.
 ROOM = 5.0
-# Percent that guessing scores, by metric; nothing elsewhere. Source: four choices each in
+# Percent that guessing scores, by metric; 0 for others. Source: four choices each in
 # THUDM/LongBench v2, OpenBMB/InfiniteBench (choice, code_debug) and microsoft/MInference scbench.
 GUESSED = {"accuracy": 25.0, "option": 25.0}
 
-# Of `kvfold/bundled`; its model card says the same.
+# Caveat on the bundled model; its model card says the same.
 REPEATED = (
     "the bundled model was trained on KVzip's own repeat prompt, in 15 % of the rows of its mixed "
     "stages, over documents with needles; other models were not"
 )
 
 
-# Why KVzip does better with less on the bundled model.
+# Reason why KVzip scores more at a smaller budget on the bundled model.
 DISTRACTED = (
     "the smaller set is part of the larger one, so nothing is missing: what is kept beside the "
     "needles distracts a model of four layers; in the paper quality rises with the budget"
 )
 
 
-class Doubt(NamedTuple):
-    """What it is about, and one line for each case."""
+class Caveat(NamedTuple):
+    """A topic, and one line for each case."""
 
     about: str
     lines: list[str]
 
 
-def of_board(board: Board) -> list[Doubt]:
-    """Doubts about one model and protocol."""
-    return _any(
-        Doubt("The full cache itself is near guessing", _near_chance(board.scored)),
-        Doubt("KVzip's rows flatter it on this model", _trained_on(board)),
-        Doubt("Insensitive: random eviction does as well as the full cache", _blind(board.scored)),
-        Doubt("Few samples", _few(board.scored)),
-        Doubt("Not every task was run", _incomplete(board)),
-        Doubt("Rows that every table should have are missing", _missing(board)),
-        Doubt("What is stored is not what was asked for", _off_budget(board.results)),
-        Doubt("More of the cache scores less, for certain", _upside_down(board)),
-        Doubt("Prompts were cut", _truncated(board.results)),
-        Doubt("Answers cut off at their limit while the cache was compressed", _cut_off(board)),
-        Doubt("Samples without an answer", _counted(board.results, "errors")),
-        Doubt("Answers that could not be parsed or scored", _counted(board.results, "failed")),
-        Doubt("Several machines or versions: times are not compared across them",
+def board_caveats(board: Board) -> list[Caveat]:
+    """Caveats about one board; those without a case are left out."""
+    return _nonempty(
+        Caveat("The full cache itself is near guessing", _near_guessing(board.scored)),
+        Caveat("KVzip's rows flatter it on this model", _trained_on(board)),
+        Caveat("Insensitive: random eviction does as well as the full cache",
+               _insensitive(board.scored)),
+        Caveat("Few samples", _few_samples(board.scored)),
+        Caveat("Not every task was run", _incomplete(board)),
+        Caveat("Rows that every table should have are missing", _missing_baselines(board)),
+        Caveat("Stored entries deviate from the budget", _off_budget(board.results)),
+        Caveat("A larger budget scores less, beyond the noise", _inverted_budgets(board)),
+        Caveat("Truncated prompts", _truncated(board.results)),
+        Caveat("Answers that reached max_new_tokens, compressed while decoding", _cut_off(board)),
+        Caveat("Samples without an answer", _by_reason(board.results, "errors")),
+        Caveat("Answers that could not be parsed or scored", _by_reason(board.results, "failed")),
+        Caveat("Several machines or versions: times are not compared across them",
               _machines(board.results)),
-        Doubt("The code was not one clean commit", _commits(board.results)),
-        Doubt("No score", _unscored(board.results)),
+        Caveat("The code was not one clean commit", _commits(board.results)),
+        Caveat("No score", _unscored(board.results)),
     )  # fmt: skip
 
 
-def _upside_down(board: Board) -> list[str]:
-    """Methods with a budget that scores more than a larger one, their intervals apart."""
+def _inverted_budgets(board: Board) -> list[str]:
+    """Methods that score more at a budget than at the next larger one, 95 % intervals disjoint."""
     rows = [row for row in board.overall() if row.score and row.kept_nominal is not None]
     lines = []
     for method in dict.fromkeys(row.method for row in rows):
@@ -79,12 +82,12 @@ def _upside_down(board: Board) -> list[str]:
             if less.score and more.score and _surely_above(less.score, more.score):
                 lines.append(
                     f"{method}: {less.score.value:.1f} at {less.budget}, and "
-                    f"{more.score.value:.1f} at {more.budget}{_why(board, method)}"
+                    f"{more.score.value:.1f} at {more.budget}{_known_reason(board, method)}"
                 )
     return lines
 
 
-def _nominal(row: Row) -> float:
+def _nominal(row: ReportRow) -> float:
     return row.kept_nominal or 0.0
 
 
@@ -92,18 +95,21 @@ def _surely_above(one: Estimate, other: Estimate) -> bool:
     return one.low is not None and other.high is not None and one.low > other.high
 
 
-def _why(board: Board, method: str) -> str:
-    """What is known of a method on the bundled model; nothing of others."""
+def _known_reason(board: Board, method: str) -> str:
+    """Known reason for inverted budgets of `method` on the bundled model; else empty."""
     known = {"kvzip": DISTRACTED}.get(method.partition(":")[0])
     return f"; {known}" if known and board.subject.name == BUNDLED else ""
 
 
-def _any(*doubts: Doubt) -> list[Doubt]:
-    return [doubt for doubt in doubts if doubt.lines]
+def _nonempty(*caveats: Caveat) -> list[Caveat]:
+    return [caveat for caveat in caveats if caveat.lines]
 
 
 def near_guessing(result: Result) -> bool:
-    """Whether a full cache's score leaves too little room to lose."""
+    """True if a full cache's score is too close to guessing to show a loss.
+
+    Too close means within `ROOM` points, or within the score's own 95 % interval.
+    """
     if result.score is None or result.lower_is_better:
         return False
     low = result.score.value if result.score.low is None else result.score.low
@@ -111,7 +117,7 @@ def near_guessing(result: Result) -> bool:
     return result.score.value - GUESSED.get(result.metric or "", 0.0) < room
 
 
-def _near_chance(results: Sequence[Result]) -> list[str]:
+def _near_guessing(results: Sequence[Result]) -> list[str]:
     return [
         f"{_unit(r)}: {r.score.value:.1f} with a full cache, where guessing gives about "
         f"{GUESSED.get(r.metric or '', 0.0):.0f}"
@@ -126,19 +132,19 @@ def _trained_on(board: Board) -> list[str]:
     return [f"{_listed(names)}: {REPEATED}"] if names and board.subject.name == "bundled" else []
 
 
-def _blind(results: Sequence[Result]) -> list[str]:
+def _insensitive(results: Sequence[Result]) -> list[str]:
     smallest = budgets(results)[-1:]
     lines = []
     for result in results:
         if result.cell.method == RANDOM and result.cell.budget in smallest:
-            apart = gap([result])
-            if apart is not None and apart.is_noise:
+            loss = gap([result])
+            if loss is not None and loss.is_noise:
                 lines.append(f"{_unit(result)}: no difference that {result.samples} samples show "
                              f"at {result.cell.budget}")  # fmt: skip
     return lines
 
 
-def _few(results: Sequence[Result]) -> list[str]:
+def _few_samples(results: Sequence[Result]) -> list[str]:
     least: dict[str, int] = {}
     for result in results:
         if 0 < result.samples < FEW:
@@ -165,13 +171,13 @@ def _incomplete(board: Board) -> list[str]:
         missing = tuple(unit for cell, unit in units.items() if cell not in known)
         lacking.setdefault(missing, []).append(name)
     return [
-        f"{_listed(names)}: without {_listed(missing)}; in no frontier and without a place"
+        f"{_listed(names)}: without {_listed(missing)}; left out of frontier and ranking"
         for missing, names in lacking.items()
         if missing
     ]
 
 
-def _missing(board: Board) -> list[str]:
+def _missing_baselines(board: Board) -> list[str]:
     known = {result.cell.method for result in board.results}
     return [f"{name} ({what})" for name, what in BASELINES.items() if name not in known]
 
@@ -181,16 +187,16 @@ def _off_budget(results: Sequence[Result]) -> list[str]:
     for result in results:
         if result.kept_nominal and result.kept is not None:
             known = worst.get(_subject(result))
-            if known is None or _off(result) > _off(known):
+            if known is None or _budget_error(result) > _budget_error(known):
                 worst[_subject(result)] = result
     return [
         f"{name}: {result.kept:.3f} of the entries on {_unit(result)}"
         for name, result in worst.items()
-        if _off(result) > OFF_BUDGET
+        if _budget_error(result) > OFF_BUDGET
     ]
 
 
-def _off(result: Result) -> float:
+def _budget_error(result: Result) -> float:
     assert result.kept is not None and result.kept_nominal is not None
     return abs(result.kept / result.kept_nominal - 1)
 
@@ -215,7 +221,7 @@ def _cut_off(board: Board) -> list[str]:
     ]
 
 
-def _counted(results: Sequence[Result], field: str) -> list[str]:
+def _by_reason(results: Sequence[Result], field: str) -> list[str]:
     counts, places = Counter[str](), dict[str, list[str]]()
     for result in results:
         for reason, count in getattr(result, field).items():
@@ -239,12 +245,12 @@ def _commits(results: Sequence[Result]) -> list[str]:
     commits = list(dict.fromkeys(commit for result in results for commit in result.commits))
     lines = [f"recorded at {_listed(map(str, commits))}"] if len(commits) > 1 else []
     dirty = [commit for commit in commits if commit and commit.endswith("-dirty")]
-    return lines + [f"{commit}: with changes that are in no commit" for commit in dirty]
+    return lines + [f"{commit}: with uncommitted changes" for commit in dirty]
 
 
 def _unscored(results: Sequence[Result]) -> list[str]:
     names = dict.fromkeys(_unit(result) for result in results if result.score is None)
-    return [f"{name}: in no mean, for one or all methods" for name in names]
+    return [f"{name}: not in the means of one or more methods" for name in names]
 
 
 def _unit(result: Result) -> str:

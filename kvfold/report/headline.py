@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one sentence that a board comes to, and what it rests on."""
+"""Headline of a board: the smallest cache that certainly loses few points, and the evidence."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from typing import NamedTuple
 
 from kvfold.eval.run.cell import FULL
 from kvfold.report.style import BASELINES
-from kvfold.report.summary import Row
+from kvfold.report.summary import ReportRow
 
-# Points that may be lost, with 95 % confidence.
+# Losses in points that headlines are made for, smallest first.
 MARGINS = (2, 5, 10)
-# Letters of a name in a sentence.
+# Characters after which a method's name is cut off.
 LONGEST = 60
 
 
 class Headline(NamedTuple):
-    """A claim, its evidence, and the smaller caches that more loss would buy."""
+    """A claim, its evidence, and smaller caches for larger losses (`further`)."""
 
     claim: str
     evidence: str
     further: tuple[str, ...] = ()
 
 
-def headline(rows: Sequence[Row]) -> Headline:
-    """The smallest cache that loses few points for certain; else the nearest to the full one."""
+def headline(rows: Sequence[ReportRow]) -> Headline:
+    """The smallest cache whose loss is within a margin of `MARGINS` with 95 % confidence.
+
+    Without one, the method nearest to the full cache. Only rows over all tasks are considered.
+    """
     full = next((row for row in rows if row.method == FULL), None)
     known = [
         row
@@ -38,7 +41,7 @@ def headline(rows: Sequence[Row]) -> Headline:
     ]
     if not any(row.score for row in rows):
         return Headline(
-            "No scores to average.", "Perplexities and transcripts are in no mean; see below."
+            "No scores to average.", "Perplexities and transcripts are not averaged; see below."
         )
     if full is not None and full.score is not None and not known:
         return Headline("No method to compare.", "None was run on every task of the full cache.")
@@ -47,7 +50,7 @@ def headline(rows: Sequence[Row]) -> Headline:
             "Nothing to compare with.",
             "There are no records of the full cache on the same samples.",
         )
-    smallest: dict[str, tuple[int, Row]] = {}
+    smallest: dict[str, tuple[int, ReportRow]] = {}
     for margin in MARGINS:
         safe = [row for row in known if _loss(row) <= margin]
         if safe:
@@ -73,23 +76,23 @@ def headline(rows: Sequence[Row]) -> Headline:
     return Headline(claim, f"{nearest} {_evidence(best, full)}")
 
 
-def _loss(row: Row) -> float:
-    """Points lost at most, with 95 % confidence."""
+def _loss(row: ReportRow) -> float:
+    """Upper bound of the points lost, at 95 % confidence."""
     assert row.gap
     return -row.gap.low
 
 
-def _name(row: Row) -> str:
+def _name(row: ReportRow) -> str:
     name = row.method if len(row.method) <= LONGEST else f"{row.method[: LONGEST - 1]}…"
     return name if row.budget is None else f"{name} at {row.budget}"
 
 
-def _percent(row: Row) -> str:
+def _percent(row: ReportRow) -> str:
     share = 100 * (row.bytes_ratio or 0)
     return f"{share:.0f} %" if share >= 10 else f"{share:.1f} %"
 
 
-def _evidence(row: Row, full: Row) -> str:
+def _evidence(row: ReportRow, full: ReportRow) -> str:
     assert row.score and row.gap and full.score
     tasks = "one task" if row.units == 1 else f"{row.units} tasks and lengths"
     return (
@@ -100,7 +103,7 @@ def _evidence(row: Row, full: Row) -> str:
 
 
 def signed(value: float, digits: int = 1) -> str:
-    """With its sign, a true minus, and no sign on what rounds to zero."""
+    """A number as text with + or − (U+2212); without a sign if it rounds to zero."""
     text = f"{value:.{digits}f}"
     if float(text) == 0:
         return text.lstrip("-")

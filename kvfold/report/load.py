@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of one or several evaluations, each cell once."""
+"""Records of one or several evaluations, read from their files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvfold.eval.run.session import RECORDS
 
 
 def load(paths: Iterable[Path]) -> list[Result]:
-    """All results of `paths`: files of them, or folders that hold such files at any depth.
+    """All results of `paths`, each cell once; a path is a file, or a folder searched at any depth.
 
-    Raises KvfoldError for a line that is no record, and for a cell recorded twice with different
-    outcomes, naming file and line.
+    Raises KvfoldError, naming file and line, for a line that is no record, and for a cell recorded
+    twice with different outcomes; also if a file cannot be read, or there is no record at all.
     """
     found: dict[Cell, tuple[Result, str]] = {}
     for path in dict.fromkeys(file for given in paths for file in _files(given)):
@@ -26,7 +26,7 @@ def load(paths: Iterable[Path]) -> list[Result]:
             if line.strip():
                 _add(found, _parsed(line, path, number), f"line {number} of {path}")
     if not found:
-        raise KvfoldError("no records in what was given: `kvfold eval` writes them")
+        raise KvfoldError("the files given hold no records: `kvfold eval` writes them")
     return [result for result, _ in found.values()]
 
 

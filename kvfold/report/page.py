@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: one file that holds its data, style and script, and asks nothing of a network."""
+"""The HTML page of a report: one file with data, styles and scripts, no network access."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.result import Result
 from kvfold.report.board import Board, titles
-from kvfold.report.caveats import near_guessing, of_board
+from kvfold.report.caveats import board_caveats, near_guessing
 from kvfold.report.headline import headline
 from kvfold.report.pictures import by_depth
-from kvfold.report.style import BASELINES, Look
-from kvfold.report.summary import Row, budgets, frontier, rows
+from kvfold.report.style import BASELINES, LineStyle
+from kvfold.report.summary import ReportRow, budgets, frontier, rows
 
 SCRIPTS = ("base.js", "controls.js", "chart.js", "tables.js", "needles.js", "page.js")
 FIELDS = (
@@ -28,33 +28,33 @@ FIELDS = (
 )  # fmt: skip
 
 
-def page(boards: Sequence[Board], looks: dict[str, Look]) -> str:
-    """The whole HTML. Names come from users: they are data here, and text on the page."""
-    style = _read("page.css")
+def page(boards: Sequence[Board], styles: dict[str, LineStyle]) -> str:
+    """The HTML of a report; user-given names are embedded as data and shown as text only."""
+    css = _read("page.css")
     script = "\n".join(_read(name) for name in SCRIPTS)
     subjects = list(dict.fromkeys(board.subject.name for board in boards))
     filled = {
         "TITLE": html.escape(f"{', '.join(subjects)}: kvfold report"),
-        "STYLE_HASH": _hash(style),
+        "STYLE_HASH": _hash(css),
         "SCRIPT_HASH": _hash(script),
-        "STYLE": style,
+        "STYLE": css,
         "SCRIPT": script,
-        "DATA": embedded(payload(boards, looks)),
+        "DATA": embedded(payload(boards, styles)),
     }
     parts = _read("page.html").split("@@")
     return "".join(filled[part] if number % 2 else part for number, part in enumerate(parts))
 
 
-def payload(boards: Sequence[Board], looks: dict[str, Look]) -> dict[str, Any]:
-    """What the page shows, as plain values."""
-    order = list(looks)
+def payload(boards: Sequence[Board], styles: dict[str, LineStyle]) -> dict[str, Any]:
+    """The page's data as plain JSON values; rows are lists with the columns `FIELDS`."""
+    order = list(styles)
     return {
         "fields": FIELDS,
         "methods": [
             {"name": name, "label": BASELINES.get(name, name), "baseline": name in BASELINES,
-             "full": name == FULL, "color": look.color, "shape": look.shape,
-             "dash": look.dash}
-            for name, look in looks.items()
+             "full": name == FULL, "color": style.color, "shape": style.shape,
+             "dash": style.dash}
+            for name, style in styles.items()
         ],
         "boards": [
             _board(board, title, order)
@@ -64,7 +64,7 @@ def payload(boards: Sequence[Board], looks: dict[str, Look]) -> dict[str, Any]:
 
 
 def embedded(data: Any) -> str:
-    """JSON that no HTML parser can leave: it holds no <, > or &."""
+    """JSON without the characters <, > and &, safe inside a `<script>` element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
@@ -100,19 +100,19 @@ def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
         ],
         "perplexity": _rows(rows(board.perplexities), order, lower=True),
         "needles": _needles(board.scored, order),
-        "doubts": [doubt._asdict() for doubt in of_board(board)],
+        "caveats": [caveat._asdict() for caveat in board_caveats(board)],
         "facts": _facts(board),
     }
 
 
-def _rows(shown: Sequence[Row], order: list[str], lower: bool = False) -> list[list[Any]]:
+def _rows(shown: Sequence[ReportRow], order: list[str], lower: bool = False) -> list[list[Any]]:
     points = [r for r in shown if r.complete and r.bytes_ratio is not None and r.score]
     edge = frontier([(r.bytes_ratio or 0, r.score.value) for r in points if r.score], lower)
     best = {id(points[index]) for index in edge}
     return [[_short(value) for value in _row(row, order, id(row) in best)] for row in shown]
 
 
-def _row(row: Row, order: list[str], edge: bool) -> list[Any]:
+def _row(row: ReportRow, order: list[str], edge: bool) -> list[Any]:
     known = row.score
     score = (known.value, known.low, known.high) if known else (None, None, None)
     gap = (row.gap.value, row.gap.low, row.gap.high) if row.gap else (None, None, None)
@@ -128,7 +128,7 @@ def _short(value: Any) -> Any:
 
 
 def _needles(results: Sequence[Result], order: list[str]) -> list[dict[str, Any]]:
-    """By task, method and budget: scores by depth (down) and length (across)."""
+    """Heatmaps per task, method and budget: scores `[depth][length]`."""
     found: dict[tuple[str, str, str | None], list[Result]] = {}
     for result in results:
         if "depth" in result.by:
@@ -145,7 +145,7 @@ def _needles(results: Sequence[Result], order: list[str]) -> list[dict[str, Any]
 
 
 def _facts(board: Board) -> list[tuple[str, list[str]]]:
-    """How it was run: names and values."""
+    """Conditions of the run as (name, values) pairs: model, protocol, data, machine, versions."""
     subject, results = board.subject, board.results
     setups = [setup for result in results for setup in result.setups]
     machines = [f"{s.gpu or s.cpu}, {s.cores} cores, {s.threads} threads" for s in setups]

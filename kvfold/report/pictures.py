@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pareto pictures and needle heatmaps."""
+"""Pareto figures and needle heatmaps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board
-from kvfold.report.style import BASELINES, COLORS, GREY, Look
-from kvfold.report.summary import Row, budgets, frontier, rows
+from kvfold.report.style import BASELINES, COLORS, GREY, LineStyle
+from kvfold.report.summary import ReportRow, budgets, frontier, rows
 
 MARKERS = {
     "circle": "o", "square": "s", "triangle": "^", "diamond": "D",
     "star": "*", "cross": "x", "plus": "+", "dash": "$=$",
 }  # fmt: skip
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-WIDE = 3
+WIDE = 3  # panels per row
 
 
-def pareto(board: Board, looks: dict[str, Look]) -> Figure:
-    """Score against measured bytes: a panel for everything, one per task group, one of perplexity.
+def pareto(board: Board, styles: dict[str, LineStyle]) -> Figure:
+    """Score against measured cache bytes: panels of all tasks, of each group, and of perplexity.
 
-    Bars are 95 % intervals, the thick line is the frontier, grey are the baselines.
+    Bars are 95 % intervals, the thick line is the Pareto frontier, baselines are grey.
     """
     panels = [("all tasks", board.scored, False)] if board.scored else []
     if len(board.groups) > 1:
@@ -37,7 +37,7 @@ def pareto(board: Board, looks: dict[str, Look]) -> Figure:
     drawn = Figure(figsize=(4.6 * min(len(panels), WIDE), 3.7 * down + 1.2), layout="constrained")
     axes = drawn.subplots(down, min(len(panels), WIDE), squeeze=False).flatten()
     for panel, (title, results, lower) in zip(axes, panels, strict=False):
-        _panel(panel, rows(results), looks, lower)
+        _panel(panel, rows(results), styles, lower)
         panel.set_title(_plain(title), loc="left", fontsize=11)
     for spare in axes[len(panels) :]:
         spare.set_visible(False)
@@ -53,16 +53,18 @@ def pareto(board: Board, looks: dict[str, Look]) -> Figure:
     return drawn
 
 
-def _panel(panel: Axes, shown: Sequence[Row], looks: dict[str, Look], lower: bool) -> None:
+def _panel(
+    panel: Axes, shown: Sequence[ReportRow], styles: dict[str, LineStyle], lower: bool
+) -> None:
     points = [(r, r.bytes_ratio, r.score) for r in shown if r.bytes_ratio and r.score]
     for method in dict.fromkeys(row.method for row, *_ in points):
         own = sorted((x, s.value, *_bar(s)) for row, x, s in points if row.method == method)
-        look = looks[method]
+        style = styles[method]
         x, y, *error = zip(*own, strict=True)
         panel.errorbar(
-            x, y, yerr=error, label=_label(method), marker=MARKERS[look.shape],
-            color=GREY if look.color is None else COLORS[look.color],
-            linestyle=(0, look.dash) if look.dash else "-",
+            x, y, yerr=error, label=_label(method), marker=MARKERS[style.shape],
+            color=GREY if style.color is None else COLORS[style.color],
+            linestyle=(0, style.dash) if style.dash else "-",
             markersize=9 if method == FULL else 5, linewidth=0.9, elinewidth=0.9, alpha=0.9,
         )  # fmt: skip
         if method == FULL:
@@ -83,20 +85,20 @@ def _panel(panel: Axes, shown: Sequence[Row], looks: dict[str, Look], lower: boo
 
 
 def _bar(score: Estimate) -> tuple[float, float]:
-    """How far its interval reaches down and up."""
+    """Lengths of the error bar below and above the score; 0 without an interval."""
     low = score.value if score.low is None else score.low
     return score.value - low, (score.value if score.high is None else score.high) - score.value
 
 
-def needles(results: Sequence[Result], looks: dict[str, Look]) -> dict[str, Figure]:
-    """By task: a row per method and a column per budget of length × depth maps."""
+def needles(results: Sequence[Result], styles: dict[str, LineStyle]) -> dict[str, Figure]:
+    """One figure per task: a grid of depth × length heatmaps, rows are methods, columns budgets."""
     hidden = [result for result in results if "depth" in result.by]
     tasks = dict.fromkeys(result.cell.task for result in hidden)
-    return {task: _maps([r for r in hidden if r.cell.task == task], looks) for task in tasks}
+    return {task: _maps([r for r in hidden if r.cell.task == task], styles) for task in tasks}
 
 
 def by_depth(results: Sequence[Result]) -> tuple[list[int], list[float], list[list[float | None]]]:
-    """Lengths, depths in percent, and the score at `[depth][length]`."""
+    """Lengths in tokens, depths in percent, and mean scores `[depth][length]` (None if absent)."""
     lengths = sorted({r.cell.length or 0 for r in results})
     depths = sorted({float(depth) for r in results for depth in r.by["depth"]})
     known: dict[tuple[int, float], list[float]] = {}
@@ -107,10 +109,10 @@ def by_depth(results: Sequence[Result]) -> tuple[list[int], list[float], list[li
     return lengths, depths, [[at.get((n, depth)) for n in lengths] for depth in depths]
 
 
-def _maps(results: Sequence[Result], looks: dict[str, Look]) -> Figure:
+def _maps(results: Sequence[Result], styles: dict[str, LineStyle]) -> Figure:
     columns: list[str | None] = list(budgets(results))
     columns = [None, *columns] if any(r.cell.budget is None for r in results) else columns
-    methods = [method for method in looks if any(r.cell.method == method for r in results)]
+    methods = [method for method in styles if any(r.cell.method == method for r in results)]
     drawn = Figure(
         figsize=(1.5 * len(columns) + 2.2, 1.35 * len(methods) + 0.8), layout="constrained"
     )
@@ -150,5 +152,5 @@ def _label(method: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A name as matplotlib shows it letter by letter."""
+    """A name with $ escaped, so that matplotlib does not read it as mathematics."""
     return text.replace("$", r"\$")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One colour, shape and dash for a method, the same wherever it is drawn."""
+"""Line styles: one colour, marker shape and dash per method, the same in all figures."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfold.eval.run.cell import CUT, FULL, RANDOM, SINKS_AND_RECENT
-from kvfold.report.summary import Row
+from kvfold.report.summary import ReportRow
 
-# After Okabe and Ito (2008), for every kind of colour vision; darkened to a contrast of 3 on white.
+# Okabe and Ito (2008), safe for colour blindness; darkened to a contrast of 3 on white.
 COLORS = (
     "#0072b2", "#d55e00", "#00916a", "#b04f8f", "#b57f00", "#4b3b9a", "#8c1c3c", "#2f97d1",
 )  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "diamond")
-# Lengths of line and gap, in points; none: a whole line. Baselines have one of their own.
+# Dash patterns in points, line and gap; () is a solid line. Baselines share one of their own.
 DASHES: tuple[tuple[int, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
 BASELINE_DASH = (3, 4)
 GREY = "#767676"
@@ -28,18 +28,19 @@ BASELINES = {
 BASELINE_SHAPES = {FULL: "star", RANDOM: "cross", SINKS_AND_RECENT: "plus", CUT: "dash"}
 
 
-class Look(NamedTuple):
-    """How a method is drawn; `color` counts in COLORS, None for the grey of a baseline."""
+class LineStyle(NamedTuple):
+    """Style of a method; `color` is an index into COLORS, None for a baseline's grey."""
 
     color: int | None
     shape: str
     dash: tuple[int, ...] = BASELINE_DASH
 
 
-def looks(rows: Sequence[Row]) -> dict[str, Look]:
-    """Every method of `rows`; baselines are grey.
+def styles(rows: Sequence[ReportRow]) -> dict[str, LineStyle]:
+    """A style for every method of `rows`, in order of mean score; baselines are grey.
 
-    Neighbours in rank differ in colour and shape, methods of one colour in shape and dash.
+    Neighbours in rank differ in colour and shape; methods that share a colour differ in shape and
+    dash.
     """
     scores: dict[str, list[float]] = {}
     for row in rows:
@@ -49,9 +50,9 @@ def looks(rows: Sequence[Row]) -> dict[str, Look]:
         (method for method in scores if method not in BASELINES),
         key=lambda method: -sum(scores[method]) / max(len(scores[method]), 1),
     )
-    found = {name: Look(None, BASELINE_SHAPES[name]) for name in BASELINES if name in scores}
+    found = {name: LineStyle(None, BASELINE_SHAPES[name]) for name in BASELINES if name in scores}
     for number, method in enumerate(methods):
         round_, color = divmod(number, len(COLORS))
         shape = SHAPES[(number + round_) % len(SHAPES)]
-        found[method] = Look(color, shape, DASHES[round_ % len(DASHES)])
+        found[method] = LineStyle(color, shape, DASHES[round_ % len(DASHES)])
     return found

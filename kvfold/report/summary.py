@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means over tasks, with what is known of their errors. Pure functions on records."""
+"""Means over tasks with confidence intervals, as pure functions on records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvfold.eval.run.statistics import Difference, Estimate, percent, shares
 
 @dataclass(frozen=True)
 class Gap:
-    """What a method scores above the full cache on the same samples, and a 95 % interval."""
+    """Score difference to the full cache on the same samples, in points, with a 95 % interval."""
 
     value: float
     low: float
@@ -32,17 +32,19 @@ class Gap:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval holds zero."""
+        """True if the interval contains zero."""
         return self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True)
-class Row:
-    """One method at one budget, over `units` of the `expected` tasks and lengths.
+class ReportRow:
+    """One method at one budget, over `units` of the `expected` (task, length) pairs.
 
-    `place` is the best and the worst rank among the methods of this budget that 95 % intervals
-    leave open. `kept` and `bytes_ratio` are means over units, `prefill` is the whole time of
-    reading and compressing over the full cache's, None where the two ran on different machines.
+    `score` is in percent, or a perplexity. `kept_nominal` is the ratio asked for, `kept` (entries
+    stored over entries seen) and `bytes_ratio` (over the full cache's) are means over units.
+    `prefill` is prefill plus compression time over the full cache's; None if they ran on different
+    machines. `place` is the best and worst rank among methods of this budget that are consistent
+    with the 95 % intervals.
     """
 
     method: str
@@ -63,15 +65,15 @@ class Row:
 
     @property
     def complete(self) -> bool:
-        """Whether its means are over the same tasks as the others'."""
+        """True if the row covers all tasks and lengths."""
         return self.units == self.expected
 
 
-def rows(results: Sequence[Result]) -> list[Row]:
-    """One row per method and budget, in the order of the records.
+def rows(results: Sequence[Result]) -> list[ReportRow]:
+    """One row per method and budget, in order of the records.
 
-    `results` are of one model and one protocol, and point the same way. A row's mean is over tasks,
-    a task's over its lengths, all with equal weight; errors combine as independent ones.
+    `results` are of one model and protocol, all scores or all perplexities. Means weigh tasks
+    equally, and lengths equally within a task; tasks count as independent.
     """
     full = {result.cell: result for result in results if result.cell.method == FULL}
     expected = len({result.cell.reference for result in results})
@@ -85,7 +87,10 @@ def rows(results: Sequence[Result]) -> list[Row]:
 
 
 def mean(results: Sequence[Result]) -> Estimate | None:
-    """Over tasks, and within a task over its lengths; how sure it is, where all are known."""
+    """Mean over tasks, and over lengths within a task; None without scores.
+
+    It has an interval only if every result has one.
+    """
     scored = [result for result in results if result.score is not None]
     scores = [result.score for result in scored if result.score is not None]
     weights = _weights(scored)
@@ -108,10 +113,10 @@ def _mean_perplexity(scores: Sequence[Estimate], weights: list[float]) -> Estima
 
 
 def gap(results: Sequence[Result]) -> Gap | None:
-    """The mean difference to the full cache; None unless every result knows its own and how sure.
+    """Mean difference to the full cache; None unless every result has one, of two samples or more.
 
-    What was gained and lost on all tasks is pooled: eight tasks of 20 samples are known as well as
-    one of 160. Perplexities' intervals combine as those of independent estimates.
+    Gains and losses are pooled over tasks, so eight tasks of 20 samples give an interval like one
+    task of 160. Intervals of perplexities combine as those of independent estimates.
     """
     known = [r.difference for r in results if r.difference is not None and r.difference.samples > 1]
     if not known or len(known) < len(results):
@@ -129,9 +134,9 @@ def _interval(of: Estimate | Difference) -> Interval:
 
 
 def clearly_better(one: Estimate, other: Estimate, lower: bool) -> bool:
-    """Whether the 95 % interval of how far `one` is ahead leaves out zero.
+    """True if `one` is better than `other` at 95 % confidence; `lower` means lower is better.
 
-    Samples are shared, so intervals taken as independent are too wide rather than too narrow.
+    The two are treated as independent. They share samples, so the test is conservative.
     """
     if lower:
         one, other = other, one
@@ -142,7 +147,7 @@ def clearly_better(one: Estimate, other: Estimate, lower: bool) -> bool:
 
 
 def frontier(points: Sequence[tuple[float, float]], lower: bool = False) -> list[int]:
-    """The indices of (bytes, score) that no other point beats in both, by ascending bytes."""
+    """Pareto frontier: indices of (bytes, score) points not dominated, by ascending bytes."""
     sign = -1 if lower else 1
     order = sorted(range(len(points)), key=lambda i: (points[i][0], -sign * points[i][1]))
     best, found = -math.inf, list[int]()
@@ -154,7 +159,7 @@ def frontier(points: Sequence[tuple[float, float]], lower: bool = False) -> list
 
 
 def budgets(results: Iterable[Result]) -> list[str]:
-    """Every budget, the one that keeps most first."""
+    """All budgets, the largest cache first."""
     kept: dict[str, list[float]] = {}
     for result in results:
         if result.cell.budget is not None:
@@ -164,9 +169,9 @@ def budgets(results: Iterable[Result]) -> list[str]:
     return sorted(kept, key=lambda budget: -sum(kept[budget]) / max(len(kept[budget]), 1))
 
 
-def _row(members: Sequence[Result], full: dict[Cell, Result], expected: int) -> Row:
+def _row(members: Sequence[Result], full: dict[Cell, Result], expected: int) -> ReportRow:
     scored = [result for result in members if result.score is not None]
-    return Row(
+    return ReportRow(
         method=members[0].cell.method,
         budget=members[0].cell.budget,
         units=len(scored),
@@ -184,7 +189,7 @@ def _row(members: Sequence[Result], full: dict[Cell, Result], expected: int) -> 
     )
 
 
-def _place(row: Row, others: Sequence[Row], lower: bool) -> tuple[int, int] | None:
+def _place(row: ReportRow, others: Sequence[ReportRow], lower: bool) -> tuple[int, int] | None:
     if not _ranked(row) or row.score is None:
         return None
     scores = [o.score for o in others if o.budget == row.budget and _ranked(o) and o.score]
@@ -193,7 +198,7 @@ def _place(row: Row, others: Sequence[Row], lower: bool) -> tuple[int, int] | No
     return 1 + ahead, len(scores) - behind
 
 
-def _ranked(row: Row) -> bool:
+def _ranked(row: ReportRow) -> bool:
     known = row.score is not None and row.score.low is not None
     return known and row.complete and row.budget is not None
 
@@ -204,7 +209,7 @@ def _weights(results: Sequence[Result]) -> list[float]:
 
 
 def _prefill(pairs: Sequence[tuple[Result, Result | None]]) -> float | None:
-    """Seconds over the full cache's, where one machine measured both."""
+    """Prefill seconds over the full cache's; None unless one setup measured both."""
     ours = theirs = 0.0
     for result, full in pairs:
         if full is None or not full.prefill_seconds or result.prefill_seconds is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as Markdown for people and as CSV for programs."""
+"""Markdown tables and a CSV file of the records."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board, View, titles
-from kvfold.report.caveats import of_board
+from kvfold.report.caveats import board_caveats
 from kvfold.report.headline import headline, signed
-from kvfold.report.summary import Row, rows
+from kvfold.report.summary import ReportRow, rows
 
 COLUMNS = (
     "method", "budget", "score", "− full (95 %)", "place", "kept", "bytes", "prefill", "samples",
     "errors / failed / cut",
 )  # fmt: skip
 READING = (
-    "score: percent, with its 95 % interval; − full: against the full cache on the same samples, ≈ "
-    "where the interval holds zero; place: what the intervals leave open among methods of a "
-    "budget; kept: asked → measured; bytes, prefill: over the full cache's; cut: truncated prompts"
+    "score: percent, with its 95 % interval; − full: difference to the full cache on the same "
+    "samples, ≈ if the interval holds zero; place: ranks within a budget that the intervals allow; "
+    "kept: asked → measured; bytes, prefill: over the full cache's; cut: truncated prompts"
 )
 _ESCAPED = str.maketrans(
     {mark: f"\\{mark}" for mark in "\\`*|[]"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
@@ -33,7 +33,7 @@ _ESCAPED = str.maketrans(
 
 
 def markdown(boards: Sequence[Board]) -> str:
-    """A summary, the task groups and what to doubt."""
+    """The report's text: headline, tables of all tasks and each group, perplexity, caveats."""
     parts = ["# Results"]
     for board, title in zip(boards, titles(boards), strict=True):
         subject = board.subject
@@ -50,16 +50,16 @@ def markdown(boards: Sequence[Board]) -> str:
                 "### Perplexity (lower is better)",
                 _table(rows(board.perplexities), lower=True),
             ]
-        doubts = of_board(board)
-        parts += ["### What to doubt"] if doubts else []
-        for doubt in doubts:
-            lines = "\n".join(f"- {_safe(line)}" for line in doubt.lines)
-            parts.append(f"{_safe(doubt.about)}:\n\n{lines}")
+        caveats = board_caveats(board)
+        parts += ["### Caveats"] if caveats else []
+        for caveat in caveats:
+            lines = "\n".join(f"- {_safe(line)}" for line in caveat.lines)
+            parts.append(f"{_safe(caveat.about)}:\n\n{lines}")
     return "\n\n".join(parts) + "\n"
 
 
 def by_task(boards: Sequence[Board]) -> str:
-    """A table for each task, over its lengths."""
+    """One table per task, over all its lengths."""
     parts = ["# Results by task"]
     for board, title in zip(boards, titles(boards), strict=True):
         parts.append(f"## {_safe(title)}")
@@ -69,16 +69,16 @@ def by_task(boards: Sequence[Board]) -> str:
 
 
 def _view(view: View) -> list[str]:
-    """Heading, haystacks and table."""
+    """Heading, haystacks and table of a view."""
     where = [f"Haystack: {_safe(view.haystack)}."] if view.haystack else []
     return [f"### {_safe(view.name)}", *where, _table(view.rows)]
 
 
 def to_csv(results: Sequence[Result]) -> str:
-    """One row per record, one column per field.
+    """One line per record, one column per field.
 
-    What has fields is flattened ("cell.subject.name"); what has varying keys or length (`scores`,
-    `by`, `errors`, …) is JSON in its column. An empty column is None.
+    Nested fields are flattened ("cell.subject.name"). Dictionaries and lists (`scores`, `by`,
+    `errors`, …) are JSON. An empty cell is None.
     """
     out = io.StringIO()
     lines = [
@@ -94,29 +94,29 @@ def _text(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
 
 
-def _table(shown: Sequence[Row], lower: bool = False) -> str:
+def _table(shown: Sequence[ReportRow], lower: bool = False) -> str:
     lines = [COLUMNS, ("---", "---", *["---:"] * (len(COLUMNS) - 2))]
     return "\n".join(
         f"| {' | '.join(line)} |" for line in [*lines, *map(cells, by_budget(shown, lower))]
     )
 
 
-def by_budget(shown: Sequence[Row], lower: bool = False) -> list[Row]:
-    """Rows without a budget, then budget by budget from the largest cache on, the best first."""
+def by_budget(shown: Sequence[ReportRow], lower: bool = False) -> list[ReportRow]:
+    """Rows without a budget, then by budget from the largest cache on, best score first."""
     sizes: dict[str | None, list[float]] = {}
     for row in shown:
         sizes.setdefault(row.budget, []).append(row.kept_nominal or row.bytes_ratio or 0.0)
     order = sorted(sizes, key=lambda b: (b is not None, -sum(sizes[b]) / len(sizes[b])))
 
-    def rank(row: Row) -> tuple[int, float]:
+    def rank(row: ReportRow) -> tuple[int, float]:
         worst = math.inf if row.score is None else row.score.value if lower else -row.score.value
         return order.index(row.budget), worst
 
     return sorted(shown, key=rank)
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row's columns."""
+def cells(row: ReportRow) -> tuple[str, ...]:
+    """Texts of a row's columns, as in `COLUMNS`."""
     return (
         _safe(row.method) + ("" if row.complete else f" ({row.units} of {row.expected})"),
         row.budget or "–",
@@ -132,24 +132,24 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def scored(score: Estimate) -> str:
-    """A mean and its interval."""
+    """A mean as text, with its interval if known."""
     if score.low is None or score.high is None:
         return f"{score.value:.1f}"
     return f"{score.value:.1f} ({score.low:.1f} to {score.high:.1f})"
 
 
-def _gap(row: Row) -> str:
+def _gap(row: ReportRow) -> str:
     if row.gap is None:
         return "–"
     mark = "≈ " if row.gap.is_noise else ""
     return f"{mark}{signed(row.gap.value)} ({signed(row.gap.low)} to {signed(row.gap.high)})"
 
 
-def _kept(row: Row) -> str:
+def _kept(row: ReportRow) -> str:
     measured = f"{row.kept:.3f}"
     return measured if row.kept_nominal is None else f"{row.kept_nominal:g} → {measured}"
 
 
 def _safe(text: str) -> str:
-    """Names come from users: nothing in them is Markdown or HTML."""
+    """A user-given name with Markdown and HTML escaped, on one line."""
     return " ".join(text.translate(_ESCAPED).split())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a report."""
+"""Files of a report."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from kvfold.report.board import boards, slugs, titles
 from kvfold.report.headline import Headline, headline
 from kvfold.report.page import page
 from kvfold.report.pictures import needles, pareto
-from kvfold.report.style import looks
+from kvfold.report.style import styles
 from kvfold.report.summary import rows
 from kvfold.report.tables import by_task, markdown, to_csv
 
 
 class Written(NamedTuple):
-    """The files, the page first, and what each board comes to."""
+    """Paths of the files, the page first, and each board's headline by its title."""
 
     paths: list[Path]
     claims: dict[str, Headline]
 
 
 def write(results: Sequence[Result], folder: Path) -> Written:
-    """Page, tables and pictures of `results`, into `folder`; raises OSError where that fails."""
+    """Writes page, tables and figures of `results` into `folder`; raises OSError if it cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     every = boards(results)
-    look = looks([row for board in every for row in board.overall() + rows(board.perplexities)])
+    line_styles = styles(
+        [row for board in every for row in board.overall() + rows(board.perplexities)]
+    )
     texts = {
-        "index.html": page(every, look),
+        "index.html": page(every, line_styles),
         "report.md": markdown(every),
         "tasks.md": by_task(every),
         "records.csv": to_csv(results),
@@ -43,12 +45,12 @@ def write(results: Sequence[Result], folder: Path) -> Written:
         paths[-1].write_text(text, encoding="utf-8", newline="")
     for board, part in zip(every, slugs(titles(every)), strict=True):
         if board.scored or board.perplexities:
-            drawn = pareto(board, look)
+            drawn = pareto(board, line_styles)
             paths += [folder / f"pareto-{part}.png", folder / f"pareto-{part}.svg"]
             drawn.savefig(paths[-2], dpi=130)
             with matplotlib.rc_context({"svg.hashsalt": part}):
                 drawn.savefig(paths[-1], metadata={"Date": None})
-        maps = needles(board.scored, look)
+        maps = needles(board.scored, line_styles)
         for name, figure in zip(slugs(list(maps)), maps.values(), strict=True):
             paths.append(folder / f"needles-{name}-{part}.png")
             figure.savefig(paths[-1], dpi=130)

@@ -43,7 +43,7 @@ function unpack(rows) {
   if (!unpacked.has(rows)) {
     unpacked.set(rows, rows.map((values) => {
       const row = Object.fromEntries(data.fields.map((field, i) => [field, values[i]]));
-      row.look = data.methods[row.method];
+      row.style = data.methods[row.method];
       row.noise = row.low !== null && row.low <= 0 && row.high >= 0;
       return row;
     }));
@@ -98,7 +98,7 @@ const least = (row) => row.least ?? row.score, most = (row) => row.most ?? row.s
 const interval = (row) => (row.low === null ? "" : `${signed(row.low)} to ${signed(row.high)}`);
 const place = (row) =>
   row.first === null ? "–" : row.first === row.last ? `${row.first}` : `${row.first}–${row.last}`;
-const atBudget = (row) => (row.budget === null ? row.look.label : `${row.look.label} at ${row.budget}`);
+const atBudget = (row) => (row.budget === null ? row.style.label : `${row.style.label} at ${row.budget}`);
 
 // One shape for a method, everywhere.
 const shapes = {
@@ -111,16 +111,16 @@ const shapes = {
   plus: "M0,-4.5V4.5M-4.5,0H4.5",
   dash: "M-4.5,-2.2H4.5M-4.5,2.2H4.5",
 };
-const isOpen = (look) => ["cross", "plus", "dash"].includes(look.shape);
-const colorClass = (look) => (look.color === null ? "baseline" : `c${look.color}`);
+const isOpen = (style) => ["cross", "plus", "dash"].includes(style.shape);
+const colorClass = (style) => (style.color === null ? "baseline" : `c${style.color}`);
 
-function mark(look, attributes = {}) {
-  const kind = isOpen(look) ? "mark open" : "mark";
-  return draw("path", { d: shapes[look.shape], class: `${kind} ${colorClass(look)}`, ...attributes });
+function mark(style, attributes = {}) {
+  const kind = isOpen(style) ? "mark open" : "mark";
+  return draw("path", { d: shapes[style.shape], class: `${kind} ${colorClass(style)}`, ...attributes });
 }
 
-function key(look) {
-  return draw("svg", { class: "key", viewBox: "-7 -7 14 14", "aria-hidden": true }, mark(look));
+function key(style) {
+  return draw("svg", { class: "key", viewBox: "-7 -7 14 14", "aria-hidden": true }, mark(style));
 }
 
-const named = (look) => make("span", { class: "named" }, key(look), make("span", {}, look.label));
+const named = (style) => make("span", { class: "named" }, key(style), make("span", {}, style.label));

@@ -18,7 +18,7 @@ function chart(holder, rows, lower) {
       "Arrow keys go from point to point; the table below holds the same numbers.",
   });
   svg.append(grid(scale, width, height, frame, narrow, lower));
-  const full = points.find((row) => row.look.full);
+  const full = points.find((row) => row.style.full);
   if (full) svg.append(fullBand(full, scale, width, frame));
   const edge = points.filter((row) => row.edge).sort((a, b) => a.bytes - b.bytes);
   if (edge.length > 1) svg.append(draw("path", { class: "edge", d: line(edge, scale) }));
@@ -84,19 +84,19 @@ const line = (points, scale) =>
 const isStrong = (rows) => rows.some((row) => row.edge || row.first === 1);
 
 function series(rows, scale) {
-  const { look, method } = rows[0];
+  const { style, method } = rows[0];
   const own = [...rows].sort((a, b) => a.bytes - b.bytes);
-  const classes = ["series", colorClass(look), isStrong(own) ? "strong" : ""].join(" ");
+  const classes = ["series", colorClass(style), isStrong(own) ? "strong" : ""].join(" ");
   const group = draw("g", { class: classes, "data-method": method });
   if (own.length > 1) {
-    const dash = look.dash.length ? { "stroke-dasharray": look.dash.join(" ") } : {};
+    const dash = style.dash.length ? { "stroke-dasharray": style.dash.join(" ") } : {};
     group.append(draw("path", { class: "path", d: line(own, scale), ...dash }));
   }
   for (const row of own) {
     const x = scale.x(row.bytes), bar = `M${x},${scale.y(least(row))}V${scale.y(most(row))}`;
-    if (!look.full) group.append(draw("path", { class: "bar", d: bar }));
-    group.append(mark(look, { transform: `translate(${x},${scale.y(row.score)})`, class:
-      `mark ${isOpen(look) ? "open" : ""} ${row.units < row.expected ? "partial" : ""}` }));
+    if (!style.full) group.append(draw("path", { class: "bar", d: bar }));
+    group.append(mark(style, { transform: `translate(${x},${scale.y(row.score)})`, class:
+      `mark ${isOpen(style) ? "open" : ""} ${row.units < row.expected ? "partial" : ""}` }));
   }
   return group;
 }
@@ -104,25 +104,25 @@ function series(rows, scale) {
 // The names of strong methods and baselines where their lines begin, kept apart from each other and
 // from the line of the full cache.
 function labels(points, scale, narrow, lower, frame, height) {
-  const full = points.find((row) => row.look.full);
+  const full = points.find((row) => row.style.full);
   const firsts = [...new Set(points.map((row) => row.method))].map((method) =>
     points.filter((row) => row.method === method).sort((a, b) => a.bytes - b.bytes)[0]);
   const strong = (row) => isStrong(points.filter((other) => other.method === row.method));
-  const wanted = firsts.filter((row) => !row.look.full &&
-    (narrow ? row.edge : strong(row) || row.look.baseline));
+  const wanted = firsts.filter((row) => !row.style.full &&
+    (narrow ? row.edge : strong(row) || row.style.baseline));
   const placed = [];
   for (const row of wanted.sort((a, b) => b.score - a.score)) {
-    const x = scale.x(row.bytes), y = scale.y(row.score), name = shortened(row.look.label, 24);
+    const x = scale.x(row.bytes), y = scale.y(row.score), name = shortened(row.style.label, 24);
     const crowded = full && Math.abs(y - scale.y(full.score)) < 14;
     const before = x - frame.left > 6.4 * name.length + 12;
-    const label = { name, look: row.look, method: row.method, before, x: before ? x - 10 : x + 8,
+    const label = { name, style: row.style, method: row.method, before, x: before ? x - 10 : x + 8,
       y: y + (crowded ? 18 : before ? 4 : lower ? -10 : 18) };
     const near = placed.filter((other) => Math.abs(other.x - label.x) < 130);
     while (near.some((other) => Math.abs(other.y - label.y) < 14)) label.y += 2;
     if (label.y < height - frame.bottom) placed.push(label);
   }
-  return draw("g", { class: "names" }, placed.map(({ name, look, method, before, x, y }) =>
-    draw("text", { x, y, "text-anchor": before ? "end" : "start", class: colorClass(look),
+  return draw("g", { class: "names" }, placed.map(({ name, style, method, before, x, y }) =>
+    draw("text", { x, y, "text-anchor": before ? "end" : "start", class: colorClass(style),
       "data-method": method }, name)));
 }
 
@@ -167,7 +167,7 @@ function details(row) {
   if (row.prefill !== null) facts.push(["prefill time", `${fixed(row.prefill, 2)} ×`]);
   facts.push(["samples", count(row.samples)]);
   if (row.units < row.expected) facts.push(["incomplete", `${row.units} of ${row.expected} tasks and lengths`]);
-  return [make("strong", {}, key(row.look), atBudget(row)),
+  return [make("strong", {}, key(row.style), atBudget(row)),
     make("dl", {}, facts.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]).flat())];
 }
 

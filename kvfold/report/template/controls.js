@@ -79,8 +79,8 @@ function legend() {
   const present = new Set(state.board.views.flatMap((view) => unpack(view.rows).map((row) => row.method)));
   for (const row of unpack(state.board.perplexity)) present.add(row.method);
   const buttons = [...present].sort((a, b) => a - b).map((method) => {
-    const look = data.methods[method];
-    return toggle([key(look), make("span", {}, look.label)], !state.hiddenMethods.has(method), (event) => {
+    const style = data.methods[method];
+    return toggle([key(style), make("span", {}, style.label)], !state.hiddenMethods.has(method), (event) => {
       flip(state.hiddenMethods, method);
       event.currentTarget.setAttribute("aria-pressed", String(!state.hiddenMethods.has(method)));
       render();

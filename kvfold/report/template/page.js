@@ -4,17 +4,17 @@ function header() {
   const board = state.board, rows = viewRows("overall", "all tasks", null);
   byId("claim").textContent = board.claim;
   byId("evidence").textContent = board.evidence;
-  const methods = new Set(rows.filter((row) => !row.look.baseline).map((row) => row.method)).size;
+  const methods = new Set(rows.filter((row) => !row.style.baseline).map((row) => row.method)).size;
   const tasks = Object.values(board.groups).flat().length;
   const samples = rows.reduce((sum, row) => sum + row.samples, 0);
   byId("kicker").textContent = ["kvfold report", board.facts[0][1][0].split(",")[0], board.title,
     plural(methods, "method"), plural(tasks, "task"), `${count(samples)} samples run`].join("  ·  ");
 }
 
-function doubts() {
-  const list = state.board.doubts;
-  byId("doubts").hidden = !list.length;
-  byId("doubt-list").replaceChildren(...list.map(({ about, lines }) =>
+function caveats() {
+  const list = state.board.caveats;
+  byId("caveats").hidden = !list.length;
+  byId("caveat-list").replaceChildren(...list.map(({ about, lines }) =>
     make("details", { open: lines.length < 7 }, make("summary", {}, about, make("span", {}, count(lines.length))),
       make("ul", {}, lines.map((text) => make("li", {}, text))))));
 }
@@ -40,8 +40,8 @@ function lead() {
   const tasks = kind === "group" ? board.groups[name] : kind === "task" ? [name] : [];
   const weak = tasks.length > 0 && tasks.every((task) => board.weak.includes(task));
   const haystack = currentView()?.haystack;
-  return `Mean over ${name}${where}, ${board.title}. Bars are 95 % intervals; the broad line joins what no ` +
-    "other method beats in both score and bytes. Faint is what is neither on it nor leading at any budget." +
+  return `Mean over ${name}${where}, ${board.title}. Bars are 95 % intervals; the broad line is the Pareto frontier ` +
+    "of score and bytes. Methods neither on it nor leading at a budget are faint." +
     (haystack ? ` Haystack: ${haystack}.` : "") +
     (weak ? " The full cache itself is near guessing here, so this says little." : "");
 }
@@ -54,7 +54,7 @@ function render() {
   matrix();
   needles();
   if (state.board.perplexity.length) table(byId("perplexity-table"), unpack(state.board.perplexity), true);
-  doubts();
+  caveats();
   facts();
 }
 

@@ -7,7 +7,7 @@ function strips() {
   const rows = viewRows("overall", "all tasks", null).filter((row) => row.score !== null);
   byId("strips").hidden = !rows.length || !state.board.budgets.length;
   if (byId("strips").hidden) return;
-  const budgets = state.board.budgets, full = rows.find((row) => row.look.full);
+  const budgets = state.board.budgets, full = rows.find((row) => row.style.full);
   const scores = rows.map((row) => row.score);
   const low = Math.max(Math.min(...scores) - 3, 0), high = Math.min(Math.max(...scores) + 3, 100);
   const at = (score) => `${(100 * (score - low)) / (high - low)}%`;
@@ -17,15 +17,15 @@ function strips() {
   };
   const lines = budgets.map((budget) => {
     const own = rows.filter((row) => row.budget === budget).sort(byScore(false));
-    const leaders = own.filter((row) => row.first === 1 && !row.look.baseline);
+    const leaders = own.filter((row) => row.first === 1 && !row.style.baseline);
     const track = make("div", { class: "track", "aria-hidden": true });
     if (full) track.append(position(make("i", { class: "fullline" }), full.score));
     for (const row of [...own].reverse()) {
       const holder = position(make("span", {
-        class: leaders.includes(row) || row.look.baseline ? "dot lead" : "dot",
-        title: `${row.look.label}: ${withInterval(row)}`, "data-method": row.method,
+        class: leaders.includes(row) || row.style.baseline ? "dot lead" : "dot",
+        title: `${row.style.label}: ${withInterval(row)}`, "data-method": row.method,
       }), row.score);
-      holder.append(key(row.look));
+      holder.append(key(row.style));
       track.append(holder);
     }
     return make("div", { class: "strip" },
@@ -40,7 +40,7 @@ function strips() {
 }
 
 function bytesHeld(rows) {
-  const bytes = rows.filter((row) => row.bytes !== null && !row.look.baseline).map((row) => row.bytes);
+  const bytes = rows.filter((row) => row.bytes !== null && !row.style.baseline).map((row) => row.bytes);
   if (!bytes.length) return "";
   const [low, high] = [percent(Math.min(...bytes)), percent(Math.max(...bytes))];
   return `${low === high ? high : `${low.replace(" %", "")}–${high}`} of bytes`;
@@ -50,18 +50,18 @@ function bytesHeld(rows) {
 function verdict(leaders, own) {
   if (!leaders.length) {
     const best = own.find((row) => row.first === 1);
-    return make("div", { class: "verdict" }, make("b", {}, best ? best.look.label : "–"),
+    return make("div", { class: "verdict" }, make("b", {}, best ? best.style.label : "–"),
       make("small", {}, best ? "no method beats it" : "intervals are unknown"));
   }
   const best = leaders[0], alike = own.filter((row) => row.first === 1 && row !== best);
-  const names = alike.length > 2 ? `${alike.length} others` : alike.map((row) => row.look.label).join(", ");
-  return make("div", { class: "verdict" }, named(best.look),
+  const names = alike.length > 2 ? `${alike.length} others` : alike.map((row) => row.style.label).join(", ");
+  return make("div", { class: "verdict" }, named(best.style),
     make("small", {}, [withInterval(best), best.gap === null ? "" : `${signed(best.gap)} to full`,
       names && `not told apart from ${names}`].filter(Boolean).join(" · ")));
 }
 
 const columns = [
-  ["method", "Method", (row) => row.look.label, (row) => named(row.look)],
+  ["method", "Method", (row) => row.style.label, (row) => named(row.style)],
   ["budget", "Budget", (row) => row.nominal ?? row.kept ?? 1, (row) => row.budget ?? "–"],
   ["score", "Score", (row) => row.score, (row) => withInterval(row)],
   ["gap", "Difference to full", (row) => row.gap, gapCell],
@@ -85,9 +85,9 @@ function faults(row) {
 let reach = [-1, 1]; // of the intervals in the table
 
 function gapCell(row) {
-  if (row.gap === null) return row.look.full ? make("span", { class: "muted" }, "reference") : "–";
+  if (row.gap === null) return row.style.full ? make("span", { class: "muted" }, "reference") : "–";
   const x = (value) => 4 + (112 * (value - reach[0])) / (reach[1] - reach[0]);
-  const picture = draw("svg", { class: `forest ${colorClass(row.look)}`, viewBox: "0 0 120 16", "aria-hidden": true },
+  const picture = draw("svg", { class: `forest ${colorClass(row.style)}`, viewBox: "0 0 120 16", "aria-hidden": true },
     draw("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 16 }),
     draw("line", { class: "range", x1: x(row.low), x2: x(row.high), y1: 8, y2: 8 }),
     draw("circle", { cx: x(row.gap), cy: 8, r: 3 }));
@@ -114,7 +114,7 @@ function table(holder, rows, lower) {
 function grouped(rows, lower) {
   const order = [null, ...state.board.budgets];
   return order.map((budget) => rows.filter((row) => row.budget === budget)
-    .sort((a, b) => Number(b.look.full) - Number(a.look.full) || byScore(lower)(a, b)));
+    .sort((a, b) => Number(b.style.full) - Number(a.style.full) || byScore(lower)(a, b)));
 }
 
 function sorted(rows) {
@@ -128,7 +128,7 @@ function sorted(rows) {
 }
 
 function tableRow(row) {
-  const classes = [row.look.baseline ? "base" : "", row.units < row.expected ? "partial" : ""].join(" ").trim();
+  const classes = [row.style.baseline ? "base" : "", row.units < row.expected ? "partial" : ""].join(" ").trim();
   return make("tr", { class: classes || null }, columns.map(([id, , , show], i) =>
     make(i ? "td" : "th", { class: id, scope: i ? null : "row" }, show(row))));
 }
@@ -160,25 +160,25 @@ function matrix() {
     ...(several ? [radios("columns", "Columns", [["group", "groups"], ["task", "tasks"]], state.columns)] : []));
   const inScope = (row) => isShown(row) && (row.budget === null || row.budget === state.budget);
   const overall = viewRows("overall", "all tasks", null).filter(inScope)
-    .sort((a, b) => Number(b.look.full) - Number(a.look.full) || byScore(false)(a, b));
+    .sort((a, b) => Number(b.style.full) - Number(a.style.full) || byScore(false)(a, b));
   const views = names.map((name) => viewRows(state.columns, name, null));
   const head = make("tr", {}, make("th", { scope: "col" }, "Method"), make("th", { scope: "col", class: "all" }, make("span", {}, "all tasks")),
     names.map((name) => make("th", { scope: "col", class: weak(name) ? "weak" : null }, make("span", {}, weak(name) ? `${name} °` : name))));
-  const body = overall.map((row) => make("tr", { class: row.look.baseline ? "base" : null },
-    make("th", { scope: "row" }, named(row.look)), matrixCell(row, overall, "all"),
+  const body = overall.map((row) => make("tr", { class: row.style.baseline ? "base" : null },
+    make("th", { scope: "row" }, named(row.style)), matrixCell(row, overall, "all"),
     views.map((rows) => matrixCell(rows.find((r) => r.method === row.method && r.budget === row.budget), rows))));
   byId("matrix").replaceChildren(make("table", { class: `matrix ${state.columns}` }, make("thead", {}, head), make("tbody", {}, body)));
 }
 
 function matrixCell(row, rows, kind = "") {
   if (!row || row.score === null) return make("td", { class: `${kind} none` }, "–");
-  const full = rows.find((other) => other.look.full);
+  const full = rows.find((other) => other.style.full);
   const lost = row.gap === null || row.noise || !full ? 0 : -row.gap / full.score;
   const cell = make("td", { class: `${kind} ${row.noise ? "muted" : ""}`, title:
     `${atBudget(row)}: ${withInterval(row)}${row.gap === null ? "" : `, ${signed(row.gap)} to full (${interval(row)})`}` },
     fixed(row.score, 0));
   cell.style.setProperty("--lost", `${Math.round(100 * Math.min(Math.max(lost, 0), 1))}%`);
-  cell.classList.toggle("whole", row.look.full);
+  cell.classList.toggle("whole", row.style.full);
   return cell;
 }
 
