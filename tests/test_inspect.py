@@ -34,7 +34,7 @@ from kvfold.inspect.attention_maps import (
     lazy_window,
     watch,
 )
-from kvfold.inspect.document import Document, Needle
+from kvfold.inspect.document import Document, NeedleSpan
 from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.page import contents, folded, page
 from kvfold.inspect.retention import Holding, heads_per_token, hold
@@ -222,7 +222,7 @@ def test_what_needles_keep_is_counted_over_their_entries() -> None:
     counts = heads_per_token(layers, 6)
     assert counts.tolist() == [[1, 1, 0, 0, 0, 1]] * 2
     holding = Holding("m", "b", counts, (2, 2), 1, 2)
-    assert holding.kept_of([Needle(0, 2, True), Needle(4, 6, False)]) == 6 / 16
+    assert holding.kept_of([NeedleSpan(0, 2, True), NeedleSpan(4, 6, False)]) == 6 / 16
     assert holding.shares[0].tolist() == [0.5, 0.5, 0, 0, 0, 0.5]
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of what a model attends to and of what a cache kept."""
+"""Pictures of a model's attention and of the entries that a cache kept."""

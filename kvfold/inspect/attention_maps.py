@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each layer attends to while a model reads a text, measured block by block."""
+"""Attention statistics of each layer during one prefill, computed over blocks of queries."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ from kvfold.methods.stages.allocate.lazy import mass_of_last_query
 from kvfold.methods.stages.allocate.norm_cut import norm_cut
 from kvfold.methods.stages.score.position import recency
 
-CELLS = 96  # queries and entries are pooled into at most so many spans each
+CELLS = 96  # spans that queries, and entries, are pooled into, at most
 SINKS, WINDOW = 4, 1024  # SimLayerKV, section 5; its sinks are DBudgetKV's as well
-MOST = 0.9  # of the attention, in "the entries that hold most of it"
-# Parts of the norm that may be lost, four decades in even steps.
+MOST = 0.9  # share of the attention mass that `holders` counts entries for
+# Fractions of the norm that may be lost: four decades, 20 steps each (DBudgetKV).
 THRESHOLDS = tuple(10 ** (step / 20 - 4) for step in range(81))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What one layer attended to while it read N tokens.
+    """Attention statistics of one layer over a prefill of N tokens.
 
-    `index` is the layer's in the model. `cells [C, C]`: the part of a query's attention that goes
-    to a span of entries, mean over the queries of a span and over heads; `pool.cuts` says where
-    spans begin.
-    `entropy [Hq]` in nats, mean over queries. `holders [H]`: the fewest entries that received
-    `MOST` of all attention. `variance [H]` of the column sums (D2O). `edges [N]`: each query's
-    attention to the sinks and to the `window` tokens that end with it, mean over heads; `lazy` the
-    last one's, as SimLayerKV computes it. `kept [len(THRESHOLDS)]`: entries per head that keep the
-    last query's norm to within each threshold (DBudgetKV, no layer frozen).
+    index: the layer's index in the model.
+    cells: `[C, C]`, attention mass from a span of queries to a span of entries, mean over the
+        span's queries and over heads; `downsample.cuts` gives the spans.
+    entropy: `[Hq]`, in nats, mean over queries.
+    holders: `[H]`, fewest entries that receive `MOST` of the attention mass.
+    variance: `[H]`, variance of the column sums (D2O).
+    edges: `[N]`, each query's attention mass on the sinks and on the window that ends with it,
+        mean over heads.
+    lazy: the last query's mass on sinks and window, as SimLayerKV computes it.
+    kept: `[len(THRESHOLDS)]`, entries per head that keep the norm of the last query's attention
+        within each threshold (DBudgetKV, no layer frozen).
     """
 
     index: int
@@ -55,7 +58,7 @@ class Attention:
 
 
 def lazy_window(tokens: int) -> int:
-    """SimLayerKV's window, but at most an eighth of the text: a longer one would hide it all."""
+    """SimLayerKV's window in tokens, but at most N / 8: it would cover all of a short text."""
     return max(1, min(WINDOW, tokens // 8))
 
 
@@ -64,10 +67,10 @@ def watch(
     input_ids: Tensor,
     seen: Callable[[], None] = lambda: None,
 ) -> list[Attention]:
-    """Every compressible layer's attention over `input_ids [1, N]`; `seen` is called after each.
+    """Statistics of every compressible layer over `input_ids [1, N]`; `seen()` is called per layer.
 
-    The model runs once and nothing of it is kept; at no time is there a matrix of N × N.
-    Raises UnsupportedModel for a model whose attention kvfold cannot see.
+    One prefill with a full cache, which is then dropped; no N × N matrix is ever built. Raises
+    UnsupportedModel for a model whose attention kvfold cannot observe.
     """
     found: list[Attention] = []
 
@@ -75,7 +78,7 @@ def watch(
         found.append(measure(observed, indices[observed.layer]))
         seen()
 
-    cache = CompressedCache(model, _Watching(input_ids.shape[1], see))
+    cache = CompressedCache(model, _ObserveAll(input_ids.shape[1], see))
     own = [(i, layer) for i, layer in enumerate(cache.layers) if layer in cache.compressed_layers]
     indices = [index for index, _ in own]
     length = input_ids.shape[1]
@@ -84,11 +87,11 @@ def watch(
 
 
 def measure(seen: Observation, index: int) -> Attention:
-    """The statistics of one row's layer whose queries were all observed, with its column sums."""
+    """Statistics of layer `index`, from a one-row observation of all queries and column sums."""
     assert seen.queries is not None and seen.column_sums is not None
     tokens = seen.positions.shape[2]
     window = lazy_window(tokens)
-    cells, entropy, edges = _through_blocks(seen, window)
+    cells, entropy, edges = _blockwise_statistics(seen, window)
     lazy = mass_of_last_query(seen, sinks=SINKS, window=window)
     cut = partial(norm_cut, seen, sinks=SINKS, keep_layers=())
     return Attention(
@@ -104,16 +107,16 @@ def measure(seen: Observation, index: int) -> Attention:
 
 
 def holders(received: Tensor, part: float) -> Tensor:
-    """The fewest entries `[H]` that hold `part` of what all `received [H, N]`."""
+    """Fewest entries `[H]` whose sum is at least `part` of the total of `received [H, N]`."""
     running = received.double().sort(dim=-1, descending=True).values.cumsum(-1)
     return (running < part * running[:, -1:]).sum(-1) + 1
 
 
-def _through_blocks(seen: Observation, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cells `[C, C]`, entropy `[Hq]` and edges `[N]`, from one pass over blocks of queries."""
+def _blockwise_statistics(seen: Observation, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cells `[C, C]`, entropy `[Hq]` and edges `[N]` in one pass over blocks of queries."""
     assert seen.queries is not None
     heads, tokens = seen.queries.shape[1:3]
-    # Their products with values are not wanted: one column of anything will do.
+    # The attention output is not needed: one column stands in for the values.
     blocks = AttentionBlocks(
         seen.queries, seen.keys, seen.keys[..., :1], None, seen.scale, seen.softcap, seen.sinks
     )
@@ -127,13 +130,13 @@ def _through_blocks(seen: Observation, window: int) -> tuple[Tensor, Tensor, Ten
         entropy[own] += torch.special.entr(of_heads).sum((1, 2))
         rows = of_heads.sum(0)
         cells += spans[at.start : at.end].T @ (rows @ spans[: at.seen])
-        edges[at.start : at.end] += _at_edges(rows, at.start, window)
+        edges[at.start : at.end] += _sink_and_window_mass(rows, at.start, window)
     queries = spans.sum(0)[:, None]
     return cells / (queries * heads), entropy / tokens, edges / heads
 
 
-def _at_edges(rows: Tensor, start: int, window: int) -> Tensor:
-    """Attention `[S]` of queries `start`, `start + 1`, … to sinks and window; rows `[S, T]`."""
+def _sink_and_window_mass(rows: Tensor, start: int, window: int) -> Tensor:
+    """Mass `[S]` on sinks and window, of attention `rows [S, T]` whose first query is `start`."""
     first = max(SINKS, start - window + 1)
     near = rows[:, first:]
     entries = torch.arange(first, first + near.shape[1], device=rows.device)
@@ -143,8 +146,8 @@ def _at_edges(rows: Tensor, start: int, window: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Watching(Method):
-    """Keeps every entry, and shows what each layer observed to `see`."""
+class _ObserveAll(Method):
+    """A method that keeps every entry and passes each layer's observation to `see`."""
 
     name: ClassVar[str] = "watching"
     takes_budget: ClassVar[bool] = False

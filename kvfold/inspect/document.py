@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text that is looked at: its tokens as they are read, and where its needles lie."""
+"""Documents to inspect: token ids, the text of each token, and the positions of needles."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvfold.eval import ruler
 from kvfold.hf.chat_template import Frame, token_count, token_ids
 from kvfold.hf.user_text import content, led, segments
 
-KEYS = 6
-LENGTH = 2048
+KEYS = 6  # needles of a generated document
+LENGTH = 2048  # tokens of a generated document
 NEEDLE = re.compile(r"One of the special magic numbers for \S+ is: \d+\.")
 
 
 @dataclass(frozen=True)
-class Needle:
-    """Positions `start` to `stop − 1` hold what may be asked for; `asked`: what is."""
+class NeedleSpan:
+    """Token positions `start` to `stop − 1` of a needle; `asked` if the question is about it."""
 
     start: int
     stop: int
@@ -34,33 +34,36 @@ class Needle:
 
 @dataclass(frozen=True)
 class Document:
-    """A text behind what a chat template puts before a user's message.
+    """A text in the place of a user's message: the chat template's opening, then the text.
 
-    `ids [1, N]` are what a model reads, `pieces` the text of each, which joined are the whole.
-    With `special_tokens` its control tokens are meant, as a chat template's are.
+    `ids [1, N]` are the token ids, `pieces` the N texts of the tokens, which concatenate to the
+    whole. With `special_tokens`, control tokens spelt in the text become special tokens.
     """
 
     text: str
     ids: Tensor
     pieces: tuple[str, ...]
-    needles: tuple[Needle, ...] = ()
+    needles: tuple[NeedleSpan, ...] = ()
     special_tokens: bool = False
 
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = False
     ) -> Document:
-        """`text` as `kvfold.compress` reads it; raises KvfoldError for one without tokens."""
+        """`text` tokenised as in `kvfold.compress`; raises KvfoldError below two tokens."""
         whole = Frame.of(tokenizer).before, content(text, special_tokens)
         ids = token_ids(tokenizer, *whole)
         if ids.shape[1] < 2:
-            raise KvfoldError("the text is shorter than two tokens: there is nothing to look at")
+            raise KvfoldError("the text is shorter than two tokens: there is nothing to inspect")
         pieces = text_of_tokens(tokenizer, segments(tokenizer, *whole), ids)
         return cls(text, ids, tuple(pieces), special_tokens=special_tokens)
 
     @classmethod
     def with_needles(cls, tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Document:
-        """Needles in noise, a question about one, and the first words of its answer."""
+        """Needles in noise, a question about one, and the first words of its answer.
+
+        Raises KvfoldError if `length` tokens cannot hold the needles.
+        """
         count = partial(token_count, tokenizer)
         try:
             sample = ruler.generate("multikey", length, count, random.Random(seed), keys=KEYS)
@@ -70,14 +73,14 @@ class Document:
         text = f"{sample.document}\n{question.text}{after}{question.prefix}"
         made = cls.of(tokenizer, text, special_tokens=True)
         needles = [
-            Needle(start, stop, asked=question.answers[0] in needle)
+            NeedleSpan(start, stop, asked=question.answers[0] in needle)
             for start, stop, needle in needles_in(made.pieces)
         ]
         return replace(made, needles=tuple(needles))
 
 
 def needles_in(pieces: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Where needles lie among the tokens that have these `pieces`, `stop` excluded, and each."""
+    """(start, stop, text) of each needle in the tokens with these `pieces`; `stop` is exclusive."""
     ends = list(itertools.accumulate(map(len, pieces), initial=0))
     for match in NEEDLE.finditer("".join(pieces)):
         tokens = range(len(pieces))
@@ -88,9 +91,9 @@ def needles_in(pieces: Sequence[str]) -> Iterator[tuple[int, int, str]]:
 def text_of_tokens(
     tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], ids: Tensor
 ) -> list[str]:
-    """Each token's part of the text of these segments, which became `ids [1, N]`.
+    """The text of each token of `ids [1, N]`, which are the tokens of the segments `parts`.
 
-    The first of several tokens that share a character has all of it.
+    A character spread over several tokens belongs to the first of them.
     """
     if not tokenizer.is_fast:
         return [str(tokenizer.decode([number])) for number in ids[0].tolist()]

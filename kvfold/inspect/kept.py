@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions each method kept, per layer and KV head, as a picture."""
+"""Figure of the positions that each method kept, per layer and KV head."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-# positions[l][b][h]: original positions stored, 1-D; what `cache.positions(l)` gives for each l.
+# positions[l][b][h]: 1-D tensor of stored token positions, from `cache.positions(l)`.
 Positions = Sequence[Sequence[Sequence[Tensor]]]
 
 INK = LinearSegmentedColormap.from_list("kept", ["#eef1f5", "#1f4e8c"])
 NEEDLE = "#d1495b"
-COLUMNS = 1200
-TICKS = 8  # layers with a number beside them, at most
+COLUMNS = 1200  # pixels across, at most
+TICKS = 8  # labelled layers, at most
 
 
 def kept_figure(
@@ -31,9 +31,9 @@ def kept_figure(
 
     Args:
         kept: label → positions `[L][B][H]`.
-        seen: tokens seen, the width of the picture.
+        seen: tokens seen, the range of the x axis.
         needles: spans `(start, stop)` of positions, marked in red above each panel.
-        row: which row of the batch is drawn.
+        row: the row of the batch to draw.
     """
     grids = {label: kept_grid(positions, seen, row) for label, positions in kept.items()}
     heads = max(len(positions[0][row]) for positions in kept.values())
@@ -47,10 +47,14 @@ def maps_figure(
     rows: str,
     layers: Sequence[int] | None = None,
 ) -> Figure:
-    """One panel per label, its grid `[L·lines, seen]` in [0, 1]: how much of a position was kept.
+    """One panel per label.
 
-    `lines` of a grid make up a layer, `rows` says what they are; `layers [L]` are the layers'
-    numbers where they are not 0, 1, 2, …
+    Args:
+        grids: label → `[L·lines, seen]` in [0, 1], the share of a position that was kept.
+        needles: spans `(start, stop)` of positions, marked in red above each panel.
+        lines: lines of a grid per layer.
+        rows: label of the y axis.
+        layers: L indices of the layers, by default 0, 1, 2, …
     """
     figure = Figure(figsize=(11, 0.7 + 1.35 * len(grids)), dpi=130, layout="constrained")
     panels = figure.subplots(len(grids), 1, sharex=True, squeeze=False)[:, 0]
@@ -64,7 +68,7 @@ def maps_figure(
 
 
 def kept_grid(positions: Positions, seen: int, row: int = 0) -> np.ndarray:
-    """`[L·H, seen]` bool: whether a layer's KV head kept a position."""
+    """Bool grid `[L·H, seen]`: true where a layer's KV head kept a position."""
     heads = [head for layer in positions for head in layer[row]]
     grid = np.zeros((len(heads), seen), dtype=bool)
     for line, head in zip(grid, heads, strict=True):
@@ -74,7 +78,7 @@ def kept_grid(positions: Positions, seen: int, row: int = 0) -> np.ndarray:
 
 def _draw(panel: Axes, grid: np.ndarray, heads: int, names: Sequence[int]) -> None:
     lines, seen = grid.shape
-    # About one column per pixel: where it covers several positions its shade is the share kept.
+    # One column per pixel; a column over several positions shows the share kept.
     edges = np.linspace(0, seen, min(seen, COLUMNS) + 1).astype(int)
     shades = np.add.reduceat(grid.astype(float), edges[:-1], axis=1) / np.diff(edges)
     panel.imshow(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, as one HTML page that needs nothing but itself."""
+"""Self-contained HTML page with a document, its attention statistics and the entries kept."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from kvfold.inspect.retention import Holding
 from kvfold.methods.stages.allocate.density import densities
 
 DECADES = 5  # of the logarithmic scale of attention, below 1
-BREAKS, BREAK = 2, "\u21b5"  # line breaks in a row that are shown as such, and a further one
-STRIP = 600  # columns of a layer's strip in the lazy map, at most
+# Consecutive line breaks shown as such, and the sign for each further one.
+BREAKS, BREAK = 2, "\u21b5"
+STRIP = 600  # columns of the lazy-layer map, at most
 SCRIPTS = ("charts.js", "document.js", "page.js")
 
 
 def page(
     title: str, document: Document, layers: Sequence[Attention], holdings: Sequence[Holding]
 ) -> str:
-    """The page; whatever the text holds is data in it, never markup or script."""
+    """The HTML page; the document's text is embedded as data, never as markup or script."""
     template = files("kvfold.inspect") / "template"
     parts = {
         "title": html.escape(title),
@@ -42,7 +43,7 @@ def page(
 
 
 def as_script_data(value: Any) -> str:
-    """JSON that a `<script>` element may hold: nothing in it ends the element or opens another."""
+    """JSON without the characters <, > and &, safe inside a `<script>` element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -50,7 +51,7 @@ def as_script_data(value: Any) -> str:
 def contents(
     title: str, document: Document, layers: Sequence[Attention], holdings: Sequence[Holding]
 ) -> dict[str, Any]:
-    """What the page's script reads; grids are bytes in base64, row by row."""
+    """Data of the page's script; grids are row-major bytes in base64."""
     tokens = len(document.pieces)
     return {
         "facts": _facts(title, tokens, layers, holdings),
@@ -59,7 +60,7 @@ def contents(
         "needles": [vars(needle) for needle in document.needles],
         "layers": [layer.index for layer in layers],
         "heads": holdings[0].heads,
-        "methods": [{"name": h.method, "counts": _packed(h.counts)} for h in holdings],
+        "methods": [{"name": h.method, "counts": _base64_bytes(h.counts)} for h in holdings],
         "attention": [_attention(layer) for layer in layers],
         "d2o": _share_of_d2o(layers),
         "cuts": cuts(tokens, CELLS),
@@ -71,7 +72,7 @@ def contents(
 
 
 def folded(pieces: Sequence[str]) -> dict[int, str]:
-    """Pieces as the page shows them, where that differs: one blank line, and signs for more."""
+    """Replacements, by index, of pieces with more than `BREAKS` consecutive line breaks."""
     shown, breaks = {}, 0
     for index, piece in enumerate(pieces):
         text = ""
@@ -102,31 +103,31 @@ def _facts(
 
 def _attention(layer: Attention) -> dict[str, Any]:
     return {
-        "cells": _packed(logarithmic(layer.cells)),
-        "entropy": _short(layer.entropy),
+        "cells": _base64_bytes(logarithmic(layer.cells)),
+        "entropy": _rounded(layer.entropy),
         "holders": layer.holders.tolist(),
-        "variance": _short(layer.variance),
-        "edges": _packed((255 * means(layer.edges, STRIP)).round()),
+        "variance": _rounded(layer.variance),
+        "edges": _base64_bytes((255 * means(layer.edges, STRIP)).round()),
         "lazy": layer.lazy,
         "kept": layer.kept.tolist(),
     }
 
 
 def logarithmic(cells: Tensor) -> Tensor:
-    """Parts of attention as 1 to 255, `DECADES` up to 1; 0 where there is none."""
+    """Attention mass on a log scale: 1 to 255 over `DECADES` decades below 1; 0 for none."""
     level = (cells.clamp(min=1e-30).log10() / DECADES + 1).clamp(0, 1)
     return torch.where(cells > 0, (1 + 254 * level).round(), 0.0)
 
 
 def _share_of_d2o(layers: Sequence[Attention]) -> list[float]:
-    """D2O's budget of each layer over an even one (equation 5, normalised across layers)."""
+    """D2O's layer budgets over the uniform budget (equation 5, normalised across layers)."""
     density = densities([layer.variance[None] for layer in layers], "across_layers")[:, 0]
-    return _short((-density).softmax(0) * len(layers))
+    return _rounded((-density).softmax(0) * len(layers))
 
 
-def _short(values: Tensor) -> list[float]:
+def _rounded(values: Tensor) -> list[float]:
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
-def _packed(grid: Tensor) -> str:
+def _base64_bytes(grid: Tensor) -> str:
     return base64.b64encode(grid.to(torch.uint8).numpy().tobytes()).decode()

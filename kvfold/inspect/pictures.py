@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, as pictures: one figure for each of the papers' views."""
+"""Figures of attention statistics and kept entries, one per view of the papers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.kept import COLUMNS, maps_figure
 from kvfold.inspect.retention import Holding
 
-LEAST = 1e-5  # where the logarithmic scale of attention ends
-# Of one hue and ever darker, so that it reads without colour too.
+LEAST = 1e-5  # lower end of the logarithmic scale of attention
+# One hue of increasing darkness, readable in greyscale.
 SHADES = LinearSegmentedColormap.from_list(
     "attention", ["#f3f6fa", "#c6dbf0", "#75aedb", "#2170b5", "#08306b"]
 )
 WARM = "#d1495b"
 COLD = "#1f4e8c"
 GREY = "#888888"
-ACROSS = 4
+ACROSS = 4  # panels per row
 
 
 def attention_figure(layers: Sequence[Attention]) -> Figure:
-    """A heatmap per layer, and below them how many entries hold the attention (PyramidKV)."""
+    """Attention heatmaps per layer, and below them entries that hold most of it (PyramidKV)."""
     tokens, rows = len(layers[0].edges), -(-len(layers) // ACROSS)
     figure = Figure(figsize=(11, 2.9 * rows + 2.6), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1)
@@ -45,7 +45,7 @@ def attention_figure(layers: Sequence[Attention]) -> Figure:
         panel.invert_yaxis()
         panel.set_aspect("equal")
         panel.set_title(f"layer {layer.index}", loc="left", fontsize=9)
-        _bare(panel, grid=False)
+        _clean_axes(panel, grid=False)
         panel.set_xticks([])
         panel.set_yticks([])
     for left_over in panels:
@@ -53,31 +53,31 @@ def attention_figure(layers: Sequence[Attention]) -> Figure:
     above.supxlabel("entry", fontsize=9)
     above.supylabel("query", fontsize=9)
     bar = above.colorbar(shown, ax=above.axes, shrink=0.7, pad=0.01)
-    bar.set_label("part of a query's attention", fontsize=8)
+    bar.set_label("share of a query's attention", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     _pyramid(below.subplots(), layers, tokens)
     return figure
 
 
 def variance_figure(layers: Sequence[Attention]) -> Figure:
-    """Variance of the column sums: a dot per KV head, a line through the layers' means (D2O)."""
+    """Variance of the column sums: one dot per KV head, a line of layer means (D2O)."""
     figure = Figure(figsize=(11, 3.2), dpi=130, layout="constrained")
     panel = figure.subplots()
     heads = [(layer.index, float(v)) for layer in layers for v in layer.variance]
     panel.plot(*zip(*heads, strict=True), "o", color=GREY, markersize=4, label="KV heads")
     of_layers = [float(layer.variance.mean()) for layer in layers]
-    panel.plot(_names(layers), of_layers, color=COLD, label="mean")
+    panel.plot(_layer_indices(layers), of_layers, color=COLD, label="mean")
     panel.set_yscale("log")
     panel.set_title("variance of column sums", loc="left", fontsize=10)
-    panel.set_xticks(_names(layers))
+    panel.set_xticks(_layer_indices(layers))
     panel.set_xlabel("layer", fontsize=9)
     panel.legend(frameon=False, fontsize=8)
-    _bare(panel)
+    _clean_axes(panel)
     return figure
 
 
 def lazy_figure(layers: Sequence[Attention]) -> Figure:
-    """Attention to sinks and window, layer × query: dark layers are lazy (SimLayerKV)."""
+    """Attention mass on sinks and window, layer × query; dark layers are lazy (SimLayerKV)."""
     tokens = len(layers[0].edges)
     figure = Figure(figsize=(11, 1.6 + 0.22 * len(layers)), dpi=130, layout="constrained")
     panel = figure.subplots()
@@ -96,12 +96,12 @@ def lazy_figure(layers: Sequence[Attention]) -> Figure:
         f"attention to the first {SINKS} tokens and the last {window}", loc="left", fontsize=10
     )
     figure.colorbar(shown, ax=panel, pad=0.01).ax.tick_params(labelsize=8)
-    _bare(panel, grid=False)
+    _clean_axes(panel, grid=False)
     return figure
 
 
 def norm_figure(layers: Sequence[Attention]) -> Figure:
-    """What the last query's attention loses of its norm, over the entries kept (DBudgetKV)."""
+    """Relative loss of the last query's attention norm against entries kept (DBudgetKV)."""
     figure = Figure(figsize=(11, 3.6), dpi=130, layout="constrained")
     panel = figure.subplots()
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
@@ -114,14 +114,14 @@ def norm_figure(layers: Sequence[Attention]) -> Figure:
     panel.set_xlabel("entries kept: sinks and the newest", fontsize=9)
     panel.set_ylabel("norm lost at most", fontsize=9)
     figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=8)
-    _bare(panel)
+    _clean_axes(panel)
     return figure
 
 
 def kept_maps_figure(
     document: Document, layers: Sequence[int], holdings: Sequence[Holding]
 ) -> Figure:
-    """Layer × position for each method: the share of KV heads that hold a token."""
+    """Layer × position map per method: the share of KV heads that store a token."""
     grids = {holding.method: holding.shares.numpy() for holding in holdings}
     needles = [(needle.start, needle.stop) for needle in document.needles]
     return maps_figure(grids, needles, 1, "layer, shade: share of KV heads", layers)
@@ -131,15 +131,15 @@ def _pyramid(panel: Axes, layers: Sequence[Attention], tokens: int) -> None:
     for label, color, found in CURVES:
         heads = [found(layer).numpy() for layer in layers]
         low, mean, high = ([float(f(v)) for v in heads] for f in (np.min, np.mean, np.max))
-        panel.fill_between(_names(layers), low, high, color=color, alpha=0.15, linewidth=0)
-        panel.plot(_names(layers), mean, color=color, marker="o", markersize=4, label=label)
+        panel.fill_between(_layer_indices(layers), low, high, color=color, alpha=0.15, linewidth=0)
+        panel.plot(_layer_indices(layers), mean, color=color, marker="o", markersize=4, label=label)
     panel.set_yscale("log")
     panel.set_ylim(1, tokens)
-    panel.set_xticks(_names(layers))
+    panel.set_xticks(_layer_indices(layers))
     panel.set_xlabel("layer", fontsize=9)
     panel.set_ylabel(f"entries, of {tokens:,}", fontsize=9)
     panel.legend(frameon=False, fontsize=8, title="band: heads", title_fontsize=8)
-    _bare(panel)
+    _clean_axes(panel)
 
 
 CURVES: tuple[tuple[str, str, Callable[[Attention], Tensor]], ...] = (
@@ -148,11 +148,11 @@ CURVES: tuple[tuple[str, str, Callable[[Attention], Tensor]], ...] = (
 )
 
 
-def _names(layers: Sequence[Attention]) -> list[int]:
+def _layer_indices(layers: Sequence[Attention]) -> list[int]:
     return [layer.index for layer in layers]
 
 
-def _bare(panel: Axes, grid: bool = True) -> None:
+def _clean_axes(panel: Axes, grid: bool = True) -> None:
     panel.spines[:].set_visible(False)
     panel.tick_params(which="both", length=0, labelsize=8)
     if grid:

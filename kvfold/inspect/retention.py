@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a method still holds once a text is compressed: by how many heads, in each layer."""
+"""Retention: the number of KV heads per layer that still store each token after compression."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.budget import Budget
-from kvfold.inspect.document import Document, Needle
+from kvfold.inspect.document import Document, NeedleSpan
 from kvfold.inspect.kept import Positions
 from kvfold.methods.base import parse
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What `method` kept of N tokens: `counts [L, N]` KV heads hold each, of `heads [L]`."""
+    """Entries that `method` kept of N tokens.
+
+    `counts [L, N]` is the number of KV heads that store a token, `heads` the KV heads of each of
+    the L layers; `nbytes` and `nbytes_full` are bytes of this cache and of a full one.
+    """
 
     method: str
     budget: str
@@ -30,16 +34,16 @@ class Holding:
 
     @property
     def shares(self) -> Tensor:
-        """The part of a layer's KV heads that hold each token `[L, N]`."""
+        """Share of a layer's KV heads that store each token, `[L, N]`."""
         return self.counts / torch.tensor(self.heads)[:, None]
 
     @property
     def kept(self) -> float:
-        """The part of all entries that is stored."""
+        """Entries stored over entries seen."""
         return int(self.counts.sum()) / (sum(self.heads) * self.counts.shape[1])
 
-    def kept_of(self, needles: Sequence[Needle]) -> float:
-        """The part of the entries in `needles`, of which there is at least one, that is stored."""
+    def kept_of(self, needles: Sequence[NeedleSpan]) -> float:
+        """Share of the entries inside `needles` (at least one) that is stored."""
         inside = torch.cat([self.counts[:, n.start : n.stop] for n in needles], 1)
         return int(inside.sum()) / (sum(self.heads) * inside.shape[1])
 
@@ -52,7 +56,10 @@ def hold(
     budget: Budget,
     seed: int = 0,
 ) -> Holding:
-    """Compresses `document` by `method`, to `budget` where it takes one; raises as `compress`."""
+    """Compresses `document` by `method`; a method without budget ignores `budget`.
+
+    Raises what `kvfold.compress` raises.
+    """
     limit = budget if parse(method).takes_budget else None
     context = kvfold.compress(
         model,
@@ -62,7 +69,7 @@ def hold(
         limit,
         seed=seed,
         special_tokens=document.special_tokens,
-        allow_longer=True,  # whoever made the document has looked
+        allow_longer=True,  # the caller has checked the length
     )
     stats = context.stats()
     positions = [context.cache.positions(i) for i in range(len(stats.kept))]
@@ -72,6 +79,6 @@ def hold(
 
 
 def heads_per_token(positions: Positions, tokens: int) -> Tensor:
-    """How many KV heads of each layer hold each token, `[L, N]`; of the first row."""
+    """Number of KV heads per layer that store each token, `[L, N]`, in the batch's first row."""
     rows = [torch.cat(list(layer[0])).cpu().bincount(minlength=tokens) for layer in positions]
     return torch.stack(rows)
