@@ -78,7 +78,7 @@ def passages(folder: Path, tokenizer, count: int) -> Iterator[Passages]:
 def read(model: PreTrainedModel, ids: Tensor) -> tuple[kvfold.CompressedCache, Tensor]:
     """A cache whose prompt is read and still whole, with column sums, and the last logits."""
     cache = kvfold.CompressedCache(model, "h2o", 1.0)
-    cache.turn.reading = True
+    cache.phase.reading = True
     out = model(ids[:, :PROMPT], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache, out.logits
 
@@ -89,7 +89,7 @@ def compressed(
     """The prompt that was read, compressed by `method`: reading is the same for all of these."""
     cache = copy.deepcopy(whole)
     fresh = kvfold.CompressedCache(model, method, None if method == "full" else kept)
-    for layer, planned in zip(cache.compressed_layers, fresh.compressed_layers, strict=True):
+    for layer, planned in zip(cache.states, fresh.states, strict=True):
         layer.plan = planned.plan
         if not layer.plan.stages.needs.column_sums:
             layer.sums = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVzip's prefill with its scoring beside a plain prefill: `python benchmarks/rebuilding.py`.
+"""KVzip's prefill with its scoring beside a plain prefill: `python benchmarks/reconstruction.py`.
 
 A model of 8 layers, 8 query and 4 KV heads of 64, with random weights; interleaved, one thread.
 """

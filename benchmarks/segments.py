@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from kvfold.bench.clock import seconds
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.store.encoding import Encode
-from kvfold.store.ragged import SegmentStore
+from kvfold.store.ragged import RaggedStore
 
 HEADS, GROUPS, SIZE = 8, 4, 128
 KEPT = 0.25
@@ -38,7 +38,7 @@ def compare(length: int, repeats: int) -> tuple[float, float, float]:
     for head, count in enumerate(skewed(length)):
         slots[0, head, slots.shape[-1] - count :] = torch.arange(count)
     positions = torch.arange(length).expand(1, HEADS, length)
-    store = SegmentStore(key, value, positions, slots, Encode())
+    store = RaggedStore(key, value, positions, slots, Encode())
     store.encode_due(decoding=False)
     store.append(*torch.randn(2, 1, HEADS, TAIL, SIZE), first=length)
     stored = store.view()

@@ -52,7 +52,7 @@ def _stands_alone(name: str) -> bool:
 
 def merges(spec: str) -> bool:
     """Whether kept entries are changed by those that are evicted."""
-    return kvfold.parse(spec).stages().compensate is not None
+    return kvfold.parse(spec).stages().merge is not None
 
 
 def encodes(spec: str) -> bool:
@@ -69,7 +69,7 @@ def is_uniform(spec: str) -> bool:
 def needs_driver(spec: str) -> bool:
     """Whether a bare forward is refused, because the method runs forwards of its own."""
     stages = kvfold.parse(spec).stages()
-    return stages.needs.rebuilding is not None or stages.funnel is not None
+    return stages.needs.reconstruction is not None or stages.token_pruning is not None
 
 
 NAMED = [_spec(name) for name in kvfold.list_methods() if _stands_alone(name)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold.bundled
-from kvfold.cache.state import PER_ENTRY
+from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW
 from kvfold.eval.run.cell import FULL, Cell, Protocol, Subject
 from kvfold.eval.run.job import Job, run
 from kvfold.eval.run.plan import Contender, Plan, Wanted
@@ -147,9 +147,9 @@ def outcome(*scores: float, weights: tuple[float, ...] | None = None, **fields: 
 def contents(cache: kvfold.CompressedCache) -> list[dict[str, list[Tensor]]]:
     """Copies of all that each layer holds: entries, positions, and what was observed of them."""
     found = []
-    for layer in cache.compressed_layers:
+    for layer in cache.states:
         named = {name: [x.clone() for x in parts] for name, parts in layer.stored().named().items()}
-        for name in (*PER_ENTRY, "capacity", "merging", "error"):
+        for name in (*PER_ENTRY, *PER_HEAD, *PER_ROW):
             if getattr(layer, name) is not None:
                 named[name] = [getattr(layer, name).clone()]
         found.append(named)

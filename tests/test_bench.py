@@ -38,12 +38,12 @@ from kvfold.bench.table import tables
 from kvfold.bench.throughput import BatchRun, Throughput, largest, sizes
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cli import app
-from kvfold.cli.console import console
 from kvfold.errors import KvfoldError
 from kvfold.generation.static import decode as static_decode
 from kvfold.generation.static.decode import compiling
 from kvfold.hf import compiling as hf_compiling
 from kvfold.jobs.records import Store
+from kvfold.terminal import console
 
 from .models import build, continuation
 
@@ -201,14 +201,14 @@ def test_time_inside_time_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compression_is_told_from_prefill(subject: Subject) -> None:
-    before = (CompressedLayer.finish, CompressedLayer.end_turn)
+    before = (CompressedLayer.finish, CompressedLayer.end_reading)
     ids = subject.tokens(1, 80)
     full = FullSide(subject, Kernels()).prefill(ids, 1)
     assert full.compression == 0.0
     for method in ("snapkv", "kvzip"):
         taken = MethodSide(subject, method, "0.5").prefill(ids, 1)
         assert 0 < taken.compression < taken.seconds
-    assert (CompressedLayer.finish, CompressedLayer.end_turn) == before
+    assert (CompressedLayer.finish, CompressedLayer.end_reading) == before
 
 
 def test_what_is_watched_is_restored_after_an_error() -> None:
@@ -483,7 +483,7 @@ def test_a_compiled_side_holds_what_an_eager_one_does(
     assert compiled.cache_size().nbytes == pytest.approx(eager.cache_size().nbytes, rel=0.1)
     assert compiled.peak_alone(1, 80, 30) is None
     compiled.fixed.hand_back()
-    for layer in range(len(eager.cache.compressed_layers)):
+    for layer in range(len(eager.cache.states)):
         for mine, theirs in zip(
             compiled.cache.positions(layer)[0], eager.cache.positions(layer)[0], strict=True
         ):

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 import kvfold
+from kvfold.kernels.views import BLOCK
 from kvfold.store.buffer import slack
-from kvfold.store.encoding import BLOCK
 from kvfold.store.ragged_part import ROOM
 from tests.models import build, continuation, prompts
 from tests.test_cli import word_tokenizer

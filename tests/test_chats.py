@@ -13,7 +13,7 @@ from torch import Tensor
 import kvfold
 from kvfold import BudgetError, KvfoldError
 from kvfold.cache.fork import end_turn, fork, fork_within
-from kvfold.store.ragged import SegmentStore
+from kvfold.store.ragged import RaggedStore
 from tests.models import build
 from tests.serving import running
 from tests.test_cli import word_tokenizer
@@ -53,7 +53,7 @@ def compressed(model: Any, tokenizer: Any, spec: str) -> kvfold.Context:
     budget = 1.0 if spec == "d2o_official" else 60
     limit = budget if method.takes_budget else None
     context = kvfold.compress(model, tokenizer, DOCUMENT, method, limit)
-    for layer in context.cache.compressed_layers:
+    for layer in context.cache.states:
         layer.settle_sinks()  # as the first reader does
     return context
 
@@ -145,7 +145,7 @@ def test_turns_read_what_stays_and_nothing_else(tokenizer, spec):
     """Against transformers' own cache, in which what was evicted is hidden."""
     model = new_model(dtype=torch.float64)
     context = compressed(model, tokenizer, spec)
-    assert isinstance(context.cache.compressed_layers[0].store, SegmentStore) == (
+    assert isinstance(context.cache.states[0].store, RaggedStore) == (
         spec in ("adakv:window=4", "kvzip")
     )
     truth = MaskedDense(copy.deepcopy(model))

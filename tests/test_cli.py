@@ -274,7 +274,7 @@ def test_options_that_mean_nothing_with_vllm_are_refused_by_name(option, tmp_pat
 def test_options_that_mean_something_with_vllm_are_taken(tmp_path, monkeypatch):
     given = {}
     monkeypatch.setattr(
-        "kvfold.serve.vllm.cli.serve", lambda model, **options: given.update(options)
+        "kvfold.cli.serve_vllm.serve", lambda model, **options: given.update(options)
     )
     words = ("--port", "0", "--body", "1MiB", "--api-key", "k", "--vllm", "--x 1")
     vllm = "serve", "bundled", "--engine", "vllm", "--folder", str(tmp_path), "--host", "::1"

@@ -329,12 +329,12 @@ def test_a_row_merges_as_it_does_alone_and_in_any_order():
         assert_rows_are_their_own(eviction, merge_similar)
 
 
-def assert_rows_are_their_own(eviction, compensate):
-    batch = compensate(eviction)
-    turned = compensate(some_rows(eviction, [2, 0, 3, 1]))
+def assert_rows_are_their_own(eviction, merge):
+    batch = merge(eviction)
+    turned = merge(some_rows(eviction, [2, 0, 3, 1]))
     for row in range(4):
         one = alone(eviction, row)
-        single = compensate(one)
+        single = merge(one)
         for part in (0, 1):
             whole = without_holes(batch[part], eviction)
             torch.testing.assert_close(
@@ -376,14 +376,14 @@ def test_nothing_evicted_changes_nothing():
     assert state is eviction.state
 
 
-@pytest.mark.parametrize("compensate", [merge_similar, spread_values])
-def test_heads_that_keep_nothing_lose_everything(compensate):
+@pytest.mark.parametrize("merge", [merge_similar, spread_values])
+def test_heads_that_keep_nothing_lose_everything(merge):
     nothing = evict([(12, 0)])
-    keys, values, state = compensate(nothing)
+    keys, values, state = merge(nothing)
     assert keys.shape == (1, 2, 0, 8) and values.shape == (1, 2, 0, 5) and state is None
     # Head 1 keeps one entry fewer than head 0: none.
     eviction = evict([(12, 1)])
-    keys, values, state = compensate(eviction)
+    keys, values, state = merge(eviction)
     assert keys[:, 0].isfinite().all() and values[:, 0].isfinite().all()
     assert state is None or (state[:, 0].isfinite().all() and state[:, 1].isnan().all())
 
@@ -575,23 +575,23 @@ def test_what_gains_nothing_is_unchanged_bit_for_bit(seed, dtype, one):
 
 def test_options_reach_the_merging():
     eviction = evict([(40, 12)])
-    official = parse("d2o_official").stages().compensate(eviction)
+    official = parse("d2o_official").stages().merge(eviction)
     expected = merge_similar(eviction, beta=0.5, weights="official", decide="head_mean")
     assert torch.equal(official[0], expected[0])
-    by_values = parse("d2o:merge=average,similarity=values").stages().compensate(eviction)
+    by_values = parse("d2o:merge=average,similarity=values").stages().merge(eviction)
     assert torch.equal(by_values[1], merge_similar(eviction, on="values", weights="average")[1])
-    assert parse("d2o:merge=none").stages().compensate is None
-    cam = parse("cam:targets=3,newest=0,deterministic=yes").stages().compensate(eviction)
+    assert parse("d2o:merge=none").stages().merge is None
+    cam = parse("cam:targets=3,newest=0,deterministic=yes").stages().merge(eviction)
     assert torch.equal(cam[1], spread_values(eviction, targets=3, deterministic=True)[1])
 
 
 def test_merging_is_composed_with_a_method_that_evicts():
-    assert parse("knorm + merge:rule=d2o").stages().compensate is merge_similar
-    assert parse("knorm + merge:rule=cam").stages().compensate is spread_values
+    assert parse("knorm + merge:rule=d2o").stages().merge is merge_similar
+    assert parse("knorm + merge:rule=cam").stages().merge is spread_values
     assert parse("knorm + cam").stages().needs.column_sums
     with pytest.raises(IllegalComposition, match="compose it with a method that does"):
         parse("merge").stages()
-    with pytest.raises(IllegalComposition, match="compensate stage"):
+    with pytest.raises(IllegalComposition, match="merge stage"):
         parse("d2o + merge")
 
 

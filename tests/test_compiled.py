@@ -18,10 +18,10 @@ from kvfold.generation.static import ragged as segments
 from kvfold.kernels.quantized import attend_to_packed_segments, reads_packed
 from kvfold.kernels.reference import attend_with_column_sums
 from kvfold.kernels.static_buffers import attend_to_buffers
-from kvfold.store.buffer import Growing
+from kvfold.store.buffer import GrowingBuffer
 from kvfold.store.dense import DenseStore
 from kvfold.store.quantized import Packing
-from kvfold.store.ragged import SegmentStore
+from kvfold.store.ragged import RaggedStore
 from tests.budgets import NAMED, compressed
 from tests.models import build, continuation, prompts
 
@@ -83,12 +83,12 @@ def both(model: Any, spec: str, lengths: tuple[int, ...] = ALONE, **options: Any
 
 def where(cache: CompressedCache) -> list[Any]:
     """Kept positions, as plain lists."""
-    layers = range(len(cache.compressed_layers))
+    layers = range(len(cache.states))
     return [[[h.tolist() for h in row] for row in cache.positions(i)] for i in layers]
 
 
 def check_same(eager: CompressedCache, compiled: CompressedCache) -> None:
-    for layer in (*eager.compressed_layers, *compiled.compressed_layers):
+    for layer in (*eager.states, *compiled.states):
         if isinstance(layer.store, DenseStore) and layer.store.dead:
             layer.copy_alive()  # one may be further from the next time than the other
     assert compiled.get_seq_length() == eager.get_seq_length()
@@ -96,7 +96,7 @@ def check_same(eager: CompressedCache, compiled: CompressedCache) -> None:
     mine, theirs = compiled.stats(), eager.stats()
     for size in ("kv_bytes", "position_bytes", "state_bytes", "nbytes_full", "seen_per_row"):
         assert getattr(mine, size) == getattr(theirs, size)
-    for one, other in zip(eager.compressed_layers, compiled.compressed_layers, strict=True):
+    for one, other in zip(eager.states, compiled.states, strict=True):
         entries = other.columns()[..., None] >= 0
         for a, b in zip(one.stored().dense(), other.stored().dense(), strict=True):
             torch.testing.assert_close(a * entries, b * entries, atol=1e-5, rtol=1e-5)
@@ -147,7 +147,7 @@ def test_every_method_decodes_the_same_or_is_refused(model):
         check_same(*caches)
         stages = caches[0].method.stages()
         if stages.decode == "hold":
-            evicting.add(repr((stages.score, stages.compensate_one)))
+            evicting.add(repr((stages.score, stages.merge_one)))
     # Beside those that evict: one for rectangles, one for segments, two products with packed ones.
     assert graphs() == 4 + len(evicting)
     assert set(refusing) == {"cam", "streaming"}
@@ -188,7 +188,7 @@ def test_entries_leave_as_they_do_eagerly(model, spec, lengths, budget):
         assert where(caches[0]) == where(caches[1])
     else:
         check_same(*caches)
-    assert all(layer.stored().dead == 0 for layer in caches[1].compressed_layers)
+    assert all(layer.stored().dead == 0 for layer in caches[1].states)
 
 
 @pytest.mark.parametrize("spec", ["kivi:group=8,residual=8", *ENCODED[1:]])
@@ -221,10 +221,10 @@ def test_other_readers_of_a_context_see_it_as_it_was(model, spec):
     cache = compressed(model, spec)
     kvfold.generate(model, ids, cache=cache, max_new_tokens=1)
     reader = fork(cache)
-    before = [tensor.clone() for layer in reader.layers for tensor in layer.stored().dense()]
+    before = [tensor.clone() for layer in reader.states for tensor in layer.stored().dense()]
     text = torch.cat([ids, continuation(1, 5)], 1)
     kvfold.generate(model, text, cache=cache, do_sample=False, max_new_tokens=60, **COMPILED)
-    after = [tensor for layer in reader.layers for tensor in layer.stored().dense()]
+    after = [tensor for layer in reader.states for tensor in layer.stored().dense()]
     assert all(map(torch.equal, before, after))
     again = fork(reader)
     outs = [
@@ -545,7 +545,7 @@ def test_attention_to_what_is_packed_is_the_reference_on_what_it_stands_for(bits
     )
     every = torch.arange(100).expand(2, 2, 100)
     encode = Packing(key_bits=bits[0], value_bits=bits[1], group=16, residual=48)
-    store = SegmentStore(keys, values, None, every, encode)
+    store = RaggedStore(keys, values, None, every, encode)
     store.encode_due(decoding=False)
     stored = store.segments()
     assert reads_packed(stored)
@@ -563,7 +563,7 @@ def test_packed_entries_of_half_precision_are_summed_up_in_full():
         for heads, length in ((4, 1), (2, 100), (2, 100))
     )
     every = torch.arange(100).expand(1, 2, 100)
-    store = SegmentStore(keys, values, None, every, Packing(group=16, residual=48))
+    store = RaggedStore(keys, values, None, every, Packing(group=16, residual=48))
     store.encode_due(decoding=False)
     decoded = [entries.float() for entries in store.dense()]
     expected, _ = attend_with_column_sums(query.float(), *decoded, None, scale=0.3)
@@ -585,7 +585,7 @@ def test_what_is_packed_is_read_so(model, monkeypatch):
 
 @pytest.mark.parametrize("room", [5, 500])
 def test_room_holds_nothing_that_could_spoil_a_sum(room):
-    grown = Growing(torch.ones(1, 2, 30, 4))
+    grown = GrowingBuffer(torch.ones(1, 2, 30, 4))
     grown.reserve(0)[:, :, 30:] = torch.nan
     buffer = grown.reserve(room)
     assert buffer.shape[2] >= 30 + room and buffer.is_contiguous()

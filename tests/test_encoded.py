@@ -10,19 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvfold import KvfoldError, parse
+from kvfold.kernels.packing import PackedKeys, PackedValues, dequantise, pack, quantise, unpack
+from kvfold.kernels.views import Flat
 from kvfold.methods.observation import Observation
-from kvfold.store.encoding import Encode, Flat
+from kvfold.store.encoding import Encode
 from kvfold.store.paired import Pairing, extend_pair, merge, retained
 from kvfold.store.pruned import PrunedKeys, Pruning, channel_scores, kept_channels
-from kvfold.store.quantized import (
-    PackedKeys,
-    PackedValues,
-    Packing,
-    dequantise,
-    pack,
-    quantise,
-    unpack,
-)
+from kvfold.store.quantized import Packing
 
 SIZE, GROUP = 32, 16
 BITS = pytest.mark.parametrize("bits", [2, 4, 8])
@@ -332,7 +326,7 @@ def test_a_packing_packs_keys_and_values_in_their_bits():
     keys, values = packing.keys(segments, None, None), packing.values(segments)
     assert isinstance(keys, PackedKeys) and keys.bits == 2
     assert isinstance(values, PackedValues) and values.bits == 8
-    assert not packing.as_they_came
+    assert not packing.raw
 
 
 def test_groups_must_fill_the_head_size():
@@ -461,7 +455,7 @@ def test_recent_keys_and_generated_ones_stay_whole():
         assert count(20, 0, False) == 0
         assert count(100, 80, False) == 80
         assert count(500, 68, True) == 68
-    assert not pruning.as_they_came
+    assert not pruning.raw
 
 
 @DTYPES
@@ -648,7 +642,7 @@ def test_a_turn_is_paired_whole_and_generated_entries_in_blocks():
         assert count(163, 100, True) == 128
         assert count(120, 100, True) == 100
         assert count(10, 0, True) == 0
-    assert pairing.pairs and not pairing.as_they_came
+    assert pairing.pairs and not pairing.raw
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,8 @@ from transformers.modeling_utils import AttentionInterface
 
 import kvfold
 from kvfold.generation.generate import read_turn
-from kvfold.store.encoding import Encoded
-from kvfold.store.quantized import PackedKeys, PackedValues
-from kvfold.store.ragged import Segments
-from kvfold.store.ragged_part import PartView
+from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.views import Encoded, PartView, RaggedView
 from tests import truth as masked_dense
 from tests.budgets import compressed
 from tests.models import build, continuation, prompts
@@ -298,7 +296,7 @@ def test_what_is_shorter_than_the_residual_is_the_stock_cache(spec, dtype):
     text = continuation(1, 23, seed=3)
     for piece in (prompts(ALONE)[0], *text[:, :6].split(1, 1), text[:, 6:18], text[:, 18:19]):
         assert torch.equal(*(reader(piece) for reader in readers))
-    for layer, expected in zip(cache.compressed_layers, stock.layers, strict=True):
+    for layer, expected in zip(cache.states, stock.layers, strict=True):
         assert same(list(layer.store.dense()), [expected.keys, expected.values])
     assert cache.stats().position_bytes == 0
     assert not encoded_tensors(cache)
@@ -309,7 +307,7 @@ def test_short_rows_beside_long_ones_stay_as_they_came(model):
     reader = read(model, KIVI, PADDED)
     stock = Reader(model, stock_cache(model), prompts(PADDED)[1])
     stock(prompts(PADDED)[0])
-    for layer, expected in zip(reader.cache.compressed_layers, stock.cache.layers, strict=True):
+    for layer, expected in zip(reader.cache.states, stock.cache.layers, strict=True):
         keys, values = layer.store.dense()
         for mine, theirs in ((keys, expected.keys), (values, expected.values)):
             assert torch.equal(mine[2, :, -11:], theirs[2, :, -11:])
@@ -321,12 +319,12 @@ def test_short_rows_beside_long_ones_stay_as_they_came(model):
 
 def encoded_parts(cache: kvfold.CompressedCache) -> list[Encoded]:
     """All keys, and all values, that are encoded, of one layer after the other."""
-    views = [layer.store.view() for layer in cache.compressed_layers]
-    parts = [part.encoded for view in views if isinstance(view, Segments) for part in both(view)]
+    views = [layer.store.view() for layer in cache.states]
+    parts = [part.encoded for view in views if isinstance(view, RaggedView) for part in both(view)]
     return [part for part in parts if part is not None and sum(part.lengths)]
 
 
-def both(view: Segments) -> tuple[PartView, PartView]:
+def both(view: RaggedView) -> tuple[PartView, PartView]:
     return view.keys, view.values
 
 
@@ -385,7 +383,7 @@ def test_values_that_wait_for_their_lot_are_counted_whole(model, tokens, packed)
         reader(token)
     heads, number = 2, 8  # of a layer; bytes, in float64
     expected = 0
-    for layer in reader.cache.compressed_layers:
+    for layer in reader.cache.states:
         keys, values = (layer.stored()._keys, layer.stored()._values)
         assert values.encoded.lengths == [packed] * heads
         whole = tokens - tokens // 32 * 32 + tokens - packed

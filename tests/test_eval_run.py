@@ -67,7 +67,7 @@ def test_a_budget_from_a_shared_reading_is_that_of_a_reading_of_its_own(setting,
     finally:
         hook.remove()
     assert len(shared) == len(sizes) == 3
-    if kvfold.parse(spec).stages().funnel is None:
+    if kvfold.parse(spec).stages().token_pruning is None:
         assert together == len(forwards) > 0
 
 
@@ -181,7 +181,7 @@ def test_a_question_that_is_compressed_with_its_context_keeps_other_entries(monk
 
 def positions(cache: kvfold.CompressedCache, length: int) -> list[list[list[int]]]:
     """Kept positions before `length`, of each layer's heads."""
-    layers = range(len(cache.compressed_layers))
+    layers = range(len(cache.states))
     return [[head[head < length].tolist() for head in cache.positions(i)[0]] for i in layers]
 
 

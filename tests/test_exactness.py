@@ -70,7 +70,7 @@ def assert_as_stock(
     else:
         assert max(map(worst, got, expected)) <= max(2e-6, 3 * kernel_spread(name, ids, mask))
     seen = 64 + 6 + 12
-    for layer in range(len(cache.compressed_layers)):
+    for layer in range(len(cache.states)):
         for row, length in zip(cache.positions(layer), lengths, strict=True):
             assert all(head.tolist() == list(range(64 - length, seen)) for head in row)
 

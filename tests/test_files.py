@@ -43,7 +43,7 @@ from kvfold.contexts.files.format import (
 from kvfold.loading import load as load_model
 from kvfold.methods.base import preset, spelled_out
 from kvfold.store.dense import DenseStore
-from kvfold.store.ragged import SegmentStore
+from kvfold.store.ragged import RaggedStore
 from tests.models import build
 from tests.test_cli import WORDS, kvfold_command, refused, word_tokenizer
 
@@ -58,15 +58,15 @@ KINDS = {
     "d2o": (60, DenseStore),
     "d2o:similarity=independent": (60, DenseStore),
     "streaming_llm": (40, DenseStore),
-    "kvzip": (40, SegmentStore),
-    "adakv": (40, SegmentStore),
-    KIVI: (None, SegmentStore),
-    f"snapkv + {KIVI}": (80, SegmentStore),
-    "think": (None, SegmentStore),
-    "minicache": (None, SegmentStore),
-    "streaming_llm_original:decode=append + minicache": (40, SegmentStore),
+    "kvzip": (40, RaggedStore),
+    "adakv": (40, RaggedStore),
+    KIVI: (None, RaggedStore),
+    f"snapkv + {KIVI}": (80, RaggedStore),
+    "think": (None, RaggedStore),
+    "minicache": (None, RaggedStore),
+    "streaming_llm_original:decode=append + minicache": (40, RaggedStore),
     "dbudgetkv": (None, DenseStore),
-    "auto": (None, SegmentStore),
+    "auto": (None, RaggedStore),
 }
 EVERY = pytest.mark.parametrize("spec", KINDS)
 
@@ -108,13 +108,13 @@ def state(layer: Any) -> dict[str, Any]:
         for name, tensors in store.named().items()
         for i, tensor in enumerate(tensors)
     }
-    skipped = {"plan", "turn", "owner", "rotation", "store", "last_queries", "sinks", "logical"}
-    skipped.add("_asked")  # derived from the capacity
+    skipped = {"plan", "phase", "waiting", "rotation", "store", "query_window", "sinks", "logical"}
+    skipped |= {"_capacities", "_ends"}  # derived from the capacity
     held |= {name: value for name, value in vars(layer).items() if name not in skipped}
-    held |= {"seen": layer.logical.seen, "valid": layer.logical.valid}
+    held |= {"seen": layer.sequence.seen, "valid": layer.sequence.valid}
     held |= {"given": None if layer.sinks is None else layer.sinks.given}
     held |= {"sinks": None if layer.sinks is None else layer.sinks.count}
-    held |= {"queries": layer.last_queries.attended, "dead": getattr(store, "dead", None)}
+    held |= {"queries": layer.query_window.attended, "dead": getattr(store, "dead", None)}
     return held
 
 
@@ -129,11 +129,11 @@ def assert_same(one: kvfold.CompressedCache, other: kvfold.CompressedCache) -> N
     for mine, theirs in zip(one.layers, other.layers, strict=True):
         if not isinstance(mine, CompressedLayer):
             continue
-        a, b = state(mine), state(theirs)
+        a, b = state(mine.state), state(theirs.state)
         assert a.keys() == b.keys()
         differing = [name for name in a if not same(a[name], b[name])]
         assert not differing
-    assert same(one.turn.prefix, other.turn.prefix)
+    assert same(one.phase.prefix, other.phase.prefix)
     assert (one.method, one.budget, one.protect) == (other.method, other.budget, other.protect)
     assert (one.seed, one.per_chunk) == (other.seed, other.per_chunk)
 
@@ -162,7 +162,7 @@ def read_on(context: kvfold.Context) -> kvfold.Context:
 @EVERY
 def test_what_is_saved_comes_back_and_goes_on(model, tokenizer, tmp_path, spec):
     context = compressed(model, tokenizer, spec, protect=[(7, 9)] if spec == "snapkv" else ())
-    assert isinstance(context.cache.compressed_layers[-1].store, KINDS[spec][1])
+    assert isinstance(context.cache.states[-1].store, KINDS[spec][1])
     path = tmp_path / "a.kvfold"
     context.save(path)
     loaded = kvfold.load(path, model, tokenizer)
@@ -203,10 +203,10 @@ def test_reindexed_sinks_are_saved_as_given_whatever_was_read_since(model, token
     context = compressed(model, tokenizer, "streaming_llm")
     context.save(tmp_path / "before.kvfold")
     next_turns(context)
-    given = compressed(model, tokenizer, "full").cache.layers[0].stored().keys[:, :, :4]
+    given = compressed(model, tokenizer, "full").cache.states[0].stored().keys[:, :, :4]
     context = read_on(context)
     context.save(tmp_path / "after.kvfold")
-    moved = context.cache.layers[0].stored().keys[:, :, :4]
+    moved = context.cache.states[0].stored().keys[:, :, :4]
     for name in ("before", "after"):
         with safe_open(tmp_path / f"{name}.kvfold", "pt") as file:
             assert torch.equal(file.get_tensor("layers.0.keys.1")[:4], given[0, 1])
@@ -228,8 +228,8 @@ def test_sinks_move_after_loading_a_text_that_fitted_the_budget(model, tokenizer
     ]
     assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
     assert not torch.equal(
-        loaded.cache.layers[0].stored().keys[:, :, :4],
-        loaded.cache.layers[0].keys_as_given()[:, :, :4],
+        loaded.cache.states[0].stored().keys[:, :, :4],
+        loaded.cache.states[0].keys_as_given()[:, :, :4],
     )
 
 
@@ -239,7 +239,7 @@ def test_what_a_decoding_step_left_dead_is_saved_too(model, tokenizer, tmp_path)
     with torch.no_grad():
         for _ in range(3):
             model(token, past_key_values=context.cache, use_cache=True)
-    assert context.cache.layers[0].stored().dead == 3
+    assert context.cache.states[0].stored().dead == 3
     read_on(context).save(tmp_path / "a.kvfold")
     loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
     assert_same(loaded.cache, context.cache)
@@ -249,7 +249,7 @@ def test_a_second_layer_of_a_pair_shares_again(model, tokenizer, tmp_path):
     context = compressed(model, tokenizer, "minicache")
     context.save(tmp_path / "a.kvfold")
     loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
-    first, second = (layer.stored()._keys.encoded for layer in loaded.cache.layers[-2:])
+    first, second = (layer.stored()._keys.encoded for layer in loaded.cache.states[-2:])
     assert first.shared is second.shared
     shared = read_header(tmp_path / "a.kvfold").same_as
     assert shared["layers.3.keys.directions.0"] == "layers.2.keys.directions.0"
@@ -257,11 +257,11 @@ def test_a_second_layer_of_a_pair_shares_again(model, tokenizer, tmp_path):
 
 def test_nothing_is_shared_with_the_file_or_with_another_load(model, tokenizer, saved):
     one, other = (kvfold.load(saved, model, tokenizer) for _ in range(2))
-    before = copy.deepcopy(state(other.cache.layers[0]))
-    for tensors in one.cache.layers[0].stored().named().values():
+    before = copy.deepcopy(state(other.cache.states[0]))
+    for tensors in one.cache.states[0].stored().named().values():
         for tensor in tensors:
             tensor.zero_()
-    assert all(same(before[k], v) for k, v in state(other.cache.layers[0]).items())
+    assert all(same(before[k], v) for k, v in state(other.cache.states[0]).items())
     assert_same(kvfold.load(saved, model, tokenizer).cache, other.cache)
 
 
@@ -283,7 +283,7 @@ def test_some_heads_are_loaded_alone(model, tokenizer, tmp_path, spec):
     context.save(tmp_path / "a.kvfold")
     for head in range(2):
         part = kvfold.load(tmp_path / "a.kvfold", model, tokenizer, heads=slice(head, head + 1))
-        for own, whole in zip(part.cache.layers, context.cache.layers, strict=True):
+        for own, whole in zip(part.cache.states, context.cache.states, strict=True):
             length = own.stored().length
             for mine, all_heads in zip(own.stored().dense(), whole.stored().dense(), strict=True):
                 assert torch.equal(mine[0, 0], all_heads[0, head, -length:])

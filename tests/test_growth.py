@@ -115,7 +115,7 @@ class Both:
         self.reader.cache = copy.deepcopy(self.cache)
 
     def evicted(self) -> bool:
-        return any(layer.evicted_at for layer in self.cache.compressed_layers)
+        return any(layer.evicted_at for layer in self.cache.states)
 
 
 # --- StreamingLLM, whose sinks move ----------------------------------------------------------
@@ -208,7 +208,7 @@ def test_what_is_merged_into_sinks_moves_with_them(models):
         rule = "" if spec.endswith("append") else " + merge:rule=d2o"
         cache = compressed(models[0], spec + rule)
         models[0](ids, past_key_values=cache)
-        merged.append([layer.keys_as_given() for layer in cache.compressed_layers])
+        merged.append([layer.keys_as_given() for layer in cache.states])
     reindexed, original, plain = map(torch.stack, merged)
     assert torch.equal(reindexed, original)
     assert not torch.equal(reindexed[:, :, :, :4], plain[:, :, :, :4])

@@ -241,7 +241,7 @@ def test_a_cache_that_evicted_nothing_goes_back_to_the_shared_prefix(model, spec
     )
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(out.logits), torch.stack(expected.logits))
-    for layer in range(len(cache.compressed_layers)):
+    for layer in range(len(cache.states)):
         for one, other in zip(cache.positions(layer)[0], fresh.positions(layer)[0], strict=True):
             assert torch.equal(one, other)
 

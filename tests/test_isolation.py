@@ -53,14 +53,14 @@ def answer(
 
 def held(cache: kvfold.CompressedCache) -> list[Tensor]:
     """Copies of all keys, values and columns, decoded."""
-    parts = ((*layer.stored().dense(), layer.columns()) for layer in cache.compressed_layers)
+    parts = ((*layer.stored().dense(), layer.columns()) for layer in cache.states)
     return [part.clone() for layer in parts for part in layer]
 
 
 def row_of(cache: kvfold.CompressedCache, row: int, padding: int) -> list[Tensor]:
     """One row's positions, keys and values, head after head, without padding and holes."""
     parts = []
-    for layer in cache.compressed_layers:
+    for layer in cache.states:
         keys, values = layer.stored().dense()
         for head, columns in enumerate(layer.columns()[row]):
             real = columns >= 0
@@ -254,7 +254,7 @@ def test_a_threshold_is_of_one_prompt_alone(model):
         answer(model, cache, prompt(seed))
     fresh = new_cache(model, "d2o")
     answer(model, fresh, prompt(2))
-    pairs = zip(cache.compressed_layers, fresh.compressed_layers, strict=True)
+    pairs = zip(cache.states, fresh.states, strict=True)
     for layer, expected in pairs:
         assert layer.merging is not None and torch.equal(layer.merging, expected.merging)
 

@@ -94,7 +94,7 @@ def test_a_gguf_file_s_model_is_compressed_as_the_one_it_was_written_from(model,
     read, tokenizer = load(str(folder), Loading(gguf_file=FILE, device="cpu"))
     made = [kvfold.compress(each, tokenizer, TEXT, "snapkv", 40) for each in (model, read)]
     assert made[0].stats().seen > 40 and made[0].stats().kept == made[1].stats().kept
-    for layer in range(len(made[0].cache.compressed_layers)):
+    for layer in range(len(made[0].cache.states)):
         ours, theirs = (each.cache.positions(layer) for each in made)
         for rows in zip(ours, theirs, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))

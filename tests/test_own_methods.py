@@ -132,7 +132,7 @@ def test_the_pages_method_is_right_for_padded_rows(vatp, name):
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=together)
     alone = read(model, "vatp:window=8", ids[1:, 24:], 24)
-    for layer in range(len(alone.compressed_layers)):
+    for layer in range(len(alone.states)):
         for padded, bare in zip(
             together.positions(layer)[1], alone.positions(layer)[0], strict=True
         ):
@@ -217,7 +217,7 @@ def test_workers_import_what_their_command_did(vatp, monkeypatch):
     del sys.modules["vatp"]
     monkeypatch.chdir("/")
     monkeypatch.setattr(workers, "load", lambda *_: (None, None))
-    workers.start(work, 1)
+    workers.load_in_worker(work, 1)
     assert pickle.loads(method) == parse("vatp:window=4")
 
 

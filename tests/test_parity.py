@@ -171,7 +171,7 @@ def compressed(
 def assert_holds(cache: kvfold.CompressedCache, expected: list[ByHand]) -> None:
     """Each row's positions, keys and values are those that the loops left of it."""
     stored, left = [], []
-    for index, own in enumerate(cache.compressed_layers):
+    for index, own in enumerate(cache.states):
         positions, columns, entries = cache.positions(index), own.columns(), own.stored().dense()
         for row, one in enumerate(expected):
             padding = cache.get_seq_length() - one.seen

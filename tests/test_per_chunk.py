@@ -44,7 +44,7 @@ def test_pieces_are_turns(spec, lengths):
             past_key_values=turns,
         )
     assert cache.stats().per_chunk == CHUNK and turns.stats().per_chunk is None
-    for layer in range(len(cache.compressed_layers)):
+    for layer in range(len(cache.states)):
         for one, other in zip(cache.positions(layer), turns.positions(layer), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -75,14 +75,14 @@ def test_no_more_is_held_than_a_piece_and_what_is_kept(spec, monkeypatch):
     def counting(layer, *args, **kwargs):
         nonlocal most
         out = update(layer, *args, **kwargs)
-        stores = [other.store for other in cache.compressed_layers if other.store is not None]
+        stores = [other.store for other in cache.states if other.store is not None]
         most = max(most, sum(store.length for store in stores))
         return out
 
     monkeypatch.setattr(CompressedLayer, "update", counting)
     ids = torch.randint(5, 190, (1, 400), generator=torch.Generator().manual_seed(0))
     read_per_chunk(model, cache, ids, None, CHUNK)
-    stages, layers = kvfold.parse(spec).stages(), len(cache.compressed_layers)
+    stages, layers = kvfold.parse(spec).stages(), len(cache.states)
     together = isinstance(stages.allocate, Across)
     kept = sum(max(head for row in layer for head in row) for layer in cache.stats().kept)
     # Sizes of layers and heads shift a little from piece to piece.

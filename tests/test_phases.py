@@ -48,7 +48,7 @@ def model():
 
 def positions(cache: kvfold.CompressedCache) -> list[list[list[list[int]]]]:
     """Kept positions `[L][B][H]`, as plain lists."""
-    layers = range(len(cache.compressed_layers))
+    layers = range(len(cache.states))
     return [[[h.tolist() for h in row] for row in cache.positions(i)] for i in layers]
 
 
@@ -153,11 +153,11 @@ def test_queries_of_tokens_that_were_taken_back_decide_nothing(model, lengths):
         readers[0].started = True
         for reader in readers:
             reader(continuation(len(lengths), 3))
-        for mine, theirs in zip(cut.compressed_layers, straight.compressed_layers, strict=True):
+        for mine, theirs in zip(cut.states, straight.states, strict=True):
             # Of the eight before, the five that were taken back are gone.
             expected = torch.tensor([[-1, -1, 32, 33, 34, 35, 36, 37]]).repeat(len(lengths), 1)
-            assert torch.equal(mine.last_queries.columns, expected)
-            of_mine, of_theirs = mine.last_queries.attended, theirs.last_queries.attended
+            assert torch.equal(mine.query_window.columns, expected)
+            of_mine, of_theirs = mine.query_window.attended, theirs.query_window.attended
             torch.testing.assert_close(of_mine.query[:, :, 2:], of_theirs.query[:, :, 2:])
     assert kept(cut) == kept(straight)
 
@@ -234,7 +234,7 @@ def test_rows_take_all_that_is_theirs_along(model, spec, change, argument, rows)
     for token in steps[4:]:
         got, expected = reader(token[rows]), straight(token[rows])
         # By how many rows there are, the last bit of D2O's similarities (float32) may differ.
-        atol = 4e-6 if kvfold.parse(spec).stages().compensate_one else 1e-6
+        atol = 4e-6 if kvfold.parse(spec).stages().merge_one else 1e-6
         torch.testing.assert_close(got, expected, atol=atol, rtol=0)
     assert positions(reader.cache) == positions(straight.cache)
 

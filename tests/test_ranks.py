@@ -101,7 +101,7 @@ def work_as_rank(folder: Path) -> None:
             again[case] = answer(kvfold.load(folder / f"{case}.kvfold", model, tokenizer))
     unshared = {name: load(str(folder / name), among_ranks=True)[0] for name in UNSHARED}
     report = {
-        "heads": [layer.stored().keys.shape[1] for layer in context.cache.compressed_layers],
+        "heads": [layer.stored().keys.shape[1] for layer in context.cache.states],
         "answers": answers,
         "again": again,
         "methods": {m: refusal(kvfold.CompressedCache, model, m, *_any(m)) for m in NOT_BY_HEAD},

@@ -16,7 +16,7 @@ from kvfold import KvfoldError
 from kvfold.cache.fork import fork
 from kvfold.contexts.answer import Answer
 from kvfold.hf.chat_template import Frame
-from kvfold.store.shared_buffer import Branch
+from kvfold.store.shared_buffer import SharedBuffer
 from tests.test_cli import WORDS, word_tokenizer
 from tests.test_files import DOCUMENT, KINDS, KIVI, QUESTION, new_model, state
 
@@ -46,7 +46,7 @@ def held(context: kvfold.Context) -> list[dict[str, Any]]:
     """Copies of everything that the context's layers hold."""
     return [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in state(layer).items()}
-        for layer in context.cache.compressed_layers
+        for layer in context.cache.states
     ]
 
 
@@ -127,7 +127,7 @@ def test_a_hundred_readers_cost_one_context_and_a_hundred_tails(model, tokenizer
 def test_readers_leave_the_context_alone(model, tokenizer):
     for spec in KINDS:
         context = compressed(model, tokenizer, spec)
-        for layer in context.cache.compressed_layers:
+        for layer in context.cache.states:
             layer.settle_sinks()
         before, stats = held(context), context.stats()
         chat = context.chat()
@@ -189,7 +189,7 @@ def test_rows_of_a_reader_multiply(model, tokenizer):
 
 def test_a_branch_goes_on_from_its_trunk():
     trunk = torch.arange(24.0).view(1, 2, 4, 3)
-    branch = Branch(trunk)
+    branch = SharedBuffer(trunk)
     assert branch.rows is trunk and branch.length == 4
     more = -torch.ones(1, 2, 2, 3)
     branch.append(more)

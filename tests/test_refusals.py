@@ -25,7 +25,6 @@ from transformers.modeling_utils import AttentionInterface
 import kvfold
 from kvfold import BudgetError, CompressedCache, IllegalComposition, KvfoldError, UnsupportedModel
 from kvfold.cache import trial
-from kvfold.cache import trial as rehearsal
 from kvfold.cache.fork import fork
 from kvfold.hf import models, versions
 from kvfold.hf.attention import NAMES, attention_name, is_enabled
@@ -250,7 +249,7 @@ def test_a_first_cache_that_another_thread_tries_out_is_waited_for(model, monkey
         with pytest.raises(UnsupportedModel, match="cannot"):
             CompressedCache(model, "knorm", 20)
 
-    monkeypatch.setattr(rehearsal, "_run", cannot)
+    monkeypatch.setattr(trial, "_read", cannot)
     with ThreadPoolExecutor(2) as pool:
         made = [pool.submit(make) for _ in range(2)]
     assert made[0].exception() is None and made[1].exception() is None

@@ -17,11 +17,9 @@ from kvfold import KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.kernels import ragged as kernel
 from kvfold.kernels import varlen
+from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.ragged import QUERIES, attend_to_segments
-from kvfold.store.encoding import BLOCK, Encoded, Flat
-from kvfold.store.quantized import PackedKeys, PackedValues
-from kvfold.store.ragged import Segments
-from kvfold.store.ragged_part import PartView
+from kvfold.kernels.views import BLOCK, Encoded, Flat, PartView, RaggedView
 from tests.budgets import compressed
 from tests.models import FAMILIES, build, continuation
 from tests.models import prompts as random_prompts
@@ -64,7 +62,7 @@ def view(entries: list[Tensor], tails: list[int]) -> PartView:
 
 def stored(
     old: list[int], new: int, dtype: torch.dtype = torch.float64, sizes: tuple[int, int] = (8, 8)
-) -> tuple[list[Tensor], list[Tensor], Segments]:
+) -> tuple[list[Tensor], list[Tensor], RaggedView]:
     """Keys and values of segments of `old` and `new` entries each, and what holds them."""
     lengths = [n + new for n in old]
     tails = [n % BLOCK + new for n in old]
@@ -72,7 +70,7 @@ def stored(
         [noise(n, size, seed=10 * i + j, dtype=dtype) for i, n in enumerate(lengths)]
         for j, size in enumerate(sizes)
     )
-    return keys, values, Segments(view(keys, tails), view(values, tails), new)
+    return keys, values, RaggedView(view(keys, tails), view(values, tails), new)
 
 
 def dense(
@@ -163,7 +161,7 @@ def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, m
         whole.append([torch.cat([encoded.segment(i), r[count:]]) for i, r in enumerate(rows)])
         tail = [67 - count] * len(rows)
         parts.append(PartView(encoded, view(rows, tail).tail, tail))
-    got = attend_to_segments(query, Segments(*parts, 1), None, scale=SCALE)
+    got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE)
     hidden = later(1).expand(BATCH, HEADS * groups, -1, -1)
     assert_close(got, dense(query, *whole, hidden), 2e-6 if dtype == torch.float32 else 2e-2)
 
@@ -188,7 +186,7 @@ def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkey
         tail = [67 - count] * len(rows)
         parts.append(PartView(encoded, view(rows, tail).tail, tail))
         monkeypatch.setattr(packed, "rows", None)  # all of it at once
-    got = attend_to_segments(query, Segments(*parts, 1), None, scale=SCALE, **given)
+    got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE, **given)
     hidden = later(1).expand(BATCH, HEADS * 4, -1, -1)
     assert_close(got, dense(query, *whole, hidden, **given), 5e-6)
 
@@ -295,13 +293,13 @@ def test_encoded_and_missing_segments_are_read_too(queries):
     tail = [queries] * 6
     packed: Encoded = PackedKeys.of([rows[: len(rows) - queries] for rows in keys], 8, 16)
     tails = view(keys, tail)
-    mixed = Segments(PartView(packed, tails.tail, tail), segments.values, queries)
+    mixed = RaggedView(PartView(packed, tails.tail, tail), segments.values, queries)
     rounded = [torch.cat([packed.segment(i), rows[-queries:]]) for i, rows in enumerate(keys)]
     hidden = later(queries).expand(BATCH, HEADS * 4, -1, -1)
     got = attend_to_segments(query, mixed, None, scale=SCALE)
     assert_close(got, dense(query, rounded, values, hidden))
     newest = [[rows[len(rows) - queries :] for rows in part] for part in (keys, values)]
-    bare = Segments(*(PartView(None, view(part, tail).tail, tail) for part in newest), queries)
+    bare = RaggedView(*(PartView(None, view(part, tail).tail, tail) for part in newest), queries)
     got = attend_to_segments(query, bare, None, scale=SCALE)
     assert_close(got, dense(query, *newest, hidden))
 
@@ -603,7 +601,7 @@ def test_questions_leave_a_frozen_cache_as_it_was(model, spec, lengths):
 
 def whole(cache: kvfold.CompressedCache) -> list[Tensor]:
     """Copies of all keys and values, blocks and tails."""
-    return [part.clone() for layer in cache.compressed_layers for part in layer.store.dense()]
+    return [part.clone() for layer in cache.states for part in layer.store.dense()]
 
 
 # --- what they cost ----------------------------------------------------------------------------

@@ -139,11 +139,11 @@ def test_methods_that_do_not_spend_their_budget_say_why(model, spec, budget, why
 
 
 def test_kvzip_asks_as_the_released_code_does():
-    how = parse("kvzip:chunk=100").stages().needs.rebuilding
+    how = parse("kvzip:chunk=100").stages().needs.reconstruction
     assert (how.chunk, how.first, how.later, how.previous) == (100, REPEAT, REPEAT_FROM, PREVIOUS)
     assert REPEAT == "\n\nRepeat the previous context exactly."
     assert REPEAT_FROM.endswith("starting with ") and PREVIOUS == 8
-    assert parse("kvzip").stages().needs.rebuilding.chunk == 2000
+    assert parse("kvzip").stages().needs.reconstruction.chunk == 2000
 
 
 @pytest.mark.parametrize(

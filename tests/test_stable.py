@@ -26,7 +26,7 @@ def attended(rows, positions, seen, budget):
         positions[None],
         column_sums=rows.sum(1)[None],
         column_squares=rows.square().sum(1)[None],
-        seen=torch.tensor([seen]),
+        tokens_seen=torch.tensor([seen]),
         budget=torch.tensor([budget]),
     )
 
@@ -92,7 +92,7 @@ def moments_of(lengths, groups, budgets):
         seen,
         column_sums=sums,
         column_squares=squares,
-        seen=torch.tensor(lengths),
+        tokens_seen=torch.tensor(lengths),
         budget=torch.tensor(budgets),
     )
     return seen, rows
@@ -174,7 +174,7 @@ def test_queries_are_counted_from_the_entry_s_position():
         torch.tensor([[[0, 2, 4]]]),
         column_sums=torch.tensor([[[2.5, 0.6, 0.4]]]),
         column_squares=torch.tensor([[[2.5, 0.12, 0.16]]]),
-        seen=torch.tensor([5]),
+        tokens_seen=torch.tensor([5]),
         budget=torch.tensor([0]),
     )
     scores = low_mean_unless_unstable(seen)
@@ -192,7 +192,7 @@ def test_constant_attention_does_not_deviate():
         places,
         column_sums=(7 * value)[None, None],
         column_squares=(7 * value.square())[None, None],
-        seen=torch.tensor([7]),
+        tokens_seen=torch.tensor([7]),
         budget=torch.tensor([500]),
     )
     variance = seen.column_squares / 7 - (seen.column_sums / 7).square()
@@ -220,7 +220,7 @@ def test_padding_is_never_protected():
         places,
         column_sums=queries * 0.5,
         column_squares=queries * 0.25,
-        seen=torch.tensor([5]),
+        tokens_seen=torch.tensor([5]),
         budget=torch.tensor([4]),
     )
     scores = low_mean_unless_unstable(seen, protect_recent=1, protect_std_ratio=0.5)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.cache import decode as holding
+from kvfold.cache import decode
 from kvfold.cache import layer as layer_module
-from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.gather import Waiting
 from kvfold.kernels.gather import take
 from kvfold.kernels.single_query import (
     FEW,
@@ -283,7 +283,7 @@ def test_long_decoding_keeps_what_evicting_with_a_copy_keeps(spec, lengths, monk
         forward(ids)
         for token in later[:, :150].split(1, 1):
             forward(token)
-        held = cache.stats(), [layer.store.dead for layer in cache.compressed_layers]
+        held = cache.stats(), [layer.store.dead for layer in cache.states]
         forward(later[:, 150:160])
         for token in later[:, 160:].split(1, 1):
             forward(token)
@@ -291,11 +291,11 @@ def test_long_decoding_keeps_what_evicting_with_a_copy_keeps(spec, lengths, monk
 
     logits, (held, dead), cache = run()
     stages = kvfold.parse(spec).stages()
-    assert all(dead) == (stages.compensate is None or stages.compensate_one is not None)
-    monkeypatch.setattr(CompressedLayer, "evicts_one", lambda *_: False)
+    assert all(dead) == (stages.merge is None or stages.merge_one is not None)
+    monkeypatch.setattr(layer_module, "evicts_one", lambda *_: False)
     expected, (expected_held, _), copied = run()
     assert held.kept == expected_held.kept and held.kv_bytes == expected_held.kv_bytes
-    for layer in range(len(cache.compressed_layers)):
+    for layer in range(len(cache.states)):
         both = zip(cache.positions(layer), copied.positions(layer), strict=True)
         assert all(torch.equal(a, b) for rows in both for a, b in zip(*rows, strict=True))
     # Similarities are float32, and what is merged by them is merged again.
@@ -306,7 +306,7 @@ def columns(cache):
     """Those that are kept, by layer, row and head."""
     return [
         [[head.tolist() for head in row] for row in cache.positions(layer)]
-        for layer in range(len(cache.compressed_layers))
+        for layer in range(len(cache.states))
     ]
 
 
@@ -317,7 +317,7 @@ def test_what_is_foreseen_changes_nothing(expected, monkeypatch):
     """Whether products come with attention, are made afterwards, or came for another entry."""
     model, hits = build("llama", dtype=torch.float32), []
     ids = torch.randint(5, 190, (1, 130), generator=torch.Generator().manual_seed(5))
-    known = holding._foreseen
+    known = decode._products
 
     def foreseen(*args):
         found = known(*args)
@@ -330,11 +330,11 @@ def test_what_is_foreseen_changes_nothing(expected, monkeypatch):
         logits = [model(i, past_key_values=cache).logits for i in ids[:, 90:].split(1, 1)]
         return torch.cat(logits, 1), cache
 
-    monkeypatch.setattr(holding, "_foreseen", foreseen)
+    monkeypatch.setattr(decode, "_products", foreseen)
     logits, cache = run()
     assert any(hits) and not all(hits)
     hits.clear()
-    monkeypatch.setattr(CompressedLayer, "expected", lambda *_: expected)
+    monkeypatch.setattr(layer_module, "predicted_slot", lambda *_: expected)
     other_logits, other = run()
     assert not any(hits)
     torch.testing.assert_close(logits, other_logits, rtol=0, atol=1e-5)
@@ -348,22 +348,22 @@ def test_what_is_foreseen_changes_nothing(expected, monkeypatch):
 def test_layers_let_go_of_the_same_together_and_one_by_one(spec, layers_waiting, monkeypatch):
     model, sizes = build("llama", dtype=torch.float64), []
     kvfold.CompressedCache(model, spec, 0.35)  # a model's first cache is tried out
-    together = layer_module.hold
+    together = layer_module.evict_one
     ids = torch.randint(5, 190, (2, 130), generator=torch.Generator().manual_seed(5))
-    monkeypatch.setattr(layer_module, "too_much", lambda waiting: len(waiting) >= layers_waiting)
-    monkeypatch.setattr(layer_module, "hold", lambda x: sizes.append(len(x)) or together(x))
+    monkeypatch.setattr(Waiting, "is_too_much", lambda self: len(self.evicting) >= layers_waiting)
+    monkeypatch.setattr(layer_module, "evict_one", lambda x: sizes.append(len(x)) or together(x))
 
     def run():
         cache = kvfold.CompressedCache(model, spec, 0.35)
         model(ids[:, :90], past_key_values=cache)
         for token in ids[:, 90:].split(1, 1):
             model(token, past_key_values=cache)
-        assert not cache.turn.singles
+        assert not cache.states[0].waiting.evicting
         return columns(cache)
 
     kept = run()
     assert sizes == [layers_waiting] * (40 * 4 // layers_waiting)
-    monkeypatch.setattr(CompressedLayer, "evicts_one", lambda *_: False)
+    monkeypatch.setattr(layer_module, "evicts_one", lambda *_: False)
     assert run() == kept
 
 
@@ -382,15 +382,15 @@ def test_a_turn_of_one_token_that_evicts_nothing_leaves_no_gaps_among_the_recent
             model(token, past_key_values=cache)
         with cache.reading(until=43):
             model(ids[:, 42:43], past_key_values=cache)
-        dead = [layer.store.dead for layer in cache.compressed_layers]
+        dead = [layer.store.dead for layer in cache.states]
         for token in ids[:, 43:].split(1, 1):
             model(token, past_key_values=cache)
         return cache, dead
 
     cache, dead = run()
     assert not any(dead)
-    monkeypatch.setattr(CompressedLayer, "evicts_one", lambda *_: False)
+    monkeypatch.setattr(layer_module, "evicts_one", lambda *_: False)
     copied, _ = run()
-    for layer in range(len(cache.compressed_layers)):
+    for layer in range(len(cache.states)):
         both = zip(cache.positions(layer), copied.positions(layer), strict=True)
         assert all(torch.equal(a, b) for rows in both for a, b in zip(*rows, strict=True))

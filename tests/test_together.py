@@ -18,7 +18,7 @@ from kvfold import (
     UnsupportedModel,
     parse,
 )
-from kvfold.cache.phase import Turn
+from kvfold.cache.gather import Waiting
 from tests.budgets import SMALL, needs_driver
 from tests.models import build
 from tests.models import continuation as steps_of
@@ -77,13 +77,13 @@ def given(spec: str, budget: float | str = SMALL) -> float | str | None:
 
 
 def positions(cache: CompressedCache) -> list[list[list[list[int]]]]:
-    layers = range(len(cache.compressed_layers))
+    layers = range(len(cache.states))
     return [[[h.tolist() for h in row] for row in cache.positions(i)] for i in layers]
 
 
 def entries(cache: CompressedCache, layer: int, row: int, head: int) -> tuple[Tensor, Tensor]:
     """Keys and values `[K, D]` of a head, decoded."""
-    own = cache.compressed_layers[layer]
+    own = cache.states[layer]
     real = own.columns()[row, head] >= 0
     keys, values = own.stored().dense()
     return keys[row, head][real], values[row, head][real]
@@ -341,12 +341,12 @@ def test_merging_leaves_moving_sinks_where_they_belong():
     )
     for token in steps_of(1, 4).split(1, 1):
         plain(token), spread(token)
-        first, second = (reader.cache.layers[0] for reader in (plain, spread))
+        first, second = (reader.cache.states[0] for reader in (plain, spread))
         # What has left may still lie in its place, and sinks where the last forward put them.
         first.settle_sinks(), second.settle_sinks()
         here, there = (layer.columns() >= 0 for layer in (first, second))
-        assert torch.equal(first.keys[here], second.keys[there])
-        assert not torch.equal(first.values[here], second.values[there])
+        assert torch.equal(first.stored().keys[here], second.stored().keys[there])
+        assert not torch.equal(first.stored().values[here], second.stored().values[there])
 
 
 # --- layers, then heads --------------------------------------------------------------------------
@@ -429,7 +429,7 @@ NOT_A_PAIR = r"stored as a pair.*same entries.*choose one that goes by position"
         ("merge", r"evicts nothing itself: compose it with a method that does"),
         ("full + merge:rule=cam", r"evicts nothing itself: compose it with a method that does"),
         ("kivi + merge", r"evicts nothing itself: compose it with a method that does"),
-        ("d2o + merge", r"both bring the compensate stage: choose one"),
+        ("d2o + merge", r"both bring the merge stage: choose one"),
         ("adakv + adakv", r"both bring the heads stage: choose one"),
     ],
 )
@@ -517,13 +517,13 @@ def test_groups_that_do_not_fill_the_head_are_refused(group):
 @torch.no_grad()
 def test_layers_that_wait_for_the_others_do_not_keep_the_prompt_s_queries(monkeypatch):
     held = []
-    gather = Turn.gather
+    take = Waiting.take_sized
 
-    def watched(turn, layer, seen):
-        gather(turn, layer, seen)
-        held.extend(of_layer.queries for _, of_layer in turn.gathered)
+    def watched(waiting):
+        held.extend(observation.queries for _, observation in waiting.sized)
+        return take(waiting)
 
-    monkeypatch.setattr(Turn, "gather", watched)
+    monkeypatch.setattr(Waiting, "take_sized", watched)
     model = build("llama")
     cache = kvfold.CompressedCache(model, "d2o", 0.3)
     model(torch.randint(5, 190, (1, 60)), past_key_values=cache)

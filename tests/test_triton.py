@@ -9,11 +9,12 @@ import torch
 
 from kvfold.kernels import dispatch, varlen
 from kvfold.kernels import gather as rows_of
+from kvfold.kernels import packing as store
 from kvfold.kernels import swapped_qk as swapped
-from kvfold.store import quantized as store
-from kvfold.store.encoding import Encode, Flat
-from kvfold.store.quantized import PackedKeys, PackedValues
-from kvfold.store.ragged import SegmentStore
+from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.views import Flat
+from kvfold.store.encoding import Encode
+from kvfold.store.ragged import RaggedStore
 
 pytest.importorskip("triton")
 from kvfold.kernels.triton import (
@@ -395,7 +396,7 @@ def test_segments_are_gathered_by_the_kernel(monkeypatch):
     slots = torch.arange(10, 60, device=DEVICE).repeat(1, 3, 1)
     slots[0, 1, :40] = slots[0, 2, :18] = -1
     positions = torch.arange(60, device=DEVICE).expand(1, 3, -1)
-    held = SegmentStore(keys, values, positions, slots, Encode())
+    held = RaggedStore(keys, values, positions, slots, Encode())
     parts = (held.view().keys, keys), (held.view().values, values)
     for part, rows in parts:
         assert part.encoded.lengths == [48, 0, 32] and part.alive == [2, 10, 0]

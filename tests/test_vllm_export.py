@@ -194,7 +194,7 @@ def test_half_precision_keys_are_rotated_in_float32(tokenizer, tmp_path):
     skeleton = Skeleton(model.config, None)
     with opened(tmp_path / "a.kvfold") as file:
         page = next(pages(file, skeleton, slice(None), Level.of(file.header)))
-    stored = context.cache.layers[0].stored().keys[0].float()
+    stored = context.cache.states[0].stored().keys[0].float()
     angles = (40 - context.ids.shape[1]) * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
     cos, sin = (torch.cat([f(angles)] * 2) for f in (torch.cos, torch.sin))
     first, second = stored.double().chunk(2, -1)

@@ -14,9 +14,9 @@ import pytest
 
 import kvfold
 from kvfold import KvfoldError
+from kvfold.cli.serve_vllm import serve
 from kvfold.serve.vllm.auth import Door
 from kvfold.serve.vllm.catalog import Contexts
-from kvfold.serve.vllm.cli import serve
 from kvfold.serve.vllm.compatibility import Fitting
 from kvfold.serve.vllm.launch import Engine, started
 from kvfold.serve.vllm.meta_model import Skeleton

@@ -26,7 +26,7 @@ NAME = "whole-pages"
 START = """
 import sys
 from pathlib import Path
-from kvfold.serve.vllm.cli import serve
+from kvfold.cli.serve_vllm import serve
 serve("bundled", host="127.0.0.1", port=int(sys.argv[1]), api_key=sys.argv[2],
       folder=Path(sys.argv[3]), body=2**20, arguments="--max-model-len 1024 --max-num-seqs 8")
 """

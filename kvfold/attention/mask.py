@@ -61,11 +61,6 @@ def physical_mask(
     return physical.masked_fill(hole, nothing)
 
 
-def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What hides `hidden` when it is added to logits: −∞ there, 0 elsewhere."""
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
-
-
 def _only_causal(mask: Tensor | None, new: int, seen: int) -> bool:
     """Whether a logical mask hides nothing but the future from the last `new` tokens."""
     if mask is None:

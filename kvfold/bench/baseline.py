@@ -18,9 +18,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from kvfold.bench.sdpa_variants import Kernels
-from kvfold.hf.attention import disable, head_scale
+from kvfold.hf.attention import disable, logit_options
 from kvfold.hf.stock_layers import is_compressible, stock_layers
-from kvfold.store.buffer import Growing
+from kvfold.store.buffer import GrowingBuffer
 
 NAME = "kvfold_full"
 
@@ -58,7 +58,7 @@ def _attention(
     Query `[B, Hq, S, D]`, key and value `[B, H, T, D]`; returns `[B, S, Hq, D]` and no weights.
     """
     kernel = kernels.decode if query.shape[2] == 1 else kernels.prefill
-    scale = head_scale(module, query, kwargs.get("scaling"))
+    scale, *_ = logit_options(module, query, kwargs)
     out = kernel.attend(query, key, value, attention_mask, scale)
     return out.transpose(1, 2).contiguous(), None
 
@@ -71,11 +71,11 @@ class RoomyLayer(CacheLayerMixin):
     def __init__(self, room: int) -> None:
         self.room = room
         self.is_initialized = False
-        self.grown: tuple[Growing, Growing] | None = None
+        self.grown: tuple[GrowingBuffer, GrowingBuffer] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.grown = Growing(key_states, self.room), Growing(value_states, self.room)
+        self.grown = GrowingBuffer(key_states, self.room), GrowingBuffer(value_states, self.room)
         self.is_initialized = True
 
     def update(

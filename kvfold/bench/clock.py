@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from kvfold.cache.layer import CompressedLayer
+from kvfold.generation import generate
 
 
 def synchronize(device: torch.device) -> None:
@@ -76,9 +76,11 @@ def compression_watched(device: torch.device) -> Iterator[Stopwatch]:
     Observations made inside attention, such as column sums, count as prefill, not as compression.
     """
     watch = Stopwatch(device)
-    # The package's name `kvfold.generate` is the function.
-    generating = importlib.import_module("kvfold.generation.generate")
-    places = [(CompressedLayer, "finish"), (CompressedLayer, "end_turn"), (generating, "rebuild")]
+    places = [
+        (CompressedLayer, "finish"),
+        (CompressedLayer, "end_reading"),
+        (generate, "reconstruct"),
+    ]
     before = [getattr(owner, name) for owner, name in places]
     for (owner, name), function in zip(places, before, strict=True):
         setattr(owner, name, watch.watched(function))

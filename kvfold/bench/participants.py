@@ -20,7 +20,7 @@ from kvfold.bench.sdpa_variants import Kernels
 from kvfold.bench.shapes import Subject
 from kvfold.cache.cache import CompressedCache
 from kvfold.generation.generate import read_turn
-from kvfold.generation.static.decode import FixedCache, check_compiled
+from kvfold.generation.static.decode import GraphCache, check_compiled
 from kvfold.hf.compiling import compiled_call
 
 FULL, AGAIN = "full", "full again"
@@ -216,11 +216,11 @@ class CompiledSide(MethodSide):
         super().__init__(subject, method, budget)
         self.label = dataclasses.replace(self.label, compiled=True)
         check_compiled(self.model, self.cache, {})
-        self.fixed: FixedCache | None = None
+        self.fixed: GraphCache | None = None
 
     def prefill(self, ids: Tensor, room: int) -> Prefill:
         taken = super().prefill(ids, room)
-        self.fixed = FixedCache(self.cache, room)
+        self.fixed = GraphCache(self.cache, room)
         self.fixed.fix()
         return taken
 

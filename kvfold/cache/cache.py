@@ -11,35 +11,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvfold.attention.function import forget_pending, hand_out
+from kvfold.attention import handshake
 from kvfold.attention.padding import Padding, announce, forget_announced
 from kvfold.budget import Budget
-from kvfold.cache import trial as rehearsal
+from kvfold.cache import trial
+from kvfold.cache.count import stats_of
+from kvfold.cache.gather import Waiting
 from kvfold.cache.history import History
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.model_binding import Owner
-from kvfold.cache.phase import Plan, Turn
+from kvfold.cache.model_binding import ModelBinding
+from kvfold.cache.open_forward import OpenForward
+from kvfold.cache.phase import Phase
+from kvfold.cache.setup import (
+    Shared,
+    check_tokenizer,
+    checked_budget,
+    prepare,
+    put_compressed_layers,
+    stages_of,
+)
 from kvfold.cache.spans import spans_of
+from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
-from kvfold.errors import BudgetError, KvfoldError, UnsupportedModel
-from kvfold.hf.attention import disable, enable, is_enabled
-from kvfold.hf.forward_hooks import ToldOfForwards, preparing, watch
-from kvfold.hf.models import caches_latents, dropping_length, shares_entries
-from kvfold.hf.parallel import ranks_of
-from kvfold.hf.rotation import Rotation
+from kvfold.cache.tensor_parallel import ranks_of
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.hf.forward_hooks import ToldOfForwards
+from kvfold.hf.models import dropping_length
 from kvfold.hf.stock_layers import (
     can_crop_stock,
     crop_stock,
-    is_compressible,
     layer_lengths,
     stock_layers,
 )
 from kvfold.methods.base import Method, parse
-from kvfold.methods.observation import Rebuilding
-from kvfold.store.ragged import SegmentStore
+from kvfold.methods.observation import ContextReconstruction
 
 
 class CompressedCache(Cache, ToldOfForwards):
@@ -72,44 +81,25 @@ class CompressedCache(Cache, ToldOfForwards):
         protect: Sequence[tuple[int, int]] = (),
         seed: int = 0,
     ) -> None:
-        self.method = parse(method)
-        self.seed = seed
-        stages = self.method.stages()
-        if stages.needs.rebuilding is not None and tokenizer is None:
-            raise KvfoldError(
-                f"{self.method} lets the model repeat the text, in words of its chat template: "
-                "give the cache tokenizer=, and use kvfold.compress or kvfold.generate"
-            )
-        spans = spans_of(protect)
-        self.protect = spans
-        forced = replace(stages.forced, spans=stages.forced.spans + spans)
-        stages = replace(stages, forced=forced, method=str(self.method))
-        self.budget = checked_budget(self.method, budget, forced.least)
-        layers = stock_layers(model)
+        self.method, self.seed = parse(method), seed
+        self.protect = spans_of(protect)
+        check_tokenizer(self.method, tokenizer)
         self.ranks = ranks_of(model)
-        self.ranks.check_method(self.method)
-        stages = self.ranks.joining(stages)
-        _prepare(model)
-        self.turn, self.owner = Turn(), Owner(model)
+        stages = stages_of(self.method, self.protect, self.ranks)
+        self.budget = checked_budget(self.method, budget, stages.forced.least)
+        layers = stock_layers(model)
+        prepare(model, lambda: CompressedCache(model, trial.METHOD, trial.BUDGET))
+        self.phase, self.binding = Phase(), ModelBinding(model)
         self.dropping_length = dropping_length(model)
-        shared, latents = shares_entries(model), caches_latents(model)
-        own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
-        for place, index in enumerate(own):
-            encode = stages.encode and stages.encode.of_layer(place, len(own))
-            stored = replace(stages, encode=encode)
-            plan = Plan(stored, self.budget, place, len(own), seed, shared, latents, self.ranks)
-            rotation = Rotation(model, index)
-            if stages.positions == "reindex":
-                rotation.check()
-            layers[index] = CompressedLayer(plan, self.turn, self.owner, rotation)
+        shared = Shared(self.phase, Waiting(), self.binding)
+        put_compressed_layers(layers, model, stages, self.budget, seed, self.ranks, shared)
         super().__init__(layers=layers)
         self.tokenizer = tokenizer
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # kvfold.generate has made sure
         self.history = History()
-        self._begun: int | None = None  # columns seen before a forward that has not returned
-        self._states_moved = False  # recurrent states have, in that forward
+        self._forward = OpenForward()
         self.per_chunk: int | None = None  # a prompt was compressed after each so many tokens
 
     @property
@@ -118,45 +108,53 @@ class CompressedCache(Cache, ToldOfForwards):
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
     @property
-    def rebuilding(self) -> Rebuilding | None:
+    def states(self) -> list[LayerState]:
+        """What the compressed layers hold, in order."""
+        return [layer.state for layer in self.compressed_layers]
+
+    @property
+    def reconstruction(self) -> ContextReconstruction | None:
         """How the first turn's text is still to be repeated; None when it was, or need not be."""
-        if any(layer.turns for layer in self.compressed_layers):
+        if any(state.turns for state in self.states):
             return None
-        return self.method.stages().needs.rebuilding
+        return self.method.stages().needs.reconstruction
 
     @property
     def runs_own_forwards(self) -> bool:
         """Whether the first prompt, still to be read, takes more than the model's own forward."""
-        pruned = self.method.stages().funnel is not None and self.get_seq_length() == 0
-        return pruned or self.rebuilding is not None
+        pruned = self.method.stages().token_pruning is not None and self.get_seq_length() == 0
+        return pruned or self.reconstruction is not None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores new keys and values of one layer; returns what its attention is to see."""
-        forget_pending()
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
+            handshake.forget()
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return self._store(layer, layer_idx, key_states, value_states)
+        # Never part of a graph, in which the layer's attention would be lost.
+        store = self._store_outside_of_graphs if is_dynamo_compiling() else self._store
+        return store(layer, layer_idx, key_states, value_states)
 
-    @torch.compiler.disable
     def _store(
         self, layer: CompressedLayer, index: int, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Stores one layer's entries; never part of a graph, in which its attention would be lost.
+        """Stores one layer's entries.
 
         Raises UnsupportedModel where the last ones did not come to attention.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._store(layer, index, key_states, value_states)
-        first = layer.plan.layer == 0
+        first = layer.state.plan.layer == 0
         if first:
             forget_announced()  # by a model whose masks are not kvfold's
-        self.owner.asked(first, level=not first or layer.seen == self.compressed_layers[-1].seen)
+        self.binding.asked(first, level=not first or layer.state.seen == self.states[-1].seen)
         keys, values = layer.update(key_states, value_states)
-        return hand_out(keys, values, index, layer), values
+        return handshake.hand_out(keys, values, index, layer), values
+
+    _store_outside_of_graphs = torch.compiler.disable(_store)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that the next forward's mask covers, and the first of them.
@@ -169,52 +167,42 @@ class CompressedCache(Cache, ToldOfForwards):
                 f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: the last "
                 "forward failed, or single layers were cropped; make a new cache"
             )
-        announce(Padding(self.owner.name, query_length, slides=bool(self._other_layers())))
+        announce(Padding(self.binding.name, query_length, slides=bool(self._other_layers())))
         return super().get_mask_sizes(query_length, layer_idx)
 
     @torch.compiler.disable
     def forward_begins(self) -> None:
         """Raises KvfoldError where the last one failed when layers had taken in its tokens."""
-        if self._states_moved:
-            raise KvfoldError(
-                "the last forward failed after recurrent layers had read its tokens, which they "
-                "cannot give back: make a new cache, or go back with cache.crop to where a "
-                "`with cache.frozen():` block began"
-            )
-        seen = self.get_seq_length()
-        new = 0 if self._begun is None else seen - self._begun
-        # Where it failed earlier than that, layers tell.
-        if new > 0 and not self.owner.waiting and len(layer_lengths(self)) == 1:
-            raise KvfoldError(
-                f"the last forward failed after all layers had stored its {new} tokens: take them "
-                f"back with cache.crop({-new}) before they are read again, or make a new cache"
-            )
-        self._begun = seen
+        self._forward.begin(self.get_seq_length(), self._is_level)
+
+    def _is_level(self) -> bool:
+        """Whether all layers have stored, and attended to, the same tokens."""
+        return not self.binding.waiting and len(layer_lengths(self)) == 1
 
     @torch.compiler.disable
     def forward_returned(self, ids: Tensor | None) -> None:
         """The tokens of the last forward count as read, by their `ids [B, S]` where it had some."""
-        if ids is not None and self._begun is not None:
-            self.history = self.history.plus(ids, self._begun)
-        self._begun, self._states_moved = None, False
+        if ids is not None and self._forward.begun is not None:
+            self.history = self.history.plus(ids, self._forward.begun)
+        self._forward.close()
 
     def forward_failed(self, seen: int) -> None:
         """A forward that began at `seen` columns stored tokens before it failed."""
-        self._begun = seen
+        self._forward.begun = seen
 
     @property
     def broke_off(self) -> bool:
         """Whether a forward failed between layers, which no longer hold the same tokens."""
-        return self.owner.waiting or self._states_moved or len(layer_lengths(self)) > 1
+        return self._forward.states_moved or not self._is_level()
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Stores what one recurrent layer's convolution goes on from."""
-        self._states_moved = self._begun is not None
+        self._forward.move_states()
         return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Stores one recurrent layer's state."""
-        self._states_moved = self._begun is not None
+        self._forward.move_states()
         return super().update_recurrent_state(*args, **kwargs)
 
     # --- turns ------------------------------------------------------------------------------
@@ -226,30 +214,30 @@ class CompressedCache(Cache, ToldOfForwards):
         With `until`, the logical length at which the turn is complete, the forward that reaches it
         compresses, even after the block. After an error inside the block nothing is compressed.
         """
-        self.turn.reading, self.turn.until = until is None, until or 0
+        self.phase.reading, self.phase.until = until is None, until or 0
         try:
             yield
         except BaseException:
-            self.turn.until = 0
+            self.phase.until = 0
             raise
         finally:
-            self.turn.reading = False
+            self.phase.reading = False
         if until is None:
             for layer in self.compressed_layers:
-                layer.end_turn()
+                layer.end_reading()
 
     def to_budget(self, budget: Budget | float | str) -> CompressedCache:
         """A copy in which a turn that is being read ends now, compressed to another budget.
 
         This cache goes on reading. Raises KvfoldError once anything is compressed.
         """
-        if not self.turn.reading or any(layer.turns for layer in self.compressed_layers):
+        if not self.phase.reading or any(state.turns for state in self.states):
             raise KvfoldError("a cache takes another budget only while its first turn is read")
         other = copy.deepcopy(self)
-        least = other.compressed_layers[0].plan.stages.forced.least
+        least = other.states[0].plan.stages.forced.least
         other.budget = checked_budget(self.method, budget, least)
-        for layer in other.compressed_layers:
-            layer.plan = replace(layer.plan, budget=other.budget)
+        for state in other.states:
+            state.plan = replace(state.plan, budget=other.budget)
         with other.reading():
             pass
         return other
@@ -257,7 +245,7 @@ class CompressedCache(Cache, ToldOfForwards):
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Nothing is evicted inside the block, and its tokens can be cropped away afterwards."""
-        before, self.turn.frozen = self.turn.frozen, True
+        before, self.phase.frozen = self.phase.frozen, True
         outer = self._before_freezing
         if outer is None:
             saved = {i: copy.deepcopy(layer) for i, layer in self._other_layers().items()}
@@ -265,7 +253,7 @@ class CompressedCache(Cache, ToldOfForwards):
         try:
             yield
         finally:
-            self.turn.frozen, self._before_freezing = before, outer
+            self.phase.frozen, self._before_freezing = before, outer
             if not before:
                 for layer in self._other_layers().values():
                     layer.record_past = False
@@ -280,7 +268,7 @@ class CompressedCache(Cache, ToldOfForwards):
 
     def activate_past_recording(self) -> None:
         """Asked for by assisted decoding, which takes tokens back: only a frozen cache can."""
-        if not self.turn.frozen:
+        if not self.phase.frozen:
             raise KvfoldError(
                 "assisted decoding takes rejected tokens back, which a cache that evicts cannot: "
                 "use kvfold.generate, which reads the prompt first and then freezes the cache"
@@ -298,7 +286,7 @@ class CompressedCache(Cache, ToldOfForwards):
         length = self.get_seq_length() + tokens_to_remove
         saved = self._saved_at(length)
         self.history = self.history.crop(length)
-        self._states_moved &= saved is None
+        self._forward.states_moved &= saved is None
         for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
         for i, other in self._other_layers().items():
@@ -315,8 +303,8 @@ class CompressedCache(Cache, ToldOfForwards):
             can_crop_stock(layer, tokens_to_remove) for layer in self._other_layers().values()
         ):
             raise KvfoldError(
-                f"{self.owner.name} has sliding windows or recurrent layers, which have let go of "
-                "older tokens: they only go back to where a `with cache.frozen():` block began"
+                f"{self.binding.name} has sliding windows or recurrent layers, which have let go "
+                "of older tokens: they only go back to where a `with cache.frozen():` block began"
             )
 
     def _saved_at(self, length: int) -> dict[int, Any] | None:
@@ -327,12 +315,13 @@ class CompressedCache(Cache, ToldOfForwards):
     def reset(self) -> None:
         """Forgets everything: the cache is as new."""
         super().reset()
-        self.turn.forget()
+        self.phase.reset()
+        self.states[0].waiting.reset()
         self.history = History()
         self.per_chunk = None
-        self._before_freezing = self._begun = None
-        self._states_moved = False
-        self.owner.answered()
+        self._before_freezing = None
+        self._forward.close()
+        self.binding.answered()
 
     @property
     def _is_user_defined(self) -> bool:
@@ -345,7 +334,7 @@ class CompressedCache(Cache, ToldOfForwards):
         warned = value and not self.cannot_be_dropped
         if warned and limit is not None and self.get_seq_length() <= limit:
             raise UnsupportedModel(
-                f"generate() of {self.owner.name} silently drops a cache once a text passes "
+                f"generate() of {self.binding.name} silently drops a cache once a text passes "
                 f"{limit} tokens: use kvfold.generate(model, ..., cache=cache)"
             )
         self._generating = value
@@ -369,15 +358,14 @@ class CompressedCache(Cache, ToldOfForwards):
 
     def _take_along(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a selection along the batch axis, to what layers have in common."""
-        if self.turn.prefix is not None:
-            self.turn.prefix = rows(self.turn.prefix)
+        if self.phase.prefix is not None:
+            self.phase.prefix = rows(self.phase.prefix)
         self.history = self.history.index(rows)
         self.share_pairs()
 
     def share_pairs(self) -> None:
         """Lets paired layers, copied one after the other, share again what they have in common."""
-        stores = [layer.store for layer in self.compressed_layers]
-        paired = [s for s in stores if isinstance(s, SegmentStore) and s.encode.pairs]
+        paired = [state.ragged() for state in self.states if state.store and state.store.pairs]
         for first, second in zip(paired[::2], paired[1::2], strict=True):
             second.share_with(first)
 
@@ -386,12 +374,12 @@ class CompressedCache(Cache, ToldOfForwards):
     @property
     def rows(self) -> int:
         """Rows of the batch that was read; 0 before the first token."""
-        store = self.compressed_layers[0].store
+        store = self.states[0].store
         return 0 if store is None else store.keys.shape[0]
 
     def tokens_read(self) -> Tensor | None:
         """Which columns are tokens and not padding `[B, seen]`; None: all."""
-        return self.compressed_layers[0].logical.tokens()
+        return self.states[0].sequence.tokens()
 
     def positions(self, layer: int) -> list[list[Tensor]]:
         """Original positions stored by compressible layer `layer`, ascending: `[B][H]`, 1-D long.
@@ -399,97 +387,21 @@ class CompressedCache(Cache, ToldOfForwards):
         A position is a column of the logical sequence, as in the attention mask: in a left-padded
         batch it counts the padding before it, which is itself never listed.
         """
-        own = self.compressed_layers[layer]
+        own = self.states[layer]
         if own.store is None:
             return []
         return [[head[head >= 0] for head in row] for row in own.columns()]
 
     def stats(self) -> Stats:
         """What is stored now: prints in a few lines, `details()` layer by layer."""
-        own = self.compressed_layers
-        started = [layer for layer in own if layer.store is not None]
-        kept, parts, state, full = [], [0, 0, 0], 0, 0
-        over, later = False, 0
-        counted: set[int] = set()
-        for layer in started:
-            store = layer.store
-            assert store is not None
-            kept.append((layer.columns() >= 0).sum(-1).tolist())
-            parts = [a + b for a, b in zip(parts, store.nbytes(counted), strict=True)]
-            state += layer.state_bytes()
-            entry = (store.keys.shape[-1] + store.values.shape[-1]) * store.keys.element_size()
-            full += store.keys.shape[0] * store.keys.shape[1] * layer.seen * entry
-            over |= layer.over_budget
-            later = max(later, layer.later())
-        if self.turn.prefix is not None:
-            state += self.turn.prefix.numel() * self.turn.prefix.element_size()
-        return Stats(
+        return stats_of(
+            self.states,
+            self.phase,
             method=str(self.method),
             budget="none" if self.budget is None else str(self.budget),
             per_chunk=self.per_chunk,
             seen=self.get_seq_length(),
-            seen_per_row=started[0].seen_per_row().tolist() if started else [],
-            kept=kept,
-            kv_bytes=parts[0],
-            position_bytes=parts[1],
-            state_bytes=state,
-            slack_bytes=parts[2],
             id_bytes=self.history.nbytes,
-            nbytes_full=full,
-            other_layers={
-                i: type(layer).__name__
-                for i, layer in enumerate(self.layers)
-                if not isinstance(layer, CompressedLayer)
-            },
-            forced_over_budget=over,
+            other_layers={i: type(layer).__name__ for i, layer in self._other_layers().items()},
             inexact=self.method.stages().inexact,
-            later=later,
-            later_budget=self.turn.own,
-            protected=[] if not started else started[0].protected().tolist(),
-            errors=[
-                [] if layer.error is None else layer.error.mean(0).tolist() for layer in started
-            ],
         )
-
-
-def _prepare(model: PreTrainedModel) -> None:
-    """Routes the model's attention through kvfold, and tries it out where this is its first cache.
-
-    Raises UnsupportedModel where it would be answered wrongly; it is then as it was.
-    """
-    with preparing:
-        known = is_enabled(model)
-        enable(model)
-        watch(model)
-        if not rehearsal.is_due(model):
-            return
-        try:
-            rehearsal.rehearse(model, CompressedCache(model, rehearsal.METHOD, rehearsal.BUDGET))
-        except BaseException:
-            if not known:
-                disable(model)
-            raise
-
-
-def checked_budget(
-    method: Method, budget: Budget | float | str | None, least: int
-) -> Budget | None:
-    """The budget of a method that keeps `least` entries per KV head whatever it is.
-
-    Raises BudgetError for one that is missing, superfluous, or below that.
-    """
-    if method.takes_budget and budget is None:
-        raise BudgetError(
-            f'{method} needs a budget: the part to keep (0.2), tokens (512) or a size ("2GiB")'
-        )
-    if not method.takes_budget and budget is not None:
-        raise BudgetError(f"{method} takes no budget: leave it out")
-    if budget is None:
-        return None
-    made = Budget.of(budget)
-    if made.kind == "tokens" and made.amount < least:
-        raise BudgetError(
-            f"{method} always keeps {least} entries per KV head (sinks, window, protected spans), "
-            f"the budget is {int(made.amount)}: raise it to at least {least}"
-        )
-    return made

@@ -15,7 +15,7 @@ from kvfold.kernels.gather import pick
 
 
 @dataclass
-class Logical:
+class LogicalSequence:
     """`seen` columns, padding included; `valid [B, N]` is False at padding, None without any."""
 
     seen: int = 0

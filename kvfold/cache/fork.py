@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
+from kvfold.cache.gather import Waiting
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.model_binding import Owner
-from kvfold.cache.phase import Turn
-from kvfold.cache.query_window import LastQueries
-from kvfold.cache.state import PER_ENTRY
+from kvfold.cache.model_binding import ModelBinding
+from kvfold.cache.phase import Phase
+from kvfold.cache.state import LayerState
 from kvfold.errors import BudgetError
 from kvfold.hf.models import read_tokens
 from kvfold.methods.base import Stages
@@ -32,11 +32,13 @@ def fork(cache: CompressedCache) -> CompressedCache:
     Only the states of sliding and recurrent layers, which are small, are copied.
     """
     reader = copy.copy(cache)
-    reader.turn = Turn(frozen=True, prefix=cache.turn.prefix)
-    reader.owner = copy.deepcopy(cache.owner)
-    reader.owner.answered()
+    reader.phase = Phase(frozen=True, prefix=cache.phase.prefix)
+    waiting: Waiting[LayerState] = Waiting()
+    reader.binding = copy.deepcopy(cache.binding)
+    reader.binding.answered()
+    reader._forward = dataclasses.replace(cache._forward)
     reader.layers = [
-        _fork_layer(layer, reader.turn, reader.owner)
+        _fork_layer(layer, reader.phase, waiting, reader.binding)
         if isinstance(layer, CompressedLayer)
         else copy.deepcopy(layer)
         for layer in cache.layers
@@ -44,18 +46,27 @@ def fork(cache: CompressedCache) -> CompressedCache:
     return reader
 
 
-def _fork_layer(layer: CompressedLayer, turn: Turn, owner: Owner) -> CompressedLayer:
+def _fork_layer(
+    layer: CompressedLayer, phase: Phase, waiting: Waiting[LayerState], binding: ModelBinding
+) -> CompressedLayer:
+    other, state = copy.copy(layer), layer.state
     # How far sinks are moved only depends on what is evicted: from now on they stay where they are.
-    layer.settle_sinks()
-    other = copy.copy(layer)
-    other.turn, other.owner = turn, owner
-    other.store = layer.stored().fork()
-    other.logical = dataclasses.replace(layer.logical)
-    other.last_queries = LastQueries(layer.last_queries.width)
-    other.evicted_at = other.settled = layer.seen
-    other.sinks = other.surplus = None
-    for name in PER_ENTRY:
-        setattr(other, name, None)
+    state.settle_sinks()
+    other.binding = binding
+    other.state = dataclasses.replace(
+        state,
+        phase=phase,
+        waiting=waiting,
+        store=state.stored().fork(),
+        sequence=dataclasses.replace(state.sequence),
+        evicted_at=state.seen,
+        settled=state.seen,
+        sinks=None,
+        surplus=None,
+        sums=None,
+        squares=None,
+        reconstruction=None,
+    )
     return other
 
 
@@ -74,15 +85,15 @@ def fork_within(cache: CompressedCache, own: int) -> CompressedCache:
             f"is {own}: raise it"
         )
     reader = fork(cache)
-    reader.turn.own = own
+    reader.phase.own = own
     for layer in reader.compressed_layers:
-        layer.plan = dataclasses.replace(layer.plan, stages=stages)
+        layer.state.plan = dataclasses.replace(layer.state.plan, stages=stages)
     return reader
 
 
 def own_stages(stages: Stages) -> Stages:
     """How later turns are compressed after a document that was compressed by `stages`."""
-    if stages.score is None or stages.needs.rebuilding is not None:
+    if stages.score is None or stages.needs.reconstruction is not None:
         return Stages(score=recency, allocate=uniform)
     forced = Forced(recent=stages.forced.recent)
     return Stages(needs=stages.needs, score=stages.score, allocate=uniform, forced=forced)
@@ -94,9 +105,9 @@ def end_turn(model: PreTrainedModel, reader: CompressedCache, ids: Tensor) -> No
 
     After an error the reader is of no use any more.
     """
-    reader.turn.frozen = False
+    reader.phase.frozen = False
     try:
         with reader.reading(until=ids.shape[1]):
             read_tokens(model, ids[:, reader.get_seq_length() :], reader, None)
     finally:
-        reader.turn.frozen = True
+        reader.phase.frozen = True

@@ -1,125 +1,277 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of the cache: stores what the model writes, and is compressed by its method."""
+"""The layer that transformers writes to and kvfold's attention reads from."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.cache.columns import Logical
-from kvfold.cache.decode import Holding, hold, too_much
-from kvfold.cache.query_window import Attended
+from kvfold.attention.attend import (
+    attend_and_maximize,
+    attend_and_sum,
+    attend_and_watch_row,
+    attend_to_view,
+)
+from kvfold.attention.call import AttentionCall
+from kvfold.attention.handshake import changed
+from kvfold.attention.mask import valid_columns
+from kvfold.cache.columns import LogicalSequence
+from kvfold.cache.decode import evict_after_token, evict_one, evicts_one, predicted_slot
+from kvfold.cache.model_binding import ModelBinding
+from kvfold.cache.observe import add_maxima, add_moments, observation_at, observation_of
+from kvfold.cache.prefill import end_prefill, size_and_evict
+from kvfold.cache.quantize import quantize_due
+from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.kernels.single_query import attend_single
 from kvfold.store.dense import DenseStore
-from kvfold.store.ragged import SegmentStore
 
 
-class CompressedLayer(Holding):
-    """What transformers writes to, and what attention asks and tells when it is done."""
+class CompressedLayer(CacheLayerMixin):
+    """A full-attention layer: logical lengths outwards, a `LayerState` inside.
+
+    `update` stores, `attend` attends and observes, `finish` lets an evictor change the state.
+    """
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, state: LayerState, binding: ModelBinding) -> None:
+        self.state, self.binding = state, binding
+        self.shared, self.latents = state.plan.shared, state.plan.latents
+        self.is_initialized = False
+
+    # --- transformers' side -----------------------------------------------------------------
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.state.store is None else self.state.store.keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.state.store is None else self.state.store.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.plan.ranks.check_heads(key_states.shape[1])
+        self.state.plan.ranks.check_heads(key_states.shape[1])
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store = DenseStore(key_states, value_states)
+        self.state.store = DenseStore(key_states, value_states)
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Stores new entries `[B, H, S, D]`; returns what is stored as it came."""
-        if self.store is None:
+        """Stores new entries `[B, H, S, D]`; returns the raw keys and values stored."""
+        state, new = self.state, key_states.shape[2]
+        if state.store is None:
             self.lazy_initialization(key_states, value_states)
+            stored = state.dense().dense()
         else:
-            if key_states.shape[2] > 1 and not self.turn.frozen and self.turn.own is None:
-                self._leave_out_dead()
-            self.store.append(key_states, value_states, first=self.seen)
-        new = key_states.shape[2]
-        self.logical.seen += new
-        self.surplus = None if self.surplus is None else self.surplus + new
-        store = self.stored()
-        self.settle_sinks()
-        return store.keys, store.values
+            own = state.phase.frozen or state.phase.own is not None
+            if new > 1 and not own and state.store.dead:
+                state.copy_alive()
+            stored = state.store.append(key_states, value_states, state.sequence.seen)
+        state.sequence.seen += new
+        if state.surplus is not None:
+            state.surplus += new
+        if state.sinks is not None:
+            state.settle_sinks()  # in place
+        return stored
 
-    @property
-    def sums_wanted(self) -> bool:
-        """Whether this forward's column sums will be used."""
-        return self.plan.stages.needs.column_sums and not self.turn.frozen
+    def reset(self) -> None:
+        self.state.reset()
+        self.is_initialized = False
 
-    def shows_all(self, attended: Attended, mask: Tensor | None) -> bool:
-        """Whether a single query plainly attends to all that is stored, wherever it stood."""
-        store, single = self.store, attended.query.shape[2] == 1
-        if not single or mask is not None or not isinstance(store, DenseStore):
+    def get_seq_length(self) -> int:
+        return self.state.sequence.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.state.sequence.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises KvfoldError where tokens cannot be taken back."""
+        if tokens_to_remove > 0:
+            raise KvfoldError(
+                f"crop takes minus the number of tokens to drop, not {tokens_to_remove}"
+            )
+        state = self.state
+        if tokens_to_remove and state.store and state.seen + tokens_to_remove < state.evicted_at:
+            raise KvfoldError(
+                f"cannot take back {-tokens_to_remove} tokens: older entries were evicted, encoded "
+                "or scored since, as those tokens came; generate inside `with cache.frozen():` "
+                "what is to be taken back"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens; raises KvfoldError past an eviction."""
+        self.check_crop(tokens_to_remove)
+        self.state.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.state.index(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.state.index(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.state.index(lambda x: x[indices.to(x.device)])
+
+    # --- attention's side -------------------------------------------------------------------
+
+    def view(self) -> Any:
+        """What is stored now."""
+        return self.state.stored().view()
+
+    def is_source_of(self, key: Tensor) -> bool:
+        """Whether keys `[B, H, T, D]` have other heads than the store, but its rows and entries."""
+        if self.state.store is None:
             return False
-        plain = attended.softcap is None and attended.sinks is None
-        return plain and store.moved and not store.holes
+        stored = self.state.store.keys
+        same = (stored.shape[0], stored.shape[2]) == (key.shape[0], key.shape[2])
+        return same and stored.shape[1] != key.shape[1]
 
-    def counted(self, new: int) -> Tensor | None:
-        """Which of the last `new` queries are tokens `[B, S]`; None: all are."""
-        return None if self.logical.valid is None else self.logical.valid[:, -new:]
+    def attend(
+        self,
+        module: nn.Module,
+        kind: str,
+        call: AttentionCall,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention output `[B, S, Hq, Dv]` over what is stored, and weights where stock gives any.
 
-    def finish(self, attended: Attended) -> None:
-        """Called when the layer's attention is done: observes, and compresses when it is time."""
-        waiting = self.turn.singles
-        if attended.row is None:
-            self._observe_and_compress(attended)
+        Observes what the method needs, and evicts where it is time. Raises UnsupportedModel for
+        another model, and for a mask that is not of all columns seen.
+        """
+        state, binding = self.state, self.binding
+        if binding.modules and id(module) not in binding.modules:
+            raise binding.refusal()
+        if mask is not None:
+            if mask.shape[-1] != state.sequence.seen:
+                raise changed(module)
+            state.sequence.valid = valid_columns(mask)
+        weights = None
+        store, seen, phase = state.store, state.sequence.seen, state.phase
+        assert store is not None
+        if state.surplus == 1 and evicts_one(state, call.query.shape[2]):
+            predicted = predicted_slot(state, call)
+            out, call = attend_and_watch_row(call, state.dense(), seen, mask, predicted)
+        elif phase.reconstruction is not None:
+            counted, scored = self._counted(call), phase.reconstruction.scored
+            out, call = attend_and_maximize(call, store, seen, mask, counted=counted, scored=scored)
+        elif state.plan.stages.needs.column_sums and not phase.frozen:
+            squares = state.plan.stages.needs.column_squares
+            counted = self._counted(call)
+            out, call = attend_and_sum(call, store, seen, mask, counted=counted, squares=squares)
+        elif kind == "sdpa" and mask is None and self._shows_all(call):
+            # Nothing left of the stock cache to be identical to, and faster than SDPA.
+            out = attend_single(call.query, call.key, call.value, call.scale).transpose(1, 2)
         else:
-            waiting[self] = attended
-        if waiting and (self.plan.layer == self.plan.layers - 1 or too_much(waiting)):
-            self.turn.singles = {}
-            hold(waiting)
+            out, weights = attend_to_view(
+                module, kind, call, store.view(), seen, mask, options, store.holes
+            )
+        self.finish(call)
+        # Not before: after an error on the way the layers no longer hold the same tokens.
+        binding.waiting = False
+        return out, weights
 
-    def _observe_and_compress(self, attended: Attended) -> None:
-        if attended.maxima is not None:
-            self._add_maxima(attended.maxima)
-        if self.turn.driving:
-            columns = torch.arange(self.seen, device=attended.query.device)
-            self.turn.watched = self._observe(attended, columns.repeat(len(attended.query), 1))
+    def attend_as_guest(
+        self,
+        module: nn.Module,
+        kind: str,
+        call: AttentionCall,
+        view: Any,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of another layer to `view` of this layer's entries; observes nothing."""
+        return attend_to_view(module, kind, call, view, self.state.seen, mask, options)
+
+    def finish(self, call: AttentionCall) -> None:
+        """Called when the layer has attended: observes, and evicts where it is time."""
+        state, waiting = self.state, self.state.waiting
+        if call.row is None:
+            self._observe_and_evict(call)
+        else:
+            waiting.evicting[state] = call
+        if waiting.evicting:
+            last = state.plan.layer == state.plan.layers - 1
+            if last or waiting.is_too_much():
+                evict_one(waiting.take_evicting())
+
+    def _observe_and_evict(self, call: AttentionCall) -> None:
+        state, phase, stages = self.state, self.state.phase, self.state.plan.stages
+        seen, new = state.sequence.seen, call.query.shape[2]
+        if call.maxima is not None:
+            add_maxima(state, call.maxima)
+        if phase.layerwise:
+            columns = torch.arange(state.seen, device=call.query.device)
+            phase.observed = observation_at(state, call, columns.repeat(len(call.query), 1))
             return
-        if self.turn.frozen:
+        if phase.frozen:
             return
-        if attended.sums is not None:
-            self._add_moments(attended.sums, attended.squares)
-        stages = self.plan.stages
-        if self.turn.ends(self.seen, attended.query.shape[2]):
-            self._end_turn(self._observation(attended))
-        elif self.turn.goes_on(self.seen):
-            self.last_queries.add(attended, self.logical)
+        if call.sums is not None:
+            add_moments(state, call.sums, call.squares)
+        if phase.reading or seen < phase.until:
+            state.query_window.add(call, state.sequence)
+        elif new > 1 or seen - new < phase.until:
+            end_prefill(state, observation_of(state, call))
         elif stages.decode == "hold" and stages.score is not None:
-            self._hold_all(attended)
-        elif self.late:
-            self.late = False
-            self._size_and_compress(self._observation(attended))
-        elif isinstance(self.store, SegmentStore) and stages.encode is not None:
-            self.turn.encode(self, decoding=True)
+            evict_after_token(state, call)
+        elif state.late:
+            state.late = False
+            size_and_evict(state, observation_of(state, call))
+        elif stages.encode is not None and not state.stored().is_dense:
+            quantize_due(state, decoding=True)
+
+    def _shows_all(self, call: AttentionCall) -> bool:
+        """Whether a single query without a mask attends to all of a store that was evicted."""
+        store = self.state.store
+        assert store is not None
+        if call.query.shape[2] > 1 or store.holes or not (store.is_dense and store.moved):
+            return False
+        return call.softcap is None and call.sinks is None
+
+    def _counted(self, call: AttentionCall) -> Tensor | None:
+        """Which of the call's queries are tokens `[B, S]`; None: all are."""
+        valid = self.state.sequence.valid
+        return None if valid is None else valid[:, -call.query.shape[2] :]
+
+    # --- prefills that end outside of a forward ---------------------------------------------
 
     def adopt(self, columns: Tensor, valid: Tensor) -> None:
         """Takes what was just stored for `columns [B, T]` of a prompt in which `valid [B, N]`."""
-        store = self.stored()
-        assert isinstance(store, DenseStore)
-        self.logical = Logical(valid.shape[1], None if bool(valid.all()) else valid)
-        self.turns += 1
-        self.settled = self.seen
+        state = self.state
+        state.sequence = LogicalSequence(valid.shape[1], None if bool(valid.all()) else valid)
+        state.turns += 1
+        state.settled = state.seen
         if columns.shape[1] < valid.shape[1]:
-            store.place(columns[:, None])
-            self.evicted_at = self.seen
+            state.dense().place(columns[:, None])
+            state.evicted_at = state.seen
 
-    def end_turn(self) -> None:
-        """Compresses after a `reading()` block, from what was remembered of it.
+    def end_reading(self) -> None:
+        """Evicts after a `reading()` block, by the queries that were remembered of it.
 
-        Raises KvfoldError where a crop took all of that back.
+        Raises KvfoldError where a crop took all of these back.
         """
-        attended = self.last_queries.attended
-        if attended is None or self.store is None:
+        state = self.state
+        call = state.query_window.attended
+        if call is None or state.store is None:
             return
-        if attended.key.shape[1] != self.store.keys.shape[1]:
+        if call.key.shape[1] != state.store.keys.shape[1]:
             raise UnsupportedModel(
                 "this model's cache holds latents, whose keys exist only inside a forward: name "
                 "the turn's length, `with cache.reading(until=tokens):`, so that its last forward "
                 "can compress"
             )
-        if self.last_queries.lost:
+        if state.query_window.lost:
             raise KvfoldError(
                 "the last queries of this turn, by which its entries are scored, were taken back: "
                 "read at least one more token before the `cache.reading()` block ends"
             )
-        self._end_turn(self._observe(attended, self.last_queries.columns))
+        end_prefill(state, observation_at(state, call, state.query_window.columns))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from kvfold.errors import UnsupportedModel
@@ -13,7 +12,7 @@ from kvfold.hf.attention import is_routed
 from kvfold.hf.models import text_config
 
 
-class Owner:
+class ModelBinding:
     """Which model a cache belongs to, and whether that model answers through kvfold's attention."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -22,10 +21,9 @@ class Owner:
         self.config = text_config(model)
         self.waiting = False
 
-    def check(self, module: nn.Module) -> None:
-        """Raises UnsupportedModel when another model uses the cache."""
-        if self.modules and id(module) not in self.modules:
-            raise UnsupportedModel(f"this cache was made for another model (a {self.name})")
+    def refusal(self) -> UnsupportedModel:
+        """The refusal of a module that is not in `modules`."""
+        return UnsupportedModel(f"this cache was made for another model (a {self.name})")
 
     def asked(self, first: bool, level: bool) -> None:
         """A layer hands out keys, or the first one of a forward does.
@@ -34,7 +32,8 @@ class Owner:
         are not `level`: they hold different numbers of tokens.
         """
         lost = first and self.config is not None and not is_routed(self.config)
-        self.check_answered(lost or not level)
+        if self.waiting or lost or not level:
+            self.check_answered(lost=True)
         self.waiting = True
 
     def check_answered(self, lost: bool = False) -> None:
@@ -53,7 +52,7 @@ class Owner:
     def __getstate__(self) -> dict[str, Any]:
         return {"modules": frozenset(), "name": self.name, "config": None, "waiting": False}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        other = object.__new__(Owner)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelBinding:
+        other = object.__new__(ModelBinding)
         other.__dict__.update(self.__dict__)
         return other

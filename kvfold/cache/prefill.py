@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a layer is compressed: sizes, selection, compensation, and stores of what stays."""
+"""Prefill eviction: a layer is brought to its budget when a prefill ends.
+
+Functions of (state, observation): allocate → choose → merge → keep → quantize.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
-from kvfold.cache.state import Held
+from kvfold.cache.plan import with_forced_room
+from kvfold.cache.quantize import quantize_due
+from kvfold.cache.state import LayerState, alive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.gather import pick
 from kvfold.methods.base import Across, Measured
@@ -20,248 +25,270 @@ from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.select.choose import choose, scores_of
 from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import top
-from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode, EntrySize
-from kvfold.store.ragged import SegmentStore
+from kvfold.store.ragged import RaggedStore
 
 
-class Compression(Held):
-    """A layer that brings itself back to its budget."""
+def end_prefill(state: LayerState, observation: Observation) -> None:
+    """Brings the layer back to its budget, now or when the last layer has attended."""
+    stages = state.plan.stages
+    state.turns += 1
+    state.query_window.forget()
+    if state.phase.own is not None:
+        _keep_own(state, observation, state.phase.own)
+        return
+    own_forwards = stages.token_pruning or (
+        stages.needs.reconstruction and state.reconstruction is None
+    )
+    if own_forwards:
+        _check_started(state)
+        if stages.encode is not None:
+            _quantize_all(state, observation)
+        return
+    if stages.decode == "once":
+        state.late = True
+        return
+    state.settled = state.seen
+    if isinstance(stages.allocate, Across):
+        _wait_for_sizes(state, _with_candidates(state, observation))
+    elif stages.score is not None or stages.encode is not None:
+        size_and_evict(state, observation)
 
-    def _end_turn(self, seen: Observation) -> None:
-        """Ends a turn: brings the layer back to its budget."""
-        stages = self.plan.stages
-        self.turns += 1
-        self.last_queries.forget()
-        if self.turn.own is not None:
-            self._keep_own(seen, self.turn.own)
-            return
-        own_forwards = stages.funnel or (stages.needs.rebuilding and self.rebuilding is None)
-        if own_forwards:
-            self._check_started()
-            if stages.encode is not None:
-                self._encode_all(seen)
-            return
-        if stages.decode == "once":
-            self.late = True
-            return
-        self.settled = self.seen
-        if isinstance(stages.allocate, Across):
-            self.turn.gather(self, self._with_candidates(seen))
-        elif stages.score is not None or stages.encode is not None:
-            self._size_and_compress(seen)
 
-    def _with_candidates(self, seen: Observation) -> Observation:
-        """Rebuilding scores in which what is kept anyway wins, and the prefix takes no part."""
-        if seen.rebuilding is None:
-            return seen
-        places = self.places()
-        forced = self.plan.stages.forced.mask(places, torch.zeros_like(self.seen_per_row()))
-        scores = with_forced(seen.rebuilding, forced, places)
-        prefix = places < self.protected().view(-1, 1, 1)
-        return dataclasses.replace(seen, rebuilding=scores.masked_fill(prefix, -torch.inf))
+def size_and_evict(state: LayerState, observation: Observation) -> None:
+    """Evicts to the size that the layer finds by itself; without a score, quantizes only."""
+    if state.plan.stages.score is None:
+        _quantize_all(state, observation)
+    else:
+        evict_to(state, observation, size_of(state, observation))
 
-    def _keep_own(self, seen: Observation, most: int) -> None:
-        """Brings what a reader has read itself to the `most` best; what it shares stays."""
-        store, stages = self.stored(), self.plan.stages
-        own = store.own
-        if own <= most:
-            return
-        places = self.places()
-        counts = torch.full((len(places),), most, device=places.device)
-        scores = scores_of(stages, dataclasses.replace(seen, budget=counts), places.shape[1])
-        scores = with_forced(scores, stages.forced.mask(places, counts), places)
-        slots = top(scores[..., -own:], counts)
-        store.keep_own(slots)
-        self._per_entry(lambda x: torch.cat([x[..., :-own], pick(x[..., -own:], slots, 0)], -1))
-        self.evicted_at = self.seen
 
-    def _check_started(self) -> None:
-        """Raises KvfoldError for a first turn without the method's own; later ones come on top."""
-        if self.turns == 1:
-            raise KvfoldError(
-                "this method runs forwards of its own over a first prompt: use kvfold.compress or "
-                "kvfold.generate, with a cache that was given tokenizer= where it needs one"
-            )
+def size_of(state: LayerState, observation: Observation) -> Tensor:
+    """Entries per KV head, `[B]` or `[B, H]`; evenly where other layers are not known yet."""
+    if isinstance(state.plan.stages.allocate, Across):
+        return _even_size(state)
+    free = state.seen_per_row() - state.protected()
+    return state.plan.counts(observation, free, _entry_size(state), _heads(state))
 
-    def _size_and_compress(self, seen: Observation) -> None:
-        if self.plan.stages.score is None:
-            self._encode_all(seen)
-        else:
-            self.compress(seen, self._share(seen))
 
-    def _share(self, seen: Observation) -> Tensor:
-        """Entries per KV head, `[B]` or `[B, H]`; evenly where other layers are not known yet."""
-        if isinstance(self.plan.stages.allocate, Across):
-            return self.per_head()
-        free = self.seen_per_row() - self.protected()
-        return self.plan.counts(seen, free, self._entry_size(), self._heads())
+def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> None:
+    """Brings the layer to `counts`, `[B]` or `[B, H]`, entries per KV head."""
+    everything = state.plan.budget == Budget.ratio(1.0) or bool((counts == UNLIMITED).all())
+    counts = counts + state.protected().view(-1, *[1] * (counts.dim() - 1))
+    state.capacity = None if everything or counts.dim() > 1 else counts
+    evict(state, observation, counts)
+    state.reconstruction = None
+    state.settled = state.seen
 
-    def per_head(self, unrounded: bool = False) -> Tensor:
-        """The budget in entries per KV head and layer `[B]`, beside protected ones.
 
-        Whole entries, int64; `unrounded` float64.
-        """
-        free = self.seen_per_row() - self.protected()
-        size, heads = self._entry_size(), self._heads()
-        if unrounded:
-            exact = [self.plan.unrounded(n, size, heads, len(free)) for n in free.tolist()]
-            return torch.tensor(exact, device=free.device, dtype=torch.float64)
-        totals = [self.plan.total(n, size, heads, len(free)) for n in free.tolist()]
-        return torch.tensor(totals, device=free.device) // self.plan.layers
+def evict(state: LayerState, observation: Observation, counts: Tensor) -> None:
+    """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""
+    stages, places = state.plan.stages, state.places()
+    if counts.dim() > 1:
+        _check_heads(state, observation)
+    stored = (places >= 0).sum(-1)
+    if state.plan.ranks.all((counts.view(len(counts), -1) >= stored).all()):
+        _keep_everything(state, observation, places, counts)
+        return
+    forced = places < state.protected().view(-1, 1, 1)
+    fixed = state.stored().fixed
+    if fixed is not None:
+        forced = forced | fixed
+    chosen = choose(stages, observation, places, forced & (places >= 0), counts)
+    state.over_budget = chosen.over_budget
+    _note_error(state, observation, chosen.slots)
+    _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)
+    _keep(state, observation, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
 
-    def _heads(self) -> int:
-        """The layer's KV heads, on all ranks together."""
-        return self.stored().keys.shape[1] * self.plan.ranks.size
 
-    def _entry_size(self) -> EntrySize:
-        keys, values = self.stored().keys, self.stored().values
-        return EntrySize(keys.shape[-1], values.shape[-1], keys.element_size())
+# --- sizes ----------------------------------------------------------------------------------
 
-    def protected(self) -> Tensor:
-        """First tokens of each row that are kept beside the budget `[B]`."""
-        if self.turn.prefix is None:
-            return torch.zeros_like(self.seen_per_row())
-        return self.turn.prefix
 
-    def compress(self, seen: Observation, counts: Tensor) -> None:
-        """Brings the layer to `counts`, `[B]` or `[B, H]`, entries per KV head."""
-        everything = self.plan.budget == Budget.ratio(1.0) or bool((counts == UNLIMITED).all())
-        counts = counts + self.protected().view(-1, *[1] * (counts.dim() - 1))
-        self.capacity = None if everything or counts.dim() > 1 else counts
-        self._evict(seen, counts)
-        self.rebuilding = None
-        self.settled = self.seen
+def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
+    """The last layer lets all of them evict to sizes shared across them."""
+    waiting, plan = state.waiting, state.plan
+    # As a view, the last queries would keep alive those of the whole prompt.
+    queries = None if observation.queries is None else observation.queries.clone()
+    waiting.sized.append((state, dataclasses.replace(observation, queries=queries)))
+    if len(waiting.sized) < plan.layers:
+        return
+    sized, across = waiting.take_sized(), plan.stages.allocate
+    assert isinstance(across, Across) and observation.tokens_seen is not None
+    statistics = [across.statistic(of_layer) for _, of_layer in sized]
+    free = observation.tokens_seen - state.protected()
+    # Without a budget the statistics alone decide.
+    budget = free if plan.budget is None else _even_size(state, across.unrounded)
+    counts = across.share(statistics, budget, free)
+    if plan.budget is not None and not across.per_head:
+        counts = with_forced_room(counts, plan.stages.forced.least_of(state.places()), free)
+    for (each, of_layer), count in zip(sized, counts, strict=True):
+        evict_to(each, of_layer, count)
 
-    def _evict(self, seen: Observation, counts: Tensor) -> None:
-        """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""
-        stages, places = self.plan.stages, self.places()
-        if counts.dim() > 1:
-            self._check_heads(seen)
-        stored = (places >= 0).sum(-1)
-        if self.plan.ranks.all((counts.view(len(counts), -1) >= stored).all()):
-            slots = torch.arange(places.shape[-1], device=places.device)
-            self._note_error(seen, slots.expand_as(places))
-            self._note_surplus(stored, counts)
-            self._mark_padding()
-            if stages.encode is not None:
-                self._encode_all(seen)
-            # What is recent may reach further back from now on, and be counted in slots.
-            self._leave_out_dead()
-            return
-        forced = places < self.protected().view(-1, 1, 1)
-        if isinstance(self.store, SegmentStore) and not self.store.encode.as_they_came:
-            forced = forced | self.store.encoded
-        chosen = choose(stages, seen, places, forced & (places >= 0), counts)
-        self.over_budget = chosen.over_budget
-        self._note_error(seen, chosen.slots)
-        self._note_surplus((chosen.slots >= 0).sum(-1), counts)
-        self._keep(seen, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
 
-    def _mark_padding(self) -> None:
-        """Makes holes of padding where single entries are to leave: these never join it."""
-        padded = self.logical.valid is not None and self.surplus == 0
-        if padded and isinstance(self.store, DenseStore):
-            self.store.place(self.columns())
+def _with_candidates(state: LayerState, observation: Observation) -> Observation:
+    """ReconstructionForward scores in which forced entries win, and the prefix takes no part."""
+    if observation.reconstruction is None:
+        return observation
+    places = state.places()
+    forced = state.plan.stages.forced.mask(places, torch.zeros_like(state.seen_per_row()))
+    scores = with_forced(observation.reconstruction, forced, places)
+    prefix = places < state.protected().view(-1, 1, 1)
+    return dataclasses.replace(observation, reconstruction=scores.masked_fill(prefix, -torch.inf))
 
-    def _leave_out_dead(self) -> None:
-        """Copies what is alive, where entries have left without being moved."""
-        if isinstance(self.store, DenseStore) and self.store.dead:
-            self.copy_alive()
 
-    def copy_alive(self) -> None:
-        """Copies what is alive: nobody else looks at what is stored then."""
-        store = self.stored()
-        assert isinstance(store, DenseStore)
-        self._store_only(store, alive(store.positions))
+def _even_size(state: LayerState, unrounded: bool = False) -> Tensor:
+    """The budget in entries per KV head and layer `[B]`, beside protected ones.
 
-    def _note_surplus(self, kept: Tensor, counts: Tensor) -> None:
-        """Whether every head holds exactly its capacity now."""
-        held = self.capacity is not None and bool((kept == counts.view(len(counts), -1)).all())
-        self.surplus = 0 if held else None
+    Whole entries, int64; `unrounded` float64.
+    """
+    free = state.seen_per_row() - state.protected()
+    plan, size, heads = state.plan, _entry_size(state), _heads(state)
+    if unrounded:
+        exact = [plan.unrounded(n, size, heads, len(free)) for n in free.tolist()]
+        return torch.tensor(exact, device=free.device, dtype=torch.float64)
+    totals = [plan.total(n, size, heads, len(free)) for n in free.tolist()]
+    return torch.tensor(totals, device=free.device) // plan.layers
 
-    def _note_error(self, seen: Observation, slots: Tensor) -> None:
-        """What a method without a budget says of its choice."""
-        allocate = self.plan.stages.allocate
-        if isinstance(allocate, Measured) and allocate.error is not None:
-            length = seen.positions.shape[-1]
-            # Holes write into one more column, which is cut off.
-            kept = F.pad(torch.zeros_like(seen.positions, dtype=torch.bool), (0, 1))
-            kept = kept.scatter(2, slots.masked_fill(slots < 0, length), True)[..., :length]
-            self.error = allocate.error(seen, kept)
 
-    def _encode_all(self, seen: Observation) -> None:
-        """Evicts nothing but padding, and encodes."""
-        self._keep(seen, alive(self.places()), ragged=True)
+def _heads(state: LayerState) -> int:
+    """The layer's KV heads, on all ranks together."""
+    return state.stored().keys.shape[1] * state.plan.ranks.size
 
-    def _keep(self, seen: Observation, slots: Tensor, ragged: bool) -> None:
-        """Keeps the entries at `slots [B, H, K]`, compensated for the others, encoded."""
-        stages, store = self.plan.stages, self.stored()
-        saved = None
-        self.return_sinks()
-        if stages.compensate is not None:
-            keys, values = store.dense()
-            eviction = Eviction(
-                keys, values, self.places(), slots, self.sums, self.merging, seen.seed
-            )
-            *saved, self.merging = stages.compensate(eviction)
-        if ragged or stages.encode is not None:
-            self._keep_in_segments(seen, slots, saved)
-        else:
-            assert isinstance(store, DenseStore)
-            self._store_only(store, slots)
-            if saved is not None:
-                store.replace(*saved)
-        self.note_eviction()
 
-    def _store_only(self, store: DenseStore, slots: Tensor) -> None:
-        """Keeps the entries at `slots [B, H, K]` of a dense store."""
+def _entry_size(state: LayerState) -> EntrySize:
+    keys, values = state.stored().keys, state.stored().values
+    return EntrySize(keys.shape[-1], values.shape[-1], keys.element_size())
+
+
+# --- what stays -----------------------------------------------------------------------------
+
+
+def _keep_everything(
+    state: LayerState, observation: Observation, places: Tensor, counts: Tensor
+) -> None:
+    """Evicts nothing, as no head stores more than its count; `places [B, H, T]`, −1 for holes."""
+    slots = torch.arange(places.shape[-1], device=places.device)
+    _note_error(state, observation, slots.expand_as(places))
+    _note_surplus(state, (places >= 0).sum(-1), counts)
+    if state.sequence.valid is not None and state.surplus == 0 and state.stored().is_dense:
+        # As holes, padding takes no part where single entries leave from now on.
+        state.dense().place(state.columns())
+    if state.plan.stages.encode is not None:
+        _quantize_all(state, observation)
+    if state.stored().dead:
+        # The recent window may reach further back from now on, and is counted in slots.
+        state.copy_alive()
+
+
+def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bool) -> None:
+    """Keeps the entries at `slots [B, H, K]`, merged with the others, quantized."""
+    stages, store = state.plan.stages, state.stored()
+    merged = None
+    state.return_sinks()
+    if stages.merge is not None:
+        keys, values = store.dense()
+        eviction = Eviction(
+            keys, values, state.places(), slots, state.sums, state.merging, observation.seed
+        )
+        *merged, state.merging = stages.merge(eviction)
+    if ragged or stages.encode is not None:
+        _keep_ragged(state, observation, slots, merged)
+    else:
+        state.keep_dense(slots)
+        if merged is not None:
+            state.dense().replace(*merged)
+    state.note_eviction()
+
+
+def _keep_ragged(
+    state: LayerState, observation: Observation, slots: Tensor, merged: list[Tensor] | None
+) -> None:
+    """Keeps the entries at `slots [B, H, K]` in a ragged store, and quantizes what is due."""
+    encode, store = state.plan.stages.encode or Encode(), state.stored()
+    _check_heads(state, observation)
+    if not store.is_dense and not encode.raw:
         store.keep(slots)
-        self._select_per_entry(slots)
-
-    def _select_per_entry(self, slots: Tensor) -> None:
-        self._per_entry(lambda x: pick(x, slots, 0))
-
-    def _keep_in_segments(
-        self, seen: Observation, slots: Tensor, saved: list[Tensor] | None
-    ) -> None:
-        encode, store = self.plan.stages.encode or Encode(), self.stored()
-        self._check_heads(seen)
-        if isinstance(store, SegmentStore) and not encode.as_they_came:
-            store.keep(slots)
-        else:
-            positions = None if self._is_everything(slots) else store.positions
-            entries, taken = store.dense(), slots
-            if saved is not None:
-                # Changed on the way: one for each of the slots, and taken from there.
-                entries = saved[0], saved[1]
-                positions = store.positions.gather(2, slots.clamp(min=0))
-                places = torch.arange(slots.shape[-1], device=slots.device)
-                taken = places.expand_as(slots).masked_fill(slots < 0, -1)
-            self.store = SegmentStore(*entries, positions, taken, encode)
-        # Entries stored as they came need no second look at them, which is a copy.
-        observed = seen.at(slots) if self.plan.stages.encode is not None else None
-        self.turn.encode(self, decoding=False, seen=observed)
-        self._select_per_entry(slots)
-
-    def _check_heads(self, seen: Observation) -> None:
-        """Raises UnsupportedModel where heads have no entries of their own."""
-        if seen.keys.shape[1] != self.stored().keys.shape[1]:
-            raise UnsupportedModel(
-                "this model's cache holds latents, one for all heads: budgets per head, packed, "
-                "pruned and paired entries need keys of each head"
-            )
-
-    def _is_everything(self, slots: Tensor) -> bool:
-        """Whether entry i is column i, before and after."""
-        store = self.stored()
-        untouched = isinstance(store, DenseStore) and store.stored_positions is None
-        whole = untouched and slots.shape[-1] == store.length
-        return self.plan.ranks.all((slots >= 0).all() & whole)
+    else:
+        positions = None if _is_everything(state, slots) else store.positions
+        entries, taken = store.dense(), slots
+        if merged is not None:
+            # Merged entries are in the order of the slots, and taken from there.
+            entries = merged[0], merged[1]
+            positions = store.positions.gather(2, slots.clamp(min=0))
+            order = torch.arange(slots.shape[-1], device=slots.device)
+            taken = order.expand_as(slots).masked_fill(slots < 0, -1)
+        state.store = RaggedStore(*entries, positions, taken, encode)
+    # Raw entries need no second look at them, which is a copy.
+    kept = observation.at(slots) if state.plan.stages.encode is not None else None
+    quantize_due(state, decoding=False, observation=kept)
+    state.select_per_entry(slots)
 
 
-def alive(places: Tensor) -> Tensor:
-    """Slots `[B, H, K]` of the entries whose place is not −1, ascending; holes on the left."""
-    slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
-    slots = slots.masked_fill(places < 0, -1).sort(-1).values
-    return slots[..., int((slots < 0).sum(-1).min()) :]
+def _quantize_all(state: LayerState, observation: Observation) -> None:
+    """Evicts nothing but padding, and quantizes."""
+    _keep(state, observation, alive(state.places()), ragged=True)
+
+
+def _keep_own(state: LayerState, observation: Observation, most: int) -> None:
+    """Brings a fork's own entries to the `most` best; what it shares stays."""
+    store, stages = state.stored(), state.plan.stages
+    own = store.own
+    if own <= most:
+        return
+    places = state.places()
+    counts = torch.full((len(places),), most, device=places.device)
+    scores = scores_of(stages, dataclasses.replace(observation, budget=counts), places.shape[1])
+    scores = with_forced(scores, stages.forced.mask(places, counts), places)
+    slots = top(scores[..., -own:], counts)
+    store.keep_own(slots)
+    state.per_entry(lambda x: torch.cat([x[..., :-own], pick(x[..., -own:], slots, 0)], -1))
+    state.evicted_at = state.seen
+
+
+# --- checks and notes -----------------------------------------------------------------------
+
+
+def _check_started(state: LayerState) -> None:
+    """Raises KvfoldError for a first prefill without the method's own forwards.
+
+    Later prefills come on top of what the first one kept.
+    """
+    if state.turns == 1:
+        raise KvfoldError(
+            "this method runs forwards of its own over a first prompt: use kvfold.compress or "
+            "kvfold.generate, with a cache that was given tokenizer= where it needs one"
+        )
+
+
+def _check_heads(state: LayerState, observation: Observation) -> None:
+    """Raises UnsupportedModel where heads have no entries of their own."""
+    if observation.keys.shape[1] != state.stored().keys.shape[1]:
+        raise UnsupportedModel(
+            "this model's cache holds latents, one for all heads: budgets per head, packed, "
+            "pruned and paired entries need keys of each head"
+        )
+
+
+def _is_everything(state: LayerState, slots: Tensor) -> bool:
+    """Whether entry i is column i, before and after."""
+    store = state.stored()
+    untouched = store.is_dense and state.dense().stored_positions is None
+    whole = untouched and slots.shape[-1] == store.length
+    return state.plan.ranks.all((slots >= 0).all() & whole)
+
+
+def _note_surplus(state: LayerState, kept: Tensor, counts: Tensor) -> None:
+    """Notes whether every head holds exactly its capacity now."""
+    exact = state.capacity is not None and bool((kept == counts.view(len(counts), -1)).all())
+    state.surplus = 0 if exact else None
+
+
+def _note_error(state: LayerState, observation: Observation, slots: Tensor) -> None:
+    """Notes the output error that a method without a budget predicts and measures."""
+    allocate = state.plan.stages.allocate
+    if isinstance(allocate, Measured) and allocate.error is not None:
+        length = observation.positions.shape[-1]
+        # Holes write into one more column, which is cut off.
+        kept = F.pad(torch.zeros_like(observation.positions, dtype=torch.bool), (0, 1))
+        kept = kept.scatter(2, slots.masked_fill(slots < 0, length), True)[..., :length]
+        state.error = allocate.error(observation, kept)

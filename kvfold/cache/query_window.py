@@ -1,62 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention call as a layer saw it, and the last queries of a turn that is read in pieces."""
+"""The observation window: the last queries of a prefill, also of one that is read in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.cache.columns import Logical
+from kvfold.attention.call import AttentionCall
+from kvfold.cache.columns import LogicalSequence
 
 
-class Foreseen(NamedTuple):
-    """The slot of which the entry is expected to leave every head, and what it has in common.
-
-    products `[B, H, T]` of the keys with the one in that slot.
-    """
-
-    slot: int
-    products: Tensor
-
-
-class Attended(NamedTuple):  # made in every layer of every step
-    """One attention call: what went in, and what was observed of it if asked.
-
-    query `[B, Hq, S, D]`, key and value `[B, H, T, D]`, row `[B, Hq, 1, T]` of a single query,
-    sums, squares and maxima `[B, H, T]`; what was foreseen of a single entry that is to leave.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    row: Tensor | None = None
-    sums: Tensor | None = None
-    squares: Tensor | None = None
-    maxima: Tensor | None = None
-    foreseen: Foreseen | None = None
-
-
-class LastQueries:
-    """The last `width` queries `[B, Hq, W, D]` of a turn, and their columns `[B, W]`."""
+class QueryWindow:
+    """The last `width` queries `[B, Hq, W, D]` of a prefill, and their columns `[B, W]`."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.forget()
 
     def forget(self) -> None:
-        """The turn is over."""
-        self.attended: Attended | None = None
+        """The prefill is over."""
+        self.attended: AttentionCall | None = None
         self.columns: Tensor | None = None
 
-    def add(self, attended: Attended, logical: Logical) -> None:
+    def add(self, attended: AttentionCall, sequence: LogicalSequence) -> None:
         """Remembers the end of a piece."""
-        query, self.columns = self.joined(attended, logical)
+        query, self.columns = self.joined(attended, sequence)
         # Of the keys only the number of heads is needed, not the entries.
         self.attended = attended._replace(
             query=query.clone(),
@@ -68,13 +38,13 @@ class LastQueries:
             maxima=None,
         )
 
-    def joined(self, attended: Attended, logical: Logical) -> tuple[Tensor, Tensor]:
-        """The turn's last queries and their columns, −1 for padding, with this piece's."""
+    def joined(self, attended: AttentionCall, sequence: LogicalSequence) -> tuple[Tensor, Tensor]:
+        """The prefill's last queries and their columns, −1 for padding, with this piece's."""
         query = attended.query[:, :, max(0, attended.query.shape[2] - self.width) :]
-        start = logical.seen - query.shape[2]
-        columns = torch.arange(start, logical.seen, device=query.device).repeat(len(query), 1)
-        if logical.valid is not None:
-            columns = columns.masked_fill(~logical.valid[:, start:], -1)
+        start = sequence.seen - query.shape[2]
+        columns = torch.arange(start, sequence.seen, device=query.device).repeat(len(query), 1)
+        if sequence.valid is not None:
+            columns = columns.masked_fill(~sequence.valid[:, start:], -1)
         if self.attended is None or self.columns is None:
             return query, columns
         query = torch.cat([self.attended.query, query], 2)

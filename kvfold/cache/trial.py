@@ -8,42 +8,40 @@ changed on the way, masks made from what is stored, caches of a class of its own
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
+from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.models import read_tokens
-
-if TYPE_CHECKING:
-    from kvfold.cache.cache import CompressedCache
 
 METHOD, BUDGET = "local_window", 4
 FORWARDS = (6, 1, 2)  # tokens: a prompt that is evicted from, a decode step, a later turn
 
-_rehearsed: WeakSet[PreTrainedModel] = WeakSet()
+_tried: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def is_due(model: PreTrainedModel) -> bool:
     """Whether the model has weights and no cache was made for it yet; true once."""
-    if model in _rehearsed or model.device.type == "meta":
+    if model in _tried or model.device.type == "meta":
         return False
-    _rehearsed.add(model)
+    _tried.add(model)
     return True
 
 
-def rehearse(model: PreTrainedModel, cache: CompressedCache) -> None:
+def run(model: PreTrainedModel, cache: Cache) -> None:
     """Raises UnsupportedModel, and forgets that it was done, where the model cannot go on."""
     try:
-        _run(model, cache)
+        _read(model, cache)
     except BaseException:
-        _rehearsed.discard(model)
+        _tried.discard(model)
         raise
 
 
-def _run(model: PreTrainedModel, cache: CompressedCache) -> None:
+def _read(model: PreTrainedModel, cache: Cache) -> None:
     name = type(model).__name__
     devices = [model.device] if model.device.type == "cuda" else []
     try:
@@ -59,7 +57,7 @@ def _run(model: PreTrainedModel, cache: CompressedCache) -> None:
             f"{name} cannot read on with a cache that holds fewer entries than it has seen: "
             f"{problem}"
         ) from problem
-    seen = {layer.seen for layer in cache.compressed_layers}
+    seen = {x.get_seq_length() for x in cache.layers if isinstance(x, CompressedLayer)}
     if seen != {sum(FORWARDS)}:
         raise UnsupportedModel(
             f"{name} does not write every token to every layer of its cache: nothing to compress"

@@ -25,9 +25,9 @@ from kvfold.cli import (
     serve,
     tasks,
 )
-from kvfold.cli.console import errors
 from kvfold.cli.imports import takes_methods
 from kvfold.errors import KvfoldError
+from kvfold.terminal import errors
 
 
 class Commands(TyperGroup):

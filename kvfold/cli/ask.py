@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvfold.cli.console import console, messages, print_json, stats_json
+from kvfold.cli.console import stats_json
 from kvfold.cli.options import (
     AllowLonger,
     Encoding,
@@ -23,6 +23,7 @@ from kvfold.cli.options import (
 )
 from kvfold.cli.run import show
 from kvfold.loading import Loading, load
+from kvfold.terminal import console, messages, print_json
 
 
 @with_options(loading=loading, sampling=sampling)

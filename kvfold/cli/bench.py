@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.console import messages, print_json, progress
+from kvfold.cli.console import progress
 from kvfold.cli.options import Json
 from kvfold.errors import KvfoldError
+from kvfold.terminal import messages, print_json
 
 if TYPE_CHECKING:
     from kvfold.bench.lineup import Makers, Peer

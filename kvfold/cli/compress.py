@@ -13,16 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvfold.cli.console import (
-    console,
-    kept_per_layer,
-    messages,
-    print_json,
-    progress,
-    size,
-    stats_json,
-    table,
-)
+from kvfold.cli.console import kept_per_layer, progress, size, stats_json, table
 from kvfold.cli.options import (
     BUDGET_HELP,
     AllowLonger,
@@ -39,6 +30,7 @@ from kvfold.cli.options import (
 )
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
+from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,12 +11,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.console import console, counted, print_json, size, stats_json, table
+from kvfold.cli.console import counted, size, stats_json, table
 from kvfold.cli.options import read_text
 from kvfold.errors import KvfoldError
 from kvfold.jobs.compress import Document, Made, Settings, check_models, check_settings, work
 from kvfold.jobs.executor import Workers, here
 from kvfold.loading import Loading, load
+from kvfold.terminal import console, print_json
 
 
 def compress_many(

@@ -16,9 +16,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kvfold.cli.console import console, progress, size, table
+from kvfold.cli.console import progress, size, table
 from kvfold.errors import KvfoldError
 from kvfold.loading import BUNDLED, load
+from kvfold.terminal import console
 
 if TYPE_CHECKING:
     from kvfold.cli.measure import Result, Trial

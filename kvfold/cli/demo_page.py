@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console, RenderableType
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
-from kvfold.cli.console import WIDTH
+from kvfold.terminal import WIDTH
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">

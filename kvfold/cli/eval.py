@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cli.bench import numbers, words
-from kvfold.cli.console import counted, messages, print_json, table
+from kvfold.cli.console import counted, table
 from kvfold.cli.options import Json, loading, with_options
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
+from kvfold.terminal import messages, print_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

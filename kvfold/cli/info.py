@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvfold.cli.console import console, kept_per_layer, messages, print_json, size, table
+from kvfold.cli.console import kept_per_layer, size, table
 from kvfold.cli.options import Json
+from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:
     from kvfold.contexts.files.format import Header

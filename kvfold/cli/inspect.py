@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvfold.cli.console import console, progress
+from kvfold.cli.console import progress
 from kvfold.cli.options import (
     BUDGET_HELP,
     AllowLonger,
@@ -24,6 +24,7 @@ from kvfold.cli.options import (
 )
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
+from kvfold.terminal import console
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvfold.cli.console import console, print_json, table
+from kvfold.cli.console import table
 from kvfold.cli.options import Json
+from kvfold.terminal import console, print_json
 
 if TYPE_CHECKING:
     from kvfold.methods.base import Method, Stages
@@ -67,12 +68,12 @@ def in_words(stages: Stages) -> str:
         parts = [f"observes {_observed(stages)}", _sizes(stages)]
         forced = _forced(stages)
         parts += [f"always keeps {forced}"] if forced else []
-    parts += [f"{_name(stages.compensate)}"] if stages.compensate else []
+    parts += [f"{_name(stages.merge)}"] if stages.merge else []
     parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
     if stages.score is not None:
         parts.append(DECODE[stages.decode])
     parts += ["kept tokens re-indexed"] if stages.positions == "reindex" else []
-    parts += ["prunes tokens between layers"] if stages.funnel else []
+    parts += ["prunes tokens between layers"] if stages.token_pruning else []
     return ", ".join(parts) or "keeps every entry"
 
 
@@ -100,7 +101,7 @@ def _observed(stages: Stages) -> str:
     needs = stages.needs
     parts = ["attention sums"] if needs.column_sums else []
     parts += ["their squares"] if needs.column_squares else []
-    parts += ["the text being repeated"] if needs.rebuilding else []
+    parts += ["the text being repeated"] if needs.reconstruction else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
     return " and ".join(parts) or "nothing"

@@ -66,7 +66,7 @@ def loading(
     ] = None,
     revision: Annotated[
         str | None,
-        typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=ABOUT_MODEL),
+        typer.Option(help="SharedBuffer, tag or commit on the hub.", rich_help_panel=ABOUT_MODEL),
     ] = None,
     trust_remote_code: Annotated[
         bool,
@@ -208,7 +208,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 def checked(method: str, budget: str | None) -> tuple[Method, Budget | None]:
     """A method and its budget, refused before a model is loaded where a cache would refuse them."""
     from kvfold.budget import Budget
-    from kvfold.cache.cache import checked_budget
+    from kvfold.cache.setup import checked_budget
     from kvfold.methods.base import parse
 
     made = parse(method)

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvfold.cli.console import messages, print_json
 from kvfold.cli.options import Json
 from kvfold.cli.records import say_failures
 from kvfold.errors import KvfoldError
+from kvfold.terminal import messages, print_json
 
 
 def command(

@@ -10,16 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvfold.cli.console import (
-    console,
-    kept_per_layer,
-    messages,
-    print_json,
-    seconds,
-    size,
-    stats_json,
-    table,
-)
+from kvfold.cli.console import kept_per_layer, seconds, size, stats_json, table
 from kvfold.cli.options import (
     AllowLonger,
     BudgetText,
@@ -39,6 +30,7 @@ from kvfold.cli.options import (
 )
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
+from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:
     from torch import Tensor

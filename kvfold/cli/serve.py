@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvfold.cli.console import console, errors, size
+from kvfold.cli.console import size
 from kvfold.cli.options import AllowLonger, ModelName, SpecialTokens, checked, loading, with_options
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
+from kvfold.terminal import console, errors
 
 if TYPE_CHECKING:
     from kvfold.serve.settings import Settings
@@ -112,7 +113,7 @@ def command(
         if loading != Loading():
             raise KvfoldError("vLLM loads the model itself: give its own arguments as --vllm")
         _check_given(ctx, OF_VLLM)
-        from kvfold.serve.vllm.cli import serve
+        from kvfold.cli.serve_vllm import serve
 
         serve(
             model,

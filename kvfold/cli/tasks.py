@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from kvfold.cli.console import console, messages, print_json, table
+from kvfold.cli.console import table
 from kvfold.cli.options import Json
+from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:
     from kvfold.eval.tasks import NoData, Task

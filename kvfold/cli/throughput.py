@@ -19,9 +19,10 @@ from kvfold.bench.summary import Spread
 from kvfold.bench.table import rate, spread
 from kvfold.bench.throughput import Load, Runner, Throughput, labels, sizes
 from kvfold.budget import Budget
-from kvfold.cli.console import print_json, progress, size, table
+from kvfold.cli.console import progress, size, table
 from kvfold.cli.records import loaded
 from kvfold.jobs.records import Store
+from kvfold.terminal import print_json
 
 
 def measure(

@@ -48,7 +48,7 @@ class BoundedChat(Chat):
             try:
                 return super()._generated(asked, answer, options)
             finally:
-                if len(layer_lengths(reader)) == 1 and not reader.owner.waiting:
+                if len(layer_lengths(reader)) == 1 and not reader.binding.waiting:
                     reader.crop(start - reader.get_seq_length())
 
     def _settle(self, ids: Tensor) -> None:

@@ -107,8 +107,8 @@ def compress(
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
     check_reusable(cache.method)
     frame = Frame.of(tokenizer)
-    if cache.rebuilding is not None:
-        frame = frame.opened_with(cache.rebuilding.instruction)
+    if cache.reconstruction is not None:
+        frame = frame.opened_with(cache.reconstruction.instruction)
     read = content(document, special_tokens)
     ids = token_ids(tokenizer, frame.before, read).to(model.device)
     piece = prefill_chunk if compress == "per_chunk" else None

@@ -14,10 +14,10 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import History
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.inputs import check_given, check_pieces, check_read_ahead
-from kvfold.generation.layerwise import drive
+from kvfold.generation.layerwise import prefill_layerwise
 from kvfold.generation.length import check_prompt
-from kvfold.generation.reconstruct import rebuild
-from kvfold.generation.resume import IdsRead, Reuse, resumption
+from kvfold.generation.reconstruct import reconstruct
+from kvfold.generation.resume import IdsRead, Resumption, Reuse, resumption
 from kvfold.generation.static.decode import check_compiled, decode_compiled
 from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.versions import check_assisted
@@ -75,61 +75,87 @@ def generate(
     if attention_mask is None:
         attention_mask = leading_padding(model, input_ids)
     check_last(attention_mask)
-    piece = prefill_chunk if compress == "per_chunk" else None
-    check_prompt(model, cache, attention_mask, piece, allow_longer)
-    if compress == "per_chunk":
+    per_chunk = compress == "per_chunk"
+    check_prompt(model, cache, attention_mask, prefill_chunk if per_chunk else None, allow_longer)
+    if per_chunk:
         check_per_chunk(cache.method, prefill_chunk)
     assisted = any(options.get(name) for name in ASSISTED)
+    if compile and assisted:
+        raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
     if compile:
-        if assisted:
-            raise KvfoldError("compile=True does not go with assisted decoding: choose one of them")
         check_compiled(model, cache, options)
     resumed = resumption(cache, input_ids, attention_mask, reuse)
-    total, seen = input_ids.shape[1], resumed.seen
-    chunk = prefill_chunk or total
+    chunk = prefill_chunk or input_ids.shape[1]
     if assisted:
-        check_assisted()
-        check_read_ahead(model, resumed, options)
-        if resumed.own_forwards:
-            check_pieces(cache.method, chunk, total - 1)
-        resumed.go_back()
-        return _assisted(model, input_ids, cache, attention_mask, chunk, options)
+        return _assisted(model, input_ids, resumed, attention_mask, chunk, options)
+    rows = _rows_per_prompt(model, options)
+    stop, chunk = _read_ahead(model, resumed, options, input_ids.shape[1], chunk, rows, per_chunk)
+    resumed.go_back()
+    if stop > resumed.seen and per_chunk:
+        read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
+    elif stop > resumed.seen:
+        ids, total = input_ids[:, :stop], input_ids.shape[1]
+        read_turn(model, cache, ids, attention_mask, total, chunk)
+    if rows > 1 and cache.get_seq_length() > 0:
+        cache.batch_repeat_interleave(rows)
+    return _decode(model, cache, input_ids, attention_mask, compile, options)
+
+
+def _rows_per_prompt(model: PreTrainedModel, options: dict[str, Any]) -> int:
+    """How many rows `generate` makes of each prompt: beams, or answers."""
     settings = _settings(model, options)
-    rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+    return max(settings.num_beams or 1, settings.num_return_sequences or 1)
+
+
+def _read_ahead(
+    model: PreTrainedModel,
+    resumed: Resumption,
+    options: dict[str, Any],
+    total: int,
+    chunk: int,
+    rows: int,
+    per_chunk: bool,
+) -> tuple[int, int]:
+    """The columns to read before `model.generate` reads the rest, and the length of a piece.
+
+    Raises KvfoldError where something is to be read ahead and the options do not allow it.
+    """
+    cache, seen = resumed.cache, resumed.seen
+    stop = seen
     if resumed.own_forwards:
         stop = total - 1
         check_pieces(cache.method, chunk, stop)
-    elif _must_read_first(model, cache, total, _new_tokens(settings, total)):
+    elif _must_read_first(model, cache, total, _new_tokens(_settings(model, options), total)):
         stop, chunk = total - 1, total
-    elif compress == "per_chunk":
+    elif per_chunk:
         stop = [seen, *_ends(seen, total, chunk)][-2]
     elif chunk < total - seen:
         stop = total - chunk
-    else:
+    elif rows > 1 and seen > 0:
         # Rows that multiply share what is already cached, so only a last token is left to them.
-        stop = total - 1 if rows > 1 and seen > 0 else seen
+        stop = total - 1
     if stop > seen:
         check_read_ahead(model, resumed, options)
-    resumed.go_back()
-    if stop > seen:
-        turn = model, cache, input_ids[:, :stop], attention_mask
-        if compress == "per_chunk":
-            read_per_chunk(*turn, chunk)
-        else:
-            read_turn(*turn, total, chunk)
-    if rows > 1 and cache.get_seq_length() > 0:
-        cache.batch_repeat_interleave(rows)
+    return stop, chunk
+
+
+def _decode(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    input_ids: Tensor,
+    mask: Tensor,
+    compile: bool,
+    options: dict[str, Any],
+) -> Any:
+    """`model.generate` over what the cache has read."""
+    processors = [IdsRead(cache), *(options.get("logits_processor") or [])]
+    options = options | {"logits_processor": processors}
     cache.cannot_be_dropped = True
-    options |= {"logits_processor": [IdsRead(cache), *(options.get("logits_processor") or [])]}
     try:
         if compile:
-            return decode_compiled(model, cache, input_ids, attention_mask, options)
+            return decode_compiled(model, cache, input_ids, mask, options)
         return stock_generate(
-            model,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            **options,
+            model, input_ids=input_ids, attention_mask=mask, past_key_values=cache, **options
         )
     finally:
         cache.cannot_be_dropped = False
@@ -149,12 +175,12 @@ def read_turn(
     A method that repeats the text does so at the end of `input_ids`, and ends the turn there.
     """
     seen, stop = cache.get_seq_length(), input_ids.shape[1]
-    if cache.method.stages().funnel is not None and seen == 0:
+    if cache.method.stages().token_pruning is not None and seen == 0:
         check_pieces(cache.method, chunk, stop)
-        drive(model, cache, input_ids, None if mask is None else mask[:, :stop])
+        prefill_layerwise(model, cache, input_ids, None if mask is None else mask[:, :stop])
         cache.history = History(input_ids).compact()
         return
-    if cache.rebuilding is None:
+    if cache.reconstruction is None:
         with cache.reading(until=until):
             _read(model, input_ids, cache, mask, seen, stop, chunk)
         return
@@ -175,8 +201,8 @@ def read_on(
     """
     stop = input_ids.shape[1]
     _read(model, input_ids, cache, mask, cache.get_seq_length(), stop, chunk)
-    if cache.rebuilding is not None:
-        rebuild(model, cache, input_ids, None if mask is None else mask[:, :stop])
+    if cache.reconstruction is not None:
+        reconstruct(model, cache, input_ids, None if mask is None else mask[:, :stop])
 
 
 def read_per_chunk(
@@ -212,9 +238,9 @@ def check_per_chunk(method: Method, chunk: int | None) -> int:
         raise KvfoldError("per_chunk needs prefill_chunk= (--prefill-chunk), the length of a piece")
     stages = method.stages()
     reason = None
-    if stages.needs.rebuilding is not None:
+    if stages.needs.reconstruction is not None:
         reason = "lets the model repeat the whole prompt before it scores any of it"
-    elif stages.funnel is not None:
+    elif stages.token_pruning is not None:
         reason = "prunes the prompt between the layers of one forward"
     elif stages.decode == "once":
         reason = "compresses when the first token is generated"
@@ -271,13 +297,18 @@ def _must_read_first(model: PreTrainedModel, cache: CompressedCache, total: int,
 def _assisted(
     model: PreTrainedModel,
     input_ids: Tensor,
-    cache: CompressedCache,
+    resumed: Resumption,
     mask: Tensor,
     chunk: int,
     options: dict[str, Any],
 ) -> Any:
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
-    last = input_ids.shape[1] - 1
+    cache, last = resumed.cache, input_ids.shape[1] - 1
+    check_assisted()
+    check_read_ahead(model, resumed, options)
+    if resumed.own_forwards:
+        check_pieces(cache.method, chunk, last)
+    resumed.go_back()
     read_turn(model, cache, input_ids[:, :last], mask, last, chunk)
     with cache.frozen():
         out = stock_generate(

@@ -30,18 +30,18 @@ def give_head_scores(cache: CompressedCache, file: str) -> None:
 
     Raises KvfoldError where the file cannot be read or does not fit the model's layers and heads.
     """
-    layers = cache.compressed_layers
+    states = cache.states
     scores = read_head_scores(file)
-    heads = layers[0].stored().keys.shape[1] * layers[0].plan.ranks.size
-    if scores.shape != (len(layers), heads):
+    heads = states[0].stored().keys.shape[1] * states[0].plan.ranks.size
+    if scores.shape != (len(states), heads):
         raise KvfoldError(
             f"{file} scores {scores.shape[0]} layers of {scores.shape[1]} KV heads, the model has "
-            f"{len(layers)} of {heads}: take the file that was made with this model"
+            f"{len(states)} of {heads}: take the file that was made with this model"
         )
-    for layer, of_layer in zip(layers, scores, strict=True):
-        keys = layer.stored().keys
-        own = of_layer[layer.plan.ranks.own_heads or slice(None)].to(keys.device)
-        layer.rebuilding = own[None, :, None].expand(keys.shape[:3]).clone()
+    for state, of_layer in zip(states, scores, strict=True):
+        keys = state.stored().keys
+        own = of_layer[state.plan.ranks.own_heads or slice(None)].to(keys.device)
+        state.reconstruction = own[None, :, None].expand(keys.shape[:3]).clone()
 
 
 def read_head_scores(file: str) -> Tensor:

@@ -54,7 +54,7 @@ def check_read_ahead(model: Any, resumed: Resumption, options: dict[str, Any]) -
 
 def check_pieces(method: Method, chunk: int, tokens: int) -> None:
     """Raises KvfoldError where a first prompt of so many `tokens` cannot be read in pieces."""
-    if method.stages().funnel is not None and chunk < tokens:
+    if method.stages().token_pruning is not None and chunk < tokens:
         raise KvfoldError(f"{method} reads a prompt in one piece: leave out the chunk")
 
 

@@ -15,32 +15,32 @@ from kvfold.kernels.gather import pick
 
 
 @torch.no_grad()
-def drive(
+def prefill_layerwise(
     model: PreTrainedModel, cache: CompressedCache, input_ids: Tensor, mask: Tensor | None
 ) -> None:
     """Fills a new cache with the prompt `input_ids [B, N]`; `mask [B, N]` is 0 at padding.
 
-    After each layer the method's funnel says which tokens go on to the next one.
+    After each layer the method's token_pruning says which tokens go on to the next one.
     """
-    funnel = cache.method.stages().funnel
-    assert funnel is not None
+    token_pruning = cache.method.stages().token_pruning
+    assert token_pruning is not None
     layers = DecoderLayers(model)
     mask = torch.ones_like(input_ids) if mask is None else mask
     hidden = layers.embed(input_ids)
     columns = torch.arange(input_ids.shape[1], device=mask.device).expand_as(mask)
     columns = columns.masked_fill(mask == 0, -1)
     places = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache.turn.driving = True
+    cache.phase.layerwise = True
     try:
         for index, layer in enumerate(cache.compressed_layers):
             at = places.gather(1, columns.clamp(min=0))
             hidden = layers.run(index, hidden, columns >= 0, at, cache)
-            seen = cache.turn.watched
-            assert seen is not None
+            observation = cache.phase.observed
+            assert observation is not None
             layer.adopt(columns, mask.bool())
-            slots = funnel(replace(seen, seen=mask.sum(-1)))
+            slots = token_pruning(replace(observation, tokens_seen=mask.sum(-1)))
             wide = slots.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
             hidden = hidden.gather(1, wide)
             columns = pick(columns, slots, -1)
     finally:
-        cache.turn.driving, cache.turn.watched = False, None
+        cache.phase.layerwise, cache.phase.observed = False, None

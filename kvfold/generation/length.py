@@ -51,7 +51,7 @@ def reach(cache: CompressedCache, tokens: int, piece: int | None) -> int:
     """
     if cache.method.stages().positions != "reindex":
         return tokens
-    stores = [layer.store for layer in cache.compressed_layers]
+    stores = [state.store for state in cache.states]
     stored = max((store.length for store in stores if store is not None), default=0)
     at_once = stored + tokens - cache.get_seq_length()
     if piece is None or cache.budget is None or cache.budget.kind != "tokens":

@@ -11,15 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.phase import Repeating
+from kvfold.cache.phase import ReconstructionForward
 from kvfold.errors import KvfoldError
 from kvfold.generation.head_scores import give_head_scores
 from kvfold.hf.chat_template import Frame, token_ids
 from kvfold.hf.models import read_tokens
-from kvfold.methods.observation import Rebuilding
+from kvfold.methods.observation import ContextReconstruction
 
 
-def rebuild(
+def reconstruct(
     model: PreTrainedModel,
     cache: CompressedCache,
     input_ids: Tensor,
@@ -34,7 +34,7 @@ def rebuild(
     Raises KvfoldError for a row without the method's instruction, and for a file of head scores
     that cannot be read or is another model's.
     """
-    how, tokenizer = cache.rebuilding, cache.tokenizer
+    how, tokenizer = cache.reconstruction, cache.tokenizer
     assert how is not None and tokenizer is not None
     frame = Frame.of(tokenizer)
     opening = token_ids(tokenizer, frame.opened_with(how.instruction).before)[0]
@@ -48,7 +48,7 @@ def rebuild(
             f"the prompt does not begin with {how.instruction.strip()!r}, as {cache.method} wants: "
             "use kvfold.compress, which puts it there, or leave out instruction=true"
         )
-    cache.turn.prefix = prefix
+    cache.phase.prefix = prefix
     if how.head_scores is not None:
         give_head_scores(cache, how.head_scores)
         return
@@ -68,7 +68,11 @@ def _opening(row: Tensor, start: int, opening: Tensor) -> Tensor:
 
 
 def _request(
-    how: Rebuilding, tokenizer: PreTrainedTokenizerBase, frame: Frame, text: Tensor, part: int
+    how: ContextReconstruction,
+    tokenizer: PreTrainedTokenizerBase,
+    frame: Frame,
+    text: Tensor,
+    part: int,
 ) -> tuple[Tensor, Tensor]:
     """What asks for one part of a text, and the part; both empty past the end."""
     chunk = text[part * how.chunk : (part + 1) * how.chunk]
@@ -103,10 +107,10 @@ def _repeat(
     scored = torch.cat([scored & mask.bool(), there.bool()], 1)
     whole = torch.cat([mask, there], 1)
     padded = None if bool(whole.all()) else whole
-    cache.turn.repeating = Repeating(mask.shape[1], scored)
+    cache.phase.reconstruction = ReconstructionForward(mask.shape[1], scored)
     try:
         with cache.frozen():
             read_tokens(model, new, cache, padded)
             cache.crop(-longest)
     finally:
-        cache.turn.repeating = None
+        cache.phase.reconstruction = None

@@ -50,7 +50,7 @@ def resumption(
     total, seen = input_ids.shape[1], cache.get_seq_length()
     if seen == 0:
         return Resumption(cache, 0, cache.runs_own_forwards)
-    cache.owner.check_answered()
+    cache.binding.check_answered()
     rows = cache.rows
     if rows != len(input_ids):
         raise KvfoldError(
@@ -78,11 +78,11 @@ def resumption(
 def _prefix(cache: CompressedCache, shared: int) -> Resumption:
     """At `shared` columns, or anew; raises KvfoldError where the cache cannot go back there."""
     stages, seen = cache.method.stages(), cache.get_seq_length()
-    reads_by_itself = stages.funnel is not None or stages.needs.rebuilding is not None
+    reads_by_itself = stages.token_pruning is not None or stages.needs.reconstruction is not None
     if shared and (shared == seen or not reads_by_itself):
         cache.check_crop(shared - seen)
         return Resumption(cache, shared, cache.runs_own_forwards)
-    if cache.turn.frozen or cache.turn.reading:
+    if cache.phase.frozen or cache.phase.reading:
         raise KvfoldError(
             "the cache cannot start anew inside `with cache.frozen():` or `cache.reading():`"
         )

@@ -120,18 +120,14 @@ def attention_name(model: PreTrainedModel) -> str:
     return next((stock for stock, routed in NAMES.items() if routed == name), name)
 
 
-def softcap_of(kwargs: dict[str, Any]) -> float | None:
-    """Gemma-2's logit softcap, if this call has one."""
-    return kwargs.get("softcap")
+def logit_options(
+    module: nn.Module, query: Tensor, options: dict[str, Any]
+) -> tuple[float, float | None, Tensor | None]:
+    """The scale of the logits (the call's, the module's, or 1/√D), softcap, and sinks `[Hq]`.
 
-
-def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
-    """GPT-OSS's learned sink logits `[Hq]`, if this call has them."""
-    return kwargs.get("s_aux")
-
-
-def head_scale(module: nn.Module, query: Tensor, scaling: float | None) -> float:
-    """The factor on the logits: the call's, or the usual 1/√D."""
-    if scaling is not None:
-        return float(scaling)
-    return float(getattr(module, "scaling", None) or query.shape[-1] ** -0.5)
+    Gemma 2 has a softcap; GPT-OSS has learned sink logits, `s_aux`.
+    """
+    scaling = options.get("scaling")
+    if scaling is None:
+        scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
+    return float(scaling), options.get("softcap"), options.get("s_aux")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from transformers import PreTrainedModel, cache_utils
@@ -54,7 +55,14 @@ def is_recurrent(layer: Any) -> bool:
 
 def layer_lengths(cache: Cache) -> set[int]:
     """The numbers of tokens that layers with keys hold, each once."""
-    return {layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)}
+    layers: list[Any] = cache.layers
+    return {layer.get_seq_length() for layer in layers if _has_keys(type(layer))}  # type: ignore[arg-type]
+
+
+@functools.cache
+def _has_keys(kind: type) -> bool:
+    """Whether layers of this class hold keys: asked of every layer of every forward."""
+    return issubclass(kind, CacheLayerMixin)
 
 
 def can_crop_stock(layer: Any, tokens_to_remove: int) -> bool:

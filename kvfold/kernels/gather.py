@@ -74,3 +74,8 @@ def _of_whole_rows(entries: Tensor) -> Tensor:
     if entries.stride(3) == 1 and all(stride % size == 0 for stride in entries.stride()[:3]):
         return entries
     return entries.contiguous()
+
+
+def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What hides `hidden` when it is added to logits: −∞ there, 0 elsewhere."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)

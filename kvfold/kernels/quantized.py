@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.kernels.packing import PackedKeys, PackedValues, dequantise
 from kvfold.kernels.single_query import softmax_beside
-from kvfold.store.quantized import PackedKeys, PackedValues, dequantise
-from kvfold.store.ragged import Segments
+from kvfold.kernels.views import RaggedView
 
 # What torch.compile takes: the name of a compiler, or one
 Backend = str | Callable[..., Any]
 
 
-def both_packed(stored: Segments) -> tuple[PackedKeys, PackedValues] | None:
+def both_packed(stored: RaggedView) -> tuple[PackedKeys, PackedValues] | None:
     """What is packed; None where keys or values are stored otherwise."""
     keys, values = stored.keys.encoded, stored.values.encoded
     if isinstance(keys, PackedKeys) and isinstance(values, PackedValues):
@@ -26,7 +26,7 @@ def both_packed(stored: Segments) -> tuple[PackedKeys, PackedValues] | None:
     return None
 
 
-def reads_packed(stored: Segments) -> bool:
+def reads_packed(stored: RaggedView) -> bool:
     """Whether segments are packed, of one length, and on a CPU."""
     both = both_packed(stored)
     if both is None:
@@ -40,7 +40,7 @@ def reads_packed(stored: Segments) -> bool:
 
 def attend_to_packed_segments(
     query: Tensor,
-    stored: Segments,
+    stored: RaggedView,
     *,
     scale: float,
     softcap: float | None,

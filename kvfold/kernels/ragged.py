@@ -12,8 +12,7 @@ from torch import Tensor
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
 from kvfold.kernels.quantized import both_packed
 from kvfold.kernels.varlen import attend_to_rows_varlen
-from kvfold.store.encoding import BLOCK, Flat
-from kvfold.store.ragged import Segments
+from kvfold.kernels.views import BLOCK, Flat, RaggedView
 
 if TYPE_CHECKING:
     from kvfold.kernels.triton.quantized import BothPacked
@@ -23,7 +22,7 @@ QUERIES = 128
 
 def attend_to_segments(
     query: Tensor,
-    stored: Segments,
+    stored: RaggedView,
     mask: Tensor | None,
     *,
     scale: float,
@@ -59,7 +58,7 @@ def _sees_everything(mask: Tensor) -> bool:
     return bool((mask if mask.dtype == torch.bool else mask == 0).all())
 
 
-def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
+def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     """A single query per row over entries as they came: segment by segment, then all tails."""
     batch, query_heads, _, size = query.shape
     segments = len(stored.keys.alive)
@@ -80,7 +79,7 @@ def _one_step(query: Tensor, stored: Segments, scale: float) -> Tensor:
     return _merged(outs, totals).view(batch, query_heads, 1, -1)
 
 
-def _one_step_even(query: Tensor, stored: Segments, scale: float) -> Tensor:
+def _one_step_even(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     """A single query per row over segments of one length, all of them at once."""
     batch, query_heads, _, size = query.shape
     grouped = (query * scale).reshape(len(stored.keys.alive), -1, size)
@@ -101,7 +100,7 @@ def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
 
 def _one_step_of_rows(
     query: Tensor,
-    stored: Segments,
+    stored: RaggedView,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -129,7 +128,7 @@ def _one_step_of_rows(
 
 
 def _one_step_of_packed(
-    query: Tensor, stored: Segments, scale: float, softcap: float | None, sinks: Tensor | None
+    query: Tensor, stored: RaggedView, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """As `_one_step_even`, in one launch on a GPU over all that is packed, which stays packed.
 
@@ -196,7 +195,7 @@ def _attended(
     return logits.softmax(-1) @ values.float(), logits.logsumexp(-1)
 
 
-def _tails(stored: Segments) -> tuple[Tensor, Tensor, Tensor | None]:
+def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values `[B, H, T, D]` of the tails, and the mask of what is no entry there."""
     keys, values, alive = stored.keys.tail, stored.values.tail, stored.keys.alive
     width = keys.shape[2]
@@ -239,7 +238,7 @@ def _merged(outs: Tensor, totals: Tensor) -> Tensor:
 
 def _in_blocks(
     query: Tensor,
-    stored: Segments,
+    stored: RaggedView,
     mask: Tensor | None,
     scale: float,
     softcap: float | None,

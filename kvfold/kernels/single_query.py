@@ -20,7 +20,11 @@ def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
     batch, heads, _, size = key.shape
     grouped = query.view(batch, heads, -1, size)
     if query.device.type == "cpu" and query.dtype == torch.float32 and grouped.shape[2] <= FEW:
-        return attend_with_row(query, key, value, None, scale=scale)[0]
+        # As `attend_with_row`, without what a row, holes and sinks would take.
+        columns = grouped.flatten(0, 1).transpose(1, 2) * scale
+        weights = torch.bmm(key.flatten(0, 1), columns).transpose(1, 2).softmax(-1)
+        mixed = torch.bmm(weights, value.flatten(0, 1))
+        return mixed.view(batch, -1, 1, value.shape[-1])
     out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
     return out.view(*query.shape[:3], -1)
 

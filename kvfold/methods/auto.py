@@ -64,10 +64,10 @@ class Auto(Method):
             forced=Forced(sinks=self.sinks, recent=self.window),
         )
 
-    def _errors(self, seen: Observation, kept: Tensor) -> Tensor:
+    def _errors(self, observation: Observation, kept: Tensor) -> Tensor:
         """Predicted and, if asked for, measured error `[B, 1 or 2]`."""
-        newest = relative_change(seen, kept, slice(-self.window, None))
+        newest = relative_change(observation, kept, slice(-self.window, None))
         if not self.measure:
             return newest[:, None]
-        older = relative_change(seen, kept, slice(None, -self.window))
+        older = relative_change(observation, kept, slice(None, -self.window))
         return torch.stack([newest, older], -1)

@@ -18,7 +18,7 @@ from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.registry import preset, registered
 from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.merge.base import Compensate, CompensateOne
+from kvfold.methods.stages.merge.base import MergeOneStage, MergeStage
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 from kvfold.store.encoding import Encode
@@ -34,7 +34,10 @@ LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
 # Observation → scores [B, H, T], higher = keep
 Score = Callable[[Observation], Tensor]
 # Observation of a layer's attention to every token → slots [B, K] of those the next layer computes
-Funnel = Callable[[Observation], Tensor]
+TokenPruning = Callable[[Observation], Tensor]
+# (scores [B, H, T], forced [B, H, T], positions [B, H, T] with −1 for padding, entries to keep
+# [B, H], forced ones included) → slots [B, H, K] ascending, −1 for holes
+Select = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # (total entries over all layers, tokens seen, layers) → entries per layer
 Schedule = Callable[[int, int, int], list[int]]
 # (scores [B, H, T] with −inf for what is no candidate, entries per head [B]) → [B, H]
@@ -77,13 +80,15 @@ class Stages:
     """The stages a method sets; what it leaves at None or at its default it does not do.
 
     `score` None keeps every entry. `allocate` sizes the layers, evenly where it is None beside a
-    score; `heads` shares a layer's size among its heads. `compensate` saves something of what is
-    evicted, and `compensate_one` the same, cheaply, of the one entry that leaves while decoding.
+    score; `heads` shares a layer's size among its heads. `select` turns scores and counts into
+    slots, where it is not the highest scores that stay. `merge` saves something of what is
+    evicted, and `merge_one` the same, cheaply, of the one entry that leaves while decoding.
     `encode` is how entries are stored.
     `decode` "hold" runs the same stages after every generated token and keeps the size reached at
     the end of the prefill; "once" compresses at the first generated token instead of the prefill's
     end; "append" lets generated tokens come on top. `positions` "reindex" lets the sinks move up to
-    the recent tokens, as StreamingLLM does. `funnel` prunes tokens between the layers of a forward.
+    the recent tokens, as StreamingLLM does. `token_pruning` runs
+    between the layers of a forward.
     `inexact` says why the entries kept differ from the budget, where they do.
     `method` is the text of the method that they are of, which a cache fills in.
     """
@@ -92,13 +97,14 @@ class Stages:
     score: Score | None = None
     allocate: Schedule | Measured | Across | None = None
     heads: Heads | None = None
+    select: Select | None = None
     forced: Forced = field(default_factory=Forced)
-    compensate: Compensate | None = None
-    compensate_one: CompensateOne | None = None
+    merge: MergeStage | None = None
+    merge_one: MergeOneStage | None = None
     encode: Encode | None = None
     decode: Literal["append", "hold", "once"] = "append"
     positions: Literal["original", "reindex"] = "original"
-    funnel: Funnel | None = None
+    token_pruning: TokenPruning | None = None
     inexact: str = ""
     method: str = ""
 
@@ -121,6 +127,12 @@ class Stages:
                 "budgets per head are set when a prefill ends, so they do not go with a method "
                 "that evicts while decoding: choose decode=append where it is offered"
             )
+        if self.decode == "hold" and self.select is not None:
+            raise IllegalComposition(
+                "entries that leave one by one while decoding are those of lowest score, so a "
+                "method that selects otherwise does not go with a method that evicts while "
+                "decoding: choose decode=append where it is offered"
+            )
         if self.positions == "reindex" and (self.encode or self.heads):
             raise IllegalComposition(
                 "re-indexed positions rotate stored keys, which must then be whole and dense: "
@@ -135,11 +147,16 @@ class Stages:
                 "two layers are stored as a pair, so all their heads must keep the same entries: "
                 "choose one that goes by position, such as streaming_llm_original:decode=append"
             )
-        if self.funnel is not None and (self.score is not None or self.encode is not None):
+        if self.token_pruning is not None and (self.score is not None or self.encode is not None):
             raise IllegalComposition(
                 "tokens are pruned between the layers of the prompt's forward and stored as they "
                 "come: nothing else selects or encodes them, so use that method alone"
             )
+
+    @property
+    def runs_own_forwards(self) -> bool:
+        """True for methods whose own forwards read a first prompt (KVzip, PyramidInfer)."""
+        return self.token_pruning is not None or self.needs.reconstruction is not None
 
     def _same_in_all_heads(self) -> bool:
         evenly = self.allocate is uniform and self.heads is None

@@ -50,14 +50,14 @@ class CaM(Method):
             score=recency,
             allocate=uniform,
             forced=Forced(sinks=self.sinks),
-            compensate=spread.compensate,
+            merge=spread.merge,
             decode="hold",
         )
 
     def brings(self) -> Stages:
         return Stages(
             needs=Needs(column_sums=True),
-            compensate=partial(
+            merge=partial(
                 spread_values,
                 targets=self.targets,
                 deterministic=self.deterministic,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, FileName, Method, Schedule, Stages, register
-from kvfold.methods.observation import Needs, Observation, Rebuilding
+from kvfold.methods.observation import ContextReconstruction, Needs, Observation
 from kvfold.methods.stages.allocate.pool import pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
 
@@ -58,16 +58,16 @@ class KVzip(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            needs=Needs(rebuilding=self._rebuilding()),
+            needs=Needs(reconstruction=self._reconstruction()),
             score=most_attention,
             allocate=self._allocate(),
             inexact=self._inexact(),
         )
 
-    def _rebuilding(self) -> Rebuilding:
+    def _reconstruction(self) -> ContextReconstruction:
         instruction = INSTRUCTION if self.instruction else ""
         file = None if self.head_scores == NO_FILE else self.head_scores
-        return Rebuilding(self.chunk, REPEAT, REPEAT_FROM, PREVIOUS, instruction, file)
+        return ContextReconstruction(self.chunk, REPEAT, REPEAT_FROM, PREVIOUS, instruction, file)
 
     def _inexact(self) -> str:
         if self.strict:
@@ -83,7 +83,7 @@ class KVzip(Method):
         return Across(most_attention, share, per_head=True, unrounded=self.strict)
 
 
-def most_attention(seen: Observation) -> Tensor:
+def most_attention(observation: Observation) -> Tensor:
     """The most attention each entry received while the text was repeated, `[B, H, T]`."""
-    assert seen.rebuilding is not None
-    return seen.rebuilding
+    assert observation.reconstruction is not None
+    return observation.reconstruction

@@ -41,5 +41,5 @@ class Merge(Method):
     def brings(self) -> Stages:
         if self.rule == "d2o":
             needs = Needs(norms="keys")
-            return Stages(needs=needs, compensate=merge_similar, compensate_one=merge_one)
-        return Stages(needs=Needs(column_sums=True), compensate=spread_values)
+            return Stages(needs=needs, merge=merge_similar, merge_one=merge_one)
+        return Stages(needs=Needs(column_sums=True), merge=spread_values)

@@ -14,7 +14,7 @@ from kvfold.store.entry_norms import On
 
 
 @dataclass(frozen=True)
-class Rebuilding:
+class ContextReconstruction:
     """How a text is repeated to the model: in parts of `chunk` tokens, asked for in words.
 
     `later` parts are asked for with the `previous` tokens before them. `instruction` stands before
@@ -36,7 +36,9 @@ class Needs:
     window: int = 0  # the turn's last queries
     column_sums: bool = False  # attention that each entry received, summed over all queries
     column_squares: bool = False  # the same, squared before it is summed
-    rebuilding: Rebuilding | None = None  # most attention received while the text is repeated
+    reconstruction: ContextReconstruction | None = (
+        None  # most attention received while the text is repeated
+    )
     only_attention: bool = False  # the score looks at nothing else, and not at its layer's number
     norms: On | None = None  # of these, for single entries that leave
 
@@ -46,7 +48,7 @@ class Needs:
             max(self.window, other.window),
             self.column_sums or other.column_sums,
             self.column_squares or other.column_squares,
-            self.rebuilding or other.rebuilding,
+            self.reconstruction or other.reconstruction,
             self.only_attention or other.only_attention,
             self.norms or other.norms,
         )
@@ -56,36 +58,30 @@ class Needs:
 class Observation:
     """One layer as its attention saw it.
 
-    keys `[B, H, T, D]` and values `[B, H, T, Dv]` after RoPE; positions `[B, H, T]`, an entry's
-    number among its row's tokens, −1 for padding and for what is gone, int64 or, after a generated
-    token, int32, where what is gone may keep its number; queries `[B, Hq, W, D]` and their
-    positions `[B, W]`; the last query's attention `[B, Hq, 1, T]` where it was watched; column sums
-    and squares and rebuilding `[B, H, T]` (sums and squares of the mean over a group's query heads,
-    rebuilding of their maximum); tokens seen by each row and entries that each of its heads may
-    keep `[B]`; the place of this layer among `layers`; scale, softcap and attention sinks `[Hq]` of
-    the model; and the seed of this draw.
-
-    Where the score looks at attention only, layers of one shape are shown as one after a generated
+    Where a score looks at attention only, layers of one shape are shown as one after a generated
     token: their rows one after the other, and no entries (T is 0 in keys, values and positions).
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: Tensor  # [B, H, T, D], after RoPE
+    values: Tensor  # [B, H, T, Dv]
+    # [B, H, T], an entry's number among its row's tokens, −1 for padding and holes; int64, or int32
+    # after a generated token, where a hole may keep its number
     positions: Tensor
-    queries: Tensor | None = None
-    query_positions: Tensor | None = None
-    attention: Tensor | None = None
-    column_sums: Tensor | None = None
-    column_squares: Tensor | None = None
-    rebuilding: Tensor | None = None
-    seen: Tensor | None = None
-    budget: Tensor | None = None
-    layer: int = 0
+    queries: Tensor | None = None  # [B, Hq, W, D], the last W of the prefill, W = Needs.window
+    query_positions: Tensor | None = None  # [B, W], −1 for padding
+    attention: Tensor | None = None  # [B, Hq, 1, T], the single query's row, where it was watched
+    column_sums: Tensor | None = None  # [B, H, T], over all queries, of the mean over the group
+    column_squares: Tensor | None = None  # [B, H, T], the same of squares
+    # [B, H, T], the most attention received while the context was repeated, over the group
+    reconstruction: Tensor | None = None
+    tokens_seen: Tensor | None = None  # [B], padding left out
+    budget: Tensor | None = None  # [B], entries that each head of a row may keep
+    layer: int = 0  # among `layers`
     layers: int = 1
-    scale: float = 1.0
+    scale: float = 1.0  # of the logits
     softcap: float | None = None
-    sinks: Tensor | None = None
-    seed: int = 0
+    sinks: Tensor | None = None  # [Hq], logits of attention sinks (GPT-OSS)
+    seed: int = 0  # of this draw
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """The same with each row's padding to the left, and the order `[B, H, T]` that did it."""
@@ -105,7 +101,7 @@ class Observation:
             attention=None,
             column_sums=moved(self.column_sums),
             column_squares=moved(self.column_squares),
-            rebuilding=moved(self.rebuilding),
+            reconstruction=moved(self.reconstruction),
         )
         return again, order
 
@@ -124,7 +120,7 @@ class Observation:
             attention=None,
             column_sums=None,
             column_squares=None,
-            rebuilding=None,
+            reconstruction=None,
         )
 
     def window_attention(self, last: int) -> Tensor:

@@ -42,7 +42,7 @@ class PyramidInfer(Method):
 
     def stages(self) -> Stages:
         return Stages(
-            funnel=partial(
+            token_pruning=partial(
                 survivors,
                 least=self.least,
                 recent=self.recent,

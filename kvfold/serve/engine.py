@@ -258,7 +258,9 @@ class Engine:
                 method,
                 None if budget is None else Budget.of(budget),
                 # A method that prunes tokens between layers reads its text in one forward.
-                prefill_chunk=None if method.stages().funnel else self.settings.prefill_chunk,
+                prefill_chunk=None
+                if method.stages().token_pruning
+                else self.settings.prefill_chunk,
                 special_tokens=self.settings.special_tokens,
                 allow_longer=self.settings.allow_longer,
             )

@@ -15,7 +15,7 @@ from kvfold.kernels.gather import take
 ROOM = 12
 
 
-class Growing:
+class GrowingBuffer:
     """`rows [B, H, T, …]`, and room for more."""
 
     def __init__(self, rows: Tensor, room: int = ROOM) -> None:
@@ -24,7 +24,7 @@ class Growing:
         self._put(self._copied(rows))
 
     @classmethod
-    def gathered(cls, rows: Tensor, slots: Tensor, room: int = ROOM) -> Growing:
+    def gathered(cls, rows: Tensor, slots: Tensor, room: int = ROOM) -> GrowingBuffer:
         """The entries of `rows [B, H, T, D]` at `slots [B, H, K]`."""
         grown = cls.__new__(cls)
         grown.length, grown.room = slots.shape[-1], room
@@ -46,8 +46,11 @@ class Growing:
             shown = self._shown = self._buffer[:, :, : self.length]
         return shown
 
-    def append(self, rows: Tensor) -> None:
-        """Adds `rows [B, H, S, …]`; raises KvfoldError outside the inference mode it began in."""
+    def append(self, rows: Tensor) -> Tensor:
+        """Adds `rows [B, H, S, …]`, and returns all that is stored `[B, H, T, …]`.
+
+        Raises KvfoldError outside the inference mode that the buffer was made in.
+        """
         end = self.length + rows.shape[2]
         if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
             raise KvfoldError(
@@ -58,6 +61,8 @@ class Growing:
             self._put(self._copied(self.rows, end))
         self._buffer[:, :, self.length : end] = rows
         self.length = end
+        self._shown = shown = self._buffer[:, :, :end]
+        return shown
 
     def reserve(self, room: int) -> Tensor:
         """The whole buffer `[B, H, ≥ T + room, …]`, which is 0 after what is stored."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.gather import pick
-from kvfold.store.buffer import Growing, slack
-from kvfold.store.encoding import Named
-from kvfold.store.entry_columns import BranchOfColumns, Columns, Hidden
+from kvfold.kernels.views import Named
+from kvfold.store.base import Store
+from kvfold.store.buffer import ROOM, GrowingBuffer, slack
+from kvfold.store.entry_columns import EntryColumns, HolesMask, SharedColumns
 from kvfold.store.entry_norms import On, norms_of
-from kvfold.store.shared_buffer import Branch
+from kvfold.store.shared_buffer import SharedBuffer
 
 
-class DenseStore:
+class DenseStore(Store):
     """Keys `[B, H, T, D]`, values `[B, H, T, Dv]`, and where each entry came from.
 
     `positions` are columns of the logical sequence, ascending, int32 `[B, H, T]`; they are only
@@ -27,11 +29,14 @@ class DenseStore:
     any position is −1.
     """
 
+    kind: ClassVar[Literal["dense"]] = "dense"
+    is_dense = True
+
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._keys, self._values = Growing(keys), Growing(values)
-        self._positions: Columns | BranchOfColumns | None = None
-        self._hidden: Hidden | None = None  # made when it is first asked for
-        self._norms: Growing | None = None  # as well
+        self._keys, self._values = GrowingBuffer(keys), GrowingBuffer(values)
+        self._positions: EntryColumns | SharedColumns | None = None
+        self._hidden: HolesMask | None = None  # made when it is first asked for
+        self._norms: GrowingBuffer | None = None  # as well
         self._marked = True  # whether positions tell what has left
         self.dead, self.holes = 0, False
 
@@ -43,7 +48,7 @@ class DenseStore:
         }
         store = cls(tensors["keys"], tensors["values"])
         if "positions" in tensors:
-            store._positions = Columns(tensors["positions"])
+            store._positions = EntryColumns(tensors["positions"])
             store.holes = bool((tensors["positions"] < 0).any())
         store.dead = dead
         return store
@@ -94,7 +99,7 @@ class DenseStore:
     @property
     def hidden(self) -> Tensor | None:
         """0, and −∞ at holes `[B, H, T]`, to be added to logits; None where there are no holes."""
-        return self._shown().rows if self.holes else None
+        return self._hiding() if self.holes else None
 
     def entries(self, of: On) -> Tensor:
         """The keys or the values `[B, H, T, D]`."""
@@ -106,21 +111,24 @@ class DenseStore:
         They are kept, since to read all entries again takes longer: ask for one of both only.
         """
         if self._norms is None or self._norms.length != self.length - 1:
-            self._norms = Growing(norms_of(self.entries(of)))
+            self._norms = GrowingBuffer(norms_of(self.entries(of)))
         else:
             self._norms.append(newest)
         return self._norms.rows
 
-    def _shown(self) -> Hidden:
-        """What is hidden, as long as what is stored."""
-        if self._hidden is None or not self._hidden.shows(self.length):
-            self._hidden = Hidden(self.positions < 0, self.keys.dtype)
-        return self._hidden
+    def _hiding(self) -> Tensor:
+        """0, and −∞ at holes `[B, H, T]`; made anew where there is no more room behind."""
+        if self._hidden is not None:
+            shown = self._hidden.first(self._keys.length)
+            if shown is not None:
+                return shown
+        self._hidden = HolesMask(self.positions < 0, self.keys.dtype)
+        return self._hidden.rows
 
     def _mark(self) -> None:
         """Writes into the positions what has left: in a step that is not worth its time."""
         if not self._marked:
-            assert isinstance(self._positions, Columns) and self._hidden is not None
+            assert isinstance(self._positions, EntryColumns) and self._hidden is not None
             self._positions.clear(self._hidden.holes)
             self._marked = True
 
@@ -134,9 +142,9 @@ class DenseStore:
         self._mark()
         other = copy.copy(self)
         other._hidden = other._norms = None
-        other._keys, other._values = Branch(self.keys), Branch(self.values)
+        other._keys, other._values = SharedBuffer(self.keys), SharedBuffer(self.values)
         if self._positions is not None:
-            other._positions = BranchOfColumns(self._positions.rows)
+            other._positions = SharedColumns(self._positions.rows)
         return other
 
     def view(self) -> Tensor | None:
@@ -147,12 +155,10 @@ class DenseStore:
         """Keys and values `[B, H, T, D]`."""
         return self.keys, self.values
 
-    def append(self, keys: Tensor, values: Tensor, first: int) -> None:
-        """Adds new entries `[B, H, S, D]` whose columns start at `first`."""
-        self._keys.append(keys)
-        self._values.append(values)
+    def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
         if self._positions is not None:
             self._positions.follow(first, keys.shape[2])
+        return self._keys.append(keys), self._values.append(values)
 
     def reserve(self, room: int) -> tuple[Tensor, Tensor]:
         """Buffers of keys and values with `room` for more entries: write there, then append."""
@@ -160,16 +166,17 @@ class DenseStore:
 
     def drop(self, slot: Tensor) -> None:
         """Marks one entry of each head, at `slot [B, H, 1]`, as gone; nothing is moved."""
-        if not isinstance(self._positions, Columns):
-            self._positions = Columns(self.positions)
-        self._shown().put(slot)
+        if not isinstance(self._positions, EntryColumns):
+            self._positions = EntryColumns(self.positions)
+        # In the buffer that the view belongs to.
+        self._hiding().scatter_(2, slot, -torch.inf)
         self._marked = False
         self.dead, self.holes = self.dead + 1, True
 
     @property
     def crowded(self) -> bool:
         """Whether so much is dead that a copy without it is due."""
-        return self.dead >= slack(self.length - self.dead)
+        return self.dead >= ROOM and self.dead >= slack(self.length - self.dead)
 
     def change(
         self, slot: Tensor, keys: Tensor, values: Tensor, norms: Tensor | None = None
@@ -193,24 +200,24 @@ class DenseStore:
         Earlier views of the store stay intact: layers that share it may still read them.
         """
         positions = pick(self.positions, slots, -1)
-        self._positions = Columns(positions)
-        self._keys = Growing.gathered(self.keys, slots)
-        self._values = Growing.gathered(self.values, slots)
+        self._positions = EntryColumns(positions)
+        self._keys = GrowingBuffer.gathered(self.keys, slots)
+        self._values = GrowingBuffer.gathered(self.values, slots)
         self._forget()
         self.dead, self.holes = 0, bool((positions < 0).any())
 
     @property
     def own(self) -> int:
         """Entries of each head that came after what is shared."""
-        return self._keys.own.length if isinstance(self._keys, Branch) else 0
+        return self._keys.own.length if isinstance(self._keys, SharedBuffer) else 0
 
     def keep_own(self, slots: Tensor) -> None:
         """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
-        assert isinstance(self._keys, Branch) and isinstance(self._values, Branch)
+        assert isinstance(self._keys, SharedBuffer) and isinstance(self._values, SharedBuffer)
         shared = self.length - self.own
-        if not isinstance(self._positions, BranchOfColumns):
+        if not isinstance(self._positions, SharedColumns):
             columns = self.positions.int()
-            self._positions = BranchOfColumns(columns[:, :, :shared])
+            self._positions = SharedColumns(columns[:, :, :shared])
             self._positions.append(columns[:, :, shared:])
         for part in (self._keys, self._values, self._positions):
             part.keep_own(slots)
@@ -219,7 +226,7 @@ class DenseStore:
     def place(self, columns: Tensor) -> None:
         """Says where each entry stands: `columns [B, H or 1, T]`, ascending, −1 for holes."""
         self._forget()
-        self._positions = Columns(columns.expand(*self.keys.shape[:2], -1))
+        self._positions = EntryColumns(columns.expand(*self.keys.shape[:2], -1))
         self.holes = bool((columns < 0).any())
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
@@ -249,5 +256,5 @@ class DenseStore:
         dead = (keys[0] + values[0]) // max(1, self.length) * self.dead
         return keys[0] + values[0] - dead, where[0], keys[1] + values[1] + where[1] + dead
 
-    def _parts(self) -> list[Growing]:
+    def _parts(self) -> list[GrowingBuffer]:
         return [p for p in (self._keys, self._values, self._positions) if p is not None]

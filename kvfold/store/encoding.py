@@ -4,115 +4,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
-from kvfold.methods.observation import Observation
-
-if TYPE_CHECKING:
-    from kvfold.kernels.triton.splits import Splits
-
-# Threads share a segment's whole blocks equally; the last, broken one stays in the tail.
-BLOCK = 16
-
-# What a store holds, by name: one tensor for each segment
-Named = dict[str, list[Tensor]]
+from kvfold.kernels.views import BLOCK, Encoded, Flat, Named
 
 
-class Encoded(Protocol):
-    """Keys or values of several segments, one after the other; a segment is a row's KV head."""
+class QueriedKeys(Protocol):
+    """A layer's keys and the last queries to them, as `Observation` shows them to a method."""
 
     @property
-    def lengths(self) -> list[int]:
-        """Entries of each segment."""
-
-    def segment(self, i: int) -> Tensor:
-        """Entries `[lengths[i], D]`, decoded to the dtype they came in."""
+    def keys(self) -> Tensor:
+        """`[B, H, T, D]`."""
 
     @property
-    def rows(self) -> Tensor:
-        """All entries `[sum of lengths, D]`, decoded together."""
+    def positions(self) -> Tensor:
+        """`[B, H, T]`, −1 for padding."""
 
     @property
-    def segments(self) -> tuple[Tensor, ...]:
-        """The same, segment by segment."""
+    def queries(self) -> Tensor | None:
+        """`[B, Hq, W, D]`."""
 
-    def extended(self, new: Self) -> Self:
-        """Each segment followed by `new`'s; nothing is encoded a second time."""
+    @property
+    def query_positions(self) -> Tensor | None:
+        """`[B, W]`, −1 for padding."""
 
-    def select(self, segments: list[int]) -> Self:
-        """A copy of these segments, in this order; one may come several times."""
-
-    def tensors(self) -> list[Tensor]:
-        """Everything it owns."""
-
-    def named(self) -> Named:
-        """Everything it owns, as views."""
-
-
-@dataclass(frozen=True)
-class Flat:
-    """Entries as they came: `rows [sum of lengths, …]`."""
-
-    rows: Tensor
-    lengths: list[int]
-
-    @classmethod
-    def of(cls, segments: list[Tensor]) -> Flat:
-        """From each segment's entries `[n, …]`, which are copied."""
-        return cls(torch.cat(segments), [len(segment) for segment in segments])
-
-    @cached_property
-    def segments(self) -> tuple[Tensor, ...]:
-        """Each segment's entries."""
-        return self.rows.split(self.lengths)
-
-    @cached_property
-    def _in_shares(self) -> dict[int, tuple[Tensor, ...]]:
-        return {}
-
-    def in_shares(self, shares: int) -> tuple[Tensor, ...]:
-        """Each segment's entries in equal parts `[1, shares, n / shares, …]`."""
-        known = self._in_shares
-        if shares not in known:
-            known[shares] = tuple(
-                segment.view(1, shares, len(segment) // shares, *segment.shape[1:])
-                for segment in self.segments
-            )
-        return known[shares]
-
-    @cached_property
-    def starts(self) -> Tensor:
-        """Where each segment begins, and where the last one ends: int32, on the rows' device."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.rows.device)
-
-    @cached_property
-    def splits(self) -> Splits:
-        """How a GPU's programs share the segments."""
-        from kvfold.kernels.triton.splits import Splits
-
-        return Splits.of(self.lengths, device=self.rows.device)
-
-    def segment(self, i: int) -> Tensor:
-        return self.segments[i]
-
-    def extended(self, new: Flat) -> Flat:
-        both = zip(self.segments, new.segments, strict=True)
-        rows = torch.cat([part for pair in both for part in pair])
-        return Flat(rows, [a + b for a, b in zip(self.lengths, new.lengths, strict=True)])
-
-    def select(self, segments: list[int]) -> Flat:
-        return Flat.of([self.segments[i] for i in segments])
-
-    def tensors(self) -> list[Tensor]:
-        return [self.rows]
-
-    def named(self) -> Named:
-        return {"rows": list(self.segments)}
+    def group_mean(self, per_query_head: Tensor) -> Tensor:
+        """`[B, Hq, …]` → `[B, H, …]`."""
 
 
 POSITION_BYTES = 4
@@ -137,11 +56,11 @@ class Encode:
     """How a layer's entries are stored; this one leaves them as they came, in whole blocks.
 
     Counts are of a segment's oldest entries; the newer ones wait outside, as they came.
-    `as_they_came` says whether the older ones lie there so as well, and may be evicted by later
+    `raw` says whether the older ones lie there so as well, and may be evicted by later
     turns, `pairs` whether two layers are encoded together.
     """
 
-    as_they_came: ClassVar[bool] = True
+    raw: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
 
     def of_layer(self, layer: int, layers: int) -> Encode | None:
@@ -161,7 +80,7 @@ class Encode:
         return self.key_count(entries, encoded, decoding)
 
     def keys(
-        self, segments: list[Tensor], seen: Observation | None, earlier: Encoded | None
+        self, segments: list[Tensor], seen: QueriedKeys | None, earlier: Encoded | None
     ) -> Encoded:
         """Each segment's keys `[n, D]`, to follow `earlier`; at a turn's end with what was seen."""
         return Flat.of(segments)

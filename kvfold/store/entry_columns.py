@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfold.attention.mask import as_added
-from kvfold.store.buffer import Growing
-from kvfold.store.shared_buffer import Branch
+from kvfold.kernels.gather import as_added
+from kvfold.store.buffer import GrowingBuffer
+from kvfold.store.shared_buffer import SharedBuffer
 
 
-class Columns(Growing):
+class EntryColumns(GrowingBuffer):
     """Columns of the logical sequence, int32 `[B, H, T]`, −1 for holes.
 
     All the room is filled at once, so that a token that comes only makes the rows longer.
@@ -47,21 +47,22 @@ class Columns(Growing):
             self._offset = None
 
 
-class Hidden(Growing):
+class HolesMask(GrowingBuffer):
     """What is added to logits `[B, H, T]`: −∞ at holes, 0 elsewhere."""
 
     def __init__(self, holes: Tensor, dtype: torch.dtype) -> None:
         super().__init__(as_added(holes, dtype))
         self.reserve(0)  # fills the room with 0
 
-    def shows(self, length: int) -> bool:
-        """Goes on to `length` entries, as long as there is room for them."""
-        self.length = min(length, self._buffer.shape[2])
-        return self.length == length
-
-    def put(self, slots: Tensor) -> None:
-        """Hides the entries at `slots [B, H, K]` as well."""
-        self._buffer.scatter_(2, slots, -torch.inf)
+    def first(self, length: int) -> Tensor | None:
+        """What hides the first `length` entries `[B, H, length]`; None past the room."""
+        shown = self._shown
+        if shown is None or shown.size(2) != length:
+            if length > self._buffer.size(2):
+                return None
+            self.length = length
+            shown = self._shown = self._buffer[:, :, :length]
+        return shown
 
     @property
     def holes(self) -> Tensor:
@@ -69,7 +70,7 @@ class Hidden(Growing):
         return self.rows != 0
 
 
-class BranchOfColumns(Branch):
+class SharedColumns(SharedBuffer):
     """Columns that go on from those of somebody else."""
 
     def follow(self, first: int, new: int) -> None:
@@ -78,7 +79,7 @@ class BranchOfColumns(Branch):
         self.append(columns.expand(*self.trunk.shape[:2], new))
 
     def keep_own(self, slots: Tensor) -> None:
-        self.own = Growing(self.own.rows.gather(2, slots))
+        self.own = GrowingBuffer(self.own.rows.gather(2, slots))
 
 
 def _from(first: int, count: int, like: Tensor) -> Tensor:

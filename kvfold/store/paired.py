@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.store.encoding import Encode, Encoded, Flat, Named
+from kvfold.kernels.views import Encoded, Flat, Named
+from kvfold.store.encoding import Encode
 
 # Beyond this cosine the sine is too small to divide by.
 PARALLEL = 1 - 1e-6
@@ -163,7 +164,7 @@ class Pairing(Encode):
     gamma: float = 0.05
     start: float = 0.5
     block: int = 64
-    as_they_came: ClassVar[bool] = False
+    raw: ClassVar[bool] = False
     pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

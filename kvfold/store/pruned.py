@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.observation import Observation
-from kvfold.store.encoding import Encode, Encoded, Flat, Named
+from kvfold.kernels.views import Encoded, Flat, Named
+from kvfold.store.encoding import Encode, QueriedKeys
 
 
-def channel_scores(seen: Observation, queries: int) -> Tensor:
+def channel_scores(seen: QueriedKeys, queries: int) -> Tensor:
     """Mean q² of the last `queries` queries times mean k² of all entries: `[B, H, D]` float32.
 
     The queries' mean is also one over the heads of a group; padding does not count.
@@ -99,7 +99,7 @@ class Pruning(Encode):
     ratio: float = 0.4
     recent: int = 32
     queries: int = 32
-    as_they_came: ClassVar[bool] = False
+    raw: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
@@ -116,7 +116,7 @@ class Pruning(Encode):
         return self.key_count(entries, encoded, decoding)
 
     def keys(
-        self, segments: list[Tensor], seen: Observation | None, earlier: Encoded | None
+        self, segments: list[Tensor], seen: QueriedKeys | None, earlier: Encoded | None
     ) -> Encoded:
         assert seen is not None
         channels = kept_channels(channel_scores(seen, self.queries), self.ratio).flatten(0, 1)

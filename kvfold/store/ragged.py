@@ -5,39 +5,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.gather import pick, take_flat
-from kvfold.methods.observation import Observation
-from kvfold.store.encoding import Encode, Flat, Named
+from kvfold.kernels.views import Flat, Named, RaggedView
+from kvfold.store.base import Store
+from kvfold.store.encoding import Encode, QueriedKeys
 from kvfold.store.paired import Paired, Pairing, extend_pair
-from kvfold.store.ragged_part import Part, PartView
+from kvfold.store.ragged_part import Part
 
 # While decoding, values are encoded in lots: each lot copies what is encoded once.
 LOT = 32
 
 
-@dataclass(frozen=True)
-class Segments:
-    """What one attention call reads: segment `b·H + h` is row b's KV head h.
-
-    The last `new` entries of every segment are columns that came after the last compression,
-    padding included; all before them are tokens, and visible.
-    """
-
-    keys: PartView
-    values: PartView
-    new: int
-
-
-class SegmentStore:
+class RaggedStore(Store):
     """Keys, values, and the columns where they stood, one segment after the other.
 
     Columns are those of the last compression, int32; None while entry i is column i.
     """
+
+    kind: ClassVar[Literal["segments"]] = "segments"
+    is_dense = False
 
     def __init__(
         self, keys: Tensor, values: Tensor, positions: Tensor | None, slots: Tensor, encode: Encode
@@ -49,7 +41,7 @@ class SegmentStore:
         self.rows, self.heads = keys.shape[:2]
         self.encode = encode
         self._settle(positions, slots)
-        if encode.as_they_came:
+        if encode.raw:
             lengths = [encode.key_count(entries, 0, decoding=False) for entries in self._counts]
             old, newest = _divided(slots, self._counts, lengths)
             flat = take_flat(keys, values, old)
@@ -63,7 +55,7 @@ class SegmentStore:
     @classmethod
     def from_named(
         cls, parts: Named, heads: int, encode: Encode, new: int, first_new: int
-    ) -> SegmentStore:
+    ) -> RaggedStore:
         """A copy of what was named; the last `new` entries are columns from `first_new` on."""
         store = cls.__new__(cls)
         store.heads, store.encode = heads, encode
@@ -119,13 +111,13 @@ class SegmentStore:
         """Entries of the longest segment."""
         return max(self._counts) + self._new
 
-    def fork(self) -> SegmentStore:
+    def fork(self) -> RaggedStore:
         """One that goes on by itself, and shares all that is stored."""
         other = copy.copy(self)
         other._keys, other._values = self._keys.fork(), self._values.fork()
         return other
 
-    def view(self) -> Segments | None:
+    def view(self) -> RaggedView | None:
         """What attention reads; it stays as it is when the store goes on.
 
         None while all that was seen is in the tail: keys and values are all there is to read.
@@ -135,9 +127,9 @@ class SegmentStore:
             return None
         return self.segments()
 
-    def segments(self) -> Segments:
+    def segments(self) -> RaggedView:
         """What is stored, also while all of it is in the tail."""
-        return Segments(self._keys.view(), self._values.view(), self._new)
+        return RaggedView(self._keys.view(), self._values.view(), self._new)
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, H, T, D]`, decoded, shorter segments filled up on the left."""
@@ -160,8 +152,15 @@ class SegmentStore:
         return out.unflatten(0, (self.rows, self.heads))
 
     @property
-    def encoded(self) -> Tensor:
-        """Which of the entries `[B, H, T]` hold a key or a value that is encoded."""
+    def pairs(self) -> bool:
+        """Whether entries are shared with another layer's."""
+        return self.encode.pairs
+
+    @property
+    def fixed(self) -> Tensor | None:
+        """Entries `[B, H, T]` of which the key or the value is encoded; None where all are raw."""
+        if self.encode.raw:
+            return None
         views = (self._keys.view(), self._values.view())
         lengths = [views[0].length(i) for i in range(len(self._counts))]
         oldest = [max(length - view.alive[i] for view in views) for i, length in enumerate(lengths)]
@@ -170,13 +169,11 @@ class SegmentStore:
         last = first + torch.tensor(oldest, device=self.keys.device)[:, None]
         return ((slot >= first) & (slot < last)).unflatten(0, (self.rows, self.heads))
 
-    def append(self, keys: Tensor, values: Tensor, first: int) -> None:
-        """Adds new entries `[B, H, S, D]` whose columns start at `first`."""
+    def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
         if self._new == 0:
             self._first_new = first
         self._new += keys.shape[2]
-        self._keys.append(keys)
-        self._values.append(values)
+        return self._keys.append(keys), self._values.append(values)
 
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries at `slots [B, H, K]`, −1 for holes, all that is encoded among them."""
@@ -214,7 +211,7 @@ class SegmentStore:
 
         return self._keys.due(key_count), self._values.due(value_count)
 
-    def encode_due(self, decoding: bool, seen: Observation | None = None) -> bool:
+    def encode_due(self, decoding: bool, seen: QueriedKeys | None = None) -> bool:
         """Encodes what is due; at a turn's end with what its attention saw. Whether any was."""
         keys, values = self.due(decoding)
         first = self._keys.encoded is None
@@ -224,7 +221,7 @@ class SegmentStore:
             self._values.accept(self.encode.values(values))
         return any(map(len, keys + values))
 
-    def encode_with(self, second: SegmentStore, decoding: bool) -> bool:
+    def encode_with(self, second: RaggedStore, decoding: bool) -> bool:
         """Encodes what is due here and in the other layer of the pair. Whether any was."""
         assert isinstance(self.encode, Pairing)
         mine, theirs = self.due(decoding), second.due(decoding)
@@ -239,7 +236,7 @@ class SegmentStore:
             other.become(both[1])
         return any(len(rows) for of_part in mine for rows in of_part)
 
-    def share_with(self, first: SegmentStore) -> None:
+    def share_with(self, first: RaggedStore) -> None:
         """Makes this second layer of a pair share memory with the first again, after a copy."""
         for own, other in ((self._keys, first._keys), (self._values, first._values)):
             assert isinstance(own.encoded, Paired) and isinstance(other.encoded, Paired)

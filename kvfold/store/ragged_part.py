@@ -5,65 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvfold.store.buffer import Growing
-from kvfold.store.encoding import Encoded, Named
-from kvfold.store.shared_buffer import Branch
+from kvfold.kernels.views import Encoded, Named, PartView
+from kvfold.store.buffer import GrowingBuffer
+from kvfold.store.shared_buffer import SharedBuffer
 
 # The tail is small beside what is encoded, and so must its slack be.
 ROOM = 16
-
-
-@dataclass(frozen=True)
-class PartView:
-    """What one attention call reads of a part; it stays as it is when the part goes on."""
-
-    encoded: Encoded | None
-    tail: Tensor
-    alive: list[int]
-
-    @property
-    def even(self) -> bool:
-        """Whether all segments have equally many encoded entries, and newer ones."""
-        lengths = [] if self.encoded is None else self.encoded.lengths
-        return len(set(self.alive)) == 1 and len(set(lengths)) <= 1
-
-    @property
-    def newest(self) -> Tensor:
-        """The entries `[B·H, n, D]` of even segments that are not encoded."""
-        return self.tail[:, :, self.tail.shape[2] - self.alive[0] :].flatten(0, 1)
-
-    def rectangles(self) -> list[Tensor]:
-        """The entries `[B·H, n, D]` of even segments in order, in one or two pieces."""
-        tail = self.newest
-        if self.encoded is None:
-            return [tail]
-        return [self.encoded.rows.view(len(tail), self.encoded.lengths[0], tail.shape[-1]), tail]
-
-    def length(self, i: int) -> int:
-        """Entries of segment i."""
-        return self.alive[i] + (0 if self.encoded is None else self.encoded.lengths[i])
-
-    def pieces(self, i: int) -> list[Tensor]:
-        """Segment i's entries `[n, D]` in order, in one or two pieces."""
-        heads, width = self.tail.shape[1:3]
-        newest = self.tail[i // heads, i % heads, width - self.alive[i] :]
-        return [newest] if self.encoded is None else [self.encoded.segment(i), newest]
-
-    def all_pieces(self) -> list[list[Tensor]]:
-        """The pieces of every segment, decoded together."""
-        heads, width = self.tail.shape[1:3]
-        pieces = [
-            [self.tail[i // heads, i % heads, width - alive :]]
-            for i, alive in enumerate(self.alive)
-        ]
-        if self.encoded is None:
-            return pieces
-        return [[old, *new] for old, new in zip(self.encoded.segments, pieces, strict=True)]
 
 
 class Part:
@@ -93,7 +44,7 @@ class Part:
         rows = tail[0].new_zeros(len(tail), width, size)
         for into, newest in zip(rows, tail, strict=True):
             into[width - len(newest) :] = newest
-        part.tail = Growing(rows.unflatten(0, (-1, heads)), ROOM)
+        part.tail = GrowingBuffer(rows.unflatten(0, (-1, heads)), ROOM)
         old = {name: of_segments for name, of_segments in parts.items() if name != "tail"}
         part.encoded = encoded(old, size) if old else None
         return part
@@ -109,12 +60,12 @@ class Part:
     def _take(self, rows: Tensor, slots: Tensor) -> None:
         self.alive = (slots >= 0).sum(-1).flatten().tolist()
         slots = slots[..., slots.shape[-1] - max(self.alive) :].clamp(min=0)
-        self.tail = Growing.gathered(rows, slots, ROOM)
+        self.tail = GrowingBuffer.gathered(rows, slots, ROOM)
 
     def fork(self) -> Part:
         """One that goes on by itself, and shares all that is stored."""
         other = copy.copy(self)
-        other.alive, other.tail = list(self.alive), Branch(self.tail.rows)
+        other.alive, other.tail = list(self.alive), SharedBuffer(self.tail.rows)
         return other
 
     def view(self) -> PartView:
@@ -129,10 +80,10 @@ class Part:
             torch.cat(seen.pieces(i), out=out[i, length - seen.length(i) :])
         return out.unflatten(0, rows.shape[:2])
 
-    def append(self, rows: Tensor) -> None:
-        """Adds `rows [B, H, S, D]`, one for every segment."""
-        self.tail.append(rows)
+    def append(self, rows: Tensor) -> Tensor:
+        """Adds `rows [B, H, S, D]`, one for every segment; returns the tail `[B, H, T, D]`."""
         self.alive = [count + rows.shape[2] for count in self.alive]
+        return self.tail.append(rows)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries of every segment."""
@@ -149,11 +100,11 @@ class Part:
     @property
     def own(self) -> int:
         """Entries of every segment that came after what is shared."""
-        return self.tail.own.length if isinstance(self.tail, Branch) else 0
+        return self.tail.own.length if isinstance(self.tail, SharedBuffer) else 0
 
     def keep_own(self, slots: Tensor) -> None:
         """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
-        assert isinstance(self.tail, Branch)
+        assert isinstance(self.tail, SharedBuffer)
         gone = self.own - slots.shape[-1]
         self.tail.keep_own(slots)
         self.alive = [count - gone for count in self.alive]
@@ -182,7 +133,7 @@ class Part:
         lengths = zip(range(len(self.alive)), encoded.lengths, strict=True)
         self.alive = [seen.length(i) - length for i, length in lengths]
         rows = self.tail.rows
-        self.tail = Growing(rows[:, :, rows.shape[2] - max(self.alive) :], ROOM)
+        self.tail = GrowingBuffer(rows[:, :, rows.shape[2] - max(self.alive) :], ROOM)
         self.encoded = encoded
 
     def index(self, rows: Callable[[Tensor], Tensor], segments: list[int]) -> None:

@@ -18,7 +18,7 @@ from kvfold.store.dense import DenseStore
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
-class MovingSinks:
+class ReindexedSinks:
     """The sinks' keys as given `[B, H, S, D]`; the store holds them rotated.
 
     Made when the first entries leave, of a store of which no key is rotated. `first [B, H, 1]` is

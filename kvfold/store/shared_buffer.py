@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvfold.store.buffer import Growing
+from kvfold.store.buffer import GrowingBuffer
 
 
-class Branch(Growing):
+class SharedBuffer(GrowingBuffer):
     """`trunk [B, H, T, …]`, which is never written to, and rows of its own after it."""
 
     def __init__(self, trunk: Tensor) -> None:
         self.trunk = trunk
-        self.own = Growing(trunk[:, :, :0])
+        self.own = GrowingBuffer(trunk[:, :, :0])
 
     @property
     def length(self) -> int:  # type: ignore[override]
@@ -28,8 +28,9 @@ class Branch(Growing):
         """All of them `[B, H, T, …]`, put together for as long as they are looked at."""
         return torch.cat([self.trunk, self.own.rows], 2) if self.own.length else self.trunk
 
-    def append(self, rows: Tensor) -> None:
+    def append(self, rows: Tensor) -> Tensor:
         self.own.append(rows)
+        return self.rows
 
     def reserve(self, room: int) -> Tensor:
         """A copy of all rows, and `room` for more: what is written there is to be appended."""
@@ -43,7 +44,7 @@ class Branch(Growing):
 
     def keep_own(self, slots: Tensor) -> None:
         """Keeps, of its own rows `[B, H, T, D]`, those at `slots [B, H, K]`."""
-        self.own = Growing.gathered(self.own.rows, slots)
+        self.own = GrowingBuffer.gathered(self.own.rows, slots)
 
     def index(self, select: Callable[[Tensor], Tensor]) -> None:
         self.trunk = select(self.trunk)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compressed layer as named tensors and numbers, and back.
 
-Nothing is saved of a turn that is still being read (remembered queries): there is none.
+Nothing is saved of a prefill that is still being read (remembered queries): there is none.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.cache.columns import Logical
+from kvfold.cache.columns import LogicalSequence
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.state import PER_ENTRY
+from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW, LayerState
 from kvfold.contexts.files.format import LayerPart
+from kvfold.kernels.views import Named
 from kvfold.store.dense import DenseStore
-from kvfold.store.encoding import Encode, Named
-from kvfold.store.ragged import SegmentStore
+from kvfold.store.encoding import Encode
+from kvfold.store.ragged import RaggedStore
 
-# Beside the store: state of each head, and of the layer.
-BY_HEAD, WHOLE = (*PER_ENTRY, "merging"), ("capacity", "error")
+# Tensors beside the store that are saved head by head, and whole.
+BY_HEAD, WHOLE = (*PER_ENTRY, *PER_HEAD), PER_ROW
+# Numbers that are saved and loaded under their own names.
+NUMBERS = ("turns", "evicted_at", "surplus", "over_budget")
 
 
 @dataclass(frozen=True)
@@ -34,30 +37,27 @@ class Described:
 
 def describe(layer: CompressedLayer, index: int) -> Described:
     """One layer of a context, which is one row; its tensors are views."""
-    store = layer.stored()
+    state = layer.state
+    store = state.stored()
     by_head = store.named()
-    if layer.sinks is not None:
+    if state.sinks is not None:
         # How far sinks are moved depends on what follows.
-        by_head["keys"] = list(layer.keys_as_given()[0])
-    state = {name: getattr(layer, name) for name in (*BY_HEAD, *WHOLE)}
-    by_head |= {name: list(state[name][0]) for name in BY_HEAD if state[name] is not None}
-    whole = {name: state[name] for name in WHOLE if state[name] is not None}
-    if layer.logical.valid is not None:
-        whole["valid"] = layer.logical.valid
-    segments = isinstance(store, SegmentStore)
-    new, first_new = store.new if isinstance(store, SegmentStore) else (0, 0)
+        by_head["keys"] = list(state.keys_as_given()[0])
+    tensors = {name: getattr(state, name) for name in (*BY_HEAD, *WHOLE)}
+    by_head |= {name: list(tensors[name][0]) for name in BY_HEAD if tensors[name] is not None}
+    whole = {name: tensors[name] for name in WHOLE if tensors[name] is not None}
+    if state.sequence.valid is not None:
+        whole["valid"] = state.sequence.valid
+    new, first_new = store.new
     part = LayerPart(
         index=index,
-        store="segments" if segments else "dense",
+        store=store.kind,
         kept=kept(layer),
-        dead=store.dead if isinstance(store, DenseStore) else 0,
+        dead=store.dead,
         new=new,
         first_new=first_new,
-        seen=layer.seen,
-        turns=layer.turns,
-        evicted_at=layer.evicted_at,
-        surplus=layer.surplus,
-        over_budget=layer.over_budget,
+        seen=state.seen,
+        **{name: getattr(state, name) for name in NUMBERS},
         by_head=sorted(by_head),
         whole=sorted(whole),
     )
@@ -66,29 +66,33 @@ def describe(layer: CompressedLayer, index: int) -> Described:
 
 def restore(layer: CompressedLayer, saved: Described) -> None:
     """Makes a fresh layer the one that was described; tensors are copied."""
-    part, whole, by_head = saved.part, saved.whole, dict(saved.by_head)
-    state = {name: by_head.pop(name) for name in BY_HEAD if name in by_head}
-    heads = len(next(iter(by_head.values())))
-    if part.store == "dense":
-        layer.store = DenseStore.from_named(by_head, heads, part.dead)
-    else:
-        encode = layer.plan.stages.encode or Encode()
-        layer.store = SegmentStore.from_named(by_head, heads, encode, part.new, part.first_new)
-    layer.dtype, layer.device = layer.store.keys.dtype, layer.store.keys.device
+    state, part, by_head = layer.state, saved.part, dict(saved.by_head)
+    tensors = {name: by_head.pop(name) for name in BY_HEAD if name in by_head}
+    state.store = _store(state, part, by_head)
+    layer.dtype, layer.device = state.store.keys.dtype, state.store.keys.device
     layer.is_initialized = True
-    for name, of_heads in state.items():
-        setattr(layer, name, torch.stack(of_heads)[None])
+    for name, of_heads in tensors.items():
+        setattr(state, name, torch.stack(of_heads)[None])
     for name in WHOLE:
-        setattr(layer, name, whole[name].clone() if name in whole else None)
-    valid = whole.get("valid")
-    layer.logical = Logical(part.seen, None if valid is None else valid.clone())
-    layer.turns, layer.evicted_at, layer.settled = part.turns, part.evicted_at, part.seen
-    layer.surplus, layer.over_budget = part.surplus, part.over_budget
-    if layer.evicted_at:
-        layer.let_sinks_move()
+        setattr(state, name, saved.whole[name].clone() if name in saved.whole else None)
+    valid = saved.whole.get("valid")
+    state.sequence = LogicalSequence(part.seen, None if valid is None else valid.clone())
+    for name in NUMBERS:
+        setattr(state, name, getattr(part, name))
+    state.settled = part.seen
+    if state.evicted_at:
+        state.let_sinks_move()
+
+
+def _store(state: LayerState, part: LayerPart, by_head: Named) -> DenseStore | RaggedStore:
+    heads = len(next(iter(by_head.values())))
+    if part.store == DenseStore.kind:
+        return DenseStore.from_named(by_head, heads, part.dead)
+    encode = state.plan.stages.encode or Encode()
+    return RaggedStore.from_named(by_head, heads, encode, part.new, part.first_new)
 
 
 def kept(layer: CompressedLayer) -> list[int]:
     """Entries of each KV head of a layer with one row."""
-    counts: list[int] = (layer.columns()[0] >= 0).sum(-1).tolist()
+    counts: list[int] = (layer.state.columns()[0] >= 0).sum(-1).tolist()
     return counts

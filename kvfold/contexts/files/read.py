@@ -27,9 +27,9 @@ from kvfold.contexts.files.layers import Described, kept
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import Frame
 from kvfold.hf.models import layer_device
+from kvfold.kernels.views import Named
 from kvfold.methods.base import Method, parse, spelled_out
 from kvfold.methods.registry import registered
-from kvfold.store.encoding import Named
 
 
 def load(
@@ -59,7 +59,7 @@ def load(
         )
         _fill(cache, file, model, heads or cache.ranks.own_heads)
         if header.has_prefix:
-            cache.turn.prefix = file.tensor("prefix").to(model.device, copy=True)
+            cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)
         cache.per_chunk = header.per_chunk
         ids = file.tensor("ids").long()[None].to(model.device)
         cache.history = History(ids).compact()

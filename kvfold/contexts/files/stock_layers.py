@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.contexts.files.format import OtherPart
 from kvfold.errors import ContextFileError
-from kvfold.store.encoding import Named
+from kvfold.kernels.views import Named
 
 # Of the shape [B, H, T, D].
 BY_HEAD = ("keys", "values")

@@ -37,8 +37,8 @@ from kvfold.contexts.files.format import (
 )
 from kvfold.contexts.files.identity import model_part, rope_part
 from kvfold.errors import KvfoldError
+from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
-from kvfold.store.encoding import Named
 from kvfold.store.quantized import Packing
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def save(context: Context, path: str | Path) -> None:
     parts = list(_layers(cache, tensors))
     rope, frequencies = rope_part(context.model)
     whole = {"ids": context.ids[0].int()}
-    if cache.turn.prefix is not None:
-        whole["prefix"] = cache.turn.prefix
+    if cache.phase.prefix is not None:
+        whole["prefix"] = cache.phase.prefix
     tensors.add("", {}, whole)
     tensors.add("rope.", {}, frequencies)
     model = model_part(context.model, context.tokenizer)
@@ -131,7 +131,7 @@ def _write(
         between=context.frame.between,
         model=model,
         rope=rope,
-        has_prefix=cache.turn.prefix is not None,
+        has_prefix=cache.phase.prefix is not None,
         layers=[part for part in parts if isinstance(part, LayerPart)],
         others=[part for part in parts if isinstance(part, OtherPart)],
         same_as={name: other for s in shares for name, other in s.tensors.same_as.items()},
@@ -165,13 +165,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def _check(cache: CompressedCache) -> None:
     """Raises KvfoldError for a cache that is in the middle of something, or not one document."""
-    own, turn = cache.compressed_layers, cache.turn
-    if any(layer.store is None for layer in own):
+    states, phase = cache.states, cache.phase
+    if any(state.store is None for state in states):
         raise KvfoldError("there is nothing to save: the cache has read nothing yet")
-    unfinished = turn.frozen or turn.goes_on(cache.get_seq_length()) or any(x.late for x in own)
-    if unfinished or cache.owner.waiting:
+    in_prefill = phase.frozen or phase.in_prefill(cache.get_seq_length())
+    if in_prefill or any(state.late for state in states) or cache.binding.waiting:
         raise KvfoldError("the cache is in the middle of a turn: save it when the turn has ended")
-    if any(len(layer.stored().keys) != 1 for layer in own):
+    if any(len(state.stored().keys) != 1 for state in states):
         raise KvfoldError("a context file holds one document, and this cache has several rows")
     named = is_registered(cache.method)
     if not named or parse(spelled_out(cache.method)) != cache.method:

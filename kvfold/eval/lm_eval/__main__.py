@@ -8,8 +8,8 @@ import sys
 
 from rich.text import Text
 
-from kvfold.cli.console import errors
 from kvfold.errors import KvfoldError
+from kvfold.terminal import errors
 
 
 def main() -> None:

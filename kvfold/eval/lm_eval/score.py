@@ -88,7 +88,7 @@ def read(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
 def check_streams(method: Method, budget: Budget | None) -> None:
     """Raises KvfoldError where a text that is read token by token would meet a full cache."""
     stages = method.stages()
-    if stages.score is None and stages.encode is None and stages.funnel is None:
+    if stages.score is None and stages.encode is None and stages.token_pruning is None:
         return
     if stages.decode != "hold":
         raise KvfoldError(

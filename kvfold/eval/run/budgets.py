@@ -53,7 +53,7 @@ def compressed(
 
     # Each is refused, where it must be, before anything is read.
     cache, *_ = [new(budget) for budget in budgets]
-    inside = cache.method.stages().funnel is not None or caches_latents(model)
+    inside = cache.method.stages().token_pruning is not None or caches_latents(model)
     if len(budgets) == 1 or inside:
         for budget in budgets:
             cache = new(budget)

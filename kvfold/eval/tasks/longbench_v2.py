@@ -57,8 +57,8 @@ def _records(request: Request) -> Iterator[Record | Unreadable]:
     return source.records(request, _Row, _convert, file="longbench_v2", hub=hub)
 
 
-def _accuracy(compensated: bool, prediction: str, question: Question) -> Scored:
-    return accuracy(prediction, question.answers[0], compensated=compensated)
+def _accuracy(merged: bool, prediction: str, question: Question) -> Scored:
+    return accuracy(prediction, question.answers[0], merged=merged)
 
 
 TASKS = (

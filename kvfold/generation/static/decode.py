@@ -14,27 +14,26 @@ from torch.fx.experimental import _config as shapes
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvfold.attention.function import expect, forget_pending
+from kvfold.attention import handshake
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.generation.static.dense import Rectangle
-from kvfold.generation.static.evicting import HoldingRectangle
-from kvfold.generation.static.layer import FixedLayer
-from kvfold.generation.static.ragged import FixedSegments
+from kvfold.generation.static.dense import StaticDense
+from kvfold.generation.static.evicting import StaticEvicting
+from kvfold.generation.static.layer import StaticLayer
+from kvfold.generation.static.ragged import StaticRagged
 from kvfold.hf.compiling import compile_config, not_compiled_because
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import stock_generate
 from kvfold.kernels.quantized import Backend
 from kvfold.methods.base import Stages
-from kvfold.store.ragged import SegmentStore
 
 GRAPHS = 64  # that a model may have before transformers' compiler refuses to make more
 # What `generate` produces where nothing else is said.
 NEW_TOKENS = 20
 
 
-class FixedCache(Cache, ToldOfForwards):
+class GraphCache(Cache, ToldOfForwards):
     """What `generate` sees: the cache, and from `fix` on what its layers are for a graph."""
 
     def __init__(self, cache: CompressedCache, room: int, backend: Backend = "inductor") -> None:
@@ -65,7 +64,7 @@ class FixedCache(Cache, ToldOfForwards):
 
     def after_forward(self) -> None:
         """What has to happen outside of the graph."""
-        fixed = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
+        fixed = [layer for layer in self.layers if isinstance(layer, StaticLayer)]
         for layer in fixed:
             layer.between_steps()
         if self.seen is None:
@@ -77,40 +76,41 @@ class FixedCache(Cache, ToldOfForwards):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[layer_idx]
-        if not isinstance(layer, FixedLayer):
+        if not isinstance(layer, StaticLayer):
             return self.cache.update(key_states, value_states, layer_idx, *args, **kwargs)
-        expect(layer_idx, layer)
+        handshake.expect(layer)
         return layer.update(key_states, value_states)
 
     def nbytes(self) -> int:
         """Bytes of all that is stored."""
         counted: set[int] = set()
-        layers = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
+        layers = [layer for layer in self.layers if isinstance(layer, StaticLayer)]
         return sum(layer.nbytes(counted) for layer in layers)
 
     def hand_back(self) -> None:
         """Leaves the cache as if its tokens had been decoded eagerly, by a step that failed too."""
-        forget_pending()
+        handshake.forget()
         for layer, own in zip(self.layers, self.cache.compressed_layers, strict=True):
-            if isinstance(layer, FixedLayer):
+            if isinstance(layer, StaticLayer):
                 layer.hand_back(own)
         if self.seen is not None and self.cache.get_seq_length() > self.seen:
             self.cache.forward_failed(self.seen)
 
 
-def fixed(layer: CompressedLayer, room: int, backend: Backend) -> FixedLayer:
+def fixed(layer: CompressedLayer, room: int, backend: Backend) -> StaticLayer:
     """A layer between two forwards, with `room` for so many more tokens."""
-    if isinstance(layer.stored(), SegmentStore):
-        return FixedSegments(layer, backend)
-    if layer.plan.stages.decode == "hold" and not layer.turn.frozen:
-        return HoldingRectangle(layer, room)
-    return Rectangle(layer, room)
+    state = layer.state
+    if not state.stored().is_dense:
+        return StaticRagged(layer, backend)
+    if state.plan.stages.decode == "hold" and not state.phase.frozen:
+        return StaticEvicting(layer, room)
+    return StaticDense(layer, room)
 
 
 class _AfterForward:
     """A logits processor that changes nothing: `generate` calls it after each forward."""
 
-    def __init__(self, cache: FixedCache) -> None:
+    def __init__(self, cache: GraphCache) -> None:
         self.cache = cache
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def decode_compiled(
     options = dict(options)
     config = compile_config(_chosen(model, options, "compile_config"))
     room = max(0, _new_tokens(model, options, input_ids.shape[1]) - 1)
-    handed = FixedCache(cache, room, config.backend)
+    handed = GraphCache(cache, room, config.backend)
     # First, since a processor may fail as well.
     processors = [_AfterForward(handed), *(options.pop("logits_processor", None) or [])]
     options |= {"compile_config": config, "logits_processor": processors}
@@ -202,7 +202,7 @@ def _step_of(stages: Stages) -> str | None:
     if stages.positions == "reindex":
         return "moves its sinks"
     if stages.decode == "hold":
-        alone = stages.compensate is None or stages.compensate_one is not None
+        alone = stages.merge is None or stages.merge_one is not None
         return None if alone else "shares out what it evicts"
     if stages.decode == "once":
         return "may still compress the prompt"

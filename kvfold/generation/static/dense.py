@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from kvfold.cache.layer import CompressedLayer
-from kvfold.generation.static.layer import Buffers
+from kvfold.generation.static.layer import StaticBuffers
 from kvfold.kernels.static_buffers import attend_to_buffers
 
 
-class Rectangle(Buffers):
+class StaticDense(StaticBuffers):
     """All that is stored is in the buffers; `visible [B, H, T]` says where."""
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
         super().__init__(layer, room)
         self.visible = torch.zeros(self.keys.shape[:3], dtype=torch.bool, device=self.keys.device)
-        self.visible[:, :, : self.first] = layer.columns() >= 0
+        self.visible[:, :, : self.first] = layer.state.columns() >= 0
         torch._dynamo.maybe_mark_dynamic(self.visible, 2)
         self._keep_in_place()
 

@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfold.attention.mask import as_added
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.prefill import alive
-from kvfold.generation.static.layer import Buffers
-from kvfold.kernels.gather import pick, take
+from kvfold.cache.state import alive
+from kvfold.generation.static.layer import StaticBuffers
+from kvfold.kernels.gather import as_added, pick, take
 from kvfold.kernels.single_query import attend_with_row, mean_of_heads
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.merge.base import Leaving
@@ -20,7 +19,7 @@ from kvfold.store.buffer import slack
 from kvfold.store.dense import DenseStore
 
 
-class HoldingRectangle(Buffers):
+class StaticEvicting(StaticBuffers):
     """Entries in the order in which they came; what leaves keeps its slot until room is needed.
 
     `places [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
@@ -30,25 +29,26 @@ class HoldingRectangle(Buffers):
     """
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
-        layer.copy_alive()  # since entries will be moved where they are
-        store = layer.stored()
-        if layer.capacity is not None:
-            most = layer.capacities()[1]
+        state = layer.state
+        state.copy_alive()  # since entries will be moved where they are
+        store = state.stored()
+        if state.capacity is not None:
+            most = state.capacities()[1]
             room = min(room, max(0, most - store.keys.shape[2]) + slack(most))
         super().__init__(layer, room)
         self.left = self.keys.shape[2] - self.first
-        self.plan, self.capacity, self.prefix = layer.plan, layer.capacity, layer.turn.prefix
-        self.tokens = layer.seen_per_row().clone()
-        ends = layer.forced_ends()
+        self.plan, self.capacity, self.prefix = state.plan, state.capacity, state.phase.prefix
+        self.tokens = state.seen_per_row().clone()
+        ends = state.forced_ends()
         self.ends = None if ends is None else torch.tensor(ends, device=self.used.device)
-        self.places = self._widened(layer.places().int(), -1)
+        self.places = self._widened(state.places().int(), -1)
         self.sums, self.squares = (
             None if observed is None else self._widened(observed, 0)
-            for observed in (layer.sums, layer.squares)
+            for observed in (state.sums, state.squares)
         )
-        layer.sums = layer.squares = None  # until they are handed back
-        self.merging = layer.merging
-        if layer.plan.stages.compensate_one is not None:
+        state.sums = state.squares = None  # until they are handed back
+        self.merging = state.merging
+        if state.plan.stages.merge_one is not None:
             # NaN stands for a head of which nothing has left yet.
             nothing = torch.full(self.places.shape[:2], torch.nan, device=self.places.device)
             self.merging = nothing if self.merging is None else self.merging.clone()
@@ -93,7 +93,7 @@ class HoldingRectangle(Buffers):
                 attention=row,
                 column_sums=self.sums,
                 column_squares=self.squares,
-                seen=self.tokens,
+                tokens_seen=self.tokens,
                 budget=self.capacity,
                 layer=self.plan.layer,
                 layers=self.plan.layers,
@@ -115,15 +115,15 @@ class HoldingRectangle(Buffers):
             slot = leaving_beside(self.plan.stages, seen, forced | (self.places < 0))
         full = (self.places >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
         self.places.masked_fill_((slots == slot) & full, -1)
-        if self.plan.stages.compensate_one is not None:
+        if self.plan.stages.merge_one is not None:
             # Where nothing stays, there is nothing to change.
-            self._compensate(slot, full & (capacity > 0).view(-1, 1, 1))
+            self._merge(slot, full & (capacity > 0).view(-1, 1, 1))
 
-    def _compensate(self, slot: Tensor, full: Tensor) -> None:
+    def _merge(self, slot: Tensor, full: Tensor) -> None:
         """Changes a kept entry of each `full [B, H, 1]` head for the one that left at `slot`."""
-        assert self.plan.stages.compensate_one is not None
+        assert self.plan.stages.merge_one is not None
         leaving = Leaving(self.keys, self.values, self._hidden(), slot, self.merging)
-        (change,) = self.plan.stages.compensate_one([leaving])
+        (change,) = self.plan.stages.merge_one([leaving])
         batch, heads = slot.shape[:2]
         rows = torch.arange(batch, device=slot.device).view(-1, 1, 1)
         place = rows, torch.arange(heads, device=slot.device).view(-1, 1), change.slot
@@ -162,25 +162,26 @@ class HoldingRectangle(Buffers):
         self.left = used - kept
 
     def hand_back(self, layer: CompressedLayer) -> None:
+        state = layer.state
         slots = alive(self.places[:, :, : int(self.used)])
-        new = int(self.used + self.evicted) - layer.seen
-        layer.logical.seen += new
-        layer.logical.valid = layer.logical.tokens()
+        new = int(self.used + self.evicted) - state.seen
+        state.sequence.seen += new
+        state.sequence.valid = state.sequence.tokens()
         store = DenseStore(take(self.keys, slots), take(self.values, slots))
         places = pick(self.places, slots, -1)
-        columns = layer.logical.columns(places.long())
+        columns = state.sequence.columns(places.long())
         if not torch.equal(columns, store.positions):
             store.place(columns)
-        layer.store = store
+        state.store = store
         merged = self.merging is not None and not bool(self.merging.isnan().all())
-        layer.merging = self.merging if merged else None
+        state.merging = self.merging if merged else None
         for name, per_entry in (("sums", self.sums), ("squares", self.squares)):
-            setattr(layer, name, None if per_entry is None else pick(per_entry, slots, 0))
+            setattr(state, name, None if per_entry is None else pick(per_entry, slots, 0))
         if self.capacity is None or not new:
             return
-        layer.turns += new
+        state.turns += new
         held = (places >= 0).sum(-1) == self.capacity.view(-1, 1)
-        layer.surplus = 0 if bool(held.all()) else None
+        state.surplus = 0 if bool(held.all()) else None
         evicted = bool(((places >= 0).sum(-1) < self.tokens.view(-1, 1)).any())
         if evicted or self.sums is not None:
-            layer.evicted_at = layer.seen
+            state.evicted_at = state.seen

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.cache.layer import CompressedLayer
-from kvfold.hf.attention import head_scale, sinks_of, softcap_of
-from kvfold.store.dense import DenseStore
+from kvfold.hf.attention import logit_options
 
 
-class FixedLayer(CacheLayerMixin):
+class StaticLayer(CacheLayerMixin):
     """What a graph calls. Counts are tensors, because numbers would be constants of the graph."""
 
     is_compileable = True
@@ -29,8 +28,7 @@ class FixedLayer(CacheLayerMixin):
 
     def attend(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]` to all that is stored."""
-        scale = head_scale(module, query, options.get("scaling"))
-        out = self._attend(query, scale, softcap_of(options), sinks_of(options))
+        out = self._attend(query, *logit_options(module, query, options))
         return out.transpose(1, 2).contiguous()
 
     def _attend(
@@ -57,7 +55,7 @@ class FixedLayer(CacheLayerMixin):
         return -1
 
 
-class Buffers(FixedLayer):
+class StaticBuffers(StaticLayer):
     """The buffers of a layer's store, in which a graph writes; with room for tokens to come.
 
     keys and values `[B, H, T, D]`, filled up to slot `used`; `evicted` are the columns that are in
@@ -69,13 +67,12 @@ class Buffers(FixedLayer):
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
         super().__init__()
-        store = layer.stored()
-        assert isinstance(store, DenseStore)
+        store = layer.state.dense()
         self.first = store.keys.shape[2]
         # As views they would bring the shapes of what they are views of into the graph.
         self.keys, self.values = (buffer.data for buffer in store.reserve(room))
         self.used = torch.tensor(self.first, device=store.keys.device)
-        self.evicted = torch.tensor(layer.seen - self.first, device=store.keys.device)
+        self.evicted = torch.tensor(layer.state.seen - self.first, device=store.keys.device)
         for buffer in (self.keys, self.values):
             torch._dynamo.maybe_mark_dynamic(buffer, 2)
 
@@ -101,8 +98,8 @@ class Buffers(FixedLayer):
     def hand_back(self, layer: CompressedLayer) -> None:
         used = int(self.used)
         layer.update(self.keys[:, :, self.first : used], self.values[:, :, self.first : used])
-        layer.logical.valid = layer.logical.tokens()
-        layer.stored().crop(0)  # takes nothing back but room that was not needed
+        layer.state.sequence.valid = layer.state.sequence.tokens()
+        layer.state.stored().crop(0)  # takes nothing back but room that was not needed
 
     def nbytes(self, counted: set[int]) -> int:
         return sum(held.nbytes for held in self._held())

@@ -10,22 +10,22 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from kvfold.attention.call import AttentionCall
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.query_window import Attended
-from kvfold.generation.static.layer import FixedLayer
+from kvfold.generation.static.layer import StaticLayer
 from kvfold.kernels.quantized import Backend, attend_to_packed_segments, reads_packed
 from kvfold.kernels.ragged import attend_to_segments
-from kvfold.store.ragged import SegmentStore
+from kvfold.store.ragged import RaggedStore
 
 # What changes more than its output cannot be replayed; older versions of torch have no such tag.
 UNSAFE: dict[str, Any] = (
     {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 )
 _next_number = count()
-_decoding: WeakValueDictionary[int, FixedSegments] = WeakValueDictionary()
+_decoding: WeakValueDictionary[int, StaticRagged] = WeakValueDictionary()
 
 
-class FixedSegments(FixedLayer):
+class StaticRagged(StaticLayer):
     """Goes on as eagerly, in one operation that the graph does not look into.
 
     What a graph looks into has one size for all heads, and would need back the memory that
@@ -38,18 +38,16 @@ class FixedSegments(FixedLayer):
         number = next(_next_number)
         _decoding[number] = self
         # Both are read on the CPU, at every step.
-        self.number, self.seen = torch.tensor(number), torch.tensor(layer.seen)
+        self.number, self.seen = torch.tensor(number), torch.tensor(layer.state.seen)
         self.newest: tuple[Tensor, Tensor] | None = None
         newest = self._newest_tokens()
         # What comes is no padding, so that this does not change.
         self.padded = newest is not None and not bool(newest.all())
 
     @property
-    def store(self) -> SegmentStore:
+    def store(self) -> RaggedStore:
         """Where the layer's entries are."""
-        store = self.layer.stored()
-        assert isinstance(store, SegmentStore)
-        return store
+        return self.layer.state.ragged()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -68,31 +66,35 @@ class FixedSegments(FixedLayer):
         out: Tensor = _decode_segments(self.number, query, keys, values, scale, softcap, sinks)
         return out
 
-    def step(self, new: Attended) -> Tensor:
+    def step(self, call: AttentionCall) -> Tensor:
         """What an eager layer does with a query, and with one new entry per head `[B, H, 1, D]`."""
         layer = self.layer
         # An error from here on leaves keys without their values, or one layer of a pair alone.
-        layer.owner.asked(first=False, level=True)
-        keys, values = layer.update(new.key, new.value)
+        layer.binding.asked(first=False, level=True)
+        keys, values = layer.update(call.key, call.value)
         stored = self.store.segments()
         tokens = self._newest_tokens() if self.padded else None
-        options: dict[str, Any] = {"scale": new.scale, "softcap": new.softcap, "sinks": new.sinks}
+        options: dict[str, Any] = {
+            "scale": call.scale,
+            "softcap": call.softcap,
+            "sinks": call.sinks,
+        }
         if tokens is None and reads_packed(stored):
-            out = attend_to_packed_segments(new.query, stored, backend=self.backend, **options)
+            out = attend_to_packed_segments(call.query, stored, backend=self.backend, **options)
         else:
             mask = None if tokens is None else tokens[:, None, None]
-            out = attend_to_segments(new.query, stored, mask, **options)
-        layer.finish(new._replace(key=keys, value=values))
-        layer.owner.answered()
+            out = attend_to_segments(call.query, stored, mask, **options)
+        layer.finish(call._replace(key=keys, value=values))
+        layer.binding.answered()
         return out
 
     def _newest_tokens(self) -> Tensor | None:
         """Which columns since the last compression are tokens `[B, n]`; None: all are."""
-        tokens, (new, _) = self.layer.logical.tokens(), self.store.new
-        return None if tokens is None else tokens[:, self.layer.seen - new :]
+        tokens, (new, _) = self.layer.state.sequence.tokens(), self.store.new
+        return None if tokens is None else tokens[:, self.layer.state.seen - new :]
 
     def hand_back(self, layer: CompressedLayer) -> None:
-        layer.logical.valid = layer.logical.tokens()
+        layer.state.sequence.valid = layer.state.sequence.tokens()
 
     def nbytes(self, counted: set[int]) -> int:
         return sum(self.store.nbytes(counted))
@@ -118,8 +120,8 @@ def _decode_segments(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`FixedSegments.step` of the layer with this number, a tensor: so one graph serves all."""
-    return _decoding[int(number)].step(Attended(query, keys, values, scale, softcap, sinks))
+    """`StaticRagged.step` of the layer with this number, a tensor: so one graph serves all."""
+    return _decoding[int(number)].step(AttentionCall(query, keys, values, scale, softcap, sinks))
 
 
 @_decode_segments.register_fake

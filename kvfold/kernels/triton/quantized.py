@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.triton.ragged import ROWS
 from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
 from kvfold.kernels.triton.splits import BLOCK, Splits
-from kvfold.store.quantized import PackedKeys, PackedValues
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from torch import Tensor
 from kvfold.contexts.files.format import ContextFile, LayerPart
 from kvfold.contexts.files.layers import BY_HEAD
 from kvfold.errors import KvfoldError
+from kvfold.kernels.views import Named
 from kvfold.methods.base import parse
 from kvfold.serve.vllm.equalize import Level, voted, votes
 from kvfold.serve.vllm.meta_model import Skeleton
 from kvfold.store.dense import DenseStore
-from kvfold.store.encoding import Encode, Named
-from kvfold.store.ragged import SegmentStore
+from kvfold.store.encoding import Encode
+from kvfold.store.ragged import RaggedStore
 
 # What a store holds that keeps entries as they came.
 PLAIN = {
@@ -78,12 +79,12 @@ def entries(file: ContextFile, part: LayerPart, heads: range) -> Entries:
         name: [file.tensor(f"layers.{part.index}.{name}.{head}") for head in heads]
         for name in names
     }
-    store: DenseStore | SegmentStore
+    store: DenseStore | RaggedStore
     if part.store == "dense":
         store = DenseStore.from_named(by_head, len(heads), part.dead)
         keys, values = store.keys, store.values
     else:
-        store = SegmentStore.from_named(by_head, len(heads), Encode(), part.new, part.first_new)
+        store = RaggedStore.from_named(by_head, len(heads), Encode(), part.new, part.first_new)
         keys, values = store.dense()
     return Entries(keys[0], values[0], store.positions[0])
 

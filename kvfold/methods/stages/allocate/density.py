@@ -19,14 +19,14 @@ Shape = Literal["softmax", "uniform", "reciprocal", "exponential"]
 Spending = Literal["exact", "official"]
 
 
-def column_variance(seen: Observation) -> Tensor:
+def column_variance(observation: Observation) -> Tensor:
     """Unbiased variance of a row's column sums over its real entries, `[B, H]` float32.
 
     Dense attention has a low variance; a single entry has 0. (D2O, arXiv 2406.13035, equation 4.)
     """
-    assert seen.column_sums is not None
-    real = seen.positions >= 0
-    sums = seen.column_sums.double().masked_fill(~real, 0.0)
+    assert observation.column_sums is not None
+    real = observation.positions >= 0
+    sums = observation.column_sums.double().masked_fill(~real, 0.0)
     count = real.sum(-1, keepdim=True)
     mean = sums.sum(-1, keepdim=True) / count.clamp(min=1)
     squares = (sums - mean).masked_fill(~real, 0.0).square().sum(-1)

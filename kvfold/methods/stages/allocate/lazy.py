@@ -20,28 +20,30 @@ Range = Literal["all", "bottom", "top"]
 PYRAMID_BETA = 20  # the shape of PyramidKV
 
 
-def mass_of_last_query(seen: Observation, *, sinks: int, window: int) -> Tensor:
+def mass_of_last_query(observation: Observation, *, sinks: int, window: int) -> Tensor:
     """Attention `[B]` of the newest query, itself included, to the first and last entries.
 
     The first `sinks` tokens and the last `window` stored ones; mean over all query heads.
     (SimLayerKV, equation 2.)
     """
-    edges = Forced(sinks=sinks, recent=window).mask(seen.positions, _stored(seen))
-    row = seen.window_attention(1)[:, :, 0]
+    edges = Forced(sinks=sinks, recent=window).mask(observation.positions, _stored(observation))
+    row = observation.window_attention(1)[:, :, 0]
     edges = edges.repeat_interleave(row.shape[1] // edges.shape[1], 1)
     return (row * edges).sum(-1).mean(-1).clamp(max=1.0)
 
 
-def mass_of_last_queries(seen: Observation, *, sinks: int, last: int, recent: int) -> Tensor:
+def mass_of_last_queries(observation: Observation, *, sinks: int, last: int, recent: int) -> Tensor:
     """Attention `[B]` of the last `last` queries to the first tokens and to those just before each.
 
     The `recent` ones before a query do not hold the query's own; mean over queries and query
     heads. (SimLayerKV, equation 1, as in the released prefill code.)
     """
-    assert seen.query_positions is not None
-    rows: Tensor = seen.window_attention(last).unflatten(1, (seen.positions.shape[1], -1))
-    entries = seen.positions[:, :, None]
-    queries = seen.query_positions[:, -last:]
+    assert observation.query_positions is not None
+    rows: Tensor = observation.window_attention(last).unflatten(
+        1, (observation.positions.shape[1], -1)
+    )
+    entries = observation.positions[:, :, None]
+    queries = observation.query_positions[:, -last:]
     age = queries[:, None, :, None] - entries
     edges = (entries < sinks) | ((age >= 1) & (age <= recent))
     mass = (rows * edges[:, :, None]).sum(-1).mean((1, 2))
@@ -49,35 +51,42 @@ def mass_of_last_queries(seen: Observation, *, sinks: int, last: int, recent: in
 
 
 def is_lazy(
-    seen: Observation, mass: Mass, *, threshold: float, kept: int, keep_last_layer: bool = False
+    observation: Observation,
+    mass: Mass,
+    *,
+    threshold: float,
+    kept: int,
+    keep_last_layer: bool = False,
 ) -> Tensor:
     """Which rows find this layer lazy, bool `[B]`: more `mass` at the edges than `threshold`.
 
     Never where no more than the `kept` entries at the edges are stored: the mass would say
     nothing there.
     """
-    longer = _stored(seen) > kept
-    if keep_last_layer and seen.layer == seen.layers - 1:
+    longer = _stored(observation) > kept
+    if keep_last_layer and observation.layer == observation.layers - 1:
         return torch.zeros_like(longer)
-    return longer & (mass(seen) > threshold)
+    return longer & (mass(observation) > threshold)
 
 
-def lazy_size(seen: Observation, lazy: Lazy, *, kept: int) -> Tensor:
+def lazy_size(observation: Observation, lazy: Lazy, *, kept: int) -> Tensor:
     """Entries per head `[B]`: `kept` where the layer is `lazy`, everything elsewhere."""
-    return _stored(seen).masked_fill(lazy(seen), kept)
+    return _stored(observation).masked_fill(lazy(observation), kept)
 
 
 # --- what the paper compares with: the same number of entries, in other layers ------------------
 
 
-def laziness(seen: Observation, lazy: Lazy) -> Tensor:
+def laziness(observation: Observation, lazy: Lazy) -> Tensor:
     """What the functions below must know of a layer, int64 `[B, 3]`: lazy, entries stored, seed."""
-    stored = _stored(seen)
-    return torch.stack([lazy(seen).long(), stored, torch.full_like(stored, seen.seed)], -1)
+    stored = _stored(observation)
+    return torch.stack(
+        [lazy(observation).long(), stored, torch.full_like(stored, observation.seed)], -1
+    )
 
 
 def random_layers(
-    layers: list[Tensor], budget: Tensor, seen: Tensor, *, kept: int, among: Range = "all"
+    layers: list[Tensor], budget: Tensor, observation: Tensor, *, kept: int, among: Range = "all"
 ) -> list[Tensor]:
     """As many layers as are lazy, but drawn at random, keep `kept` entries: `[B]` of each layer.
 
@@ -97,7 +106,7 @@ def random_layers(
 
 
 def pyramid_layers(
-    layers: list[Tensor], budget: Tensor, seen: Tensor, *, kept: int
+    layers: list[Tensor], budget: Tensor, observation: Tensor, *, kept: int
 ) -> list[Tensor]:
     """As many entries as lazy layers would leave, in an arithmetic sequence that falls with depth.
 
@@ -129,5 +138,5 @@ def _as_counts(counts: Tensor, layers: list[Tensor]) -> list[Tensor]:
     return [row.to(layer.device) for row, layer in zip(counts, layers, strict=True)]
 
 
-def _stored(seen: Observation) -> Tensor:
-    return (seen.positions >= 0).sum(-1).amax(-1)
+def _stored(observation: Observation) -> Tensor:
+    return (observation.positions >= 0).sum(-1).amax(-1)

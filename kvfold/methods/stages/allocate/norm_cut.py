@@ -16,7 +16,7 @@ VOTERS = 8  # queries that rank by attention; their own entries stay
 
 
 def norm_cut(
-    seen: Observation,
+    observation: Observation,
     *,
     threshold: float = 0.01,
     sinks: int = 4,
@@ -35,24 +35,26 @@ def norm_cut(
 
     Ni et al., algorithm 1 (arXiv 2502.16886); Patrick-Ni/ReFreeKV `dynamic_metrics.py`.
     """
-    seen, _ = seen.padding_first()
-    stored = (seen.positions >= 0).sum(-1).amax(-1)
-    if seen.layer in keep_layers:
+    observation, _ = observation.padding_first()
+    stored = (observation.positions >= 0).sum(-1).amax(-1)
+    if observation.layer in keep_layers:
         return stored
-    importance = by_position(seen, sinks) if ranking == "position" else by_attention(seen)
-    return stored - evictable(_last_rows(seen, rows), importance, threshold, include_sinks)
+    importance = (
+        by_position(observation, sinks) if ranking == "position" else by_attention(observation)
+    )
+    return stored - evictable(_last_rows(observation, rows), importance, threshold, include_sinks)
 
 
-def by_attention(seen: Observation) -> Tensor:
+def by_attention(observation: Observation) -> Tensor:
     """Importance `[B, H, T]`: votes of the last `VOTERS` queries, +inf for their entries."""
-    votes = window_votes(seen, VOTERS, kernel=1, pooling="max")
+    votes = window_votes(observation, VOTERS, kernel=1, pooling="max")
     last = torch.arange(votes.shape[-1], device=votes.device) >= votes.shape[-1] - VOTERS
-    return votes.masked_fill(last | (seen.positions < 0), torch.inf)
+    return votes.masked_fill(last | (observation.positions < 0), torch.inf)
 
 
-def by_position(seen: Observation, sinks: int) -> Tensor:
+def by_position(observation: Observation, sinks: int) -> Tensor:
     """Importance `[B, H, T]`: the newer, the higher; +inf for sinks and padding."""
-    return seen.positions.double().masked_fill(seen.positions < sinks, torch.inf)
+    return observation.positions.double().masked_fill(observation.positions < sinks, torch.inf)
 
 
 def evictable(
@@ -79,6 +81,6 @@ def evictable(
     return (gone * (within & (gone < candidates))).amax(-1)
 
 
-def _last_rows(seen: Observation, rows: int) -> Tensor:
-    attention = seen.window_attention(rows)
+def _last_rows(observation: Observation, rows: int) -> Tensor:
+    attention = observation.window_attention(rows)
     return attention.sum(2) / (attention != 0).sum(2).clamp(min=1)

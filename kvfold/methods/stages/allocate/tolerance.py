@@ -11,36 +11,36 @@ from kvfold.methods.stages.score.output_error import change_alone, relative_chan
 
 
 def fewest_within(
-    seen: Observation, tolerance: float, window: int, kernel: int, sinks: int
+    observation: Observation, tolerance: float, window: int, kernel: int, sinks: int
 ) -> Tensor:
     """Entries per head `[B, H]`, forced ones included, that a layer needs.
 
     Entries of all heads are ranked together by `change_alone`; by bisection, as many of the lowest
     go as leave the output of the last `window` queries within `tolerance` of what it is.
     """
-    batch, heads, stored = seen.positions.shape
-    forced = _forced(seen, window, sinks)
-    scores = change_alone(seen, window, kernel).masked_fill(forced, torch.inf)
-    scores = scores.masked_fill(seen.positions < 0, -torch.inf)
+    batch, heads, stored = observation.positions.shape
+    forced = _forced(observation, window, sinks)
+    scores = change_alone(observation, window, kernel).masked_fill(forced, torch.inf)
+    scores = scores.masked_fill(observation.positions < 0, -torch.inf)
     order = scores.flatten(1).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter(
         1, order, torch.arange(heads * stored, device=order.device).expand(batch, -1)
     )
     rank = rank.view(batch, heads, stored)
-    enough = (seen.positions >= 0).flatten(1).sum(-1)
+    enough = (observation.positions >= 0).flatten(1).sum(-1)
     too_few = forced.flatten(1).sum(-1) - 1
     newest = slice(-window, None)
     while bool((enough - too_few > 1).any()):
         middle = (enough + too_few) // 2
         kept = rank < middle.view(-1, 1, 1)
-        within = relative_change(seen, kept, newest) <= tolerance
+        within = relative_change(observation, kept, newest) <= tolerance
         enough = torch.where(within, middle, enough)
         too_few = torch.where(within, too_few, middle)
     return (rank < enough.view(-1, 1, 1)).sum(-1)
 
 
-def _forced(seen: Observation, window: int, sinks: int) -> Tensor:
+def _forced(observation: Observation, window: int, sinks: int) -> Tensor:
     """The entries that stay whatever they weigh `[B, H, T]`."""
-    real = seen.positions >= 0
+    real = observation.positions >= 0
     age = real.flip(-1).cumsum(-1).flip(-1)
-    return real & ((age <= window) | (seen.positions < sinks))
+    return real & ((age <= window) | (observation.positions < sinks))

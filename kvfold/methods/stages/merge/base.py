@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compensation gets to see of one layer's eviction."""
+"""What a merging gets to see of one layer's eviction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Eviction:
 
     keys `[B, H, T, D]`, values `[B, H, T, Dv]`; positions `[B, H, T]`, −1 for padding; slots
     `[B, H, K]` of the entries that stay, ascending, −1 for a hole; column sums `[B, H, T]` where
-    the method observes them; `state [B, H]` float32, what this compensation returned the last
+    the method observes them; `state [B, H]` float32, what this merging returned the last
     time, None at first; seed of this draw.
     """
 
@@ -63,6 +63,6 @@ class Change:
 
 
 # Eviction → kept keys [B, H, K, D], kept values [B, H, K, Dv], state [B, H] or None
-Compensate = Callable[[Eviction], tuple[Tensor, Tensor, Tensor | None]]
+MergeStage = Callable[[Eviction], tuple[Tensor, Tensor, Tensor | None]]
 # What leaves layers whose single entries have one shape → a change for each of them
-CompensateOne = Callable[[Sequence[Leaving]], list[Change]]
+MergeOneStage = Callable[[Sequence[Leaving]], list[Change]]

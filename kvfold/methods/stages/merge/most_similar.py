@@ -37,10 +37,10 @@ def merging(
         return {}
     options: dict[str, Any] = {"beta": beta, "weights": weights, "decide": decide}
     if similarity == "independent":
-        return {"compensate": partial(merge_apart, **options)}
+        return {"merge": partial(merge_apart, **options)}
     return {
-        "compensate": partial(merge_similar, on=similarity, **options),
-        "compensate_one": partial(merge_one, on=similarity, **options),
+        "merge": partial(merge_similar, on=similarity, **options),
+        "merge_one": partial(merge_one, on=similarity, **options),
     }
 
 

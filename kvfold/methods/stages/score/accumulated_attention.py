@@ -7,11 +7,11 @@ from torch import Tensor
 from kvfold.methods.observation import Observation
 
 
-def accumulated_attention(seen: Observation, per_visible_query: bool) -> Tensor:
+def accumulated_attention(observation: Observation, per_visible_query: bool) -> Tensor:
     """Column sums `[B, H, T]`, or with `per_visible_query` means over the queries that saw it."""
-    assert seen.column_sums is not None
+    assert observation.column_sums is not None
     if not per_visible_query:
-        return seen.column_sums
-    newest = seen.positions.amax(-1, keepdim=True)
-    visible = torch.where(seen.positions < 0, 1, newest - seen.positions + 1)
-    return seen.column_sums / visible
+        return observation.column_sums
+    newest = observation.positions.amax(-1, keepdim=True)
+    visible = torch.where(observation.positions < 0, 1, newest - observation.positions + 1)
+    return observation.column_sums / visible

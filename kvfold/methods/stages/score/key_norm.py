@@ -6,7 +6,7 @@ from torch import Tensor
 from kvfold.methods.observation import Observation
 
 
-def negative_norm(seen: Observation) -> Tensor:
+def negative_norm(observation: Observation) -> Tensor:
     """−‖k‖₂ of each entry: keys of low norm receive high attention."""
-    norms: Tensor = seen.keys.float().norm(dim=-1)
+    norms: Tensor = observation.keys.float().norm(dim=-1)
     return -norms

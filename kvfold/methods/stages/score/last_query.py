@@ -7,8 +7,8 @@ from kvfold.kernels.single_query import mean_of_heads
 from kvfold.methods.observation import Observation
 
 
-def newest_row(seen: Observation, per_head: bool) -> Tensor:
+def newest_row(observation: Observation, per_head: bool) -> Tensor:
     """The last query's attention `[B, H, T]`: mean over all query heads, or over each group."""
-    heads = seen.keys.shape[1]
-    mean = mean_of_heads(seen.window_attention(1), heads if per_head else 1)
+    heads = observation.keys.shape[1]
+    mean = mean_of_heads(observation.window_attention(1), heads if per_head else 1)
     return mean.expand(-1, heads, -1)

@@ -16,23 +16,23 @@ Pooling = Literal["max", "avg"]
 
 
 def window_votes(
-    seen: Observation, window: int, kernel: int, pooling: Pooling, pool_first: bool = False
+    observation: Observation, window: int, kernel: int, pooling: Pooling, pool_first: bool = False
 ) -> Tensor:
     """Attention of the last `window` queries to all earlier entries, summed, group mean, pooled.
 
     The window's own entries score 0: they are forced to stay. `pool_first` pools each query head
     before the group mean, as kvpress does. (SnapKV: FasterDecoding/SnapKV `snapkv_utils.py`.)
     """
-    seen, order = seen.padding_first()
-    votes = seen.window_attention(window).sum(2)[..., :-window]
+    observation, order = observation.padding_first()
+    votes = observation.window_attention(window).sum(2)[..., :-window]
     if not pool_first:
-        votes = seen.group_mean(votes)
-    per_head = votes.shape[1] // seen.positions.shape[1]
-    padding = (seen.positions < 0).repeat_interleave(per_head, 1)[..., :-window]
+        votes = observation.group_mean(votes)
+    per_head = votes.shape[1] // observation.positions.shape[1]
+    padding = (observation.positions < 0).repeat_interleave(per_head, 1)[..., :-window]
     pooled = pool(votes, kernel, pooling, padding)
     if pool_first:
-        pooled = seen.group_mean(pooled)
-    scores = F.pad(pooled, (0, seen.keys.shape[2] - pooled.shape[-1]))
+        pooled = observation.group_mean(pooled)
+    scores = F.pad(pooled, (0, observation.keys.shape[2] - pooled.shape[-1]))
     return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)
 
 

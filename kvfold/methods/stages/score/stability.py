@@ -8,7 +8,7 @@ from kvfold.methods.observation import Observation
 
 
 def low_mean_unless_unstable(
-    seen: Observation, *, protect_recent: int = 10, protect_std_ratio: float = 0.3
+    observation: Observation, *, protect_recent: int = 10, protect_std_ratio: float = 0.3
 ) -> Tensor:
     """Mean attention over the queries that could see an entry; above 1 for protected ones.
 
@@ -19,18 +19,18 @@ def low_mean_unless_unstable(
 
     Ren and Zhu, section 3 (arXiv 2402.06262); DRSY/EasyKV `easykv/easykv.py`.
     """
-    assert seen.column_sums is not None and seen.column_squares is not None
-    assert seen.seen is not None and seen.budget is not None
-    stored = seen.positions >= 0
-    queries = torch.where(stored, seen.seen.view(-1, 1, 1) - seen.positions, 1)
-    mean = seen.column_sums / queries
+    assert observation.column_sums is not None and observation.column_squares is not None
+    assert observation.tokens_seen is not None and observation.budget is not None
+    stored = observation.positions >= 0
+    queries = torch.where(stored, observation.tokens_seen.view(-1, 1, 1) - observation.positions, 1)
+    mean = observation.column_sums / queries
     # Rounding may make the variance of constant attention negative.
-    deviation = (seen.column_squares / queries - mean.square()).clamp(min=0).sqrt()
+    deviation = (observation.column_squares / queries - mean.square()).clamp(min=0).sqrt()
     age = stored.flip(-1).cumsum(-1).flip(-1)
     # No deviation of attention exceeds 1/2.
     deviation = torch.where(age <= protect_recent, 1.0 + protect_recent - age, deviation)
     protected = _highest(
-        deviation.masked_fill(~stored, -1.0), _places(seen.budget, protect_std_ratio)
+        deviation.masked_fill(~stored, -1.0), _places(observation.budget, protect_std_ratio)
     )
     return torch.where(protected, 2.0 + deviation, mean)
 

@@ -25,7 +25,7 @@ class Chosen:
 
 
 def choose(
-    stages: Stages, seen: Observation, places: Tensor, forced: Tensor, counts: Tensor
+    stages: Stages, observation: Observation, places: Tensor, forced: Tensor, counts: Tensor
 ) -> Chosen:
     """Which of the entries stay.
 
@@ -35,7 +35,7 @@ def choose(
     """
     per_row = counts if counts.dim() == 1 else counts.amax(-1)
     forced = forced | stages.forced.mask(places, per_row)
-    scores = scores_of(stages, dataclasses.replace(seen, budget=per_row), places.shape[1])
+    scores = scores_of(stages, dataclasses.replace(observation, budget=per_row), places.shape[1])
     check_numbers(stages, scores.masked_fill(places < 0, 0))
     needed = forced.sum(-1)
     counts = counts.view(len(counts), -1).expand_as(needed)
@@ -44,11 +44,17 @@ def choose(
         open_ = scores.masked_fill(forced | (places < 0), -torch.inf)
         counts = needed + stages.heads(open_, (counts - needed).clamp(min=0).amin(-1))
     counts = torch.minimum(torch.maximum(counts, needed), (places >= 0).sum(-1))
+    if stages.select is not None:
+        return Chosen(stages.select(scores, forced & (places >= 0), places, counts), over)
     return Chosen(top(with_forced(scores, forced, places), counts), over)
 
 
 def leaving(
-    stages: Stages, seen: Observation, places: Tensor, forced: Tensor | None, capacity: Tensor
+    stages: Stages,
+    observation: Observation,
+    places: Tensor,
+    forced: Tensor | None,
+    capacity: Tensor,
 ) -> Tensor:
     """The slot `[B, H, 1]` that leaves where every head stores one entry more than `capacity [B]`.
 
@@ -60,12 +66,12 @@ def leaving(
         staying |= stages.forced.mask(places, capacity)
     if forced is not None:
         staying |= forced
-    return leaving_beside(stages, seen, staying)
+    return leaving_beside(stages, observation, staying)
 
 
-def leaving_beside(stages: Stages, seen: Observation, staying: Tensor) -> Tensor:
+def leaving_beside(stages: Stages, observation: Observation, staying: Tensor) -> Tensor:
     """As `leaving`, where all that cannot leave is `staying [B, H, T]`."""
-    scores = scores_of(stages, seen, staying.shape[1])
+    scores = scores_of(stages, observation, staying.shape[1])
     return _checked_lowest(stages, scores.masked_fill(staying, torch.inf))
 
 
@@ -92,17 +98,17 @@ def _checked_lowest(stages: Stages, scores: Tensor, first: int = 0) -> Tensor:
     return slot
 
 
-def scores_of(stages: Stages, seen: Observation, heads: int) -> Tensor:
+def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
     """Scores `[B, H, T]` of the stored heads: the mean over the heads that share a latent.
 
     Raises KvfoldError, naming the method, for scores of another shape or kind.
     """
     assert stages.score is not None
-    scores = stages.score(seen)
-    stored = seen.positions.shape[-1]
-    if stored == 0 and seen.attention is not None:  # several layers at once, without entries
-        stored = seen.attention.shape[-1]
-    wanted = (*seen.keys.shape[:2], stored)
+    scores = stages.score(observation)
+    stored = observation.positions.shape[-1]
+    if stored == 0 and observation.attention is not None:  # several layers at once, without entries
+        stored = observation.attention.shape[-1]
+    wanted = (*observation.keys.shape[:2], stored)
     if not isinstance(scores, Tensor):
         raise _refused(stages, wanted, f"a {type(scores).__name__}")
     if scores.shape != wanted or not scores.is_floating_point():

@@ -15,7 +15,7 @@ BLOCK = 128
 
 
 def survivors(
-    seen: Observation,
+    observation: Observation,
     *,
     least: float,
     recent: float,
@@ -32,18 +32,18 @@ def survivors(
     `least_context` tokens is left alone, and so are all but every `interval`-th layer.
     (PyramidInfer, arXiv 2405.12532, section 3; mutonix/pyramidinfer `modeling_llama.py`.)
     """
-    assert seen.seen is not None
-    depth = (math.cos(math.pi * seen.layer / seen.layers) + 1) / 2
+    assert observation.tokens_seen is not None
+    depth = (math.cos(math.pi * observation.layer / observation.layers) + 1) / 2
     part = (1 - least) * depth + least
     rows = []
-    for row, tokens in enumerate(seen.seen.tolist()):
-        slots = (seen.positions[row, 0] >= 0).nonzero()[:, 0]
+    for row, tokens in enumerate(observation.tokens_seen.tolist()):
+        slots = (observation.positions[row, 0] >= 0).nonzero()[:, 0]
         window = 1 + int(recent * tokens)
         context = len(slots) - window
         kept = int(context * part)
         floor = min(least_context, tokens - window)
-        if context > floor and kept > floor and part < 1 and seen.layer % interval == 0:
-            scores = _attention_of_newest(seen, row, window, newest_weight)[slots[:context]]
+        if context > floor and kept > floor and part < 1 and observation.layer % interval == 0:
+            scores = _attention_of_newest(observation, row, window, newest_weight)[slots[:context]]
             scores[:sinks] = torch.inf
             best = scores.argsort(descending=True, stable=True)[:kept].sort().values
             slots = torch.cat([slots[best], slots[context:]])
@@ -52,22 +52,22 @@ def survivors(
     return torch.stack([torch.nn.functional.pad(r, (longest - len(r), 0), value=-1) for r in rows])
 
 
-def _attention_of_newest(seen: Observation, row: int, window: int, weight: float) -> Tensor:
+def _attention_of_newest(observation: Observation, row: int, window: int, weight: float) -> Tensor:
     """Weighted attention of a row's last `window` queries `[T]`, mean over heads, in blocks."""
     one = slice(row, row + 1)
-    assert seen.queries is not None and seen.query_positions is not None
-    weights = torch.linspace(1, weight, window, device=seen.keys.device)
-    total = seen.keys.new_zeros(seen.keys.shape[2], dtype=torch.float32)
+    assert observation.queries is not None and observation.query_positions is not None
+    weights = torch.linspace(1, weight, window, device=observation.keys.device)
+    total = observation.keys.new_zeros(observation.keys.shape[2], dtype=torch.float32)
     for start in range(0, window, BLOCK):
         end = min(start + BLOCK, window)
-        first = seen.queries.shape[2] - window
+        first = observation.queries.shape[2] - window
         block = dataclasses.replace(
-            seen,
-            keys=seen.keys[one],
-            values=seen.values[one],
-            positions=seen.positions[one],
-            queries=seen.queries[one, :, first + start : first + end],
-            query_positions=seen.query_positions[one, first + start : first + end],
+            observation,
+            keys=observation.keys[one],
+            values=observation.values[one],
+            positions=observation.positions[one],
+            queries=observation.queries[one, :, first + start : first + end],
+            query_positions=observation.query_positions[one, first + start : first + end],
         )
         attention = block.window_attention(end - start)[0].mean(0)
         total += weights[start:end] @ attention.float()

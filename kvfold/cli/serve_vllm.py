@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from kvfold.cli.console import console, errors
 from kvfold.errors import KvfoldError
+from kvfold.terminal import console, errors
 
 NEEDED = ("vllm", "fastapi", "uvicorn", "httpx")
 

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to a layer's store, by kernels that observe what the method asked for.
+
+Each function takes an `AttentionCall` and returns the output `[B, S, Hq, Dv]`; those that observe
+return the call with its observations as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.attention.call import AttentionCall, PredictedEviction
+from kvfold.attention.mask import physical_mask
+from kvfold.hf.attention import stock_attention
+from kvfold.kernels.column_maxima import attend_with_column_maxima
+from kvfold.kernels.column_sums import attend_with_moments
+from kvfold.kernels.gather import as_added
+from kvfold.kernels.ragged import attend_to_segments
+from kvfold.kernels.single_query import attend_beside, attend_with_row
+from kvfold.kernels.views import RaggedView
+from kvfold.store.base import Store
+from kvfold.store.dense import DenseStore
+
+Observed = tuple[Tensor, AttentionCall]
+
+
+def attend_stock(
+    module: nn.Module,
+    kind: str,
+    call: AttentionCall,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that the model was loaded with; `mask [B, ·, S, T]` is of what is stored."""
+    attend = stock_attention(kind, module)
+    return attend(module, call.query, call.key, call.value, mask, **options)
+
+
+def attend_to_view(
+    module: nn.Module,
+    kind: str,
+    call: AttentionCall,
+    view: Tensor | RaggedView | None,
+    seen: int,
+    mask: Tensor | None,
+    options: dict[str, Any],
+    holes: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention that observes nothing; `seen` columns, `mask` as the model made it for them."""
+    if isinstance(view, RaggedView):
+        # Of a logical mask, the part that is about the segments' last columns.
+        newest = None if mask is None else mask[..., seen - view.new : seen]
+        out = attend_to_segments(
+            call.query, view, newest, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+        )
+        return out.transpose(1, 2).contiguous(), None
+    stored_mask = physical_mask(mask, view, call.query, seen, holes)
+    return attend_stock(module, kind, call, stored_mask, options)
+
+
+def attend_and_sum(
+    call: AttentionCall,
+    store: Store,
+    seen: int,
+    mask: Tensor | None,
+    *,
+    counted: Tensor | None,
+    squares: bool,
+) -> Observed:
+    """Observes column sums, and sums of squares; of the queries that are `counted [B, S]`."""
+    key, value, stored_mask = _dense(call, store, seen, mask)
+    out, sums, of_squares = attend_with_moments(
+        call.query,
+        key,
+        value,
+        stored_mask,
+        squares=squares,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        counted=counted,
+    )
+    return out.transpose(1, 2).contiguous(), call._replace(sums=sums, squares=of_squares)
+
+
+def attend_and_maximize(
+    call: AttentionCall,
+    store: Store,
+    seen: int,
+    mask: Tensor | None,
+    *,
+    counted: Tensor | None,
+    scored: Tensor,
+) -> Observed:
+    """Observes column maxima, of attention shared out among the `scored [B, N]` columns."""
+    key, value, stored_mask = _dense(call, store, seen, mask)
+    out, maxima = attend_with_column_maxima(
+        call.query,
+        key,
+        value,
+        stored_mask,
+        scored=scored,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        counted=counted,
+    )
+    return out.transpose(1, 2).contiguous(), call._replace(maxima=maxima)
+
+
+def attend_and_watch_row(
+    call: AttentionCall,
+    store: DenseStore,
+    seen: int,
+    mask: Tensor | None,
+    predicted: int | None,
+) -> Observed:
+    """Observes the row of a single query; with a slot `predicted` to leave, its products too."""
+    hidden = _hidden(call, store, seen, mask)
+    if predicted is None:
+        out, row = attend_with_row(
+            call.query,
+            call.key,
+            call.value,
+            hidden,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+        return out.transpose(1, 2), AttentionCall(*call[:6], row)
+    other = call.key[:, :, predicted : predicted + 1]
+    out, row, products = attend_beside(
+        call.query, call.key, call.value, hidden, other, scale=call.scale, sinks=call.sinks
+    )
+    eviction = PredictedEviction(predicted, products)
+    return out.transpose(1, 2), AttentionCall(*call[:6], row, predicted=eviction)
+
+
+def _dense(
+    call: AttentionCall, store: Store, seen: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values `[B, H, T, D]`, decoded, and the mask of these."""
+    if store.is_dense:
+        view = store.view()
+        assert not isinstance(view, RaggedView)
+        return call.key, call.value, physical_mask(mask, view, call.query, seen)
+    key, value = store.dense()
+    return key, value, physical_mask(mask, store.positions, call.query, seen)
+
+
+def _hidden(
+    call: AttentionCall, store: DenseStore, seen: int, mask: Tensor | None
+) -> Tensor | None:
+    """What hides entries from a single query: an addend `[B, H or 1, ·, T]`."""
+    if mask is None:
+        hidden = store.hidden
+        return None if hidden is None else hidden[:, :, None]
+    stored_mask = physical_mask(mask, store.view(), call.query, seen)
+    assert stored_mask is not None
+    if stored_mask.dtype == torch.bool:
+        stored_mask = as_added(~stored_mask, call.query.dtype)
+    heads = call.key.shape[1] if stored_mask.shape[1] > 1 else 1
+    return stored_mask[:, :, 0].unflatten(1, (heads, -1))

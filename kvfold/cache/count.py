@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes and entries of a cache, counted from the tensors of its layers' states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvfold.cache.phase import Phase
+from kvfold.cache.state import LayerState
+from kvfold.cache.stats import Stats
+
+
+def stats_of(states: list[LayerState], phase: Phase, **of_cache: Any) -> Stats:
+    """The `Stats` of these layers; `of_cache` are its fields that are no layer's."""
+    started = [state for state in states if state.store is not None]
+    counted: set[int] = set()
+    parts = [state.stored().nbytes(counted) for state in started]
+    entries, positions, slack = (
+        (sum(each) for each in zip(*parts, strict=True)) if parts else (0, 0, 0)
+    )
+    beside = sum(state.nbytes_beside() for state in started)
+    if phase.prefix is not None:
+        beside += phase.prefix.numel() * phase.prefix.element_size()
+    return Stats(
+        seen_per_row=started[0].seen_per_row().tolist() if started else [],
+        protected=started[0].protected().tolist() if started else [],
+        kept=[(state.columns() >= 0).sum(-1).tolist() for state in started],
+        kv_bytes=entries,
+        position_bytes=positions,
+        state_bytes=beside,
+        slack_bytes=slack,
+        nbytes_full=sum(_full_bytes(state) for state in started),
+        forced_over_budget=any(state.over_budget for state in started),
+        later=max((state.later() for state in started), default=0),
+        later_budget=phase.own,
+        errors=[[] if s.error is None else s.error.mean(0).tolist() for s in started],
+        **of_cache,
+    )
+
+
+def _full_bytes(state: LayerState) -> int:
+    """Bytes of keys and values of all tokens seen."""
+    keys, values = state.stored().keys, state.stored().values
+    entry = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
+    return keys.shape[0] * keys.shape[1] * state.seen * entry

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of one cache that wait for one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvfold.attention.call import AttentionCall
+from kvfold.methods.observation import Observation
+
+Layer = TypeVar("Layer")
+
+ROW_BYTES = 2**24  # attention rows that may wait for those of other layers
+
+
+@dataclass
+class Waiting(Generic[Layer]):
+    """Layers that cannot go on until others have attended.
+
+    `sized`: layers whose size depends on all layers' observations (D2O, KVzip), evicted by the
+    last layer's attention. `first_of_pair`: a layer that is quantized together with the next one
+    (MiniCache). `evicting`: layers of which one entry leaves in this decode step; all are evicted
+    together after the last layer's attention, since dozens of small operations per layer take less
+    time in one loop than between attention calls.
+    """
+
+    sized: list[tuple[Layer, Observation]] = field(default_factory=list)
+    first_of_pair: Layer | None = None
+    evicting: dict[Layer, AttentionCall] = field(default_factory=dict)
+
+    def take_sized(self) -> list[tuple[Layer, Observation]]:
+        """The layers with their observations; none waits from now on."""
+        taken, self.sized = self.sized, []
+        return taken
+
+    def take_evicting(self) -> dict[Layer, AttentionCall]:
+        """The layers with their attention calls; none waits from now on."""
+        taken, self.evicting = self.evicting, {}
+        return taken
+
+    def is_too_much(self) -> bool:
+        """Whether the attention rows that wait take more memory than they may."""
+        call = next(iter(self.evicting.values()))
+        assert call.row is not None
+        each = call.row.untyped_storage().nbytes()
+        if call.predicted is not None:
+            each += call.predicted.products.untyped_storage().nbytes()
+        return len(self.evicting) * each > ROW_BYTES
+
+    def reset(self) -> None:
+        """Nobody waits."""
+        self.sized, self.first_of_pair, self.evicting = [], None, {}

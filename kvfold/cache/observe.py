@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From attention calls to what a layer remembers, and to the `Observation` that a method sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.call import AttentionCall
+from kvfold.cache.state import LayerState
+from kvfold.methods.observation import Observation
+
+
+def add_moments(state: LayerState, sums: Tensor, squares: Tensor | None) -> None:
+    """Adds what each entry received `[B, H, T]` in one call, in the memory of the new sums."""
+    state.evicted_at = state.seen
+    state.sums = _added(state, sums, state.sums)
+    if squares is not None:
+        state.squares = _added(state, squares, state.squares)
+
+
+def add_maxima(state: LayerState, maxima: Tensor) -> None:
+    """Running maximum over calls; entries of the repetition itself are left out."""
+    assert state.phase.reconstruction is not None
+    maxima = _per_stored_head(state, maxima)[..., : state.phase.reconstruction.text]
+    old = state.reconstruction
+    state.reconstruction = maxima.clone() if old is None else torch.maximum(old, maxima)
+
+
+def observation_of(state: LayerState, call: AttentionCall) -> Observation:
+    """The layer after `call`, with the last queries of the prefill that it belongs to."""
+    if call.row is not None and state.plan.stages.needs.window <= 1:
+        return observation_at(state, call, None)
+    query, columns = state.query_window.joined(call, state.sequence)
+    return observation_at(state, call._replace(query=query), columns)
+
+
+def observation_at(
+    state: LayerState, call: AttentionCall, query_columns: Tensor | None
+) -> Observation:
+    """The layer with the queries of `call`, which stood at `query_columns [B, W]`."""
+    store, places = state.stored(), state.places()
+    latents = call.key.shape[1] // store.keys.shape[1]
+    keys, values = (call.key, call.value) if latents > 1 else store.dense()
+
+    def per_head(entries: Tensor | None) -> Tensor | None:
+        if entries is None or latents == 1:
+            return entries
+        return entries.repeat_interleave(latents, 1)
+
+    return Observation(
+        keys,
+        values,
+        places if latents == 1 else places.repeat_interleave(latents, 1),
+        call.query,
+        None if query_columns is None else state.sequence.places(query_columns),
+        call.row,
+        column_sums=per_head(state.sums),
+        column_squares=per_head(state.squares),
+        reconstruction=per_head(state.reconstruction),
+        tokens_seen=state.seen_per_row(),
+        layer=state.plan.layer,
+        layers=state.plan.layers,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        seed=draw(state),
+    )
+
+
+def draw(state: LayerState) -> int:
+    """The seed of what is drawn now."""
+    return hash((state.plan.seed, state.plan.layer, state.turns)) % 2**31
+
+
+def _added(state: LayerState, new: Tensor, old: Tensor | None) -> Tensor:
+    new = _per_stored_head(state, new)
+    if old is not None:
+        new[..., : old.shape[-1]].add_(old)
+    return new
+
+
+def _per_stored_head(state: LayerState, scores: Tensor) -> Tensor:
+    """Mean over the attention heads that one stored head serves (several for latents)."""
+    heads = state.stored().keys.shape[1]
+    return scores if scores.shape[1] == heads else scores.unflatten(1, (heads, -1)).mean(2)

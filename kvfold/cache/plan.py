@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of one layer: method, budget, place among the layers, and its size in entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvfold.budget import Budget
+from kvfold.cache.tensor_parallel import Ranks
+from kvfold.methods.base import Across, Measured, Stages
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.allocate.rounding import raised
+from kvfold.store.encoding import EntrySize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Method, budget and place of one layer, and the seed of random scores.
+
+    `shared`: other layers of the model attend to its entries as well. `latents`: entries become
+    keys inside a forward only. `ranks` share its KV heads.
+    """
+
+    stages: Stages
+    budget: Budget | None
+    layer: int
+    layers: int
+    seed: int
+    shared: bool = False
+    latents: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:
+        """Entries per KV head that one row of so many `tokens` may keep, over all layers."""
+        assert self.budget is not None
+        if self.budget.kind == "bytes" and self.stages.encode is not None:
+            room = self.budget.amount / (rows * heads * self.layers)
+            return self.stages.encode.fitting(room, size) * self.layers
+        return self.budget.per_layer(tokens, size.whole, self.layers, heads, rows)
+
+    def unrounded(self, tokens: int, size: EntrySize, heads: int, rows: int) -> float:
+        """As `total` of one layer, before it is rounded down to whole entries of each head."""
+        if self.budget is not None and self.budget.kind == "ratio":
+            return self.budget.amount * tokens
+        return self.total(tokens, size, heads, rows) / self.layers
+
+    def counts(self, observation: Observation, free: Tensor, size: EntrySize, heads: int) -> Tensor:
+        """Entries per KV head of this layer, `[B]` or `[B, H]`, of `free [B]` tokens."""
+        allocate = self.stages.allocate
+        if isinstance(allocate, Measured):
+            return allocate.size(observation)
+        assert allocate is not None and not isinstance(allocate, Across)
+        per_row, encode = [], self.stages.encode
+        for tokens in free.tolist():
+            total = self.total(tokens, size, heads, len(free))
+            if encode is not None and encode.pairs:
+                total -= total % self.layers  # both layers of a pair keep as many
+            per_row.append(allocate(total, tokens, self.layers))
+        by_layer = list(torch.tensor(per_row, device=free.device).T)
+        return with_forced_room(by_layer, self.stages.forced.least_of(observation.positions), free)[
+            self.layer
+        ]
+
+
+def with_forced_room(counts: list[Tensor], least: Tensor, free: Tensor) -> list[Tensor]:
+    """Entries per layer `[B]`, each with room for the `least [B]` that is forced, if there is."""
+    by_row = torch.stack(counts, -1).tolist()
+    rows = zip(by_row, least.tolist(), free.tolist(), strict=True)
+    return list(torch.tensor([raised(*row) for row in rows], device=free.device).T)

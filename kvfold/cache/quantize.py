@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizing, pruning and pairing of a layer's oldest entries, as they become due."""
+
+from __future__ import annotations
+
+from kvfold.cache.state import LayerState
+from kvfold.methods.observation import Observation
+
+
+def quantize_due(state: LayerState, decoding: bool, observation: Observation | None = None) -> None:
+    """Encodes what the layer has due; layers of a pair together, once both have attended.
+
+    `observation` is of the entries kept, at a prefill's end.
+    """
+    store, waiting = state.ragged(), state.waiting
+    if not store.pairs:
+        if store.encode_due(decoding, observation):
+            state.evicted_at = state.seen
+    elif waiting.first_of_pair is None:
+        waiting.first_of_pair = state
+    else:
+        first, waiting.first_of_pair = waiting.first_of_pair, None
+        if first.ragged().encode_with(store, decoding):
+            first.evicted_at = state.evicted_at = state.seen

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache is made of: checks, the model's preparation, and its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvfold.attention import function as function  # registers the attention function
+from kvfold.budget import Budget
+from kvfold.cache import trial
+from kvfold.cache.gather import Waiting
+from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.model_binding import ModelBinding
+from kvfold.cache.phase import Phase
+from kvfold.cache.plan import Plan
+from kvfold.cache.spans import Span
+from kvfold.cache.state import LayerState
+from kvfold.cache.tensor_parallel import Ranks
+from kvfold.errors import BudgetError, KvfoldError
+from kvfold.hf.attention import disable, enable, is_enabled
+from kvfold.hf.forward_hooks import preparing, watch
+from kvfold.hf.models import caches_latents, shares_entries
+from kvfold.hf.rotation import Rotation
+from kvfold.hf.stock_layers import is_compressible
+from kvfold.methods.base import Method, Stages
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all layers of a cache have in common."""
+
+    phase: Phase
+    waiting: Waiting[LayerState]
+    binding: ModelBinding
+
+
+def check_tokenizer(method: Method, tokenizer: Any) -> None:
+    """Raises KvfoldError for a method that repeats the context in words, without a tokenizer."""
+    if method.stages().needs.reconstruction is not None and tokenizer is None:
+        raise KvfoldError(
+            f"{method} lets the model repeat the text, in words of its chat template: "
+            "give the cache tokenizer=, and use kvfold.compress or kvfold.generate"
+        )
+
+
+def stages_of(method: Method, protect: tuple[Span, ...], ranks: Ranks) -> Stages:
+    """The method's stages with protected spans, over the heads of all ranks.
+
+    Raises KvfoldError for a method that ranks cannot share.
+    """
+    stages = method.stages()
+    forced = replace(stages.forced, spans=stages.forced.spans + protect)
+    ranks.check_method(method)
+    return ranks.joining(replace(stages, forced=forced, method=str(method)))
+
+
+def checked_budget(
+    method: Method, budget: Budget | float | str | None, least: int
+) -> Budget | None:
+    """The budget of a method that keeps `least` entries per KV head whatever it is.
+
+    Raises BudgetError for one that is missing, superfluous, or below that.
+    """
+    if method.takes_budget and budget is None:
+        raise BudgetError(
+            f'{method} needs a budget: the part to keep (0.2), tokens (512) or a size ("2GiB")'
+        )
+    if not method.takes_budget and budget is not None:
+        raise BudgetError(f"{method} takes no budget: leave it out")
+    if budget is None:
+        return None
+    made = Budget.of(budget)
+    if made.kind == "tokens" and made.amount < least:
+        raise BudgetError(
+            f"{method} always keeps {least} entries per KV head (sinks, window, protected spans), "
+            f"the budget is {int(made.amount)}: raise it to at least {least}"
+        )
+    return made
+
+
+def prepare(model: PreTrainedModel, make_trial: Callable[[], Cache]) -> None:
+    """Routes the model's attention through kvfold, and tries it out where this is its first cache.
+
+    Raises UnsupportedModel where it would be answered wrongly; it is then as it was.
+    """
+    with preparing:
+        known = is_enabled(model)
+        enable(model)
+        watch(model)
+        if not trial.is_due(model):
+            return
+        try:
+            trial.run(model, make_trial())
+        except BaseException:
+            if not known:
+                disable(model)
+            raise
+
+
+def put_compressed_layers(
+    layers: list[Any],
+    model: PreTrainedModel,
+    stages: Stages,
+    budget: Budget | None,
+    seed: int,
+    ranks: Ranks,
+    shared: Shared,
+) -> None:
+    """Replaces the stock `layers` that attend to their whole past; the others stay.
+
+    Raises UnsupportedModel where sinks are to be re-indexed and the model's keys cannot be moved.
+    """
+    shares, latents = shares_entries(model), caches_latents(model)
+    own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
+    for place, index in enumerate(own):
+        encode = stages.encode and stages.encode.of_layer(place, len(own))
+        stored = replace(stages, encode=encode)
+        plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks)
+        rotation = Rotation(model, index)
+        if stages.positions == "reindex":
+            rotation.check()
+        state = LayerState(plan, shared.phase, shared.waiting, rotation)
+        layers[index] = CompressedLayer(state, shared.binding)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries packed into 2, 4 or 8 bits a number: keys per channel, values per token (KIVI)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.kernels.dispatch import pack_path
+from kvfold.kernels.views import Flat, Named
+
+
+def quantise(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of groups that lie along `dim`, and each group's scale and minimum.
+
+    Codes are uint8 in the shape of `groups`; scale and minimum have length 1 along `dim` and the
+    dtype of `groups`. A code is (x − minimum) / scale, rounded half to even.
+    """
+    levels = 2**bits - 1
+    exact = groups.to(torch.promote_types(groups.dtype, torch.float32))
+    minimum, maximum = exact.amin(dim, keepdim=True), exact.amax(dim, keepdim=True)
+    # Codes are of the scale as it is stored, so that its rounding adds no error of its own.
+    scale = ((maximum - minimum) / levels).to(groups.dtype)
+    # A scale of 0 is a constant group's (or one narrower than the dtype can tell): code 0.
+    steps = (exact - minimum) / scale.masked_fill(scale == 0, 1)
+    return steps.round_().clamp_(0, levels).to(torch.uint8), scale, minimum.to(groups.dtype)
+
+
+def dequantise(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Code · scale + minimum, rounded once to the dtype of `scale`."""
+    wide = codes.to(torch.promote_types(scale.dtype, torch.float32))
+    return wide.mul_(scale).add_(minimum).to(scale.dtype)
+
+
+def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Codes `[R, C]` in int32 words, 32/bits along `dim` (0 or 1) to a word, the first lowest."""
+    per_word = 32 // bits
+    grouped = codes.int().unflatten(dim, (codes.shape[dim] // per_word, per_word))
+    return (grouped << _shifts(bits, dim, codes.device)).sum(dim + 1, dtype=torch.int32)
+
+
+def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
+    """The uint8 codes `[R, C]` of `words` that were packed along `dim`."""
+    if dim == 1:
+        return _spread(words, bits)
+    codes = (words.unsqueeze(1) >> _shifts(bits, dim, words.device)).to(torch.uint8)
+    return codes.bitwise_and_(2**bits - 1).flatten(0, 1)
+
+
+def _shifts(bits: int, dim: int, device: torch.device) -> Tensor:
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=device)
+    return shifts if dim == 1 else shifts[:, None]
+
+
+def _spread(words: Tensor, bits: int) -> Tensor:
+    """Codes packed along the last axis: each byte is halved into two bytes, until one is one code.
+
+    Shifts by position would work on runs of only 32/bits numbers, and take twice the time.
+    """
+    codes, width = words.view(torch.uint8), 8
+    while width > bits:
+        width //= 2
+        halves = codes.to(torch.int16)
+        halves = (halves | halves << (8 - width)).bitwise_and_(0x0101 * (2**width - 1))
+        codes = halves.view(torch.uint8)
+    return codes
+
+
+def _pack_keys(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Words `[n·bits/32, D]`, scale and minimum `[n/group, D]` of keys `[n, D]`."""
+    if pack_path(rows, group) == "triton":
+        from kvfold.kernels.triton.quantize import pack_keys
+
+        return pack_keys(rows, bits, group)
+    codes, scale, minimum = quantise(rows.unflatten(0, (len(rows) // group, group)), bits, 1)
+    return pack(codes.flatten(0, 1), bits, 0), scale.squeeze(1), minimum.squeeze(1)
+
+
+def _pack_values(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Words `[n, Dv·bits/32]`, scale and minimum `[n, Dv/group]` of values `[n, Dv]`."""
+    if pack_path(rows, group) == "triton":
+        from kvfold.kernels.triton.quantize import pack_values
+
+        return pack_values(rows, bits, group)
+    codes, scale, minimum = quantise(rows.unflatten(1, (-1, group)), bits, 2)
+    return pack(codes.flatten(1), bits, 1), scale.squeeze(2), minimum.squeeze(2)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Packed codes, and scale and minimum of each group of `group` numbers."""
+
+    words: Flat
+    scale: Flat
+    minimum: Flat
+    bits: int
+    group: int
+
+    def extended(self, new: Self) -> Self:
+        return dataclasses.replace(
+            self,
+            words=self.words.extended(new.words),
+            scale=self.scale.extended(new.scale),
+            minimum=self.minimum.extended(new.minimum),
+        )
+
+    def select(self, segments: list[int]) -> Self:
+        return dataclasses.replace(
+            self,
+            words=self.words.select(segments),
+            scale=self.scale.select(segments),
+            minimum=self.minimum.select(segments),
+        )
+
+    def segment(self, i: int) -> Tensor:
+        parts = (self.words, self.scale, self.minimum)
+        return self._decoded(*(part.segment(i) for part in parts))
+
+    @property
+    def rows(self) -> Tensor:
+        return self._decoded(self.words.rows, self.scale.rows, self.minimum.rows)
+
+    @property
+    def segments(self) -> tuple[Tensor, ...]:
+        return self.rows.split(self.lengths)
+
+    def since(self, first: int) -> Tensor:
+        """Entries from `first` on `[S, n, D]` of segments that all have the same length."""
+        words, groups, surplus = self._at(first)
+        parts = zip((self.words, self.scale, self.minimum), (words, groups, groups), strict=True)
+        of_segments = (
+            part.rows.view(len(part.lengths), -1, part.rows.shape[1])[:, start:]
+            for part, start in parts
+        )
+        rows = self._decoded(*(part.flatten(0, 1) for part in of_segments))
+        return rows.view(len(self.lengths), -1, rows.shape[1])[:, surplus:]
+
+    @property
+    def lengths(self) -> list[int]:
+        raise NotImplementedError
+
+    def _at(self, entry: int) -> tuple[int, int, int]:
+        """The rows of words and of groups with this entry of a segment, and its place in them."""
+        raise NotImplementedError
+
+    def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        """Entries `[n, D]` of so many words and groups."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        return [self.words.rows, self.scale.rows, self.minimum.rows]
+
+    def named(self) -> Named:
+        names = ("words", "scale", "minimum")
+        return {name: list(getattr(self, name).segments) for name in names}
+
+    @classmethod
+    def from_named(cls, parts: Named, bits: int, group: int) -> Self:
+        """The same again, as a copy."""
+        words, scale, minimum = (Flat.of(parts[name]) for name in ("words", "scale", "minimum"))
+        return cls(words, scale, minimum, bits, group)
+
+
+@dataclass(frozen=True)
+class PackedKeys(_Packed):
+    """Groups are `group` consecutive entries of one channel; a segment is whole groups.
+
+    words `[sum of lengths · bits / 32, D]` int32; scale and minimum `[sum of lengths / group, D]`.
+    """
+
+    @classmethod
+    def of(cls, segments: list[Tensor], bits: int, group: int) -> PackedKeys:
+        """From each segment's keys `[n, D]`, n a multiple of `group`."""
+        lengths = [len(segment) for segment in segments]
+        assert not any(n % group for n in lengths)
+        words, scale, minimum = _pack_keys(torch.cat(segments), bits, group)
+        groups = [n // group for n in lengths]
+        return cls(
+            Flat(words, [n * bits // 32 for n in lengths]),
+            Flat(scale, groups),
+            Flat(minimum, groups),
+            bits,
+            group,
+        )
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [n * self.group for n in self.scale.lengths]
+
+    def _at(self, entry: int) -> tuple[int, int, int]:
+        before, inside = divmod(entry, self.group)
+        return before * self.group * self.bits // 32, before, inside
+
+    def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        codes = unpack(words, self.bits, 0)
+        codes = codes.unflatten(0, (len(scale), self.group))
+        return dequantise(codes, scale[:, None], minimum[:, None]).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class PackedValues(_Packed):
+    """Groups are `group` consecutive channels of one entry.
+
+    words `[sum of lengths, Dv · bits / 32]` int32; scale, minimum `[sum of lengths, Dv / group]`.
+    """
+
+    @classmethod
+    def of(cls, segments: list[Tensor], bits: int, group: int) -> PackedValues:
+        """From each segment's values `[n, Dv]`; raises KvfoldError where groups do not fill Dv."""
+        lengths = [len(segment) for segment in segments]
+        rows = torch.cat(segments)
+        size = rows.shape[1]
+        if size % group:
+            raise KvfoldError(
+                f"groups of {group} channels do not fill values of head size {size}: "
+                f"choose a group that divides {size}"
+            )
+        words, scale, minimum = _pack_values(rows, bits, group)
+        return cls(Flat(words, lengths), Flat(scale, lengths), Flat(minimum, lengths), bits, group)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.words.lengths
+
+    def _at(self, entry: int) -> tuple[int, int, int]:
+        return entry, entry, 0
+
+    def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        codes = unpack(words, self.bits, 1)
+        codes = codes.unflatten(1, (scale.shape[1], self.group))
+        return dequantise(codes, scale[..., None], minimum[..., None]).flatten(1)
