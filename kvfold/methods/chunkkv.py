@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.score.observation_window import check_window, window_votes
+from kvfold.methods.stages.select.forced import Forced, with_forced
+from kvfold.methods.stages.select.top import top
+
+
+@register("chunkkv", paper="arXiv 2502.00299")
+@dataclass(frozen=True)
+class ChunkKV(Method):
+    """Keeps whole chunks of consecutive tokens, so that phrases survive.
+
+    1. The last `window` queries vote, as in SnapKV, without pooling; or, after another method, as
+       in "knorm + chunkkv", that method scores.
+    2. Chunks of `length` tokens are ranked by their mean score, summed over the KV heads.
+    3. Whole chunks stay while they fit; the rest of the budget goes to the best tokens of the next.
+
+    kvpress keeps whole chunks only, and so misses its budget, and chooses row 0's chunks for every
+    row of a batch. `shared=false` ranks chunks in each KV head by itself.
+    Source: Liu et al., section 3; NVIDIA/kvpress `chunkkv_press.py`.
+    """
+
+    length: int = 20
+    shared: bool = True
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        check_window(self.window, 1)
+        if self.length < 1:
+            raise KvfoldError(f"chunkkv:length is at least 1 token, not {self.length}")
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(window=self.window),
+            score=partial(window_votes, window=self.window, kernel=1, pooling="max"),
+            forced=Forced(recent=self.window),
+            select=self._select(),
+        )
+
+    def brings(self) -> Stages:
+        return Stages(select=self._select())
+
+    def _select(self) -> partial[Tensor]:
+        return partial(whole_chunks, length=self.length, shared=self.shared)
+
+
+def whole_chunks(
+    scores: Tensor, forced: Tensor, positions: Tensor, counts: Tensor, length: int, shared: bool
+) -> Tensor:
+    """Slots `[B, H, K]` of the best chunks, the last of them in part; forced entries stay first."""
+    real = positions >= 0
+    open_ = real & ~forced
+    values = scores.masked_fill(~open_, 0)
+    if shared:
+        values = values.sum(1, keepdim=True).expand_as(scores)
+    chunk = positions.clamp(min=0) // length
+    none = values.new_zeros(*values.shape[:2], int(chunk.max()) + 1)
+    members = none.scatter_add(2, chunk, open_.to(values.dtype))
+    sums = none.scatter_add(2, chunk, values)
+    means = (sums / members.clamp(min=1)).masked_fill(members == 0, -torch.inf)
+    # Entries in the order of their chunk's mean, then by their own score; equal ones by position.
+    by_value = values.argsort(dim=-1, descending=True, stable=True)
+    rank_of_chunk = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    rank = rank_of_chunk.gather(2, chunk).gather(2, by_value)
+    order = by_value.gather(2, rank.argsort(dim=-1, stable=True))
+    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    ranked = torch.zeros_like(values).scatter(2, order, -place.to(values.dtype))
+    return top(with_forced(ranked, forced, positions), counts)

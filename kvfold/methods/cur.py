@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.select.forced import Forced
+
+Leverage = Literal["kv_product", "kv_avg", "key", "value"]
+
+
+@register("cur", paper="arXiv 2509.15038")
+@dataclass(frozen=True)
+class CUR(Method):
+    """Keeps entries whose keys and values are long beside those of their neighbours.
+
+    The squared norms of keys, and of values, are divided by their sums over `local` consecutive
+    entries (0: over all), and combined: their product, their mean, or one of them. The first
+    `sinks` tokens stay.
+    Source: CurDKV, section 3; NVIDIA/kvpress `cur_press.py`.
+    """
+
+    by_head: ClassVar[bool] = True
+    sinks: int = 4
+    leverage: Leverage = "kv_product"
+    local: int = 16
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.local < 0:
+            raise KvfoldError("cur:sinks and cur:local are 0 or more")
+
+    def stages(self) -> Stages:
+        return Stages(
+            score=partial(local_leverage, leverage=self.leverage, local=self.local),
+            forced=Forced(sinks=self.sinks),
+        )
+
+
+def local_leverage(observation: Observation, leverage: Leverage, local: int) -> Tensor:
+    """Shares of squared norms inside their window of entries, combined `[B, H, T]`, of sum 1."""
+    real = observation.positions >= 0
+    of_keys = _shares(observation.keys, real, local)
+    of_values = _shares(observation.values, real, local)
+    scores = {
+        "kv_product": of_keys * of_values,
+        "kv_avg": (of_keys + of_values) / 2,
+        "key": of_keys,
+        "value": of_values,
+    }[leverage]
+    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def _shares(entries: Tensor, real: Tensor, local: int) -> Tensor:
+    """Each entry's part `[B, H, T]` of its window's squared norms; padding has none."""
+    squares = entries.float().square().sum(-1).masked_fill(~real, 0)
+    number = (real.cumsum(-1) - 1).clamp(min=0)  # among the real entries of its head
+    window = number // (local or entries.shape[2])
+    sums = torch.zeros_like(squares).scatter_add(2, window, squares).gather(2, window)
+    return squares / sums.clamp(min=torch.finfo(squares.dtype).tiny)

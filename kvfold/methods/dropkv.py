@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.stages.score.observation_window import check_window, pool
+from kvfold.methods.stages.select.forced import Forced
+
+EPSILON = 1e-6  # beside 1 − p, for an entry that takes all of a query's attention
+
+
+@register("dropkv")
+@dataclass(frozen=True)
+class DropKV(Method):
+    """Keeps the entries whose removal, alone, would change the attention output most.
+
+    1. Without entry j of weight p, a query's output o moves by p / (1 − p) · (o − v): exact.
+    2. Squares are summed over the last `window` queries, averaged over the query heads of a KV
+       head, and average-pooled with `kernel`.
+
+    `auto` uses the same change without 1 / (1 − p), as a root, and max-pooled.
+    Source: DropKV, OpenReview; NVIDIA/kvpress, branch of the same name.
+    """
+
+    by_head: ClassVar[bool] = True
+    window: int = 32
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        check_window(self.window, self.kernel)
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(window=self.window),
+            score=partial(removal_change, window=self.window, kernel=self.kernel),
+            forced=Forced(recent=self.window),
+        )
+
+
+def removal_change(observation: Observation, window: int, kernel: int) -> Tensor:
+    """Squared change of the output by each entry's removal `[B, H, T]`, float32."""
+    # Neighbours must not be parted by padding.
+    observation, order = observation.padding_first()
+    values = observation.values.float()
+    rows = observation.window_attention(window).float()
+    rows = rows.unflatten(1, (values.shape[1], -1))  # [B, H, G, W, T]
+    outputs = rows @ values[:, :, None]
+    # ‖v − o‖², without a tensor of windows times entries times channels.
+    distance = values.square().sum(-1)[:, :, None, None] + outputs.square().sum(-1, keepdim=True)
+    distance = distance - 2 * outputs @ values[:, :, None].transpose(-1, -2)
+    moved = (rows / ((1 - rows).clamp(min=0) + EPSILON)).square() * distance.clamp(min=0)
+    scores = pool(moved.sum(3).mean(2), kernel, "avg", observation.positions < 0)
+    return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Observation
+
+
+@register("keydiff", paper="arXiv 2504.15364")
+@dataclass(frozen=True)
+class KeyDiff(Method):
+    """Keeps the keys that differ most from the average key of their head.
+
+    Keys are compared by direction, after RoPE; no queries, sinks or window. The paper applies it
+    block by block while a prompt is read: `prefill_chunk` with `compress="per_chunk"`.
+    Source: Park et al., section 3; NVIDIA/kvpress `keydiff_press.py`.
+    """
+
+    by_head: ClassVar[bool] = True
+
+    def stages(self) -> Stages:
+        return Stages(score=dissimilarity)
+
+
+def dissimilarity(observation: Observation) -> Tensor:
+    """−cos(k, mean direction of the head's keys) `[B, H, T]`; 0 for a key of zeros."""
+    real = (observation.positions >= 0)[..., None]
+    directions = F.normalize(observation.keys.float(), dim=-1).masked_fill(~real, 0)
+    anchor = directions.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)
+    return -(directions * F.normalize(anchor, dim=-1)).sum(-1)
