@@ -35,10 +35,14 @@ if TYPE_CHECKING:
     from kvfold.methods.base import Stages as Stages
     from kvfold.methods.base import parse as parse
     from kvfold.methods.cam import CaM as CaM
+    from kvfold.methods.chunkkv import ChunkKV as ChunkKV
+    from kvfold.methods.cur import CUR as CUR
     from kvfold.methods.d2o import D2O as D2O
     from kvfold.methods.dbudgetkv import DBudgetKV as DBudgetKV
+    from kvfold.methods.dropkv import DropKV as DropKV
     from kvfold.methods.full import Full as Full
     from kvfold.methods.h2o import H2O as H2O
+    from kvfold.methods.keydiff import KeyDiff as KeyDiff
     from kvfold.methods.kivi import KIVI as KIVI
     from kvfold.methods.knorm import KNorm as KNorm
     from kvfold.methods.kvzip import KVzip as KVzip
@@ -83,10 +87,14 @@ _NAMES = {
     "kvfold.methods.adakv": ("AdaKV",),
     "kvfold.methods.auto": ("Auto",),
     "kvfold.methods.cam": ("CaM",),
+    "kvfold.methods.chunkkv": ("ChunkKV",),
+    "kvfold.methods.cur": ("CUR",),
     "kvfold.methods.d2o": ("D2O",),
     "kvfold.methods.dbudgetkv": ("DBudgetKV",),
+    "kvfold.methods.dropkv": ("DropKV",),
     "kvfold.methods.full": ("Full",),
     "kvfold.methods.h2o": ("H2O",),
+    "kvfold.methods.keydiff": ("KeyDiff",),
     "kvfold.methods.kivi": ("KIVI",),
     "kvfold.methods.knorm": ("KNorm",),
     "kvfold.methods.kvzip": ("KVzip",),

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from kvfold.attention import handshake
 from kvfold.attention.padding import Padding, announce, forget_announced
 from kvfold.budget import Budget
-from kvfold.cache import trial
+from kvfold.cache import setup, trial
 from kvfold.cache.count import stats_of
 from kvfold.cache.gather import Waiting
 from kvfold.cache.history import History
@@ -26,14 +26,6 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward
 from kvfold.cache.phase import Phase
-from kvfold.cache.setup import (
-    Shared,
-    check_tokenizer,
-    checked_budget,
-    prepare,
-    put_compressed_layers,
-    stages_of,
-)
 from kvfold.cache.spans import spans_of
 from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
@@ -41,12 +33,7 @@ from kvfold.cache.tensor_parallel import ranks_of
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
-from kvfold.hf.stock_layers import (
-    can_crop_stock,
-    crop_stock,
-    layer_lengths,
-    stock_layers,
-)
+from kvfold.hf.stock_layers import can_crop_stock, crop_stock, layer_lengths, stock_layers
 from kvfold.methods.base import Method, parse
 from kvfold.methods.observation import ContextReconstruction
 
@@ -83,16 +70,16 @@ class CompressedCache(Cache, ToldOfForwards):
     ) -> None:
         self.method, self.seed = parse(method), seed
         self.protect = spans_of(protect)
-        check_tokenizer(self.method, tokenizer)
+        setup.check_tokenizer(self.method, tokenizer)
         self.ranks = ranks_of(model)
-        stages = stages_of(self.method, self.protect, self.ranks)
-        self.budget = checked_budget(self.method, budget, stages.forced.least)
+        stages = setup.stages_of(self.method, self.protect, self.ranks)
+        self.budget = setup.checked_budget(self.method, budget, stages.forced.least)
         layers = stock_layers(model)
-        prepare(model, lambda: CompressedCache(model, trial.METHOD, trial.BUDGET))
+        setup.prepare(model, lambda: CompressedCache(model, trial.METHOD, trial.BUDGET))
         self.phase, self.binding = Phase(), ModelBinding(model)
         self.dropping_length = dropping_length(model)
-        shared = Shared(self.phase, Waiting(), self.binding)
-        put_compressed_layers(layers, model, stages, self.budget, seed, self.ranks, shared)
+        shared = setup.Shared(self.phase, Waiting(), self.binding)
+        setup.put_compressed_layers(layers, model, stages, self.budget, seed, self.ranks, shared)
         super().__init__(layers=layers)
         self.tokenizer = tokenizer
         self._generating = False
@@ -235,7 +222,7 @@ class CompressedCache(Cache, ToldOfForwards):
             raise KvfoldError("a cache takes another budget only while its first turn is read")
         other = copy.deepcopy(self)
         least = other.states[0].plan.stages.forced.least
-        other.budget = checked_budget(self.method, budget, least)
+        other.budget = setup.checked_budget(self.method, budget, least)
         for state in other.states:
             state.plan = replace(state.plan, budget=other.budget)
         with other.reading():
