@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much may be kept: exact integer counts of stored entries."""
+"""Budgets of a cache: the number of entries to keep, as exact integer counts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ UNITS = {
     "GIB": 2**30,
 }
 
-# Up to here a float counts every whole number.
+# A float64 represents every whole number below this.
 MOST = 2**53
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many entries a cache may keep; an entry is one token of one KV head in one layer.
+    """Number of entries that a cache keeps; an entry is one token of one KV head in one layer.
 
-    Make one with `tokens`, `ratio` or `bytes`, or from a plain value with `of`.
+    Made with `tokens`, `ratio` or `bytes`, or from a plain value with `of`. Raises BudgetError for
+    amounts that are not finite, not positive or too large, and for a ratio above 1.
     """
 
     kind: Literal["tokens", "ratio", "bytes"]
@@ -56,17 +57,20 @@ class Budget:
 
     @classmethod
     def tokens(cls, count: int) -> Budget:
-        """`count` entries per layer and KV head on average, sinks and windows included."""
+        """A mean of `count` entries per layer and KV head, sinks and recent window included."""
         return cls("tokens", count)
 
     @classmethod
     def ratio(cls, kept: float) -> Budget:
-        """`floor(kept × tokens seen)` entries per layer and KV head on average."""
+        """A mean of `floor(kept × tokens seen)` entries per layer and KV head."""
         return cls("ratio", kept)
 
     @classmethod
     def bytes(cls, size: int | str) -> Budget:
-        """Whole-cache size, as a number of bytes or a text such as "2GiB"."""
+        """Size of the whole cache, all rows and layers: bytes, or a text such as "2GiB".
+
+        Raises BudgetError for a text that is not a size.
+        """
         text = size if isinstance(size, str) else str(_plain(size))
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
         if not match or match[2].upper() not in UNITS:
@@ -75,9 +79,9 @@ class Budget:
 
     @classmethod
     def of(cls, value: Budget | float | str) -> Budget:
-        """From an int (tokens), a float in (0, 1] (ratio), or "512", "0.2", "20%", "2GiB".
+        """A budget from an int (tokens), a float in (0, 1] (ratio), "512", "0.2", "20%" or "2GiB".
 
-        A number may also be one of numpy's, or a tensor that holds a single one.
+        Numbers may be numpy scalars or tensors of one element. Raises BudgetError for other values.
         """
         if isinstance(value, Budget):
             return value
@@ -94,9 +98,14 @@ class Budget:
         return cls.bytes(text)
 
     def per_layer(self, seen: int, entry_bytes: int, layers: int, heads: int, rows: int) -> int:
-        """Entries per KV head, summed over `layers`, that one row may keep.
+        """Entries per KV head of one row, summed over `layers` compressed layers.
 
-        `seen` is the row's unpadded length, `entry_bytes` what one entry costs in its store.
+        Args:
+            seen: tokens of the row, without padding.
+            entry_bytes: bytes of one entry (key and value of one KV head) in its store.
+            layers: number of compressed layers.
+            heads: H, KV heads; only a budget in bytes depends on them.
+            rows: B, rows that share a budget in bytes.
         """
         if self.kind == "tokens":
             return int(self.amount) * layers
@@ -111,7 +120,7 @@ class Budget:
 
 
 def _plain(value: Any) -> int | float:
-    """A number, also numpy's or torch's, as an int or a float; raises BudgetError for others."""
+    """A Python, numpy or torch number as an int or float; raises BudgetError for others."""
     truth = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
     if not truth and getattr(value, "ndim", 0) == 0:
         try:
@@ -127,6 +136,6 @@ def _plain(value: Any) -> int | float:
 
 
 def _decimal(value: Any) -> float:
-    """A real number; one of less than double precision as the decimal that it was written as."""
+    """A real number as a float; of lower precision, rounded to 6 digits: 0.2 stays 0.2."""
     few_bits = getattr(value, "itemsize", 8) < 8
     return float(f"{float(value):.6g}") if few_bits else float(value)

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong, by kind. Each message says what is wrong and what to do."""
+"""Exceptions of kvfold. Every message says what is wrong and what to do."""
 
 
 class KvfoldError(ValueError):
-    """Anything kvfold refuses."""
+    """Base class of all errors that kvfold raises for bad input or an unsupported setup."""
 
 
 class BudgetError(KvfoldError):
-    """A budget that is not positive, cannot be read, or cannot hold what must be kept."""
+    """A budget that is not positive, malformed, or smaller than the forced entries."""
 
 
 class UnsupportedModel(KvfoldError):
-    """A model that would be answered wrongly, and is therefore refused."""
+    """A model that kvfold would compute wrongly, and therefore refuses."""
 
 
 class IllegalComposition(KvfoldError):
-    """Methods or stages that do not fit together."""
+    """Methods or stages that cannot be combined."""
 
 
 class ContextFileError(KvfoldError):
-    """A saved context that is damaged, or was made with another model."""
+    """A context file that is damaged, or was made with another model, method or version."""

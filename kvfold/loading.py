@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name: the bundled one, a folder, a hub id; and how they are loaded."""
+"""Loading of models by name: the bundled one, a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Loading:
-    """How a model is loaded, so that another process can load the same one.
+    """Options for loading a model; picklable, so that another process can load the same one.
 
     Args:
         dtype: of the weights; "auto" is the checkpoint's own.
         device: "cpu", "cuda:1"; None is the first GPU, or the CPU where there is none.
-        device_map: where layers go, as for `from_pretrained`, such as "auto"; instead of `device`.
+        device_map: placement of layers for `from_pretrained`, such as "auto"; excludes `device`.
         attn_implementation: "sdpa", "eager", ...; None is the model's own default.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run model code that comes with the checkpoint.
         gguf_file: the GGUF file in the folder or hub repository.
-        adapter: a PEFT adapter, a folder or hub id, that is put on the model.
+        adapter: a PEFT adapter to load into the model: a folder or hub id.
 
-    Raises KvfoldError for an unknown dtype, for two places at once, and for no place (meta).
+    Raises KvfoldError for an unknown dtype, for `device` with `device_map`, and for "meta".
     """
 
     dtype: str = "auto"
@@ -51,8 +51,8 @@ class Loading:
             raise KvfoldError("a model on the device meta has no weights: choose another device")
 
     def of_files(self) -> dict[str, Any]:
-        """Options of `from_pretrained` that model and tokenizer have in common."""
-        # Without a value, transformers would ask at the terminal.
+        """Options of `from_pretrained` for both model and tokenizer."""
+        # Always given: without a value transformers prompts at the terminal.
         common: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
         if self.revision is not None:
             common["revision"] = self.revision
@@ -61,7 +61,7 @@ class Loading:
         return common
 
     def of_model(self) -> dict[str, Any]:
-        """Options of `from_pretrained` for the model alone; None is left to transformers."""
+        """Options of `from_pretrained` for the model alone, without those that are None."""
         chosen = {
             "dtype": self.dtype,
             "attn_implementation": self.attn_implementation,
@@ -73,10 +73,11 @@ class Loading:
 def load(
     name: str, loading: Loading | None = None, *, among_ranks: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model `name` and its tokenizer, ready to generate.
+    """The model `name` in eval mode, and its tokenizer.
 
-    With `among_ranks`, processes that torchrun started share the model; else each has all of it.
-    Raises KvfoldError where there is no such model, or it cannot be loaded so.
+    With `among_ranks`, the processes that torchrun started share the model by tensor parallelism;
+    else each loads all of it. Raises KvfoldError if there is no such model, or it cannot be loaded
+    with these options.
     """
     how = loading or Loading()
     check_name(name, how)
@@ -90,11 +91,11 @@ def load(
         if how.adapter is not None:
             model.load_adapter(how.adapter)
         if not shared and how.device_map is None:
-            # transformers' wrapper hides the signature of `to` from type checkers.
+            # Type checkers see transformers' wrapper of `to`, not its signature.
             model.to(_device(how))  # type: ignore[arg-type]
     except KvfoldError:
         raise
-    # Damaged files raise whatever the library does that reads them.
+    # Damaged files raise errors of many libraries.
     except Exception as problem:
         first_line = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
@@ -102,7 +103,7 @@ def load(
 
 
 def check_name(name: str, loading: Loading) -> None:
-    """Raises KvfoldError for a model or adapter that cannot be there, before anything is loaded."""
+    """Raises KvfoldError for a model or adapter that cannot exist; loads and downloads nothing."""
     own = loading.revision or loading.gguf_file or loading.trust_remote_code
     if name == BUNDLED and own:
         raise KvfoldError("the bundled model has one revision and no code or GGUF file of its own")
@@ -121,7 +122,7 @@ def check_name(name: str, loading: Loading) -> None:
 
 
 def _check_place(name: str, what: str) -> None:
-    """Raises KvfoldError for what is neither a folder nor might be a hub id."""
+    """Raises KvfoldError for a name that is neither a folder nor a valid hub id."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 

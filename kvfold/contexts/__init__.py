@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts: documents that are compressed once and asked often, and chats over them."""
+"""Contexts: documents compressed once for many questions, and chats over them.
+
+`context.py` compresses a document, `chat.py` and `bounded_chat.py` answer questions over it,
+`answer.py` turns generated tokens into text, `files/` saves and loads contexts.
+"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of an answer while its tokens come, and where it ends."""
+"""Text of an answer while it is generated: decoding, stop strings, and why it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# What a decoder writes for a character whose last bytes are still to come.
+# Decoders write this for a character some of whose bytes are in tokens still to come.
 INCOMPLETE = "\ufffd"
 
 
@@ -21,10 +21,13 @@ Ended = Literal["end", "stop", "limit"]
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer as it came, white space and all.
+    """A finished answer.
 
-    `tokens` were generated for it. It ended at one of the model's own ("end"), at a stop string, or
-    at the most tokens that were asked for ("limit").
+    Args:
+        text: the answer with its white space, without end token and stop string.
+        tokens: number of generated tokens, the end token included.
+        ended: "end" at an end token of the model, "stop" at a stop string, "limit" at
+            `max_new_tokens`.
     """
 
     text: str
@@ -33,16 +36,16 @@ class Reply:
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
-    """The tokens that end an answer of this model."""
+    """Ids of the tokens that end an answer of this model; empty if it has none."""
     end = model.generation_config.eos_token_id
     return [] if end is None else end if isinstance(end, list) else [end]
 
 
 class Answer:
-    """A stopping criterion for `generate`: hands text to `put`, and ends it at a stop string.
+    """Stopping criterion for `generate` that streams text to `put` and ends at a stop string.
 
-    `prompt` is the number of tokens before the answer; text that may turn out to begin a stop
-    string is held back. `cancelled` ends the answer where it is.
+    `prompt` is the number of prompt tokens. Text that may be the start of a stop string is held
+    back until the next tokens decide. Setting `cancelled` ends the answer at the next token.
     """
 
     def __init__(
@@ -59,18 +62,19 @@ class Answer:
         self.stopped = False
         self._tokens: list[int] = []
         self._shown = 0
-        # Text before `_read` is known; decoding goes on from `_start`, as tokens join into words.
+        # Tokens before `_read` are decoded. Decoding restarts at `_start`, a little earlier, as the
+        # text of a token depends on the ones before it.
         self._start = self._read = 0
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Called after each token with all of them `[1, N]`; whether to stop `[1]`."""
+        """True `[1]` to stop; called after each token with all token ids `[1, N]`."""
         self._tokens = input_ids[0, self.prompt :].tolist()
         self._take(last=False)
         done = self.stopped or self.cancelled.is_set()
         return torch.tensor([done], device=input_ids.device)
 
     def finish(self, tokens: list[int]) -> list[int]:
-        """All is generated: shows what was held back; the tokens that make up the answer's text."""
+        """Streams text held back; returns the `tokens` whose text is before the stop string."""
         self._tokens = tokens
         if not self.stopped:
             self._take(last=True)
@@ -79,7 +83,7 @@ class Answer:
         return tokens
 
     def reply(self, generated: list[int], ends: Collection[int]) -> Reply:
-        """What was finished, of all tokens that were `generated`."""
+        """The finished answer; `generated` are all its tokens, `ends` the model's end tokens."""
         by_itself = bool(generated) and generated[-1] in ends
         ended: Ended = "stop" if self.stopped else "end" if by_itself else "limit"
         return Reply(self.text, len(generated), ended)
@@ -92,7 +96,7 @@ class Answer:
         searched = len(self.text)
         self.text += now[len(before) :]
         if len(now) > len(before):
-            # Not after a token without text: the next word's space depends on what is before it.
+            # Not after a token without text: the next word's space depends on the token before it.
             self._start = self._read
         self._read = len(self._tokens)
         longest = max(map(len, self.stop), default=0)
@@ -106,7 +110,7 @@ class Answer:
             self._shown = end
 
     def _held_back(self) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
+        """Number of last characters that may be the start of a stop string."""
         longest = max(map(len, self.stop), default=0)
         for count in range(min(longest - 1, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-count:]) for stop in self.stop):

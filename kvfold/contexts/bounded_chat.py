@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat over one context whose own turns are compressed as well."""
+"""Chat over a context whose earlier turns are compressed to a budget of their own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class BoundedChat(Chat):
-    """A chat whose own turns hold at most `budget` entries per KV head and layer.
+    """A chat whose own turns keep at most `budget` entries per KV head and layer.
 
-    A turn is answered with all it has; when it ends and is kept, it is read once more, as a whole,
-    and all turns so far are compressed together: see `fork_within`. The context's own entries,
-    which others share, stay. Positions go on counting, so that the model's trained length bounds
-    the conversation. Raises BudgetError for a budget that is no number of tokens, or too small.
+    A turn is answered uncompressed. Once it is kept, it is read again as a whole, and all turns so
+    far are compressed together: see `fork_within`. The context's entries, which are shared, do not
+    change. Positions keep counting, so the model's trained length bounds the conversation. Raises
+    BudgetError for a budget that is not a number of tokens, or too small.
     """
 
     def __init__(self, context: Context, budget: Budget | float | str) -> None:
@@ -43,7 +43,7 @@ class BoundedChat(Chat):
     def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
         reader = self.reader
         start = reader.get_seq_length()
-        # Inside, sliding and recurrent layers remember where they began.
+        # A frozen cache can restore its sliding and recurrent layers to the start of the turn.
         with reader.frozen():
             try:
                 return super()._generated(asked, answer, options)

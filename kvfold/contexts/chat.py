@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to a context, one after the other: what was kept is seen by those that follow."""
+"""Chat over a context: turns in sequence, each reading the kept ones before it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ ONE_ANSWER = ("num_beams", "num_return_sequences")
 
 
 class Chat:
-    """Turns over one context, whose storage is shared with all other chats.
+    """Turns over one context, whose entries are shared with all other chats.
 
-    Chats of one context may answer at the same time, each in a thread of its own; one chat answers
-    one question at a time. `ids [1, N]` are the tokens of the document and of all turns kept.
+    `ids [1, N]` are the tokens of the document and of all kept turns. Chats of one context may
+    answer at the same time, each in its own thread; one chat answers one question at a time.
+    Raises KvfoldError if the context's cache has read anything else.
     """
 
     def __init__(self, context: Context) -> None:
@@ -44,7 +45,7 @@ class Chat:
 
     @property
     def turns(self) -> int:
-        """How many turns are kept."""
+        """Number of kept turns."""
         return len(self._before_turns)
 
     def ask(
@@ -59,15 +60,21 @@ class Chat:
         allow_longer: bool = False,
         **options: Any,
     ) -> str:
-        """The model's answer, greedy unless `options` for `model.generate` say otherwise.
+        """The model's answer to a question, stripped of white space; greedy by default.
 
-        `answer_prefix` are words the answer starts with, and it ends where a `stop` string would
-        begin; neither is part of what is returned. With `keep`, later turns see this one. What is
-        spelled like a special token is text, unless `special_tokens` says that it is meant. All
-        that is read is at most as long as the texts the model was trained on, unless the document
-        is longer, or `allow_longer` is given. Raises KvfoldError for several answers at once, and
-        for a second turn where the chat template has none; the chat is then as before, as after
-        every error.
+        Args:
+            question: the user's message.
+            keep: later turns read this one.
+            answer_prefix: words the answer starts with; not part of the returned text.
+            max_new_tokens: tokens to generate at most.
+            stop: strings that end the answer; not part of the returned text.
+            special_tokens: parse special tokens spelled in the texts; else they stay text.
+            allow_longer: read beyond the model's trained length. A document that is longer itself
+                allows it, too.
+            options: further ones of `model.generate`, such as `do_sample`.
+
+        Raises KvfoldError for options that ask for several answers, for a text that is too long,
+        and for a second turn if the chat template has none. After any error the chat is as before.
         """
         return self.reply(
             question,
@@ -92,7 +99,7 @@ class Chat:
         allow_longer: bool = False,
         **options: Any,
     ) -> Reply:
-        """The answer as it came, and how it ended; all as for `ask`."""
+        """The answer with its white space, its tokens and why it ended; otherwise as `ask`."""
         options |= {"max_new_tokens": max_new_tokens}
         asked = self._asked(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
@@ -106,7 +113,10 @@ class Chat:
         answer_prefix: str = "",
         special_tokens: bool = False,
     ) -> None:
-        """Keeps a turn whose `answer` is given: as if the model had said it."""
+        """Adds a kept turn with a given `answer`, as if the model had generated it.
+
+        It is read with the next question. Raises KvfoldError as `ask` does for a second turn.
+        """
         before = self.ids.shape[1]
         said = token_ids(self.context.tokenizer, content(answer, special_tokens))
         asked = self._asked(question, answer_prefix, special_tokens)
@@ -125,10 +135,10 @@ class Chat:
         allow_longer: bool = False,
         **options: Any,
     ) -> Iterator[str]:
-        """The answer in pieces, as they come; all as for `ask`.
+        """Iterator over the answer's text in pieces, as they are generated; otherwise as `ask`.
 
-        It begins with the first piece that is asked for. An iterator that is closed ends the
-        answer, and its turn is not kept.
+        Generation starts with the first `next`, in a thread. Closing the iterator ends the answer;
+        its turn is then not kept.
         """
         options |= {"max_new_tokens": max_new_tokens}
         asked = self._asked(question, answer_prefix, special_tokens)
@@ -155,7 +165,7 @@ class Chat:
             thread.join()
 
     def drop(self, turns: int = 1) -> None:
-        """Forgets the last `turns` that were kept; raises KvfoldError where there are fewer."""
+        """Drops the last `turns` kept turns; raises KvfoldError if there are fewer."""
         if not 0 <= turns <= self.turns:
             raise KvfoldError(f"{turns} turns cannot be dropped of {self.turns}")
         if turns:
@@ -165,7 +175,7 @@ class Chat:
             del self._before_turns[-turns:]
 
     def stats(self) -> Stats:
-        """What the chat reads from: the context, and its own turns."""
+        """Kept entries and bytes of the context together with the chat's turns."""
         return self.reader.stats()
 
     def _answer(
@@ -177,7 +187,7 @@ class Chat:
         cancelled: Event,
         options: dict[str, Any],
     ) -> Reply:
-        """The answer to what was `asked [1, n]`."""
+        """The answer to the question's tokens `asked [1, n]`, streamed to `put`."""
         if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
             raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
         ids, start = self.ids, self.reader.get_seq_length()
@@ -192,7 +202,7 @@ class Chat:
             self._settle(ids)
         except BaseException:
             if self.reader.broke_off or self.reader.get_seq_length() != start:
-                # Layers may no longer hold the same tokens: turns are read again.
+                # Layers may hold different tokens: a new fork reads the turns again.
                 self.reader = self._new_reader()
             raise
         if ids is not self.ids:
@@ -201,7 +211,7 @@ class Chat:
         return answer.reply(generated, self._ends())
 
     def _asked(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
-        """The tokens `[1, n]` of a question, and of what its answer begins with."""
+        """Token ids `[1, n]` of a question and the answer's prefix, inside the chat template."""
         frame = self.context.frame
         opening = frame.between if self.turns else frame.parting
         if opening is None:
@@ -211,14 +221,14 @@ class Chat:
         return token_ids(self.context.tokenizer, *pieces).to(self.ids.device)
 
     def _check_length(self, asked: Tensor, allow_longer: bool) -> None:
-        """Refuses what makes the conversation too long, unless the document alone was allowed."""
+        """Raises KvfoldError beyond the trained length, unless the document alone is beyond it."""
         longest = trained_length(self.context.model)
         already = longest is not None and self.context.ids.shape[1] > longest
         tokens = self.ids.shape[1] + asked.shape[1]
         check_length(self.context.model, tokens, allow_longer or already)
 
     def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
-        """The tokens that follow `asked [1, N]`."""
+        """Generated tokens after `asked [1, N]`, all tokens of the conversation."""
         criteria = [*(options.pop("stopping_criteria", None) or []), answer]
         out = stock_generate(
             self.context.model,
@@ -231,25 +241,25 @@ class Chat:
         return tokens
 
     def _without_end(self, tokens: list[int]) -> list[int]:
-        """`tokens` without the one that ended the answer: the next turn's opening brings it."""
+        """`tokens` without the end token, which the template puts before the next turn."""
         return tokens[:-1] if tokens and tokens[-1] in self._ends() else tokens
 
     def _ends(self) -> list[int]:
         return end_tokens(self.context.model)
 
     def _new_reader(self) -> CompressedCache:
-        """What reads on from the context."""
+        """A cache that reads the turns: a fork of the context's."""
         return fork(self.context.cache)
 
     def _settle(self, ids: Tensor) -> None:
-        """Lets the reader hold nothing beyond `ids [1, N]`; what it has not seen it reads later."""
+        """Removes tokens beyond `ids [1, N]` from the reader; it reads missing ones later."""
         excess = self.reader.get_seq_length() - ids.shape[1]
         if excess <= 0:
             return
         if all(isinstance(layer, CompressedLayer) for layer in self.reader.layers):
             self.reader.crop(-excess)
         else:
-            # Sliding and recurrent layers cannot: turns that are kept are read again.
+            # Sliding and recurrent layers cannot be cropped: a new fork reads the kept turns again.
             self.reader = self._new_reader()
 
 
@@ -258,4 +268,4 @@ def _listed(stop: str | Sequence[str]) -> Sequence[str]:
 
 
 def _nowhere(piece: str) -> None:
-    """For answers that nobody waits for piece by piece."""
+    """Sink for pieces of an answer that is not streamed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compress a document once, ask many questions."""
+"""A compressed document that answers many questions: `kvfold.compress` and `Context`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from kvfold.methods.base import Method
 
 @dataclass(frozen=True, repr=False)
 class Context:
-    """A compressed document; every question sees it alone, never an earlier question.
+    """A compressed document; each question reads it alone, without earlier questions.
 
-    `ids [1, N]` are the tokens that were read, those before the document included.
+    `frame` holds the chat template parts around a question, `ids [1, N]` the tokens that were read,
+    those of the template before the document included.
     """
 
     model: PreTrainedModel
@@ -46,7 +47,7 @@ class Context:
         )
 
     def check(self) -> None:
-        """Raises KvfoldError where the cache was used for something else."""
+        """Raises KvfoldError if the cache has read tokens other than the document's."""
         seen, known = self.cache.get_seq_length(), self.ids.shape[1]
         if seen != known:
             raise KvfoldError(
@@ -55,29 +56,29 @@ class Context:
             )
 
     def ask(self, question: str, **options: Any) -> str:
-        """The model's answer; `options` are those of `Chat.ask`.
+        """The model's answer; `options` and errors as for `Chat.ask`.
 
-        Any number of threads may ask at the same time: each costs its question and its answer.
+        Threads may ask at the same time; each stores only its own question and answer.
         """
         return self.chat().ask(question, **options, keep=False)
 
     def stream(self, question: str, **options: Any) -> Iterator[str]:
-        """The answer in pieces, as they come; `options` are those of `Chat.stream`."""
+        """Iterator over the answer in pieces; `options` as for `Chat.stream`."""
         return self.chat().stream(question, **options, keep=False)
 
     def chat(self, budget: Budget | float | str | None = None) -> Chat:
-        """Several turns, of which each sees those before it; they share what this context holds.
+        """A chat over this context, in which each turn reads the ones before it.
 
-        With a `budget`, a number of tokens, its own turns hold no more; see `BoundedChat`.
+        With a `budget`, its turns keep at most that many tokens; see `BoundedChat`.
         """
         return Chat(self) if budget is None else BoundedChat(self, budget)
 
     def stats(self) -> Stats:
-        """What the compressed document takes."""
+        """Kept entries and bytes of the compressed document."""
         return self.cache.stats()
 
     def save(self, path: str | Path) -> None:
-        """Writes a file that `kvfold.load` reads; raises what `contexts/files/write.py` says."""
+        """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`."""
         from kvfold.contexts.files.write import save
 
         save(self, path)
@@ -97,12 +98,23 @@ def compress(
     special_tokens: bool = False,
     allow_longer: bool = False,
 ) -> Context:
-    """Reads `document` as the opening of a user's message and compresses it.
+    """Reads `document` as the opening of a user's message and compresses its KV cache.
 
-    What is spelled like a special token in it is text, unless `special_tokens` says that it is
-    meant. It is at most as long as the texts the model was trained on, unless `allow_longer`.
-    `prefill_chunk` and `compress` are as for `generate`, the rest as for `CompressedCache`;
-    both also say what is raised.
+    Args:
+        model: a causal LM of transformers.
+        tokenizer: the model's.
+        document: the text; special tokens spelled in it stay text, unless `special_tokens`.
+        method: a method, or its text such as "snapkv:window=16".
+        budget: entries to keep, as for `Budget.of`; None for methods without a budget.
+        prefill_chunk: tokens per forward; None: all at once.
+        compress: "at_end" of the document, or "per_chunk", which bounds the memory.
+        protect: token ranges `(start, stop)` that are always kept.
+        seed: of methods that choose at random.
+        special_tokens: parse special tokens spelled in the document.
+        allow_longer: read a document beyond the model's trained length.
+
+    Raises KvfoldError for a method that compresses only while generating and for a document that is
+    too long, and what `CompressedCache` and `kvfold.generate` raise.
     """
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
     check_reusable(cache.method)
@@ -121,7 +133,7 @@ def compress(
 
 
 def check_reusable(method: Method) -> None:
-    """Raises KvfoldError for a method that compresses only while a question is answered."""
+    """Raises KvfoldError for a method that compresses only once an answer is being generated."""
     if method.stages().decode == "once":
         raise KvfoldError(
             f"{method} compresses at the first generated token, but what is generated for a "

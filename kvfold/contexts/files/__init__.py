@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts as files."""
+"""Context files: `write.py` saves, `read.py` loads, `format.py` defines their content."""

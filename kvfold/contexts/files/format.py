@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a context file is: safetensors whose metadata say, typed, what the tensors are.
+"""Format of context files: safetensors with a typed header in the metadata.
 
-Tensors of a layer are of one KV head each, `layers.<index>.<part>.<head>`: some heads can be
-read alone; what has no heads is `layers.<index>.<part>`, `others.<index>.<part>`, `rope.<name>`,
-`prefix`, and `ids`, the document's tokens. Entry i of a head is token `ids[positions[i]]` (of
-segments: `ids[columns[i]]`), or `ids[i]` without such a tensor, as nothing was evicted.
+Names of tensors:
+    layers.<index>.<part>.<head>    one KV head of a compressed layer, so that heads load separately
+    layers.<index>.<part>           part of a compressed layer without heads
+    others.<index>.<part>[.<head>]  layer of transformers' own
+    rope.<name>                     RoPE frequencies
+    prefix                          leading tokens kept beside the budget [1], KVzip's
+    ids                             the document's tokens [N], int32
+
+Entry i of a head is token `ids[positions[i]]` (in ragged stores `ids[columns[i]]`), or `ids[i]` if
+the layer has no such tensor, as nothing was evicted.
 """
 
 from __future__ import annotations
@@ -25,9 +31,9 @@ from torch import Tensor
 
 from kvfold.errors import ContextFileError, KvfoldError
 
-# Raised whenever a file of one version would be misread by the other.
+# Incremented when a file of one version would be misread by the other.
 VERSION = "1"
-# Names in the metadata of safetensors, which are texts.
+# Keys of the safetensors metadata.
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
 
 
@@ -36,7 +42,7 @@ class _Part(BaseModel):
 
 
 class ModelPart(_Part):
-    """The model that read the document: see `identity.py`."""
+    """The model that read the document; see `identity.py`."""
 
     name: str
     config: dict[str, Any]
@@ -46,9 +52,9 @@ class ModelPart(_Part):
 
 
 class RopePart(_Part):
-    """How keys were rotated, to their original positions; frequencies are tensors of the file.
+    """RoPE of the stored keys; its frequencies are tensors of the file.
 
-    `moved` is by how many positions the stored keys were rotated beyond that.
+    `moved`: positions by which keys were rotated beyond their original positions.
     """
 
     parameters: dict[str, Any]
@@ -57,7 +63,10 @@ class RopePart(_Part):
 
 
 class LayerPart(_Part):
-    """A compressed layer: `by_head` and `whole` name tensors; see `cache/state.py` for the rest."""
+    """Numbers of a compressed layer (see `cache/state.py`), and names of its tensors.
+
+    `kept` are the entries per KV head, `by_head` tensors per head, `whole` tensors of all heads.
+    """
 
     index: int
     store: Literal["dense", "segments"]
@@ -75,7 +84,7 @@ class LayerPart(_Part):
 
 
 class OtherPart(_Part):
-    """A layer that stays transformers' own: its class, its numbers, the names of its tensors."""
+    """A layer of transformers' own: class `kind`, numbers, and names of its tensors."""
 
     index: int
     kind: str
@@ -92,11 +101,22 @@ class BudgetPart(_Part):
 
 
 class Header(_Part):
-    """All that a file says beside its tensors.
+    """Header of a context file.
 
-    `method` spells out every option. `bits` are those of keys and values where they are packed.
-    Tensors in `same_as` are stored once, under the other name. Checksums are of each tensor's
-    dtype, shape and bytes. `origins` are the modules of methods that are not kvfold's own, by name.
+    Args:
+        written_by: version of kvfold.
+        method: with every option spelled out.
+        budget: None for a method without one.
+        protect: token ranges `(start, stop)` that are always kept.
+        seed: of methods that choose at random.
+        per_chunk: tokens after which the document was compressed; None: at its end.
+        seen: N, tokens of the document.
+        dtype: of the model, such as "bfloat16".
+        bits: of quantized keys and values; None if they are not quantized.
+        before, after, between: chat template parts around a document and questions.
+        same_as: names of tensors that are stored once, under another name.
+        checksums: of each stored tensor's dtype, shape and bytes.
+        origins: modules of registered methods that are not kvfold's own, by method.
     """
 
     written_by: str
@@ -122,9 +142,9 @@ class Header(_Part):
 
 
 def together(of_ranks: tuple[LayerPart | OtherPart, ...]) -> LayerPart | OtherPart:
-    """What is said of a layer whose KV heads ranks hold, in their order.
+    """The header of a layer whose KV heads are split over tensor-parallel ranks, in rank order.
 
-    Raises KvfoldError where they differ in what all heads have in common.
+    Raises KvfoldError if ranks differ in a number that holds for all heads.
     """
     first = of_ranks[0]
     same: dict[str, Any] = {}
@@ -143,26 +163,29 @@ def together(of_ranks: tuple[LayerPart | OtherPart, ...]) -> LayerPart | OtherPa
 
 
 def digest(text: str) -> str:
-    """A checksum of a text."""
+    """Checksum of a text: BLAKE2b, 16 bytes, hexadecimal."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A checksum of a tensor on the CPU: of its dtype, its shape and its bytes."""
+    """Checksum of a CPU tensor's dtype, shape and bytes."""
     made = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=16)
     made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 
 def metadata(header: Header) -> dict[str, str]:
-    """The header as metadata of safetensors."""
-    # Without, a file is as it was before there were any.
+    """The header as safetensors metadata."""
+    # Left out if empty: such a file is the same as before the field existed.
     text = header.model_dump_json(exclude=None if header.origins else {"origins"})
     return {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)}
 
 
 class ContextFile:
-    """An open context file; tensors are read, and checked, one by one."""
+    """An open context file; each tensor is read and checked on its own.
+
+    Raises ContextFileError for another format version and a damaged header.
+    """
 
     def __init__(self, path: Path, file: Any) -> None:
         self.path, self._file = path, file
@@ -171,7 +194,7 @@ class ContextFile:
             raise self.damaged("its tensors are not those it lists")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor on the CPU; raises ContextFileError where it is not as it was written."""
+        """A tensor on the CPU; raises ContextFileError if it is missing or its checksum differs."""
         name = self.header.same_as.get(name, name)
         if name not in self.header.checksums:
             raise self.damaged(f"it has no tensor {name}")
@@ -181,12 +204,12 @@ class ContextFile:
         return tensor
 
     def check(self) -> None:
-        """Reads all tensors; raises ContextFileError where one is not as it was written."""
+        """Reads all tensors; raises ContextFileError if one is damaged."""
         for name in self.header.checksums:
             self.tensor(name)
 
     def damaged(self, how: str) -> ContextFileError:
-        """The error that says what is wrong with this file."""
+        """The error for a damaged file; `how` says what was found."""
         return ContextFileError(
             f"{self.path} is damaged, {how}: take another copy, or compress the document again"
         )
@@ -210,7 +233,10 @@ class ContextFile:
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[ContextFile]:
-    """The file at `path`; raises ContextFileError where there is none, or not a whole one."""
+    """The context file at `path`, open for the block.
+
+    Raises ContextFileError if it is unreadable.
+    """
     path = Path(path)
     try:
         with _held(path) as place, safe_open(place, framework="pt") as file:
@@ -221,10 +247,10 @@ def opened(path: str | Path) -> Iterator[ContextFile]:
 
 @contextmanager
 def _held(path: Path) -> Iterator[Path]:
-    """Another name of the file that is at `path` now, whatever takes its place meanwhile.
+    """A path that refers to the file now at `path`, even if that is replaced meanwhile.
 
-    safetensors opens a name twice: it would read the header of one file and tensors of another.
-    Raises OSError for what is no file, such as a pipe, which would be waited for.
+    safetensors opens a path twice: it could read the header of one file and tensors of another.
+    Raises OSError for anything but a regular file; opening a pipe would block.
     """
     opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -237,7 +263,7 @@ def _held(path: Path) -> Iterator[Path]:
 
 
 def _what_is_wrong(path: Path, problem: Exception) -> str:
-    """Why a file cannot be opened, in words for whoever named it."""
+    """The reason a file cannot be opened, for the error message."""
     if not path.exists():
         return "there is no such file"
     if path.is_file() and not _begins_as_safetensors(path):
@@ -246,7 +272,7 @@ def _what_is_wrong(path: Path, problem: Exception) -> str:
 
 
 def _begins_as_safetensors(path: Path) -> bool:
-    """Whether a JSON object follows eight bytes that are its length."""
+    """True if byte 8 opens a JSON object, as in safetensors; also if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(9)[8:] == b"{"
@@ -255,6 +281,6 @@ def _begins_as_safetensors(path: Path) -> bool:
 
 
 def read_header(path: str | Path) -> Header:
-    """What the file at `path` holds, without its tensors; raises ContextFileError."""
+    """The header of the context file at `path`; raises ContextFileError."""
     with opened(path) as file:
         return file.header

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes keys and values of one model useless to another, and how that is told.
+"""Identity of the model that made a context: configuration, weights, vocabulary and RoPE.
 
-Keys and values depend on every weight and on how they are computed. `FIELDS` are the settings of a
-configuration that decide about the latter; others (names, dropout, special tokens, the longest
-text) change nothing. RoPE is compared apart, by its frequencies. Weights are compared by a few
-numbers of each, so that two models of one architecture are told apart without reading them all.
+Keys and values depend on all weights and on the computation. `FIELDS` are the settings of a
+configuration that affect the computation; others (names, dropout, special tokens, trained length)
+do not. RoPE is compared separately, by its frequencies. Weights are compared by a checksum over a
+sample of each, which tells models of one architecture apart without reading all weights.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ FIELDS = (
     "qk_nope_head_dim",
     "v_head_dim",
 )
-# Numbers of each weight that count, and how far frequencies of one RoPE may differ by rounding.
+# Elements of each weight in the checksum, and relative tolerance of RoPE frequencies.
 SAMPLE, CLOSE = 64, 1e-5
 
 
 def model_part(model: PreTrainedModel, tokenizer: Any) -> ModelPart:
-    """Which model, and whose tokens."""
+    """Identity of the model and of its tokenizer's vocabulary."""
     config = text_config(model)
     fields = {name: getattr(config, name, None) for name in FIELDS}
     kept = {name: value for name, value in fields.items() if value is not None}
-    # As it comes back from the file.
+    # Round trip through JSON, so that it compares equal to what a file holds.
     kept = json.loads(json.dumps(kept))
     return ModelPart(
         name=type(model).__name__,
@@ -68,7 +68,7 @@ def model_part(model: PreTrainedModel, tokenizer: Any) -> ModelPart:
 
 
 def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """A checksum of numbers spread over every one of a model's weights, by name."""
+    """Checksum over names, shapes and a sample of elements of all weights, in their order."""
     made = hashlib.blake2b(digest_size=16)
     for name, weight in weights:
         flat = full_weight(weight.detach()).flatten()
@@ -79,14 +79,14 @@ def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def rope_part(model: PreTrainedModel) -> tuple[RopePart, dict[str, Tensor]]:
-    """How the model rotates keys, and its frequencies by name."""
+    """RoPE parameters of the model, and its frequencies by name."""
     parameters, frequencies, scaling = rope_of(model)
     parameters = json.loads(json.dumps(parameters))
     return RopePart(parameters=parameters, scaling=scaling, moved=0), frequencies
 
 
 def model_differences(here: ModelPart, there: ModelPart, weights: bool) -> list[str]:
-    """What differs between the model at hand and the file's, in words."""
+    """Differences between this model and the file's, in words; `weights` compares these, too."""
     found = differences(here.config, there.config)
     if here.name != there.name:
         found.insert(0, f"a {here.name} here, a {there.name} in the file")
@@ -100,7 +100,10 @@ def model_differences(here: ModelPart, there: ModelPart, weights: bool) -> list[
 def rope_differences(
     here: RopePart, there: RopePart, mine: dict[str, Tensor], theirs: dict[str, Tensor]
 ) -> list[str]:
-    """What differs between two ways to rotate keys, in words."""
+    """Differences between this model's RoPE and the file's, in words.
+
+    `mine` and `theirs` are the frequencies by name.
+    """
     found = differences(here.parameters, there.parameters)
     found += differences(here.scaling, there.scaling, " of the attention")
     same = mine.keys() == theirs.keys() and all(
@@ -116,7 +119,7 @@ def rope_differences(
 
 
 def differences(here: dict[str, Any], there: dict[str, Any], of: str = "") -> list[str]:
-    """Settings that differ, each with both values."""
+    """Settings that differ, in words, with both values; `of` follows each name."""
     return [
         f"{name}{of} {here.get(name)!r} here, {there.get(name)!r} in the file"
         for name in sorted(here.keys() | there.keys())

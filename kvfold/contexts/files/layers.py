@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compressed layer as named tensors and numbers, and back.
 
-Nothing is saved of a prefill that is still being read (remembered queries): there is none.
+State of an unfinished prefill (the query window) is not saved: such a cache is refused.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ NUMBERS = ("turns", "evicted_at", "surplus", "over_budget")
 
 
 @dataclass(frozen=True)
-class Described:
-    """What a file holds of a layer: its numbers, tensors `[…]` of each KV head, and others."""
+class SavedLayer:
+    """Content of a file for one layer.
+
+    `part` has its numbers, `by_head[name]` one tensor per KV head, `whole[name]` a tensor of all.
+    """
 
     part: LayerPart
     by_head: Named
     whole: dict[str, Tensor]
 
 
-def describe(layer: CompressedLayer, index: int) -> Described:
-    """One layer of a context, which is one row; its tensors are views."""
+def describe(layer: CompressedLayer, index: int) -> SavedLayer:
+    """The saved form of a layer of one row; its tensors are views."""
     state = layer.state
     store = state.stored()
     by_head = store.named()
     if state.sinks is not None:
-        # How far sinks are moved depends on what follows.
+        # Moved sinks are saved unmoved: how far they move depends on the tokens to come.
         by_head["keys"] = list(state.keys_as_given()[0])
     tensors = {name: getattr(state, name) for name in (*BY_HEAD, *WHOLE)}
     by_head |= {name: list(tensors[name][0]) for name in BY_HEAD if tensors[name] is not None}
@@ -61,11 +64,11 @@ def describe(layer: CompressedLayer, index: int) -> Described:
         by_head=sorted(by_head),
         whole=sorted(whole),
     )
-    return Described(part, by_head, whole)
+    return SavedLayer(part, by_head, whole)
 
 
-def restore(layer: CompressedLayer, saved: Described) -> None:
-    """Makes a fresh layer the one that was described; tensors are copied."""
+def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
+    """Sets a fresh layer to a saved state; tensors are copied."""
     state, part, by_head = layer.state, saved.part, dict(saved.by_head)
     tensors = {name: by_head.pop(name) for name in BY_HEAD if name in by_head}
     state.store = _store(state, part, by_head)
@@ -93,6 +96,6 @@ def _store(state: LayerState, part: LayerPart, by_head: Named) -> DenseStore | R
 
 
 def kept(layer: CompressedLayer) -> list[int]:
-    """Entries of each KV head of a layer with one row."""
+    """Number of entries of each KV head `[H]`, of a layer with one row."""
     counts: list[int] = (layer.state.columns()[0] >= 0).sum(-1).tolist()
     return counts

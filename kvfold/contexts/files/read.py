@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a context from a file."""
+"""Loading of contexts from files: `kvfold.load`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvfold.contexts.files.identity import (
     rope_differences,
     rope_part,
 )
-from kvfold.contexts.files.layers import Described, kept
+from kvfold.contexts.files.layers import SavedLayer, kept
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import Frame
 from kvfold.hf.models import layer_device
@@ -39,12 +39,12 @@ def load(
     *,
     heads: slice | None = None,
 ) -> Context:
-    """The context in the file at `path`, which goes on as if it had never been saved.
+    """The context saved at `path`; its answers are those of the context that was saved.
 
-    Ranks that share a model each load their own KV heads. `heads` loads these only, for a model cut
-    up in another way than transformers': its weights are parts, so that they are not compared.
-    Raises ContextFileError where the file is damaged, of another version, or made with another
-    model, tokenizer, RoPE, dtype or method; and what `CompressedCache` raises.
+    Under tensor parallelism each rank loads its own KV heads. `heads` selects KV heads explicitly,
+    for a model sharded by other means than transformers'; its weights are then not compared.
+    Raises ContextFileError if the file is damaged, of another version, or made with another model,
+    tokenizer, RoPE, dtype or method; and what `CompressedCache` raises.
     """
     with opened(path) as file:
         header, limit = file.header, file.header.budget
@@ -73,7 +73,7 @@ def _check(
     tokenizer: PreTrainedTokenizerBase,
     heads: slice | None,
 ) -> None:
-    """Raises ContextFileError, naming what differs."""
+    """Raises ContextFileError, naming differences of dtype, model, tokenizer or RoPE."""
     header = file.header
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype != header.dtype:
@@ -96,13 +96,13 @@ def _check(
 def check_model(
     path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises ContextFileError where the file at `path` is none, or not of this model."""
+    """Raises ContextFileError if the file is no context, or of another model."""
     with opened(path) as file:
         _check(file, model, tokenizer, None)
 
 
 def check_method(path: str | Path) -> None:
-    """Raises ContextFileError where the file at `path` is none, or its method is not known here."""
+    """Raises ContextFileError if the file is no context, or of a method unknown here."""
     with opened(path) as file:
         _method(file)
 
@@ -124,7 +124,7 @@ def _method(file: ContextFile) -> Method:
 
 
 def _check_origins(file: ContextFile) -> None:
-    """Raises ContextFileError, naming what to import, where a method of the file is unknown."""
+    """Raises ContextFileError, naming the module to import, for an unregistered method."""
     for name, module in file.header.origins.items():
         if registered(name) is None:
             found = "a script or notebook" if module == "__main__" else f"the module {module}"
@@ -153,7 +153,7 @@ def _fill(
             if not chosen:
                 raise ContextFileError(f"{file.path} has {len(part.kept)} heads, none in {heads}")
             by_head, whole = _tensors(file, f"layers.{index}.", part, chosen, device)
-            layers.restore(layer, Described(part, by_head, whole))
+            layers.restore(layer, SavedLayer(part, by_head, whole))
             if kept(layer) != [part.kept[head] for head in chosen]:
                 raise file.damaged(f"layer {index} does not keep what it says")
         elif isinstance(part, OtherPart) and part.kind == kind:
@@ -166,7 +166,7 @@ def _fill(
 
 
 def _of_other(file: ContextFile, part: OtherPart, heads: slice | None) -> range:
-    """The heads to read of a layer that is not compressed."""
+    """KV heads to read of a layer that is not compressed; raises ContextFileError for a part."""
     count = sum(name.startswith(f"others.{part.index}.keys.") for name in file.header.checksums)
     if heads is not None and part.whole and not part.by_head:
         raise ContextFileError(
@@ -183,7 +183,7 @@ def _tensors(
     heads: range,
     device: torch.device,
 ) -> tuple[Named, dict[str, Tensor]]:
-    """A layer's tensors, by head and whole, on its device."""
+    """A layer's tensors on its device: those per KV head, and those of all heads."""
     by_head = {
         name: [file.tensor(f"{prefix}{name}.{head}").to(device) for head in heads]
         for name in part.by_head

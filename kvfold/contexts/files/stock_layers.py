@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that stay transformers' own (sliding windows, recurrent states), by their attributes.
+"""Saving and restoring layers of transformers' own (sliding windows, recurrent states).
 
-Their classes change with the version, so that whatever they hold is saved: tensors, numbers, dtypes
-and devices, alone or in a dict with whole numbers as keys.
+Their classes change between versions, so every attribute is saved: tensors, numbers, dtypes and
+devices, plain or in a dict with integer keys.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from kvfold.contexts.files.format import OtherPart
 from kvfold.errors import ContextFileError
 from kvfold.kernels.views import Named
 
-# Of the shape [B, H, T, D].
+# Attributes of shape [B, H, T, D], saved per KV head.
 BY_HEAD = ("keys", "values")
 DTYPE, DEVICE = "dtype ", "device"
 
 
 def describe(layer: Any, index: int) -> tuple[OtherPart, Named, dict[str, Tensor]]:
-    """A layer's numbers, its keys and values by head, and its other tensors."""
+    """A layer's numbers, its keys and values per KV head, and its other tensors.
+
+    Raises ContextFileError for an attribute of another type.
+    """
     by_head: Named = {}
     whole: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -54,9 +57,9 @@ def describe(layer: Any, index: int) -> tuple[OtherPart, Named, dict[str, Tensor
 def restore(
     layer: Any, part: OtherPart, by_head: Named, whole: dict[str, Tensor], device: torch.device
 ) -> None:
-    """Makes a fresh layer the one that was described.
+    """Sets a fresh layer to a saved state; tensors are copied.
 
-    Raises ContextFileError for names and dtypes that no such layer has.
+    Raises ContextFileError for an attribute or dtype that the layer cannot have.
     """
     state: dict[str, Any] = {name: torch.stack(heads)[None] for name, heads in by_head.items()}
     state |= {name: tensor.clone() for name, tensor in whole.items()}
@@ -79,14 +82,14 @@ def restore(
 
 
 def _is_state(layer: Any, attribute: str, key: str) -> bool:
-    """Whether a layer may hold data under a name: no method, and a key only of a dict."""
+    """True if `attribute` may hold data: it is no method, and a dict if there is a `key`."""
     if key:
         return key.isdigit() and isinstance(vars(layer).get(attribute), dict)
     return not attribute.startswith("__") and not callable(getattr(type(layer), attribute, None))
 
 
 def _flat(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Dicts within become `name/key`."""
+    """Attributes with dicts flattened to names `attribute/key`."""
     flat: dict[str, Any] = {}
     for name, value in attributes.items():
         if isinstance(value, dict):

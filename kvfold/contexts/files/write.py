@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a context to a file."""
+"""Writing of contexts to files: `Context.save`."""
 
 from __future__ import annotations
 
@@ -46,17 +46,20 @@ if TYPE_CHECKING:
 
 
 class Tensors:
-    """What goes into a file: each tensor once, on the CPU; of `heads` only, None for all."""
+    """Tensors of a file by name, on the CPU; shared storage is stored once.
+
+    `heads` are the KV heads that this rank holds; None: all.
+    """
 
     def __init__(self, heads: slice | None) -> None:
         self.first_head: int = 0 if heads is None else heads.start
         self.stored: dict[str, Tensor] = {}
         self.same_as: dict[str, str] = {}
-        # With the tensors themselves, so that no address is used again.
+        # Keeps the tensors alive, so that no address is reused.
         self._at: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
 
     def add(self, prefix: str, by_head: Named, whole: dict[str, Tensor]) -> None:
-        """Tensors of each head, and others."""
+        """Adds tensors per KV head and tensors of all heads, under a prefix."""
         for name, of_heads in by_head.items():
             for head, tensor in enumerate(of_heads, self.first_head):
                 self._add(f"{prefix}{name}.{head}", tensor)
@@ -72,7 +75,7 @@ class Tensors:
         self.stored[name] = tensor.detach().contiguous().cpu()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled view takes all that it is a view of.
+        # Pickling a view would include its whole storage.
         return {"stored": as_bytes(self.stored), "same_as": self.same_as}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -81,17 +84,19 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank adds to a file: what is said of each layer, and tensors."""
+    """A rank's share of a file: headers of its layers, and tensors."""
 
     parts: list[LayerPart | OtherPart]
     tensors: Tensors
 
 
 def save(context: Context, path: str | Path) -> None:
-    """Writes `context` to `path`, at once or not at all; raises KvfoldError where it cannot.
+    """Writes `context` to `path` atomically.
 
-    A process that is killed meanwhile leaves what was there, and a file `.<name>.<random>.tmp`.
-    Ranks that share the model all save, and the first one writes what all of them hold.
+    A process killed meanwhile leaves the old file intact, and a file `.<name>.<random>.tmp`. Under
+    tensor parallelism all ranks call this, and the first one writes the entries of all. Raises
+    KvfoldError if the cache is empty, in the middle of a turn, has several rows, or its method is
+    not registered; and if the file cannot be written.
     """
     cache = context.cache
     _check(cache)
@@ -112,7 +117,7 @@ def save(context: Context, path: str | Path) -> None:
 def _write(
     context: Context, path: Path, model: ModelPart, rope: RopePart, shares: list[Share]
 ) -> None:
-    """Writes what the ranks hold, in their order."""
+    """Writes the shares of all ranks, in rank order."""
     cache, limit = context.cache, context.cache.budget
     stored = {name: t for share in shares for name, t in share.tensors.stored.items()}
     parts = [together(of_ranks) for of_ranks in zip(*(s.parts for s in shares), strict=True)]
@@ -144,11 +149,14 @@ def _write(
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to, which takes its place, and rights, when it ends well."""
+    """A temporary path to write to, which replaces `path` if the block succeeds.
+
+    The file's permissions stay. Raises KvfoldError if it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.touch()
-        # A library that writes by renaming leaves rights that are its owner's alone.
+        # safetensors may replace the file by one that only its owner can read.
         rights = (path if path.is_file() else temporary).stat().st_mode
         yield temporary
         temporary.chmod(rights)
@@ -158,13 +166,13 @@ def replacing(path: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as problem:
         raise KvfoldError(f"cannot write {path}: {problem}") from problem
     finally:
-        # On a disk that takes no writing there is none, and no removing either.
+        # On a read-only disk there is no temporary file, and removing fails, too.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def _check(cache: CompressedCache) -> None:
-    """Raises KvfoldError for a cache that is in the middle of something, or not one document."""
+    """Raises KvfoldError for a cache that cannot be saved; see `save`."""
     states, phase = cache.states, cache.phase
     if any(state.store is None for state in states):
         raise KvfoldError("there is nothing to save: the cache has read nothing yet")
@@ -182,7 +190,7 @@ def _check(cache: CompressedCache) -> None:
 
 
 def _layers(cache: CompressedCache, tensors: Tensors) -> Iterator[LayerPart | OtherPart]:
-    """What a file says of each layer, whose tensors are added."""
+    """The header of each layer in turn, whose tensors are added to `tensors`."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, CompressedLayer):
             saved = layers.describe(layer, index)

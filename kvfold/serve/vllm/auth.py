@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask the proxy, and how much they may send."""
+"""API key and limits of request bodies for the proxy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from kvfold.serve.settings import Settings
 
 @dataclass(frozen=True)
 class Door:
-    """`api_key` is asked for where one is set, of every path but those that watch the server.
+    """API key, if one is set, and limits of bodies: `body` bytes, `values` JSON values.
 
-    Bodies have at most `body` bytes and as many JSON values as in kvfold's own server, and are
-    whole within `timeout` seconds.
+    A body must be complete within `timeout` seconds. Paths for monitoring need no key.
     """
 
     api_key: str | None
@@ -27,12 +26,15 @@ class Door:
     timeout: float = Settings.client_timeout
 
     def check(self, request: Request) -> None:
-        """Raises ApiError without the key; what watches the server needs none."""
+        """Raises ApiError for a request without the key, unless its path is for monitoring."""
         if request.scope["path"] not in OPEN:
             check_client(dict(request.headers.raw), request.scope.get("server"), self.api_key)
 
     async def read(self, request: Request) -> bytes:
-        """The body of a request that may ask; raises ApiError for a larger or slower one."""
+        """The body of a request.
+
+        Raises ApiError without the key, and for too large or slow a body.
+        """
         self.check(request)
         try:
             async with asyncio.timeout(self.timeout):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy knows: contexts that fit the served model, and how questions become tokens."""
+"""Contexts that the proxy serves, and prompts of vLLM over them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from kvfold.serve.vllm.request import Asked, check_vocabulary, vocabulary
 
 
 class Contexts:
-    """Turns requests into prompts of vLLM; raises ApiError, with the reason, where it cannot."""
+    """Contexts of a folder; makes prompts of vLLM from requests over them.
+
+    Raises ApiError for a context that is missing or cannot be served, and for a malformed request.
+    """
 
     def __init__(self, shelf: Shelf, fitting: Fitting, tokenizer: PreTrainedTokenizerBase) -> None:
         self.shelf, self.fitting = shelf, fitting
@@ -29,13 +32,13 @@ class Contexts:
         self._read: dict[str, tuple[Card, ContextFileError | None]] = {}
 
     def chat(self, asking: ChatRequest) -> Asked:
-        """Questions and answers that follow the document."""
+        """The prompt of a conversation after a document."""
         card = self._card(asking.context_id)
         turns = self.prompts.turns(asking.messages, card.frame)
         return Asked(card, list(chain(*turns)))
 
     def complete(self, asking: CompletionRequest) -> Asked:
-        """A text, or tokens, that go on from the document."""
+        """The prompt of a text, or of token ids, after a document."""
         card, prompt = self._card(asking.context_id), asking.text_or_tokens
         if isinstance(prompt, str):
             ids = self.prompts.ids(self.prompts.split(self.prompts.theirs(prompt)))
@@ -46,7 +49,7 @@ class Contexts:
         return Asked(card, ids)
 
     def all(self) -> list[dict[str, Any]]:
-        """All contexts: tokens, entries kept, the part of them lost to levelling, or why not."""
+        """All contexts: tokens, entries per head, fraction lost by equalizing; or the error."""
         return [self._about(name) for name in self.shelf.ids()]
 
     def _about(self, name: str) -> dict[str, Any]:
@@ -75,9 +78,9 @@ class Contexts:
         return card
 
     def _check_whole(self, card: Card) -> None:
-        """Raises ContextFileError for altered tensors; each version of a file is read once.
+        """Raises ContextFileError for altered tensors; reads each version of a file once.
 
-        vLLM would notice it too, and could say no more than that it failed.
+        The connector in vLLM checks too, but its client would only learn that the request failed.
         """
         known, problem = self._read.get(card.id, (None, None))
         if known is not card:

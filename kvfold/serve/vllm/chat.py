@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's completions as the answers of a chat, whose prompt was tokens."""
+"""vLLM's text completions converted to chat completions.
+
+The proxy sends conversations over a context as token ids, which only `/v1/completions` takes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ DONE = "[DONE]"
 
 
 def message(completion: dict[str, Any]) -> dict[str, Any]:
-    """A whole answer."""
+    """A complete chat completion."""
     choices = [
         _choice(choice) | {"message": {"role": "assistant", "content": choice["text"]}}
         for choice in completion["choices"]
@@ -22,9 +25,9 @@ def message(completion: dict[str, Any]) -> dict[str, Any]:
 
 
 async def lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """The lines of a stream of events, which end at "\\n" alone.
+    """Lines of an event stream, split at "\\n" only.
 
-    Texts may hold characters that end lines elsewhere, such as U+2028 and U+0085.
+    JSON may hold other line separators unescaped, such as U+2028 and U+0085.
     """
     rest = b""
     async for piece in pieces:
@@ -36,7 +39,7 @@ async def lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
 
 
 async def chunks(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """The events of a stream, piece by piece; errors of vLLM's pass as they are."""
+    """Events of a chat stream from those of a completion; errors of vLLM pass unchanged."""
     begun = False
     async for line in lines(pieces):
         if not line.startswith(DATA):

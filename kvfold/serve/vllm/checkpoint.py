@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a model's folder, told apart without loading the model."""
+"""Checksum of a checkpoint's weights, without loading the model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def weights(model: PreTrainedModel, folder: str | None, dtype: str) -> str:
-    """The checksum that `ModelPart.weights` holds, of a checkpoint that is loaded as `dtype`.
+    """The checksum of a checkpoint loaded as `dtype`, as in `ModelPart.weights`.
 
-    `model` says which weights there are, and in which order. Raises UnsupportedModel where the
-    checkpoint does not hold them under the model's own names, or holds no safetensors.
+    `model` gives the names and the order of the weights; it may be on the meta device. Raises
+    UnsupportedModel if the checkpoint stores them under other names, or not as safetensors.
     """
     return checksum(_read(model, _files(folder), getattr(torch, dtype)))
 
@@ -34,7 +34,7 @@ def weights(model: PreTrainedModel, folder: str | None, dtype: str) -> str:
 def _read(
     model: PreTrainedModel, files: dict[str, Path], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each weight as it would be loaded."""
+    """Names and weights, cast as on loading."""
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, _ in model.named_parameters():
@@ -51,7 +51,7 @@ def _read(
 
 
 def _files(name: str | None) -> dict[str, Path]:
-    """In which file of a folder, or of a hub's id that was downloaded, each weight is."""
+    """The file of each weight, in a folder or in the local copy of a hub model."""
     try:
         folder = Path(name or "")
         if name and not folder.is_dir():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a context is the served model's: asked once for each version of a file."""
+"""Check that a context was made with the served model; once per version of its file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvfold.serve.vllm.placeholders import Card, Shelf
 
 
 class Fitting:
-    """Files of `shelf` against the model of `skeleton`, which is served in `dtype`."""
+    """Compares files of `shelf` with the model of `skeleton`, served in `dtype` ("bfloat16")."""
 
     def __init__(self, shelf: Shelf, skeleton: Skeleton, dtype: str) -> None:
         self.shelf, self.skeleton, self.dtype = shelf, skeleton, dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would make vLLM answer wrongly and say nothing, told before it does."""
+"""Checks of vLLM's settings and requests that would otherwise give silently wrong answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvfold.serve.vllm.request import CONTEXT
 def check_engine(config: Any, groups: int) -> None:
     """Raises KvfoldError for settings of vLLM under which pages would be filled wrongly.
 
-    `config` is its `VllmConfig`, `groups` the kinds of pages that its layers have.
+    `config` is its `VllmConfig`, `groups` the number of its cache groups.
     """
     parallel = config.parallel_config
     wrong = {
@@ -40,10 +40,10 @@ def check_engine(config: Any, groups: int) -> None:
 
 
 def context_of(request: Any, shelf: Shelf, check: Callable[[Card], None]) -> Card | None:
-    """The context that a request of vLLM asks, None for an ordinary one.
+    """The context that a request of vLLM names, or None for an ordinary request.
 
-    Raises KvfoldError where its answer would be a wrong one; `check` does so for a context of
-    another model.
+    Raises KvfoldError if the answer would be wrong: missing or foreign salt, wrong placeholders, no
+    question, unsupported options; and what `check` raises for a context of another model.
     """
     named = (request.kv_transfer_params or {}).get(CONTEXT)
     own_salt = (request.cache_salt or "").startswith(PREFIX)
@@ -73,7 +73,7 @@ def context_of(request: Any, shelf: Shelf, check: Callable[[Card], None]) -> Car
 
 
 def _check_use(request: Any) -> None:
-    """Raises KvfoldError for what does not go with tokens that the model never reads."""
+    """Raises KvfoldError for options that need the model to read the placeholders."""
     sampling = request.sampling_params
     wrong = {
         "prompt_logprobs": sampling is not None and sampling.prompt_logprobs is not None,

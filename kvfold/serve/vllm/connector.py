@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's view of it all: a connector, named by its module path, that it loads unmodified."""
+"""vLLM's KV connector for contexts; a stock vLLM loads it by its module path."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from kvfold.serve.vllm.worker import Filling
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """A step on its way to the workers."""
+    """The work of a step, sent from the scheduler to the workers."""
 
     step: Step
 
 
 class KvfoldConnector(KVConnectorBase_V1):
-    """Gives requests the entries of the context that they name.
+    """KV connector that fills the pages of a request with the entries of its context.
 
-    `kv_connector_extra_config` names the folder of the context files: `{"contexts": path}`.
+    `kv_connector_extra_config` names the folder of the context files: `{"contexts": path}`. vLLM
+    makes one in the scheduler and one in each worker. Raises KvfoldError without a folder, and for
+    settings of vLLM under which answers would be wrong.
     """
 
     Admission = Admission
@@ -47,7 +49,7 @@ class KvfoldConnector(KVConnectorBase_V1):
         model = vllm_config.model_config
         block = vllm_config.cache_config.block_size
         shelf, skeleton = self.shelf(folder, block), Skeleton(model.hf_config, model.model)
-        # One of the two, by the process it is in.
+        # The other one stays None: a process is either scheduler or worker.
         self.admission: Any = None
         self.filling: Any = None
         if role == KVConnectorRole.SCHEDULER:
@@ -60,11 +62,11 @@ class KvfoldConnector(KVConnectorBase_V1):
         self._refused: set[str] = set()
 
     def kinds(self, kv_cache_config: Any) -> int:
-        """How many kinds of pages there are to fill."""
+        """Number of cache groups: kinds of layers with page tables of their own."""
         return len(kv_cache_config.kv_cache_groups)
 
     def shelf(self, folder: str, block: int) -> Shelf:
-        """The contexts, for pages of `block` entries."""
+        """Context files of `folder`, for pages of `block` entries."""
         return Shelf(folder)
 
     # --- in the scheduler ------------------------------------------------------------------------
@@ -101,13 +103,13 @@ class KvfoldConnector(KVConnectorBase_V1):
         for load in step.loads:
             try:
                 self.filling.fill(layers, load)
-            # Raised here, anything ends the engine with all its requests.
+            # An exception here would end the engine with all its requests.
             except (KvfoldError, OSError, RuntimeError) as problem:
                 logger.error("context %s could not be loaded: %s", load.context, problem)
                 self.load_failed(load, problem)
 
     def load_failed(self, load: Load, problem: Exception) -> None:
-        """Fails the requests that have these pages."""
+        """Reports the pages of a load as failed; vLLM then fails the requests that hold them."""
         self._failed.update(load.blocks)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
@@ -119,12 +121,12 @@ class KvfoldConnector(KVConnectorBase_V1):
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Everything was loaded before the step began."""
+        """Does nothing: `start_load_kv` has loaded all layers."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved."""
+        """Does nothing: pages are not written back to contexts."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Does nothing: pages are not written back to contexts."""

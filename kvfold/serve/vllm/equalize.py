@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal counts: a page of vLLM spans all heads, and a request has one length in all layers.
+"""Equal entry counts over heads and layers, which vLLM's pages need.
 
-Shorter heads cannot be filled up: a softmax has no entry that weighs nothing. So every head gives
-as many as the shortest one keeps. Files hold no scores, as these end with the turn in which they
-were made; a head gives the tokens that most heads keep, forced ones and sinks first among them.
+A page of vLLM spans all KV heads of a layer, and a request has one length in all layers. Shorter
+heads cannot be padded, as every entry has a weight in the softmax; so all heads are cut to the
+shortest one. Context files hold no scores. Each head keeps the tokens that most heads keep, which
+puts sinks and other forced tokens first.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from kvfold.contexts.files.format import ContextFile, Header
 from kvfold.errors import KvfoldError
 from kvfold.methods.stages.select.top import top
 
-# The part of the kept entries that must remain: at 0.6 answers are lost that at 0.8 are not.
+# Fraction of the kept entries that must remain. At 0.6 answers are lost that at 0.8 are not.
 LEAST = 0.75
 
 
 @dataclass(frozen=True)
 class Level:
-    """The positions that a context takes, and which part of the entries in the file is lost.
+    """Entry counts of a context in vLLM.
 
-    `layers` are the entries of each head of each layer; those of a layer that has fewer than
-    `count` stand for the last positions.
+    Args:
+        count: M, positions that the context takes.
+        lost: fraction of the file's entries that are dropped.
+        layers: entries per KV head, layer by layer; fewer than `count` are at the last positions.
     """
 
     count: int
@@ -35,13 +38,13 @@ class Level:
 
     @classmethod
     def of(cls, header: Header) -> Level:
-        """Equally many everywhere; raises KvfoldError where too much would be lost."""
+        """The same count in every layer and head; raises KvfoldError if too much would be lost."""
         count = min(count for layer in header.layers for count in layer.kept)
         return cls.checked(header, count, (count,) * len(header.layers))
 
     @classmethod
     def checked(cls, header: Header, count: int, layers: tuple[int, ...]) -> Level:
-        """The level with these sizes; raises KvfoldError where too much would be lost."""
+        """These counts; raises KvfoldError if too much would be lost, or a layer had no entries."""
         counts = [count for layer in header.layers for count in layer.kept]
         pairs = zip(layers, header.layers, strict=True)
         remaining = sum(size * len(part.kept) for size, part in pairs) / max(1, sum(counts))
@@ -56,7 +59,7 @@ class Level:
 
 
 def votes(file: ContextFile) -> Tensor:
-    """How many heads, of all layers, keep each token of the document `[N]`."""
+    """Number of heads, over all layers, that keep each token of the document: float32 `[N]`."""
     kept = torch.zeros(file.header.seen)
     for part in file.header.layers:
         name = "positions" if part.store == "dense" else "columns"
@@ -71,9 +74,9 @@ def votes(file: ContextFile) -> Tensor:
 
 
 def voted(kept: Tensor, places: Tensor, count: int) -> Tensor:
-    """The `count` slots `[H, count]`, ascending, whose tokens have most votes `kept [N]`.
+    """Indices `[H, count]`, ascending, of the entries whose tokens have most votes `kept [N]`.
 
-    `places [H, T]` number the document's tokens, −1 for holes.
+    `places [H, T]` are the entries' token numbers in the document, −1 for holes.
     """
     scores = kept[places.clamp(min=0)].masked_fill(places < 0, -1)
     return top(scores[None], torch.tensor([count]))[0]

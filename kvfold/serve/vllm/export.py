@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's pages get of a context file: equally many entries of each head, moved.
+"""Entries of a context file for vLLM's pages: equal counts per head, keys rotated.
 
-vLLM numbers a request's tokens anew: M entries stand for N tokens, and a question that follows
-begins at position M instead of N. RoPE scores depend on distances alone, so every key is rotated by
-−(N − M) positions, in float32.
+To vLLM the M kept entries of N tokens are a prompt of M tokens, so a question starts at position M
+instead of N. RoPE scores depend on distances only: every key is rotated by −(N − M) positions, in
+float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
 
-# What a store holds that keeps entries as they came.
+# Tensors of a store without encoded entries.
 PLAIN = {
     "dense": {"keys", "values", "positions"},
     "segments": {
@@ -36,7 +36,7 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Entries:
-    """A layer as stored: keys and values `[H, T, D]`, places `[H, T]`, −1 for holes."""
+    """A layer as stored: keys, values `[H, T, D]`; `places [H, T]`: token numbers, −1 for holes."""
 
     keys: Tensor
     values: Tensor
@@ -53,7 +53,10 @@ class Pages:
 
 
 def check_plain(file: ContextFile) -> None:
-    """Raises KvfoldError for entries that are packed, pruned or paired, and for other layers."""
+    """Raises KvfoldError for what vLLM cannot hold.
+
+    That is quantized, pruned or paired entries, layers other than full attention, and moved keys.
+    """
     header = file.header
     for part in header.layers:
         foreign = set(part.by_head) - PLAIN[part.store] - set(BY_HEAD)
@@ -73,7 +76,7 @@ def check_plain(file: ContextFile) -> None:
 
 
 def entries(file: ContextFile, part: LayerPart, heads: range) -> Entries:
-    """What a file holds of these heads of a layer."""
+    """The stored entries of KV heads `heads` of a layer."""
     names = [name for name in part.by_head if name not in BY_HEAD]
     by_head: Named = {
         name: [file.tensor(f"layers.{part.index}.{name}.{head}") for head in heads]
@@ -90,7 +93,7 @@ def entries(file: ContextFile, part: LayerPart, heads: range) -> Entries:
 
 
 def pages(file: ContextFile, skeleton: Skeleton, heads: slice, level: Level) -> Iterator[Pages]:
-    """Layer after layer of these heads; raises what `check_plain` raises."""
+    """KV heads `heads` of each layer in turn; raises what `check_plain` raises."""
     check_plain(file)
     header = file.header
     kept = votes(file) if level.lost else torch.zeros(header.seen)
@@ -99,7 +102,7 @@ def pages(file: ContextFile, skeleton: Skeleton, heads: slice, level: Level) -> 
         keys = skeleton.move(part.index, held.keys, level.count - header.seen)
         sinks = _moving_sinks(file, part)
         if sinks:
-            # As the cache does: up to the oldest recent token.
+            # As in the cache: sinks are moved up to the oldest recent token.
             first = (held.places >= 0) & (held.places < sinks)
             up = skeleton.move(part.index, held.keys, level.count - part.kept[0])
             keys = torch.where(first[..., None], up, keys)
@@ -108,13 +111,13 @@ def pages(file: ContextFile, skeleton: Skeleton, heads: slice, level: Level) -> 
 
 
 def _chosen(rows: Tensor, slots: Tensor) -> Tensor:
-    """`[M, H, D]` of rows `[H, T, D]` at `slots [H, M, 1]`."""
+    """Rows `[H, T, D]` at indices `slots [H, M, 1]`, as `[M, H, D]`."""
     chosen = rows.gather(1, slots.expand(*slots.shape[:2], rows.shape[-1]))
     return chosen.transpose(0, 1).contiguous()
 
 
 def _moving_sinks(file: ContextFile, part: LayerPart) -> int:
-    """How many first tokens are stored as given, because the cache moves them."""
+    """Number of sinks whose keys the file holds unmoved, as the cache re-indexes positions."""
     if part.store != "dense" or "positions" not in part.by_head:
         return 0
     stages = parse(file.header.method).stages()

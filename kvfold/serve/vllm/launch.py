@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own server as a child process, with the proxy in front of it."""
+"""vLLM's own server as a child process, with the proxy before it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ from kvfold.serve.vllm.catalog import Contexts
 from kvfold.serve.vllm.proxy import Proxy, build
 
 LOCAL = "127.0.0.1"
-# Seconds: between looks at a child that starts, and for one that ends.
+# Seconds: between checks of a starting child, and for a child to end.
 LOOK, ENDING = 0.5, 20.0
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What vLLM is started with; `arguments` are further ones of its own command line."""
+    """Options that vLLM is started with.
+
+    `model` is a path or hub id, `name` its name in the API, `contexts` the folder of context files,
+    `arguments` are further ones of vLLM's command line.
+    """
 
     model: str
     name: str
@@ -44,7 +48,7 @@ class Engine:
     arguments: Sequence[str] = ()
 
     def command(self, port: int) -> list[str]:
-        """The command line."""
+        """The command line of vLLM, listening on `port` of this machine only."""
         transfer = {
             "kv_connector": "KvfoldConnector",
             "kv_connector_module_path": "kvfold.serve.vllm.connector",
@@ -70,7 +74,7 @@ class Engine:
 
 
 class Server(uvicorn.Server):
-    """Ends when it is told to, or when vLLM does."""
+    """uvicorn server of the proxy; exits also if vLLM does."""
 
     def __init__(self, app: FastAPI, child: subprocess.Popen[bytes]) -> None:
         connections = limited(Settings.connections, Settings.client_timeout)
@@ -80,13 +84,16 @@ class Server(uvicorn.Server):
         self.child = child
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; whether to exit."""
+        """True if the server is to exit; uvicorn calls it ten times a second."""
         self.should_exit |= self.child.poll() is not None
         return await super().on_tick(counter)
 
 
 def serve(engine: Engine, contexts: Contexts, bound: socket.socket, *, body: int) -> None:
-    """Answers on a bound socket until it is told to stop; raises KvfoldError where vLLM ends."""
+    """Runs vLLM and the proxy on a bound socket until stopped; `body` bounds requests, in bytes.
+
+    Raises KvfoldError if vLLM does not start, or ends by itself.
+    """
     with _ending_well(), started(engine) as (child, address):
         longest = _longest(address, engine.api_key)
         client = httpx.AsyncClient(base_url=address, timeout=None)
@@ -98,7 +105,7 @@ def serve(engine: Engine, contexts: Contexts, bound: socket.socket, *, body: int
 
 @contextmanager
 def _ending_well() -> Iterator[None]:
-    """SIGTERM ends the block as an exit does, so that vLLM is told to end, too."""
+    """Turns SIGTERM into SystemExit within the block, so that vLLM is stopped, too."""
 
     def end(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
@@ -112,14 +119,17 @@ def _ending_well() -> Iterator[None]:
 
 @contextmanager
 def started(engine: Engine) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """vLLM and its address, ready for requests; raises KvfoldError where it does not start."""
+    """The process of vLLM and its address, once it is ready.
+
+    Raises KvfoldError if it ends first.
+    """
     with socket.socket() as free:
         free.bind((LOCAL, 0))
         port = free.getsockname()[1]
     environment = dict(os.environ)
     if engine.api_key is not None:
         environment["VLLM_API_KEY"] = engine.api_key
-    # Of a group of its own: it is told to end after the last answer, and not by the terminal.
+    # A session of its own: Ctrl-C reaches the proxy only, which stops vLLM after the last answer.
     child = subprocess.Popen(engine.command(port), env=environment, start_new_session=True)
     try:
         address = f"http://{LOCAL}:{port}"
@@ -130,7 +140,7 @@ def started(engine: Engine) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 
 
 def _wait(child: subprocess.Popen[bytes], address: str) -> None:
-    """Until vLLM is ready."""
+    """Waits until vLLM is healthy; raises KvfoldError if it ends."""
     while True:
         if child.poll() is not None:
             raise KvfoldError(
@@ -143,14 +153,14 @@ def _wait(child: subprocess.Popen[bytes], address: str) -> None:
 
 
 def _longest(address: str, api_key: str | None) -> int:
-    """Tokens that a prompt and its answer may have."""
+    """vLLM's `max_model_len`: tokens of prompt and answer together."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     models = httpx.get(f"{address}/v1/models", headers=headers, timeout=30).json()
     return int(models["data"][0]["max_model_len"])
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Tells vLLM and its workers to end, and makes sure of it."""
+    """Terminates vLLM; kills its process group if that takes too long."""
     child.terminate()
     with suppress(subprocess.TimeoutExpired):
         child.wait(ENDING)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The served model as kvfold must know it: its configuration and RoPE, without its weights."""
+"""The served model without its weights: configuration, layers and RoPE, on the meta device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvfold.serve.vllm.checkpoint import weights
 
 
 class Skeleton:
-    """The model of a configuration, on no device but for its rotary frequencies.
+    """A model on the meta device, built from its configuration; rotary frequencies are real.
 
-    Raises UnsupportedModel where kept keys cannot be moved by a constant: frequencies that change
-    with the length (dynamic NTK, longrope), latents, rotations under a condition, no RoPE at all;
-    or where layers do not all attend to their whole past.
+    `folder` is the checkpoint's, or a hub id. Raises UnsupportedModel if keys cannot be moved by a
+    constant angle (dynamic NTK, longrope, latents (MLA), conditional RoPE, no RoPE), and if some
+    layer does not attend to its whole past.
     """
 
     def __init__(self, config: Any, folder: str | None) -> None:
@@ -44,11 +44,11 @@ class Skeleton:
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """L, the number of layers."""
         return int(self.config.num_hidden_layers)
 
     def check(self, file: ContextFile) -> None:
-        """Raises ContextFileError, naming what differs from the model that made the file."""
+        """Raises ContextFileError, naming the differences to the model that made the file."""
         found = self._differences(file)
         if found:
             raise ContextFileError(f"{file.path} was made with another model: {'; '.join(found)}")
@@ -65,7 +65,7 @@ class Skeleton:
             raise ContextFileError(f"{file.path} was made with another RoPE: {'; '.join(found)}")
 
     def move(self, layer: int, keys: Tensor, by: int) -> Tensor:
-        """float32 keys `[H, T, D]` of a layer, rotated forward by `by` positions."""
+        """Keys `[H, T, D]` of a layer rotated by `by` positions (negative: back), in float32."""
         moved: Tensor = self.rotations[layer](keys.float()[None], torch.tensor([by]))[0]
         return moved
 
@@ -84,13 +84,13 @@ class Skeleton:
         return found
 
     def _weights(self, dtype: str) -> str:
-        """The checksum of the checkpoint's weights, read once for each dtype."""
+        """The checksum of the checkpoint's weights; computed once per dtype."""
         if dtype not in self._digests:
             self._digests[dtype] = weights(self.model, self.folder, dtype)
         return self._digests[dtype]
 
     def _restore_frequencies(self) -> None:
-        """Frequencies that hold numbers."""
+        """Replaces the rotary embedding's meta tensors by real frequencies."""
         decoder = self.model.get_decoder()
         embedding = getattr(decoder, "rotary_emb", None)
         if embedding is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for a context in a prompt of vLLM: as many tokens as it keeps, and a salt."""
+"""Placeholders of a context in a prompt of vLLM: one token per kept entry, and a cache salt."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ from kvfold.serve.request_schemas import CONTEXT_ID
 from kvfold.serve.vllm.equalize import Level, voted, votes
 from kvfold.serve.vllm.export import check_plain
 
-# Of every salt.
+# Prefix of every context's salt.
 PREFIX = "kvfold:"
 
 
 class UnknownContext(KvfoldError):
-    """A context that is not there."""
+    """No context of that name in the folder."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A context as requests name it.
+    """A context as prompts of vLLM refer to it.
 
-    `tokens` are M placeholders, kept tokens of the document, so that penalties for repetition see
-    words of the text. `salt` is of the file's content: two contexts never share pages, nor do two
-    versions of one file. `lost` is the part of kept entries that levelling takes.
+    Args:
+        id: the file's name without suffix.
+        salt: `cache_salt` from the file's checksums: contexts, and versions of one, share no pages.
+        tokens: M placeholders; tokens that the context keeps, so that repetition penalties see
+            words of the document.
+        seen: N, tokens of the document.
+        lost: fraction of the kept entries that equalizing drops.
+        frame: chat template parts around a question.
+        vocabulary: checksum of the tokenizer's vocabulary.
     """
 
     id: str
@@ -45,7 +51,7 @@ class Card:
 
     @property
     def kept(self) -> int:
-        """Entries of each head and layer: positions that the context takes in vLLM."""
+        """M, entries per layer and KV head: the positions that the context takes in vLLM."""
         return len(self.tokens)
 
     @classmethod
@@ -65,21 +71,22 @@ class Card:
 
 
 def salt(header: Header) -> str:
-    """What tells the pages of this very file from all others."""
+    """The `cache_salt` of a file: differs for any difference in its header, checksums included."""
     return PREFIX + digest(header.model_dump_json())
 
 
 def _tokens(file: ContextFile, count: int) -> list[int]:
-    """Those `count` tokens of the document, in order, that most heads keep."""
+    """The `count` tokens of the document that most heads keep, in order."""
     chosen = voted(votes(file), torch.arange(file.header.seen)[None], count)[0]
     tokens: list[int] = file.tensor("ids")[chosen].tolist()
     return tokens
 
 
 class Shelf:
-    """The context files of a folder, `<id>.kvfold`; cards are made once for each version.
+    """Context files `<id>.kvfold` of a folder; a card is made once per version of its file.
 
-    `level` says what goes over of a file, and raises KvfoldError where that is too little.
+    `level` gives the entry counts that vLLM gets of a file, and raises KvfoldError if too many
+    entries would be lost. Raises KvfoldError if there is no such folder.
     """
 
     def __init__(self, folder: str | Path, level: Callable[[Header], Level] = Level.of) -> None:
@@ -89,12 +96,12 @@ class Shelf:
         self._cards: dict[str, tuple[tuple[int, int, int], Card]] = {}
 
     def ids(self) -> list[str]:
-        """All contexts, in order."""
+        """Ids of all contexts, sorted."""
         names = (path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
         return sorted(name for name in names if re.fullmatch(CONTEXT_ID, name))
 
     def path(self, name: object) -> Path:
-        """The file of a context; raises UnknownContext."""
+        """The path of a context's file; raises UnknownContext."""
         found = isinstance(name, str) and re.fullmatch(CONTEXT_ID, name)
         path = self.folder / f"{name}{SUFFIX}"
         if not found or not path.is_file():

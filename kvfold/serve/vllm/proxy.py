@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In front of vLLM: requests that name a context become placeholders, all others pass unchanged."""
+"""HTTP proxy before vLLM: requests that name a context get its placeholders, others pass as is."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from kvfold.serve.vllm.chat import chunks, message
 from kvfold.serve.vllm.request import Asked
 
 VERBS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
-# Of one connection, not of what passes through it.
+# Headers of one connection, which are not forwarded.
 HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "upgrade"}
 SAMPLING = ("model", "temperature", "top_p", "seed", "stop", "stream", "user")
-# nginx's number for a client that went away; nobody reads it.
+# nginx's status for a client that closed the connection; nobody reads the answer.
 GONE = 499
 A = TypeVar("A", bound=Asking)
 Result = TypeVar("Result")
 
 
 class Proxy:
-    """Answers for the vLLM that `client` reaches; `longest` is its `max_model_len`."""
+    """Handlers of all routes. `client` reaches vLLM, `longest` is its `max_model_len` in tokens."""
 
     def __init__(
         self, contexts: Contexts, client: httpx.AsyncClient, door: Door, longest: int
@@ -70,16 +70,16 @@ class Proxy:
         return _passed(await self._complete(request, asking, asked))
 
     async def held(self, request: Request) -> dict[str, Any]:
-        """`GET /v1/contexts`: what can be asked, and what cannot, with the reason."""
+        """`GET /v1/contexts`: all contexts; those that cannot be served with the reason."""
         self.door.check(request)
         return {"object": "list", "data": await run_in_threadpool(self.contexts.all)}
 
     async def other(self, request: Request) -> Response:
-        """Everything else, as it is."""
+        """Any other route, forwarded unchanged."""
         return await self._forward(request, await self.door.read(request))
 
     async def _complete(self, request: Request, asking: Asking, asked: Asked) -> httpx.Response:
-        """vLLM's answer to the tokens of a question."""
+        """vLLM's answer to a prompt of placeholders and question tokens."""
         room = max(1, self.longest - len(asked.token_ids))
         tokens = asking.most_tokens or asking.usual_tokens or room
         given = {name: getattr(asking, name) for name in SAMPLING}
@@ -105,7 +105,7 @@ class Proxy:
 
 
 def build(proxy: Proxy) -> FastAPI:
-    """The application."""
+    """The ASGI application of the proxy."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -123,7 +123,7 @@ def build(proxy: Proxy) -> FastAPI:
 
 
 def _naming_a_context(body: bytes, kind: type[A]) -> A | None:
-    """The request, or None where it names no context and is vLLM's own business."""
+    """The parsed request, or None if it names no context; raises ApiError for a malformed one."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -137,7 +137,7 @@ def _naming_a_context(body: bytes, kind: type[A]) -> A | None:
 
 
 async def _unless_gone(request: Request, coming: Coroutine[Any, Any, Result]) -> Result:
-    """What comes; raises ClientDisconnect, and ends it, where nobody waits for it any more."""
+    """The result of awaiting `coming`; cancels it and raises ClientDisconnect on a disconnect."""
     waiting, gone = asyncio.ensure_future(coming), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,20 +150,23 @@ async def _unless_gone(request: Request, coming: Coroutine[Any, Any, Result]) ->
 
 
 async def _hung_up(request: Request) -> None:
-    """Waits for that; the body must have been read."""
+    """Waits until the client has disconnected; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class Passing(StreamingResponse):
-    """What vLLM sends, as it comes; when the client goes away, vLLM is told so."""
+    """A response streamed from vLLM, whose connection to vLLM is closed with it.
+
+    vLLM then stops generating for a client that has disconnected.
+    """
 
     def __init__(self, answer: httpx.Response, pieces: AsyncIterator[Any], **options: Any) -> None:
         super().__init__(pieces, **options)
         self.answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it."""
+        """Sends the pieces, then closes vLLM's answer."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -171,13 +174,13 @@ class Passing(StreamingResponse):
 
 
 def _passed(answer: httpx.Response) -> Response:
-    """vLLM's answer unchanged."""
+    """vLLM's answer, unchanged."""
     headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP}
     return Passing(answer, answer.aiter_raw(), status_code=answer.status_code, headers=headers)
 
 
 def _events(answer: httpx.Response) -> Response:
-    """vLLM's stream as that of a chat."""
+    """vLLM's stream of completion chunks as chat chunks."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     pieces = chunks(answer.aiter_bytes())
     return Passing(answer, pieces, headers=headers, media_type="text/event-stream")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client sends to vLLM for a question to a context."""
+"""Requests to vLLM for a question over a context."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from kvfold.contexts.files.format import digest
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.placeholders import Card
 
-# The one of vLLM's `kv_transfer_params` that names a context.
+# Key of vLLM's `kv_transfer_params` that names a context.
 CONTEXT = "kvfold_context"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt over a context: its placeholders, then the tokens of a question."""
+    """A prompt over a context: its placeholders, then the tokens of a question.
+
+    Raises KvfoldError for an empty question.
+    """
 
     card: Card
     question: list[int]
@@ -30,31 +33,31 @@ class Asked:
 
     @property
     def token_ids(self) -> list[int]:
-        """The whole prompt."""
+        """Token ids of the whole prompt."""
         return [*self.card.tokens, *self.question]
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """For `LLM.generate`."""
+        """The prompt for `LLM.generate`."""
         return {"prompt_token_ids": self.token_ids, "cache_salt": self.card.salt}
 
     @property
     def extra_args(self) -> dict[str, Any]:
-        """For `SamplingParams`."""
+        """`extra_args` for `SamplingParams`."""
         return {"kv_transfer_params": {CONTEXT: self.card.id}}
 
     @property
     def body(self) -> dict[str, Any]:
-        """For `/v1/completions`, beside how the answer is drawn."""
+        """Fields of a `/v1/completions` body, except sampling parameters."""
         return {"prompt": self.token_ids, "cache_salt": self.card.salt, **self.extra_args}
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The checksum that `ModelPart.vocabulary` holds."""
+    """The checksum of a vocabulary, as in `ModelPart.vocabulary`."""
     return digest(json.dumps(sorted(tokenizer.get_vocab().items())))
 
 
 def check_vocabulary(card: Card, own: str) -> None:
-    """Raises ContextFileError where questions would be written in other tokens."""
+    """Raises ContextFileError if the served tokenizer's vocabulary `own` is not the context's."""
     if card.vocabulary != own:
         raise ContextFileError(f"context {card.id} was made with another vocabulary")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's half: which tokens of a request come from a context, and which requests fail."""
+"""Scheduler side of the connector: tokens that come from a context, and requests that fail."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ logger = logging.getLogger("vllm.kvfold")
 
 @dataclass(frozen=True)
 class Load:
-    """Entries of a context, from number `start` on, that go into `slots` of the pages `blocks`.
+    """Loading of a context's entries, from index `start` on, into vLLM's cache.
 
-    `by_layer` are the slots of layers that hold fewer, for their last entries.
+    `slots[i]` is the cache slot of entry `start + i`, `blocks` are the pages that hold the slots.
+    `by_layer` are the slots of layers that hold only the last entries. `salt` is of the file's
+    version that was scheduled.
     """
 
     context: str
@@ -33,18 +35,18 @@ class Load:
 
 @dataclass
 class Step:
-    """What workers do in one step: loads, and requests that fail, each with its pages."""
+    """Work of one engine step: contexts to load, and failed requests with their pages."""
 
     loads: list[Load] = field(default_factory=list)
     refused: dict[str, list[int]] = field(default_factory=dict)
 
 
 class Admission:
-    """Follows requests from their arrival to the step in which their context is loaded.
+    """Requests from their arrival to the step that loads their context; pages of `block` tokens.
 
-    A request that is refused claims all its tokens as if they came from elsewhere, later: nothing
-    is computed for it, nothing of it is ever found in the prefix cache, and workers report that it
-    failed. Raising here would end the engine and all its requests.
+    A refused request claims that all its tokens are loaded asynchronously: vLLM computes nothing
+    for it and caches none of its pages, and the workers then report the load as failed. An
+    exception here would end the engine with all its requests.
     """
 
     def __init__(self, shelf: Shelf, fitting: Fitting, block: int) -> None:
@@ -54,13 +56,13 @@ class Admission:
         self._step = Step()
 
     def matched(self, request: Any, local: int) -> tuple[int, bool]:
-        """How many tokens after the first `local` come from a context; whether they come later."""
+        """Tokens beyond the first `local` that come from a context; True if asynchronously."""
         try:
             card = context_of(request, self.shelf, self.fitting.check)
         except KvfoldError as problem:
             logger.error("request %s is refused: %s", request.request_id, problem)
             self._refused[request.request_id] = local
-            # A request that does not want cached pages is not handed pages from elsewhere either.
+            # vLLM would not ask the connector for a request that skips the prefix cache.
             request.skip_reading_prefix_cache = False
             return request.num_tokens - local, True
         if card is None:
@@ -69,10 +71,10 @@ class Admission:
         return max(card.kept - local, 0), False
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
-        """Notes the pages of a request, by group, `count` of whose tokens come from elsewhere."""
+        """Notes a request's pages, one list per cache group; `count` of its tokens are loaded."""
         name = request.request_id
         if name in self._refused:
-            # Pages that were found in the prefix cache are others' too.
+            # Pages from the prefix cache are shared with other requests: they do not fail.
             own = blocks[0][self._refused.pop(name) // self.block :]
             self._step.refused[name] = list(own)
             return
@@ -81,7 +83,7 @@ class Admission:
             self._step.loads.append(self.load(*known, count, blocks))
 
     def load(self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]) -> Load:
-        """How `count` entries from number `start` on get into the pages of the only group."""
+        """The load of `count` entries from index `start` on into the pages of the only group."""
         own = blocks[0]
         slots = [
             own[i // self.block] * self.block + i % self.block for i in range(start, start + count)
@@ -90,11 +92,11 @@ class Admission:
         return Load(card.id, card.salt, start, slots, touched)
 
     def take(self) -> Step:
-        """What is to be done in this step."""
+        """The work of this step; the next one starts empty."""
         step, self._step = self._step, Step()
         return step
 
     def forget(self, request: Any) -> None:
-        """A request has ended."""
+        """Forgets a request that has ended."""
         self._local.pop(request.request_id, None)
         self._refused.pop(request.request_id, None)

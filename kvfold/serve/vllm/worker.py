@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's half: its heads of a context into its pages."""
+"""Worker side of the connector: writes the rank's KV heads of a context into its pages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from kvfold.serve.vllm.scheduler import Load
 
 logger = logging.getLogger("vllm.kvfold")
 
-# Contexts whose last, broken page is remembered: vLLM caches whole pages only.
+# Contexts whose last, partly filled page is kept in memory. vLLM's prefix cache holds full pages
+# only, so every further request to a context loads that page again.
 REMEMBERED = 16
 
 
 def share(heads: int, rank: int, size: int) -> slice:
-    """The KV heads of a tensor-parallel rank, as vLLM deals them out; raises KvfoldError."""
+    """The KV heads of a tensor-parallel rank, split or replicated as vLLM does.
+
+    Raises KvfoldError if neither number divides the other.
+    """
     if heads % size == 0:
         each = heads // size
         return slice(rank * each, (rank + 1) * each)
@@ -36,7 +40,10 @@ def share(heads: int, rank: int, size: int) -> slice:
 
 
 class Filling:
-    """Writes what vLLM asks for; `rank` of `size` tensor-parallel workers, pages of `block`."""
+    """Writes contexts into vLLM's cache on tensor-parallel rank `rank` of `size`.
+
+    Pages hold `block` entries of dtype `dtype`.
+    """
 
     def __init__(
         self, shelf: Shelf, skeleton: Skeleton, dtype: torch.dtype, block: int, rank: int, size: int
@@ -46,10 +53,10 @@ class Filling:
         self._tails: OrderedDict[str, list[Pages]] = OrderedDict()
 
     def fill(self, layers: Mapping[int, Any], load: Load) -> None:
-        """Puts the entries of `load` into vLLM's attention `layers`, by their index.
+        """Writes the entries of `load` into vLLM's attention `layers`, keyed by layer index.
 
-        Raises ContextFileError where the file is not the one that was asked for, KvfoldError where
-        layers or heads are not those of the file.
+        Raises ContextFileError if the file was replaced since the request was scheduled, and
+        KvfoldError if vLLM's layers or heads differ from the file's.
         """
         started = time.perf_counter()
         count = load.start + len(load.slots)
@@ -67,7 +74,10 @@ class Filling:
         )
 
     def _pages(self, load: Load, count: int) -> Iterator[Pages]:
-        """Each layer: all of its entries, or the last ones."""
+        """The entries of each layer in turn: all `count`, or only those of the last, partial page.
+
+        The latter come from memory. Raises ContextFileError if the file was replaced.
+        """
         broken = count - count % self.block
         if load.start >= broken and load.salt in self._tails:
             self._tails.move_to_end(load.salt)
@@ -88,12 +98,15 @@ class Filling:
 
 
 def _from(page: Pages, first: int) -> Pages:
-    """A copy of a layer's entries from number `first` on."""
+    """A copy of a layer's entries from index `first` on."""
     return Pages(page.layer, page.keys[first:].clone(), page.values[first:].clone())
 
 
 def _write(layer: Any, page: Pages, slots: list[int], dtype: torch.dtype) -> None:
-    """Puts the last of a layer's entries into `slots`, as many as there are."""
+    """Writes the last `len(slots)` entries of a layer into vLLM's cache slots.
+
+    Raises KvfoldError.
+    """
     first = len(page.keys) - len(slots)
     keys, values = page.keys[first:], page.values[first:]
     if not hasattr(layer.impl, "do_kv_cache_update"):

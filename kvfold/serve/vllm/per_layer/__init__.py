@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experimental: layers of vLLM that hold a part of a context's positions, as PyramidKV sizes them.
+"""Experimental: per-layer budgets in vLLM, such as PyramidKV's.
 
-A layer that keeps fewer entries than another owns the last pages of a request only. Parts are those
-of the server, not of a context. It needs more of vLLM than a connector is promised: a page
-specification of its own, the CPU's attention backend, and one method that is replaced.
+A layer with a smaller part of a context's positions holds only the last pages of a request. Parts
+are fixed per server, not per context. This goes beyond vLLM's connector interface: it registers a
+cache spec and a CPU attention backend, and replaces one method of vLLM.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's attention over rows of pages whose first ones are null."""
+"""vLLM's CPU attention for page tables that begin with null pages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NULL = 0
 
 
 class PartBuilder(CPUAttentionMetadataBuilder):
-    """Leaves null pages out: the kernel sees a shorter sequence, whose keys are rotated already."""
+    """Metadata without null pages: the kernel sees a shorter sequence; keys are rotated already."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """As the base does; its callers name the parameters."""
+        """Metadata of a step; vLLM passes the parameters by name."""
         common = common_attn_metadata
         rows = common.num_reqs
         pages, lengths = common.block_table_tensor[:rows], common.seq_lens[:rows]
@@ -38,9 +38,9 @@ class PartBuilder(CPUAttentionMetadataBuilder):
 
 
 class PartBackend(CPUAttentionBackend):
-    """The CPU's, with that builder."""
+    """vLLM's CPU backend with `PartBuilder`."""
 
     @staticmethod
     def get_builder_cls() -> type[PartBuilder]:
-        """What makes each step's metadata."""
+        """The class that builds each step's metadata."""
         return PartBuilder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector for layers that hold parts: `kv_connector="PartsConnector"`, with the flag set."""
+"""Connector for per-layer parts: `kv_connector="PartsConnector"`, with the variable set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ except ImportError as problem:
 
 
 class PartsConnector(KvfoldConnector, SupportsHMA):
-    """Fills the pages that each group of layers holds; a load that fails ends the engine."""
+    """KV connector that fills the pages of each cache group; a failed load ends the engine.
+
+    Raises KvfoldError with the prefix cache on, and if layers hold no parts.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         groups: Sequence[Any] = kv_cache_config.kv_cache_groups
@@ -46,18 +49,18 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
     Admission = PartsAdmission
 
     def kinds(self, kv_cache_config: Any) -> int:
-        """They differ by their part alone."""
+        """One: the groups differ by their part only."""
         return 1
 
     def shelf(self, folder: str, block: int) -> Shelf:
-        """Files, levelled layer by layer."""
+        """Context files with counts equalized layer by layer."""
         return Shelf(folder, Parts.of(os.environ[VARIABLE], block).level)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return self.request_finished(request, [])
 
     def load_failed(self, load: Load, problem: Exception) -> None:
-        """vLLM takes no failed pages of several groups."""
+        """Raises the error: vLLM cannot fail pages of several groups."""
         raise problem
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -66,6 +69,6 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Requests that fail are named instead."""
+        """No pages: `get_transfer_results` names failed requests instead."""
         self._failed.clear()
         return set()

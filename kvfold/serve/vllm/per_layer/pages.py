@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's specification and manager of pages, for layers that leave a context's first ones out."""
+"""Cache spec and page manager of vLLM for layers that hold the last part of a context."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from kvfold.serve.vllm.per_layer.sizes import skipped
 
 @dataclass(frozen=True, kw_only=True)
 class PartSpec(FullAttentionSpec):
-    """A full-attention layer that holds `part` of a context; layers of one part are one group."""
+    """Spec of a full-attention layer that holds `part` of a context; one cache group per part."""
 
     part: float
 
     @classmethod
     def like(cls, spec: FullAttentionSpec, part: float) -> PartSpec:
-        """The same with a part."""
+        """A copy of `spec` with a part."""
         given = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
         return cls(**given, part=part)
 
     @classmethod
     def merge(cls, specs: Sequence[Any]) -> Any:
-        """One for a group; its layers are all alike."""
+        """The spec of a group, whose layers have equal specs."""
         assert all(spec == specs[0] for spec in specs)
         return copy.deepcopy(specs[0])
 
     def is_uniform_with_collection(self, specs: dict[str, Any]) -> bool:
-        """Whether these layers can be one group."""
+        """True if these layers can be one cache group: all have this part."""
         return all(isinstance(s, PartSpec) and s.part == self.part for s in specs.values())
 
 
 class PartManager(FullAttentionManager):
-    """Gives a request null pages for what its layers leave out."""
+    """Page manager that gives a request null pages for positions its layers do not hold."""
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Asked once, when a request is admitted with what came from elsewhere: its context."""
+        """Tokens of a context that get no page.
+
+        vLLM asks once per request, when `num_computed_tokens` are those loaded by the connector.
+        """
         spec = self.kv_cache_spec
         return skipped(num_computed_tokens, spec.part, self.block_size)
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left out later."""
+        """Does nothing: no page is dropped later."""

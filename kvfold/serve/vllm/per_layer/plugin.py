@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM calls in each of its processes; without the flag it does nothing."""
+"""Plugin that vLLM calls in each of its processes; without the variable it does nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ BACKEND = "kvfold.serve.vllm.per_layer.backend.PartBackend"
 
 
 def register() -> None:
-    """Gives every attention layer the part that the flag names; raises KvfoldError off a CPU."""
+    """Gives every attention layer the part that the variable names.
+
+    Raises KvfoldError off a CPU.
+    """
     text = os.environ.get(VARIABLE)
     if text is None:
         return
@@ -30,7 +33,7 @@ def register() -> None:
     parts = parse(text)
     if not current_platform.is_cpu():
         raise KvfoldError(f"{VARIABLE} changes the CPU's attention only: leave it out on a GPU")
-    # Without this first, vLLM's own would never be registered.
+    # vLLM registers its own specs only if none is registered yet.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(PartSpec, PartManager, uniform_type_base_spec=PartSpec)
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
@@ -42,12 +45,12 @@ def register() -> None:
     def of_part(self: Any, config: Any) -> Any:
         transfer = config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
-            # Pages of ordinary prefixes would be left out, too.
+            # Without the connector, ordinary prefixes would lose pages, too.
             raise KvfoldError(f"{VARIABLE} goes with kv_connector={CONNECTOR!r}: unset it")
         layer = extract_layer_index(self.layer_name)
         if layer >= len(parts):
             raise KvfoldError(f"{VARIABLE} names {len(parts)} layers, and there is layer {layer}")
         return PartSpec.like(whole(self, config), parts[layer])
 
-    # vLLM asks the layer itself, and offers no other place to say so.
+    # vLLM takes a layer's spec from this method only; there is no hook for it.
     Attention.get_kv_cache_spec = of_part

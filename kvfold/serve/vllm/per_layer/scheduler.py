@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's half where groups of layers hold parts of a context."""
+"""Scheduler side of the connector for cache groups that hold parts of a context."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from kvfold.serve.vllm.scheduler import Admission, Load
 
 @dataclass(frozen=True)
 class Group:
-    """Layers, by index, that hold the same part."""
+    """A cache group: indices of layers that hold the same part."""
 
     layers: list[int]
     part: float
 
 
 class PartsAdmission(Admission):
-    """Slots for each layer of `groups`."""
+    """Scheduler side that assigns slots per layer of `groups`."""
 
     groups: Sequence[Group] = ()
 
     def load(self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]) -> Load:
-        """A context goes over at once; raises KvfoldError where vLLM left other pages out."""
+        """The load of a whole context.
+
+        Raises KvfoldError if vLLM's null pages are not the parts'.
+        """
         by_layer: dict[int, list[int]] = {}
         for group, own in zip(self.groups, blocks, strict=True):
             first = skipped(count, group.part, self.block)

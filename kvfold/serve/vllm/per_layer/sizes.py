@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a context's positions each layer holds, in whole pages."""
+"""Part of a context's positions that each layer holds, in whole pages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvfold.contexts.files.format import Header
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.equalize import Level
 
-# The flag: parts of all layers, as in "1,1,0.5,0.25".
+# Environment variable with the parts of all layers, as in "1,1,0.5,0.25".
 VARIABLE = "KVFOLD_VLLM_PARTS"
 
 
 def skipped(count: int, part: float, block: int) -> int:
-    """How many of a context's `count` first positions a layer does not hold: whole pages."""
+    """Leading positions, of `count`, that a layer with `part` of a context lacks: whole pages."""
     return int((1 - part) * count) // block * block
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The part of each layer, and the entries of a page."""
+    """Parts in (0, 1] of all layers, and `block`, the entries of a page."""
 
     layers: tuple[float, ...]
     block: int
@@ -31,7 +31,10 @@ class Parts:
         return cls(parse(text), block)
 
     def level(self, header: Header) -> Level:
-        """The most positions for which every layer has enough; raises what `Level.checked` does."""
+        """The largest counts for which every layer keeps enough entries.
+
+        Raises KvfoldError for another number of layers, and what `Level.checked` raises.
+        """
         if len(header.layers) != len(self.layers):
             raise KvfoldError(
                 f"{VARIABLE} names {len(self.layers)} layers, and the context has "
@@ -47,7 +50,7 @@ class Parts:
 
 
 def parse(text: str) -> tuple[float, ...]:
-    """The parts that a text names; raises KvfoldError for anything but numbers in (0, 1]."""
+    """Parts from a text like "1,0.5"; raises KvfoldError for anything but numbers in (0, 1]."""
     try:
         parts = tuple(float(word) for word in text.split(","))
     except ValueError:
