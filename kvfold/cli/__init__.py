@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one module for each command of `kvfold`."""
+"""Command line of kvfold: one module per command."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from kvfold.terminal import errors
 
 
 class Commands(TyperGroup):
-    """The commands; what kvfold refuses ends them with one line and exit code 2."""
+    """The command group. A KvfoldError ends a command with one line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command that was asked for; Ctrl-C ends it with exit code 130."""
+        """Runs the command; Ctrl-C ends it with exit code 130."""
         with warnings.catch_warnings():
             warnings.showwarning = _one_line
             try:
@@ -48,7 +48,7 @@ class Commands(TyperGroup):
 
 
 def _one_line(message: Warning | str, *about: Any, **options: Any) -> None:
-    """A warning as users of a program read it: without file and line."""
+    """Prints a warning in one line, without file and line number."""
     errors().print(Text(f"warning: {message}", style="yellow"))
 
 
@@ -91,5 +91,5 @@ app.command("serve")(takes_methods(serve.command))
 
 
 def main() -> None:
-    """The `kvfold` program."""
+    """Entry point of the `kvfold` program."""
     app()

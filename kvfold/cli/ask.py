@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold ask`: asks a compressed document."""
+"""`kvfold ask`: a question to a compressed document."""
 
 from __future__ import annotations
 

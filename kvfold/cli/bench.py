@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold bench`: time, bytes and peak memory, side by side with the full cache."""
+"""`kvfold bench`: time, bytes and peak memory of methods and of the full cache."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def command(
 
 
 def words(text: str) -> list[str]:
-    """What `text` lists, separated by spaces or commas."""
+    """The distinct words of `text`, split at spaces and commas; raises KvfoldError for none."""
     found = [part for part in re.split(r"[\s,]+", text) if part]
     if not found:
         raise KvfoldError("an empty list: write for example --lengths '4096 16384'")
@@ -145,7 +145,7 @@ def numbers(text: str) -> list[int]:
 
 
 def _able(screen: Console, cell: Cell, makers: Makers, invited: list[Peer]) -> Makers:
-    """Who can run this cell; says who cannot."""
+    """The participants that can run `cell`; prints the others with the reason."""
     able = dict(makers)
     for label in makers:
         for reason in filter(None, (each.left_out(label, cell) for each in invited)):
@@ -161,7 +161,7 @@ def _measure(
     work: dict[Cell, Makers],
     repeats: int,
 ) -> None:
-    """Runs what the file does not hold yet."""
+    """Runs and stores the rounds that the file does not hold yet."""
     from kvfold.bench.participants import AGAIN, Label
     from kvfold.bench.record import check_setup
     from kvfold.bench.session import missing_rounds
@@ -188,12 +188,12 @@ def _measure(
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    """A participant's medians, and its ratios to the full cache with their quartiles."""
+    """A participant's medians, and its ratios to the full cache with quartiles, as a dict."""
     return dataclasses.asdict(row) | {"cell": row.cell.model_dump(), "label": str(row.label)}
 
 
 def _show(screen: Console, store: Store[Record], cells: list[Cell], as_json: bool) -> None:
-    """Tables of these cells, or JSON, and a picture beside the records."""
+    """Prints tables or JSON of these cells, and writes a picture beside the records."""
     from kvfold.bench.picture import figure
     from kvfold.bench.summary import rows
     from kvfold.bench.table import tables

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold compress`: reads documents once and writes what is kept of each to a file."""
+"""`kvfold compress`: compresses documents into context files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvfold.jobs.compress import Settings
 
 
-# What is kept of a document where no budget is given.
+# The budget of methods that take one, if none is given.
 BUDGET = "0.5"
 
 
@@ -104,7 +104,7 @@ def command(
 
 
 def _file(document: Path, out: Path | None) -> Path:
-    """The file that is written of a document; raises KvfoldError where it cannot be."""
+    """The path of a document's context file; raises KvfoldError if it cannot be written."""
     if out is None and str(document) == "-":
         raise KvfoldError("standard input has no name for the file: give --out")
     path = out or document.with_suffix(".kvfold")
@@ -123,7 +123,7 @@ def _compress_one(
     settings: Settings,
     as_json: bool,
 ) -> None:
-    """One document, with a word about what is kept of it."""
+    """Compresses one document and prints kept entries and bytes."""
     from kvfold.contexts.files.format import read_header
 
     network, tokenizer = load(model, loading, among_ranks=True)
@@ -133,7 +133,7 @@ def _compress_one(
     ranks = context.cache.ranks
     if ranks.rank > 0:
         return
-    # Of all heads, whichever rank holds them.
+    # From the file, as this rank holds a part of the heads only.
     kept = [[part.kept] for part in read_header(path).layers]
     stats = replace(context.stats(), kept=kept)
     if as_json:
@@ -158,7 +158,7 @@ def _compress_one(
 
 @contextmanager
 def _watched(model: PreTrainedModel, bar: Progress) -> Iterator[None]:
-    """Counts the tokens that the model has read."""
+    """Shows in the bar how many tokens the model has read."""
     task = bar.add_task("reading", total=None)
 
     def after_forward(module: Any, args: Any, options: dict[str, Any], output: Any) -> None:

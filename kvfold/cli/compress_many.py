@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold compress` of several documents: what is there already is left alone."""
+"""`kvfold compress` of several documents; existing context files are not made again."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def compress_many(
     ray: str | None,
     as_json: bool,
 ) -> None:
-    """A file for each document that has none, or an older one; run again, it goes on.
+    """Compresses each document whose context file is missing or older; a rerun resumes.
 
-    Refuses where a file is there already that was made with other settings, or another model; what
-    is given to a Ray cluster is compared with its settings only, as no model is loaded here.
-    What goes wrong with one document is said at the end, and the exit code is then 1.
+    A document that fails is reported at the end, with exit code 1. Raises KvfoldError if an
+    existing file was made with other settings, or with another model; with Ray only settings are
+    compared, as no model is loaded here.
     """
     if any(str(document) == "-" for document in documents):
         raise KvfoldError("standard input is one document: give it alone, and without --ray")
@@ -70,7 +70,10 @@ def compress_many(
 def _workers(
     model: str, loading: Loading, there: Sequence[Path], ray: str | None
 ) -> Workers[Document, Made]:
-    """Who compresses; raises ContextFileError where a file that is there is another model's."""
+    """Workers that compress, on Ray or here.
+
+    Raises ContextFileError if an existing file is of another model.
+    """
     doing = work(model, loading)
     if ray is not None:
         from kvfold.jobs.ray_cluster import cluster
@@ -82,7 +85,7 @@ def _workers(
 
 
 def _is_newer(document: Path, file: Path) -> bool:
-    """Whether the file was made from the document as it is."""
+    """True if the file exists and is not older than the document."""
     if not (file.is_file() and document.is_file()):
         return False
     return file.stat().st_mtime >= document.stat().st_mtime

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the commands write numbers, tables and progress."""
+"""Formats of the commands: progress bars, tables, sizes and durations."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 def stats_json(stats: Stats) -> dict[str, Any]:
-    """What a cache holds, as JSON."""
+    """Statistics of a cache as a dict for JSON."""
     derived = {"nbytes": stats.nbytes, "ratio": stats.ratio, "kept_fraction": stats.kept_fraction}
     return dataclasses.asdict(stats) | derived
 
 
 def progress(out: Console) -> Progress:
-    """A bar that says what is being done, and goes away when it is done."""
+    """A progress bar with a description, removed at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=out, transient=True)
 
 
 @contextmanager
 def counted(out: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of `total` samples, documents, …, which is told how many are done."""
+    """A bar of `total` items called `what`; yields a function that sets how many are done."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task(what, total=total)
@@ -47,7 +47,7 @@ def counted(out: Console, what: str, total: int) -> Iterator[Callable[[int], Non
 
 
 def table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table whose first column never wraps; those in `right` hold numbers."""
+    """An empty table; the first column never wraps, columns in `right` are right-aligned."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in right else "left"
@@ -56,7 +56,7 @@ def table(title: str | None, *columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def size(count: int) -> str:
-    """Bytes in a readable unit."""
+    """A number of bytes as text, in B, KiB, MiB, GiB or TiB."""
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1024 and len(units) > 1:
         amount /= 1024
@@ -65,12 +65,12 @@ def size(count: int) -> str:
 
 
 def seconds(duration: float) -> str:
-    """A duration in seconds or milliseconds."""
+    """A duration in seconds as text, in s or ms."""
     return f"{duration:.2f} s" if duration >= 1 else f"{duration * 1000:.1f} ms"
 
 
 def kept_per_layer(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[str, str]]:
-    """`kept[L][B][H]` → ("layers 0-3", "461 per KV head"), equal neighbours together."""
+    """Lines such as ("layers 0-3", "461 per KV head") from `kept[L][B][H]`, equal layers merged."""
     spans = []
     for layer in kept:
         counts = [count for row in layer for count in row]

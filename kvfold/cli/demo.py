@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold demo`: the main job on the bundled model, without network."""
+"""`kvfold demo`: compression methods compared on the bundled model, offline."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WHY = (
     "the document and keeps what it attends to meanwhile, whatever is asked later."
 )
 
-# (method, budget) → what was measured; and method → answers with the question known.
+# Results by (method, budget); and answers by method, compressed with the question in view.
 Unknown = dict[tuple[str, str | None], "Result"]
 Known = dict[str, list[str]]
 
@@ -82,7 +82,7 @@ def command(
 
 
 def _limits(text: str) -> list[str]:
-    """The budgets in `text`, separated by spaces or commas; raises BudgetError for a bad one."""
+    """The budgets in `text`, split at spaces and commas; raises KvfoldError for a bad one."""
     from kvfold import Budget
 
     limits = [part for part in re.split(r"[\s,]+", text) if part]
@@ -94,7 +94,7 @@ def _limits(text: str) -> list[str]:
 
 
 def _check(trial: Trial, limits: list[str]) -> None:
-    """Refuses before the work starts what a cache would refuse in the middle of it."""
+    """Raises KvfoldError now for methods and budgets that a cache would refuse later."""
     from kvfold import CompressedCache
 
     for method in METHODS:
@@ -103,7 +103,7 @@ def _check(trial: Trial, limits: list[str]) -> None:
 
 
 def _prepare(page: Path) -> None:
-    """Makes the page's folder now, so that a long run cannot end without one."""
+    """Creates the page's folder before the run; raises KvfoldError if it cannot."""
     if page.suffix.lower() not in (".html", ".htm"):
         raise KvfoldError(f"the page is HTML: name it {page.with_suffix('.html')}")
     try:
@@ -113,7 +113,7 @@ def _prepare(page: Path) -> None:
 
 
 def _introduction(trial: Trial) -> Group:
-    """What the document is, and what is asked."""
+    """Introduction: the document's opening, a needle and a question."""
     sample, spans = trial.sample, trial.needles()
     body = sample.document
     question = sample.questions[0]
@@ -131,7 +131,7 @@ def _introduction(trial: Trial) -> Group:
 
 
 def _measure(out: Console, trial: Trial, limits: list[str], middle: str) -> tuple[Unknown, Known]:
-    """Runs everything, with a bar."""
+    """Results of all methods at all budgets, measured with a progress bar."""
     runs = [("full", None), *((method, limit) for limit in limits for method in METHODS)]
     questions = len(trial.sample.questions)
     unknown: Unknown = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvfold demo` printed, and the picture of what was kept, as one HTML page."""
+"""HTML page of `kvfold demo`: its printed output, and the picture of kept positions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ img {{ max-width: 100% }}
 
 
 def page(parts: Sequence[RenderableType], picture: Figure) -> str:
-    """`parts` as a terminal shows them, and the picture below, in a page that needs no other."""
+    """A self-contained HTML page: `parts` as in a terminal, and the picture below."""
     screen = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False)
     for part in parts:
         screen.print(part)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold eval`: tasks × methods × budgets, one record for each."""
+"""`kvfold eval`: tasks × methods × budgets, with a record for each."""
 
 from __future__ import annotations
 
@@ -148,22 +148,22 @@ def command(
     if ray is not None:
         from kvfold.jobs.ray_cluster import cluster
 
-        crew = cluster(work(model, loading), ray, workers)
+        pool = cluster(work(model, loading), ray, workers)
     elif (count := workers or _fitting(network)) > 1:
         del network
-        crew = processes(work(model, loading), count)
+        pool = processes(work(model, loading), count)
     else:
-        crew = here(work(model, loading), network, tokenizer)
+        pool = here(work(model, loading), network, tokenizer)
     idle = [method for method in dict(contenders) if not planning.streams(method)]
     if idle and any(each.task.phase == "stream" for each in plan.wanted):
         names = ", ".join(idle)
         note = f"left out where a text is streamed, since they only compress prompts: {names}"
         screen.print(Text(note, style="yellow"))
-    _evaluate(screen, plan, crew, out, as_json)
+    _evaluate(screen, plan, pool, out, as_json)
 
 
 def _check_places(*places: Path | None) -> None:
-    """Raises KvfoldError for a file or folder that is not there."""
+    """Raises KvfoldError for a file or folder that does not exist."""
     for place in places:
         if place is not None and not place.exists():
             raise KvfoldError(f"there is no such file or folder: {place}")
@@ -172,7 +172,7 @@ def _check_places(*places: Path | None) -> None:
 def _drawn(
     screen: Console, names: Sequence[str], request: Request, lengths: Sequence[int]
 ) -> list[Wanted]:
-    """The samples of all tasks; one that a benchmark's name stands for may want data in vain."""
+    """Samples of all tasks; of a benchmark, tasks whose data is missing are skipped with a note."""
     from kvfold.eval.evaluate import drawn
 
     found = []
@@ -188,7 +188,7 @@ def _note(screen: Console, said: str) -> None:
 
 
 def _fitting(network: PreTrainedModel) -> int:
-    """As many workers as there are cores, while their models take half of the memory."""
+    """Number of worker processes: one per core, with models in half of the memory; 1 off a CPU."""
     if network.device.type != "cpu":
         return 1
     weights = sum(each.numel() * each.element_size() for each in network.parameters())
@@ -197,9 +197,9 @@ def _fitting(network: PreTrainedModel) -> int:
 
 
 def _evaluate(
-    screen: Console, plan: Plan, crew: Workers[Job, list[Sample]], out: Path, as_json: bool
+    screen: Console, plan: Plan, pool: Workers[Job, list[Sample]], out: Path, as_json: bool
 ) -> None:
-    """Runs what is missing, with a bar, and writes the records."""
+    """Runs the missing samples, with a progress bar, and writes the records."""
     from kvfold.cli.records import loaded, say_failures
     from kvfold.eval.run.dataframe import flat
     from kvfold.eval.run.result import Result
@@ -209,7 +209,7 @@ def _evaluate(
     loaded(screen, samples)
     try:
         with counted(screen, "samples", plan.total) as show:
-            for done in evaluate(plan, samples, crew):
+            for done in evaluate(plan, samples, pool):
                 show(done)
     except KeyboardInterrupt:
         screen.print(Text(f"stopped; run the same command again and it goes on: {out}"))
@@ -228,7 +228,7 @@ def _evaluate(
 
 
 def _show(screen: Console, records: Sequence[Result]) -> None:
-    """Tables of scores, and of perplexities, whose lower ones are better."""
+    """Prints a table of scores, and one of perplexities (lower is better)."""
     from kvfold.report.board import haystacks
 
     for lower, title in ((False, "score, mean over tasks"), (True, "perplexity")):
@@ -240,7 +240,7 @@ def _show(screen: Console, records: Sequence[Result]) -> None:
 
 
 def _table(title: str, records: Sequence[Result]) -> Table:
-    """Each method at each budget, against the full cache on the same samples."""
+    """A row per method and budget, against the full cache on the same samples."""
     from kvfold.report.summary import rows
 
     names = ("score", "95 %", "− full", "kept", "bytes", "errors")

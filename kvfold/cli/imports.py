@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--import MODULE`, which every command has that takes a method."""
+"""Option `--import MODULE` of the commands that take a method."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Modules = Annotated[
 
 
 def takes_methods(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one more option, whose modules are imported before it runs."""
+    """The command with the option `--import`, whose modules are imported before it runs."""
 
     @wraps(command)
     def importing(**options: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold info`: what a context file holds; no model is needed."""
+"""`kvfold info`: the header of a context file, read without a model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold inspect`: what a model attends to, and what each method keeps, as pictures and a page."""
+"""`kvfold inspect`: a model's attention and the tokens each method keeps, as an HTML page."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def command(
 
 
 def _text(prompt: str | None, file: Path | None, encoding: str) -> str | None:
-    """The text that was given; None where one is to be generated."""
+    """The given text, or None to generate one; raises KvfoldError for two or an empty one."""
     if prompt is not None and file is not None:
         raise KvfoldError("give the text as --prompt TEXT or as --file PATH, not both")
     if file is not None:
@@ -110,7 +110,7 @@ def _text(prompt: str | None, file: Path | None, encoding: str) -> str | None:
 
 
 def names(text: str) -> list[str]:
-    """The methods in `text`, each once."""
+    """The distinct methods in `text`; raises KvfoldError for none."""
     from kvfold.methods.base import listed
 
     found = listed(text)
@@ -120,7 +120,7 @@ def names(text: str) -> list[str]:
 
 
 def _folder(out: Path | None) -> Path:
-    """The folder to write to; never one that holds an earlier page or picture."""
+    """The folder to write to; raises KvfoldError if it holds a page or picture already."""
     if out is None:
         out = next(each for each in map(_numbered, count(1)) if not each.exists())
     taken = [name for name in (PAGE, *PICTURES) if (out / name).exists()]
@@ -134,7 +134,7 @@ def _numbered(number: int) -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Makes the folder before the work starts, so that a long run cannot end without one."""
+    """Creates the folder before the run; raises KvfoldError if it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -144,7 +144,7 @@ def _make(folder: Path) -> None:
 def _check(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, named: list[str], limit: Budget
 ) -> None:
-    """Refuses before the work starts what a cache would refuse in the middle of it."""
+    """Raises KvfoldError now for methods and budgets that a cache would refuse later."""
     import kvfold
 
     for each in named:
@@ -161,7 +161,7 @@ def _measure(
     limit: Budget,
     seed: int,
 ) -> tuple[list[Attention], list[Holding]]:
-    """Reads the text once to watch, and once by each method, with a bar."""
+    """Attention per layer, and kept entries per method: one reading each, with a progress bar."""
     from kvfold.hf.stock_layers import is_compressible, stock_layers
     from kvfold.inspect.attention_maps import watch
     from kvfold.inspect.retention import hold

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvfold inspect` measured, as tables for the terminal."""
+"""Terminal tables of `kvfold inspect`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPLAINED = (
 
 
 def layers_table(layers: Sequence[Attention]) -> Table:
-    """A line for each layer: what the papers decide by."""
+    """A row per layer: the statistics that methods allocate by."""
     numbers = ("per query", f"hold {MOST:.0%}", "variance", "lazy", "keep 1 %")
     shown = table(f"what {len(layers)} layers attend to", "layer", *numbers, right=numbers)
     percent = THRESHOLDS.index(min(THRESHOLDS, key=lambda t: abs(t - 0.01)))
@@ -39,12 +39,12 @@ def layers_table(layers: Sequence[Attention]) -> Table:
 
 
 def explained(layers: Sequence[Attention]) -> str:
-    """What the columns of `layers_table` are."""
+    """Legend of the columns of `layers_table`."""
     return EXPLAINED.format(sinks=SINKS, window=lazy_window(len(layers[0].edges)))
 
 
 def methods_table(document: Document, holdings: Sequence[Holding]) -> Table:
-    """A line for each method: what it kept, of the needles too where there are any."""
+    """A row per method: fraction kept, bytes, and the fraction of needle tokens kept, if any."""
     asked = [needle for needle in document.needles if needle.asked]
     numbers = ("kept", *(("of needles", "of the one asked") if asked else ()), "bytes", "of full")
     shown = table("what each method keeps", "method", *numbers, right=numbers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvfold demo` measures: answers, bytes and time, with the question unknown or known."""
+"""Measurements of `kvfold demo`: answers, bytes and time, question-agnostic and -aware."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ STEPS = 16
 
 @dataclass(frozen=True)
 class Result:
-    """One method at one budget, compressed before any question was known.
+    """Measurement of one method at one budget, compressed without the questions.
 
-    `stats` and `positions` `[L][B][H]` are those of the compressed document alone; `pace` is the
-    time per token over the full cache's.
+    `stats` and `positions[L][B][H]`, each `[K]`, are of the compressed document alone. `pace` is
+    the time per token as a multiple of the full cache's.
     """
 
     stats: Stats
@@ -41,9 +41,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model, a document with needles in it, and one question about each needle.
+    """A model, a document with needles, and one question per needle.
 
-    `room` is how many tokens an answer may take.
+    `room` is the number of tokens to generate per answer.
     """
 
     model: PreTrainedModel
@@ -53,10 +53,10 @@ class Trial:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> Trial:
-        """A document of half the length that the model was trained on."""
+        """A trial whose document has half of the model's trained length."""
         count = partial(token_count, tokenizer)
         length = model.config.max_position_embeddings // 2
-        # Questions are drawn with replacement: so many draws ask for every key.
+        # Questions are drawn with replacement: this many draws cover every key.
         drawn = ruler.generate(
             "multikey", length, count, random.Random(seed), keys=KEYS, questions=30 * KEYS
         )
@@ -66,24 +66,24 @@ class Trial:
         return cls(model, tokenizer, sample, room)
 
     def tokens(self) -> int:
-        """Tokens of the document."""
+        """Number of tokens of the document."""
         return token_count(self.tokenizer, self.sample.document)
 
     def compress(self, method: str, budget: str | None) -> Context:
-        """The document, compressed without a question."""
+        """The document compressed without a question."""
         return kvfold.compress(self.model, self.tokenizer, self.sample.document, method, budget)
 
     def question_unknown(self, method: str, budget: str | None, full: Context) -> Result:
-        """Compresses the document once and asks every question; its pace is set against `full`."""
+        """Compresses the document once and asks every question; `pace` is relative to `full`."""
         context = self.compress(method, budget)
-        # Questions leave room for tokens behind, so what is held is read before them.
+        # Read before the questions, which grow the buffers.
         stats, cache = context.stats(), context.cache
         positions = [cache.positions(layer) for layer in range(len(cache.compressed_layers))]
         answers = [context.ask(q.text, max_new_tokens=self.room) for q in self.sample.questions]
         return Result(stats, positions, answers, pace(full, context))
 
     def question_known(self, method: str, budget: str | None) -> list[str]:
-        """Compresses document, question and the answer's first words together, per question."""
+        """Answers when document, question and the answer's prefix are compressed together."""
         frame = Frame.of(self.tokenizer)
         answers = []
         for question in self.sample.questions:
@@ -105,19 +105,19 @@ class Trial:
         return answers
 
     def right(self, answers: list[str]) -> int:
-        """How many of the questions' answers hold the number asked for."""
+        """Number of answers that contain the number asked for."""
         pairs = zip(self.sample.questions, answers, strict=True)
         return sum(question.score(answer) == 1.0 for question, answer in pairs)
 
     def needles(self) -> list[tuple[int, int]]:
-        """Spans of positions that the needles take in the cache."""
+        """Spans `(start, stop)` of the needles' positions in the cache."""
         pieces = Document.of(self.tokenizer, self.sample.document).pieces
         return [(start, stop) for start, stop, _ in needles_in(pieces)]
 
 
 @torch.no_grad()
 def pace(full: Context, other: Context) -> float:
-    """Time per token of `other` over that of `full`: steps in turn, median of their ratios."""
+    """Time per token of `other` over that of `full`: median ratio of alternating decode steps."""
     caches = (full.cache, other.cache)
     seen = [cache.get_seq_length() for cache in caches]
     ratios = []
@@ -131,7 +131,7 @@ def pace(full: Context, other: Context) -> float:
 
 
 def _step(context: Context) -> float:
-    """Seconds for one more token."""
+    """Seconds of one decode step."""
     device = context.model.device
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     started = time.perf_counter()

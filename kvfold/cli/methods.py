@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold methods`: every registered method, read from the registry."""
+"""`kvfold methods`: all registered methods."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _as_json(name: str, method: Method) -> dict[str, Any]:
 
 
 def _stages(method: Method) -> str:
-    """What a method does, or what it adds to others where it cannot stand alone."""
+    """The stages of a method in words; of one that cannot stand alone, those it adds."""
     from kvfold import IllegalComposition
 
     try:
@@ -62,7 +62,7 @@ def _stages(method: Method) -> str:
 
 
 def in_words(stages: Stages) -> str:
-    """The stages of a method, as a short sentence."""
+    """Stages of a method as a list in words."""
     parts = []
     if stages.score is not None:
         parts = [f"observes {_observed(stages)}", _sizes(stages)]
@@ -78,13 +78,13 @@ def in_words(stages: Stages) -> str:
 
 
 def defaults(method: Method) -> str:
-    """The fields of a method and their values, as they are written in a method's text."""
+    """Options of a method with their values, in the syntax of a method's text."""
     values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
     return " ".join(f"{name}={_value(value)}" for name, value in values.items())
 
 
 def _sizes(stages: Stages) -> str:
-    """How large layers and heads are."""
+    """Allocation of the budget over layers and heads, in words."""
     from kvfold.methods.base import Across, Measured
 
     allocate = stages.allocate

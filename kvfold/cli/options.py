@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have, each written once."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AllowLonger = Annotated[
     typer.Option("--allow-longer", help="Read texts longer than those the model was trained on."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
-# As in kvfold.generate, which would import torch before `--help` is shown.
+# Same as kvfold.generate's `Compress`; importing that would import torch before `--help`.
 Compress = Literal["at_end", "per_chunk"]
 
 
@@ -85,7 +85,7 @@ def loading(
         typer.Option(help="A PEFT adapter: folder or hub id.", rich_help_panel=ABOUT_MODEL),
     ] = None,
 ) -> Loading:
-    """How the model of a command is loaded."""
+    """Loading options of a command's model."""
     return Loading(
         dtype=dtype,
         device=device,
@@ -100,7 +100,7 @@ def loading(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: the likeliest one at temperature 0, else drawn."""
+    """Sampling options of a command's answer; greedy at temperature 0."""
 
     temperature: float
     top_p: float | None
@@ -108,7 +108,7 @@ class Sampling:
     seed: int
 
     def options(self) -> dict[str, Any]:
-        """Options of `model.generate`, after torch's generator was seeded."""
+        """Options of `model.generate`; seeds torch's global generator if tokens are sampled."""
         if self.temperature == 0:
             return {"do_sample": False}
         import torch
@@ -146,7 +146,7 @@ def sampling(
         typer.Option(help="Of drawn tokens and of random methods.", rich_help_panel=ABOUT_SAMPLING),
     ] = 0,
 ) -> Sampling:  # fmt: skip
-    """How the tokens of a command's answer are chosen; refuses what would do nothing."""
+    """Sampling options of a command's answer; raises KvfoldError for those without effect."""
     if 0 < temperature < 0.01:
         raise KvfoldError("a temperature is 0, for the likeliest token, or at least 0.01")
     if temperature == 0 and (top_p is not None or top_k is not None):
@@ -157,7 +157,10 @@ def sampling(
 
 
 def with_options(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:
-    """Gives a command the options of `groups`; each result is the parameter of the group's name."""
+    """Decorator that adds the options of each group to a command.
+
+    The command gets the group's return value as the parameter of the group's name.
+    """
 
     def extended(command: Callable[..., None]) -> Callable[..., None]:
         added = {name: _parameters(group) for name, group in groups.items()}
@@ -182,7 +185,10 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of a file, "-" being standard input; raises KvfoldError where there is none."""
+    """The text of a file, or of standard input for "-".
+
+    Raises KvfoldError if it cannot be read or decoded, or is empty.
+    """
     name = "standard input" if str(path) == "-" else str(path)
     try:
         if str(path) == "-":
@@ -206,7 +212,10 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def checked(method: str, budget: str | None) -> tuple[Method, Budget | None]:
-    """A method and its budget, refused before a model is loaded where a cache would refuse them."""
+    """A parsed method and budget; raises KvfoldError for those that a cache would refuse.
+
+    Commands call it before they load a large model.
+    """
     from kvfold.budget import Budget
     from kvfold.cache.setup import checked_budget
     from kvfold.methods.base import parse

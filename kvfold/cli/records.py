@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command says about records: the file it goes on with, and the samples that failed."""
+"""Messages of commands about records: a resumed file, and failed samples."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from kvfold.jobs.records import M, Store
 if TYPE_CHECKING:
     from kvfold.eval.run.result import Result
 
-# Reasons that are printed; a reason may name the sample, so that there are as many as samples.
+# Reasons printed. A reason may name its sample, so there can be as many as samples.
 REASONS = 10
 
 
 def loaded(screen: Console, store: Store[M]) -> list[M]:
-    """The records so far, and a word about what a killed run left behind."""
+    """The records so far; prints a note on resumed records and on a torn last line.
+
+    Raises KvfoldError if the folder cannot be created.
+    """
     try:
         store.path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -36,9 +39,9 @@ def loaded(screen: Console, store: Store[M]) -> list[M]:
 
 
 def say_failures(screen: Console, results: Sequence[Result]) -> None:
-    """Prints each distinct error of samples with its count, the most frequent first.
+    """Prints the distinct errors of samples with their counts, the most frequent first.
 
-    Raises typer.Exit with code 1 where no sample of any cell has an answer.
+    Raises typer.Exit with code 1 if no sample of any cell has an answer.
     """
     counts = Counter[str]()
     for result in results:

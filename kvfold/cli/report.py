@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold report`: records as tables, pictures and a page."""
+"""`kvfold report`: evaluation records as tables, pictures and a page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold run`: generate with any model, a method and a budget."""
+"""`kvfold run`: generation with a model, a method and a budget."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def command(
 
 
 def show(out: Any, piece: str) -> None:
-    """A piece of an answer, as it comes: neither wrapped nor marked up."""
+    """Prints a piece of an answer, without wrapping or markup."""
     out.print(Text(piece), end="", soft_wrap=True)
 
 
@@ -124,10 +124,11 @@ def encode(
     system: str | None = None,
     special_tokens: bool = False,
 ) -> Tensor:
-    """The prompt's tokens `[1, N]`, inside the chat template if asked or, by default, if any.
+    """Token ids `[1, N]` of a prompt, inside the chat template.
 
-    Control tokens that the texts spell stay text, unless `special_tokens`. Raises KvfoldError where
-    a chat template is asked for, or a system message needs one, in vain.
+    Without one, or with `chat=False`, the prompt stands alone. Special tokens spelled in the texts
+    stay text, unless `special_tokens`. Raises KvfoldError if `chat` or `system` needs a template
+    and there is none, or if the template takes no system message.
     """
     import torch
 
@@ -153,7 +154,7 @@ def encode(
 
 
 def _after_system(tokenizer: PreTrainedTokenizerBase, system: str, text: str) -> list[str]:
-    """Segments of a prompt after a system message; raises KvfoldError where templates have none."""
+    """Segments of a prompt after a system message; raises KvfoldError if the template has none."""
     from jinja2.exceptions import TemplateError
 
     from kvfold.hf.chat_template import conversation
@@ -169,7 +170,7 @@ def _after_system(tokenizer: PreTrainedTokenizerBase, system: str, text: str) ->
 
 
 def costs(stats: Stats, clock: Clock) -> Table:
-    """What was kept, what it takes, how long it took."""
+    """Table of kept entries, bytes and times."""
     shown = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
     rows: list[tuple[str, Any]] = [("tokens seen", f"{stats.seen:,}")]
     rows += [(f"kept in {name}", count) for name, count in kept_per_layer(stats.kept)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold serve`: an OpenAI-compatible endpoint with compressed contexts."""
+"""`kvfold serve`: an OpenAI-compatible server with compressed contexts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvfold.serve.settings import Settings
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
-# Parameters that mean something with --engine vllm.
+# Parameters that apply with --engine vllm.
 OF_VLLM = ("model", "host", "port", "api_key", "folder", "body", "engine", "vllm", "modules")
 
 
@@ -172,7 +172,7 @@ def command(
 
 
 def _check_given(ctx: typer.Context, meant: Collection[str]) -> None:
-    """Raises KvfoldError where the command was given options that are not among these."""
+    """Raises KvfoldError if options other than `meant` were given."""
     idle = [
         option.opts[0]
         for option in ctx.command.params

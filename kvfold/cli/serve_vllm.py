@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold serve --engine vllm`."""
+"""`kvfold serve --engine vllm`: context files served by a stock vLLM."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def serve(
     body: int,
     arguments: str,
 ) -> None:
-    """Serves the context files of `folder` with vLLM, which gets `arguments` of its own.
+    """Serves the context files of `folder` with vLLM; `arguments` are for vLLM's command line.
 
-    Raises KvfoldError without a folder, where something is not installed, where the model's
-    contexts cannot be served so, and where vLLM ends.
+    `body` bounds requests, in bytes. Raises KvfoldError without a folder, for a missing package or
+    an unsupported model, and if vLLM ends.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -72,7 +72,10 @@ def serve(
 
 
 def _model(name: str) -> tuple[str, Any, str]:
-    """Where the model is, its configuration, and the dtype in which kvfold loads it."""
+    """The path or hub id of a model, its configuration, and the dtype that kvfold loads it in.
+
+    Raises KvfoldError if there is no such model.
+    """
     from transformers import AutoConfig
 
     from kvfold.bundled import FOLDER

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer while it is generated: a spinner until its first token, then its text as it comes."""
+"""Streamed answers in the terminal: a spinner until the first token, then the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from kvfold.contexts.answer import Answer
 
 @dataclass
 class Clock:
-    """A streamer for `generate` that notes when each token came; the first one ends the wait."""
+    """Streamer for `generate` that records token times; calls `first_came` at the first token.
+
+    `started` and `times` are of `time.perf_counter`, in seconds.
+    """
 
     first_came: Callable[[], None]
     started: float = field(default_factory=time.perf_counter)
@@ -46,7 +49,7 @@ class Clock:
 
     @property
     def per_token(self) -> float | None:
-        """Mean seconds between tokens, or None where only one came."""
+        """Mean seconds between tokens; None if only one was generated."""
         steps = len(self.times) - 1
         return (self.times[-1] - self.times[0]) / steps if steps > 0 else None
 
@@ -60,9 +63,9 @@ def answer(
     put: Callable[[str], Any],
     **options: Any,
 ) -> tuple[str, Clock]:
-    """The answer to the prompt `ids [1, N]`, whose pieces `put` gets, and when its tokens came.
+    """The answer to the prompt `ids [1, N]`, streamed to `put`, and its token times.
 
-    `options` are those of `kvfold.generate`.
+    `options` and errors are those of `kvfold.generate`.
     """
     prompt = ids.shape[1]
     said = Answer(tokenizer, prompt, (), _without_leading_space(put), Event())
@@ -82,7 +85,7 @@ def answer(
 
 
 def _without_leading_space(put: Callable[[str], Any]) -> Callable[[str], None]:
-    """`put`, from the first piece on that is more than white space."""
+    """`put` for pieces of a text without its leading white space."""
     begun = False
 
     def pass_on(piece: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold tasks`: what `kvfold eval` can evaluate, and the data that it needs."""
+"""`kvfold tasks`: tasks of `kvfold eval`, and the data they need."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _as_json(task: Task) -> dict[str, Any]:
 
 
 def _data(task: Task) -> NoData | None:
-    """What a task reads of `--data`; None where samples are generated."""
+    """The data that a task needs from `--data`; None if its samples are generated."""
     from kvfold.eval.tasks import Request
 
     return task.missing_data(Request())

@@ -35,7 +35,7 @@ def measure(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Runs what the file does not hold yet, and shows all of it, or prints its records."""
+    """Runs the rounds that the file does not hold yet, and prints tables, or records as JSON."""
     most = int(Budget.bytes(cap).amount)
     pairs = [sizes(setting) for setting in settings]
     source = subject.source.model_dump()
