@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ import pytest
 import kvfold
 
 HEAVY = {"torch", "transformers", "kvfold.methods.base", "kvfold.methods", "matplotlib"}
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Imports in the code of pages.
+SHOWN = re.compile(r"^from kvfold[\w.]* import [\w, ]+$", re.MULTILINE)
 
 
 def modules_after(code: str) -> set[str]:
@@ -111,3 +116,9 @@ def test_shells_complete_commands(shell: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | asked
     )
     assert "tasks" in ran.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_pages_import_is_there(page: Path) -> None:
+    for line in SHOWN.findall(page.read_text(encoding="utf-8")):
+        exec(line, {})
