@@ -16,7 +16,7 @@ import openai
 
 from kvfold.serve.engine import Engine
 from kvfold.serve.process import Server, listening
-from kvfold.serve.settings import Settings
+from kvfold.serve.settings import ServerSettings
 
 NAME = "tiny"
 
@@ -72,7 +72,7 @@ class Running:
 @contextmanager
 def running(model: Any, tokenizer: Any, name: str = NAME, **settings: Any) -> Iterator[Running]:
     """A server until the block ends."""
-    chosen = Settings(**({"method": "snapkv", "budget": 40, "grace": 10} | settings))
+    chosen = ServerSettings(**({"method": "snapkv", "budget": 40, "grace": 10} | settings))
     bound = listening("127.0.0.1", 0)
     server = Server(Engine(name, model, tokenizer, chosen))
     thread = Thread(target=server.run, args=([bound],))

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.bodies import Values
+from kvfold.serve.bodies import ValueCounter
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
 from kvfold.serve.limits import check_client
 from kvfold.serve.request_schemas import MOST_CHARACTERS, MOST_ENTRIES
-from kvfold.serve.settings import Settings
+from kvfold.serve.settings import ServerSettings
 from tests.serving import Running, running, until
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, QUESTION, new_model
@@ -61,7 +61,7 @@ def post(server: Running, path: str, body: bytes) -> httpx.Response:
 def test_the_table_of_bounds_says_the_defaults():
     table = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
     table = table[table.index("## What bounds a client") : table.index("## What is counted")]
-    own = Settings()
+    own = ServerSettings()
     for name in (
         "connections", "contexts", "values", "answer_tokens", "prefill_chunk", "grace",
         "client_timeout",
@@ -104,7 +104,7 @@ def values_of(found: Any) -> int:
 @settings(max_examples=150, deadline=None)
 def test_values_are_counted_wherever_a_body_is_cut(found, ascii_only, size):
     body = json.dumps(found, ensure_ascii=ascii_only).encode()
-    values = Values(10**6)
+    values = ValueCounter(10**6)
     for start in range(0, len(body), size):
         values.feed(body[start : start + size])
     assert values.count == values_of(found)
@@ -200,17 +200,17 @@ def test_a_body_that_does_not_come_is_refused_in_time(hurried):
     for path in (CHAT, CONTEXTS):
         begun = head(path, "Content-Length: 1000"), b'{"text'
         assert answered(opened(hurried, *begun)).startswith(b"HTTP/1.1 408")
-    assert hurried.engine.workers.arriving == 0
+    assert hurried.engine.workers.reserved == 0
 
 
 def test_uploads_take_their_place_when_they_begin(hurried):
     begun = [opened(hurried, head(CONTEXTS, "Content-Length: 1000"), b'{"te') for _ in range(3)]
-    until(lambda: hurried.engine.workers.arriving == 3)
+    until(lambda: hurried.engine.workers.reserved == 3)
     assert_clean(hurried.http.post(CHAT, json=chat()), 429, "3 requests are waiting")
     assert hurried.http.get("/health").status_code == 200
     for connection in begun:
         connection.close()
-    until(lambda: hurried.engine.workers.arriving == 0)
+    until(lambda: hurried.engine.workers.reserved == 0)
     assert hurried.http.post(CHAT, json=chat()).status_code == 200
 
 
@@ -362,7 +362,7 @@ def test_clients_may_not_name_files_on_the_server(server, tmp_path):
 
 def test_a_method_that_no_server_has_is_refused_at_the_start(model):
     with pytest.raises(KvfoldError, match="unknown method 'snapkb'"):
-        Engine("tiny", model, word_tokenizer(), Settings(methods=("snapkb",)))
+        Engine("tiny", model, word_tokenizer(), ServerSettings(methods=("snapkb",)))
 
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-38, 1e-45, 5e-324])

@@ -25,7 +25,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files import write
 from kvfold.contexts.files.format import digest
 from kvfold.serve.context_folder import Folder
-from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
+from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.errors import ApiError
 from kvfold.serve.longest_prefix import Key, Prefixes
 from kvfold.serve.stored_context import size_of
@@ -58,8 +58,8 @@ def holder(model: Any, tokenizer: Any, made: Any, tmp_path: Path) -> Iterator[An
     load = partial(kvfold.load, model=model, tokenizer=tokenizer)
     holders = []
 
-    def new(room: float, most: int = 100, folder: Path | None = None) -> Contexts:
-        holders.append(Contexts(load, Folder(folder), int(room * size_of(made[0])), most))
+    def new(room: float, most: int = 100, folder: Path | None = None) -> ContextPool:
+        holders.append(ContextPool(load, Folder(folder), int(room * size_of(made[0])), most))
         return holders[-1]
 
     yield new
@@ -67,11 +67,11 @@ def holder(model: Any, tokenizer: Any, made: Any, tmp_path: Path) -> Iterator[An
         one.folder.close()
 
 
-def in_memory(contexts: Contexts) -> list[str]:
+def in_memory(contexts: ContextPool) -> list[str]:
     return [held.id for held in contexts.all() if held.context is not None]
 
 
-def counted(contexts: Contexts) -> int:
+def counted(contexts: ContextPool) -> int:
     """Bytes of what is in memory, by its own tensors."""
     with contexts._changed:  # what is there at one moment, while other threads read and move
         there = [held.context for held in contexts._held.values() if held.context is not None]

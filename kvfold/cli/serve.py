@@ -17,7 +17,7 @@ from kvfold.loading import Loading, load
 from kvfold.terminal import console, errors
 
 if TYPE_CHECKING:
-    from kvfold.serve.settings import Settings
+    from kvfold.serve.settings import ServerSettings
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 # Parameters that apply with --engine vllm.
@@ -133,12 +133,12 @@ def command(
             from kvfold.methods.base import parse
             from kvfold.serve.engine import Engine
             from kvfold.serve.process import Server, listening
-            from kvfold.serve.settings import Settings
+            from kvfold.serve.settings import ServerSettings
         except ModuleNotFoundError as missing:
             raise KvfoldError(
                 f"serving needs {missing.name}: pip install 'kvfold[serve]'"
             ) from missing
-    settings = Settings(
+    settings = ServerSettings(
         method=method,
         budget=budget,
         methods=None if methods is None else tuple(listed(methods)),
@@ -189,7 +189,7 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _announce(bound: socket.socket, name: str, settings: Settings) -> None:
+def _announce(bound: socket.socket, name: str, settings: ServerSettings) -> None:
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     console().print(

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import kvfold
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
-from kvfold.serve.limits import Gate
+from kvfold.serve.limits import RequestLimits
 from kvfold.serve.metrics import Metrics
 from kvfold.serve.response_schemas import ErrorBody
 from kvfold.serve.routes import answers, contexts, status
@@ -53,12 +53,12 @@ def build(engine: Engine) -> FastAPI:
     app.include_router(answers.router(engine, metrics))
     app.include_router(contexts.router(engine))
     app.include_router(status.router(engine, metrics))
-    app.add_middleware(Gate, settings=engine.settings, workers=engine.workers)
-    app.add_middleware(Counted, metrics=metrics)
+    app.add_middleware(RequestLimits, settings=engine.settings, workers=engine.workers)
+    app.add_middleware(RequestMetrics, metrics=metrics)
     return app
 
 
-class Counted:
+class RequestMetrics:
     """ASGI middleware: request count and duration by route and status; 500 on an exception.
 
     The 500 is sent here because starlette's own handler closes the connection afterwards, although

@@ -24,7 +24,7 @@ TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 MARKS = (b",", b"[", b"{")
 
 
-class Values:
+class ValueCounter:
     """Upper bound of the values in a JSON text, fed piece by piece.
 
     Counts strings (names of members included), commas, and opening brackets and braces outside
@@ -60,7 +60,7 @@ class Values:
         return end + 1
 
 
-class _Apart(Request):
+class _ThreadParsedRequest(Request):
     """A request whose JSON is parsed in a thread, so that a large body does not block the loop."""
 
     async def json(self) -> Any:
@@ -69,7 +69,7 @@ class _Apart(Request):
 
 
 def _parsed(body: bytes) -> Any:
-    """Parsed JSON, UTF-8 only: `json.loads` also accepts UTF-16, which `Values` does not count."""
+    """Parsed JSON, UTF-8 only: `json.loads` accepts UTF-16, too, which is not counted."""
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -85,6 +85,6 @@ class Route(APIRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            return await handle(_Apart(request.scope, request.receive))
+            return await handle(_ThreadParsedRequest(request.scope, request.receive))
 
         return handler

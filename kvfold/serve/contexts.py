@@ -22,13 +22,13 @@ from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.context_folder import Folder
 from kvfold.serve.errors import ApiError
 from kvfold.serve.longest_prefix import Key, Prefixes
-from kvfold.serve.stored_context import Held, size_of
+from kvfold.serve.stored_context import StoredContext, size_of
 
 TOKENS, TEXT = "tokens", "text"
 log = logging.getLogger(__name__)
 
 
-class Contexts:
+class ContextPool:
     """At most `most` contexts by id, with at most `memory` bytes of them in memory.
 
     `load` reads a context's file. A context that is deleted while requests use it takes no new
@@ -43,23 +43,23 @@ class Contexts:
         self.to_disk = self.to_memory = 0
         self._changed = Condition(Lock())
         # Least recently used first; and deleted contexts that are still read or moved.
-        self._held: OrderedDict[str, Held] = OrderedDict()
-        self._leaving: dict[str, Held] = {}
+        self._held: OrderedDict[str, StoredContext] = OrderedDict()
+        self._leaving: dict[str, StoredContext] = {}
         self._prefixes = {TOKENS: Prefixes(), TEXT: Prefixes()}
 
     # --- what is there ----------------------------------------------------------------------
 
-    def all(self) -> list[Held]:
+    def all(self) -> list[StoredContext]:
         """Every context, the most recently used last."""
         with self._changed:
             return list(self._held.values())
 
-    def get(self, name: str) -> Held:
+    def get(self, name: str) -> StoredContext:
         """The context of that id; raises ApiError if there is none."""
         with self._changed:
             return self._named(name)
 
-    def longest(self, kind: str, data: bytes) -> Held | None:
+    def longest(self, kind: str, data: bytes) -> StoredContext | None:
         """The context whose key of `kind` is the longest proper prefix of `data`."""
         with self._changed:
             name = self._prefixes[kind].longest(data)
@@ -99,7 +99,7 @@ class Contexts:
         name: str | None = None,
         text: bytes | None = None,
         file: Path | None = None,
-    ) -> Held:
+    ) -> StoredContext:
         """Stores a context under `name`, or under a new id; raises ApiError if there is no room.
 
         `text` are the `key_bytes` of its text, if known; `file` is a file that holds it already.
@@ -108,7 +108,7 @@ class Contexts:
         if text is not None:
             keys[TEXT] = Key.of(text)
         name = name or f"ctx-{uuid.uuid4().hex}"
-        held = Held(name, context.stats(), size_of(context), keys, context, file)
+        held = StoredContext(name, context.stats(), size_of(context), keys, context, file)
         with self._changed:
             self._check_new(name, file)
             self._make_room(held.size)
@@ -164,7 +164,7 @@ class Contexts:
 
     # --- with the lock held -----------------------------------------------------------------
 
-    def _named(self, name: str) -> Held:
+    def _named(self, name: str) -> StoredContext:
         if name not in self._held:
             raise ApiError(
                 404, f"there is no context {name!r}", code="context_not_found", param="context_id"
@@ -179,7 +179,7 @@ class Contexts:
             message = f"the server holds its {self.most} contexts: delete one"
             raise ApiError(429, message, code="too_many_contexts", retry_after=60)
 
-    def _in_memory(self, held: Held) -> Context:
+    def _in_memory(self, held: StoredContext) -> Context:
         """The context of `held`, loaded if it is on disk. Its reader count keeps it in memory.
 
         Raises ApiError if the file is missing or damaged.
@@ -243,7 +243,7 @@ class Contexts:
         self.nbytes -= size
         self._changed.notify_all()
 
-    def _move_to_disk(self, held: Held) -> None:
+    def _move_to_disk(self, held: StoredContext) -> None:
         assert held.context is not None
         held.moving = True
         try:
@@ -264,12 +264,12 @@ class Contexts:
             self._forget_if_unused(held)
             self._changed.notify_all()
 
-    def _end(self, held: Held) -> None:
+    def _end(self, held: StoredContext) -> None:
         held.readers -= 1
         self._forget_if_unused(held)
         self._changed.notify_all()
 
-    def _forget_if_unused(self, held: Held) -> None:
+    def _forget_if_unused(self, held: StoredContext) -> None:
         if not held.idle or self._leaving.get(held.id) is not held:
             return
         if held.context is not None:

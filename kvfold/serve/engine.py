@@ -28,14 +28,14 @@ from kvfold.hf.chat_template import PARTING, Frame
 from kvfold.hf.models import text_config, trained_length
 from kvfold.methods.base import Composition, FileName, Method, parse
 from kvfold.serve.context_folder import Folder
-from kvfold.serve.contexts import TEXT, TOKENS, Contexts, token_bytes
+from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.decoding import Finished, Started, answer
 from kvfold.serve.errors import ApiError
 from kvfold.serve.prompts import Prompts, key_bytes, of_key_bytes
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
 from kvfold.serve.sampling import Sampling
-from kvfold.serve.settings import Settings
-from kvfold.serve.stored_context import Held
+from kvfold.serve.settings import ServerSettings
+from kvfold.serve.stored_context import StoredContext
 from kvfold.serve.workers import Workers, stopping
 
 Put = Callable[[Any], None]
@@ -53,7 +53,7 @@ class Engine:
         name: str,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        settings: Settings,
+        settings: ServerSettings,
     ) -> None:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         config, frame = text_config(model), Frame.of(tokenizer)
@@ -75,7 +75,7 @@ class Engine:
         self._hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         self.abandoned = 0
         self.workers = Workers(settings.workers, settings.queue)
-        self.contexts = Contexts(
+        self.contexts = ContextPool(
             partial(kvfold.load, model=model, tokenizer=tokenizer),
             Folder(settings.folder),
             settings.memory,
@@ -194,7 +194,7 @@ class Engine:
             raise ApiError(400, "the prompt is empty", param="prompt")
         return [tokens]
 
-    def _longest(self, ids: list[int], parts: list[str]) -> tuple[Held, list[int]] | None:
+    def _longest(self, ids: list[int], parts: list[str]) -> tuple[StoredContext, list[int]] | None:
         """The longest stored context that is a prefix of the prompt, and the tokens after it.
 
         Prefixes are compared as tokens and as text: the last token of a document often merges with
@@ -231,7 +231,7 @@ class Engine:
 
     # --- contexts ---------------------------------------------------------------------------
 
-    def create(self, request: ContextRequest, _: Put, cancelled: Event) -> Held:
+    def create(self, request: ContextRequest, _: Put, cancelled: Event) -> StoredContext:
         """Compresses a text and stores its context.
 
         Raises ApiError for a text or method refused.

@@ -10,9 +10,9 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvfold.serve.bodies import Values
+from kvfold.serve.bodies import ValueCounter
 from kvfold.serve.errors import ApiError
-from kvfold.serve.settings import Settings
+from kvfold.serve.settings import ServerSettings
 from kvfold.serve.workers import Workers
 
 Message = MutableMapping[str, Any]
@@ -25,10 +25,10 @@ OPEN = frozenset({"/health", "/ready", "/metrics"})
 # An upload is not parsed as JSON, so its values are not counted.
 FORM = b"multipart/form-data"
 # Key of the request's scope: its place in the queue, until its job takes it over.
-SEAT = "kvfold.seat"
+RESERVATION = "kvfold.reservation"
 
 
-class Gate:
+class RequestLimits:
     """ASGI middleware that refuses requests beyond the server's limits.
 
     A POST reserves its place in the queue before its body is read, so a full queue refuses it
@@ -36,7 +36,7 @@ class Gate:
     length; the body must be complete within the client's timeout. No body is stored here.
     """
 
-    def __init__(self, app: App, *, settings: Settings, workers: Workers) -> None:
+    def __init__(self, app: App, *, settings: ServerSettings, workers: Workers) -> None:
         self.app, self.settings, self.workers = app, settings, workers
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -46,7 +46,7 @@ class Gate:
             return
         # The first of a repeated header counts, as for the parser of the body.
         headers = {name.lower(): value for name, value in reversed(scope["headers"])}
-        seat = None
+        reservation = None
         try:
             if scope["path"] not in OPEN:
                 check_client(headers, scope.get("server"), self.settings.api_key)
@@ -55,7 +55,7 @@ class Gate:
             if not length.isdigit() or int(length[:20]) > self.settings.body:
                 raise too_large(self.settings.body)
             if scope["method"] == "POST":
-                seat = scope[SEAT] = self.workers.arrive()
+                reservation = scope[RESERVATION] = self.workers.reserve()
         except ApiError as refused:
             await refused.response()(scope, receive, send)
             return
@@ -63,11 +63,11 @@ class Gate:
             form = headers.get(b"content-type", b"").strip().lower().startswith(FORM)
             await self.app(scope, self._counted(receive, form), send)
         finally:
-            if seat is not None:
-                seat.leave()
+            if reservation is not None:
+                reservation.release()
 
     def _counted(self, receive: Receive, form: bool) -> Receive:
-        total, whole, values = 0, False, Values(self.settings.values)
+        total, whole, values = 0, False, ValueCounter(self.settings.values)
         until = asyncio.get_running_loop().time() + self.settings.client_timeout
 
         async def counted() -> Message:

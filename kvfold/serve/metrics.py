@@ -42,14 +42,14 @@ class Metrics:
             self.tokens.labels(kind)
         for result in ("hit", "miss"):
             self.prefixes.labels(result)
-        self.registry.register(_Held(engine))
+        self.registry.register(_LiveGauges(engine))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class _Held(Collector):
+class _LiveGauges(Collector):
     """Gauges of contexts and of the queue, read at each scrape."""
 
     def __init__(self, engine: Engine) -> None:

@@ -25,7 +25,7 @@ from kvfold.serve.response_schemas import (
     TextChoice,
     Usage,
 )
-from kvfold.serve.workers import Job
+from kvfold.serve.workers import WorkerJob
 
 DONE = "data: [DONE]\n\n"
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class TextWriter(Writer):
         return Completion(**self.about, choices=[], usage=self.usage(done))
 
 
-async def whole(job: Job, writer: Writer) -> BaseModel:
+async def whole(job: WorkerJob, writer: Writer) -> BaseModel:
     """The complete answer; raises what its generation raises."""
     text = ""
     while not isinstance(came := await job.next(), Finished):
@@ -111,7 +111,7 @@ async def whole(job: Job, writer: Writer) -> BaseModel:
     return writer.whole(text, came)
 
 
-async def events(job: Job, writer: Writer, with_usage: bool) -> AsyncIterator[str]:
+async def events(job: WorkerJob, writer: Writer, with_usage: bool) -> AsyncIterator[str]:
     """Server-sent events of an answer; closing the iterator ends its generation."""
     try:
         for chunk in writer.first():

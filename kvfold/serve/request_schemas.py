@@ -86,7 +86,7 @@ class ResponseFormat(_Strict):
     type: Literal["text"]
 
 
-class Request(_Strict):
+class AnswerRequest(_Strict):
     """Fields common to requests for an answer.
 
     `context_id` names the context that precedes the whole request. Without it, `prefix_cache` lets
@@ -139,7 +139,7 @@ class Request(_Strict):
         return self.max_tokens
 
 
-class ChatRequest(Request):
+class ChatRequest(AnswerRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_ENTRIES)]
@@ -174,7 +174,7 @@ class ChatRequest(Request):
         return self.max_tokens or self.max_completion_tokens
 
 
-class CompletionRequest(Request):
+class CompletionRequest(AnswerRequest):
     """`POST /v1/completions`: one prompt, text or token ids, plain or in a list of length one."""
 
     usual_tokens: ClassVar[int | None] = 16

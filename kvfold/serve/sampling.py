@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
-from kvfold.serve.request_schemas import Request
+from kvfold.serve.request_schemas import AnswerRequest
 
 # Lowest temperature: dividing by less could overflow float32. At this one it is greedy already.
 COLDEST = 1e-6
@@ -25,7 +25,7 @@ class Sampling:
     stop: tuple[str, ...]
 
     @classmethod
-    def of(cls, request: Request) -> Sampling:
+    def of(cls, request: AnswerRequest) -> Sampling:
         """A request's parameters, with OpenAI's defaults for those not given."""
         return cls(
             temperature=1.0 if request.temperature is None else request.temperature,

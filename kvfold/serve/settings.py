@@ -10,7 +10,7 @@ from kvfold.errors import KvfoldError
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """Defaults of new contexts, and limits. Sizes in bytes, lengths in tokens, times in seconds.
 
     Args:

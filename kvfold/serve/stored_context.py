@@ -16,7 +16,7 @@ from kvfold.serve.response_schemas import ContextDetail
 
 
 @dataclass(eq=False)
-class Held:
+class StoredContext:
     """A context and its state in the server; everything but `context` is known on disk, too.
 
     Args:

@@ -26,7 +26,7 @@ class Workers:
 
     def __init__(self, count: int, queue: int) -> None:
         self.count, self.queue = count, queue
-        self.arriving = self.admitted = self.running = 0
+        self.reserved = self.admitted = self.running = 0
         self.seconds = 1.0
         self.closing = False
         self._lock = Lock()
@@ -38,18 +38,20 @@ class Workers:
         """Jobs in the queue."""
         return self.admitted - self.running
 
-    def arrive(self) -> Seat:
+    def reserve(self) -> Reservation:
         """Reserves a place for a request that begins; raises ApiError if the queue is full."""
         with self._lock:
             self._check_room()
-            self.arriving += 1
-        return Seat(self)
+            self.reserved += 1
+        return Reservation(self)
 
-    def submit(self, work: Callable[[], Any], cancelled: Event, seat: Seat) -> Future[Any]:
-        """Queues `work` in the place that `seat` reserved; raises ApiError if the server stops."""
+    def submit(
+        self, work: Callable[[], Any], cancelled: Event, reservation: Reservation
+    ) -> Future[Any]:
+        """Queues `work` in a reserved place; raises ApiError if the server stops."""
         with self._lock:
             self.check_open()
-            seat.vacate()
+            reservation.release_locked()
             self.admitted += 1
             self._cancels.add(cancelled)
 
@@ -70,19 +72,19 @@ class Workers:
 
     def _check_room(self) -> None:
         self.check_open()
-        taken = self.admitted + self.arriving
+        taken = self.admitted + self.reserved
         if taken >= self.count + self.queue:
             raise ApiError(
                 429,
-                f"{self.waiting + self.arriving} requests are waiting already: try again later",
+                f"{self.waiting + self.reserved} requests are waiting already: try again later",
                 code="queue_full",
                 retry_after=max(1, math.ceil(self.seconds * taken / self.count)),
             )
 
-    def left(self, seat: Seat) -> None:
+    def release(self, reservation: Reservation) -> None:
         """Frees the place of a request that has ended, if no job took it over."""
         with self._lock:
-            seat.vacate()
+            reservation.release_locked()
 
     def cancel(self) -> None:
         """Sets the cancel flag of every job; a running one ends at its next token."""
@@ -110,23 +112,23 @@ class Workers:
                 self.seconds += NEWEST * (time.perf_counter() - started - self.seconds)
 
 
-class Seat:
+class Reservation:
     """A place in the queue, reserved by a request until its job is queued."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers, self._taken = workers, True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Frees the place if no job has taken it over."""
-        self._workers.left(self)
+        self._workers.release(self)
 
-    def vacate(self) -> None:
+    def release_locked(self) -> None:
         """Frees the place; the caller holds the workers' lock."""
-        self._workers.arriving -= self._taken
+        self._workers.reserved -= self._taken
         self._taken = False
 
 
-class Job:
+class WorkerJob:
     """Work in a worker thread whose events the creating event loop awaits one by one.
 
     `work(put, cancelled)` puts events, and checks the flag `cancelled`. Its return value is the
@@ -134,12 +136,17 @@ class Job:
     """
 
     def __init__(
-        self, workers: Workers, work: Callable[[Callable[[Any], None], Event], Any], seat: Seat
+        self,
+        workers: Workers,
+        work: Callable[[Callable[[Any], None], Event], Any],
+        reservation: Reservation,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = Event()
-        self._future = workers.submit(lambda: work(self._put, self.cancelled), self.cancelled, seat)
+        self._future = workers.submit(
+            lambda: work(self._put, self.cancelled), self.cancelled, reservation
+        )
         self._future.add_done_callback(self._ended)
 
     async def next(self) -> Any:

@@ -15,23 +15,23 @@ from kvfold.serve.bodies import Route
 from kvfold.serve.decoding import Finished, Started
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
-from kvfold.serve.limits import SEAT
+from kvfold.serve.limits import RESERVATION
 from kvfold.serve.metrics import Metrics
 from kvfold.serve.openai_format import TextWriter, Writer, events, whole
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
 from kvfold.serve.response_schemas import ChatCompletion, Completion
 from kvfold.serve.routes.hangup import unless_gone
-from kvfold.serve.workers import Job
+from kvfold.serve.workers import WorkerJob
 
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
 
 
-class Events(StreamingResponse):
+class EventStream(StreamingResponse):
     """Response of server-sent events; the job ends with it, also if the client hangs up."""
 
-    def __init__(self, job: Job, writer: Writer, with_usage: bool) -> None:
+    def __init__(self, job: WorkerJob, writer: Writer, with_usage: bool) -> None:
         self.job = job
         super().__init__(
             events(job, writer, with_usage),
@@ -57,7 +57,7 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
         if asked.model != engine.name:
             message = f"there is no model {asked.model!r}: this server has {engine.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        job = Job(engine.workers, partial(engine.answer, asked), request.scope[SEAT])
+        job = WorkerJob(engine.workers, partial(engine.answer, asked), request.scope[RESERVATION])
         # `Started` comes once the request is checked: before it, a refusal still sets the status.
         started: Started = await unless_gone(request, job, job.next())
         metrics.tokens.labels("prompt").inc(started.prompt)
@@ -66,7 +66,7 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
             metrics.prefixes.labels("hit" if started.cached else "miss").inc()
         writer = kind(engine.name, started, counted)
         if asked.stream:
-            return Events(job, writer, asked.usage_wanted)
+            return EventStream(job, writer, asked.usage_wanted)
         return await unless_gone(request, job, whole(job, writer))
 
     def counted(done: Finished) -> None:

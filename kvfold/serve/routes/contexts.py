@@ -14,12 +14,12 @@ from starlette.requests import Request
 from kvfold.serve.bodies import Route
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
-from kvfold.serve.limits import SEAT
+from kvfold.serve.limits import RESERVATION
 from kvfold.serve.request_schemas import CONTEXT_ID, ContextRequest
 from kvfold.serve.response_schemas import ContextDeleted, ContextDetail, ContextInfo, ContextList
 from kvfold.serve.routes.hangup import unless_gone
-from kvfold.serve.stored_context import Held
-from kvfold.serve.workers import Job
+from kvfold.serve.stored_context import StoredContext
+from kvfold.serve.workers import WorkerJob
 
 JSON, FORM = "application/json", "multipart/form-data"
 NAME = Annotated[str, Path(pattern=CONTEXT_ID)]
@@ -55,8 +55,8 @@ def router(engine: Engine) -> APIRouter:
     async def create(request: Request) -> Any:
         """Compresses a text, given as JSON or as a file."""
         asked = await _asked(request)
-        job = Job(engine.workers, partial(engine.create, asked), request.scope[SEAT])
-        held: Held = await unless_gone(request, job, job.next())
+        job = WorkerJob(engine.workers, partial(engine.create, asked), request.scope[RESERVATION])
+        held: StoredContext = await unless_gone(request, job, job.next())
         return held.info(engine.name)
 
     @made.get("", response_model=ContextList)
@@ -83,12 +83,12 @@ def router(engine: Engine) -> APIRouter:
     return made
 
 
-def _age(held: Held) -> tuple[int, str]:
+def _age(held: StoredContext) -> tuple[int, str]:
     """Sort key of the list: creation time and id, which do not change between pages."""
     return held.created, held.id
 
 
-def _brief(held: Held, model: str) -> dict[str, Any]:
+def _brief(held: StoredContext, model: str) -> dict[str, Any]:
     return held.info(model).model_dump(exclude={"kept_per_layer"})
 
 

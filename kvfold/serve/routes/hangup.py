@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from kvfold.serve.workers import Job
+from kvfold.serve.workers import WorkerJob
 
 Result = TypeVar("Result")
 
@@ -18,7 +18,9 @@ class HungUp(Exception):
     """The client has disconnected."""
 
 
-async def unless_gone(request: Request, job: Job, coming: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(
+    request: Request, job: WorkerJob, coming: Coroutine[Any, Any, Result]
+) -> Result:
     """The result of awaiting `coming`; if the client disconnects first, closes `job`.
 
     Raises HungUp on a disconnect, and what `coming` raises.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from kvfold.serve.bodies import Values
+from kvfold.serve.bodies import ValueCounter
 from kvfold.serve.limits import OPEN, check_client, too_large, too_slow
-from kvfold.serve.settings import Settings
+from kvfold.serve.settings import ServerSettings
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Door:
 
     api_key: str | None
     body: int
-    values: int = Settings.values
-    timeout: float = Settings.client_timeout
+    values: int = ServerSettings.values
+    timeout: float = ServerSettings.client_timeout
 
     def check(self, request: Request) -> None:
         """Raises ApiError for a request without the key, unless its path is for monitoring."""
@@ -43,7 +43,7 @@ class Door:
             raise too_slow(self.timeout) from None
 
     async def _read(self, request: Request) -> bytes:
-        content, values = bytearray(), Values(self.values)
+        content, values = bytearray(), ValueCounter(self.values)
         async for piece in request.stream():
             content += piece
             if len(content) > self.body:

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 
 from kvfold.errors import KvfoldError
 from kvfold.serve.connections import limited
-from kvfold.serve.settings import Settings
+from kvfold.serve.settings import ServerSettings
 from kvfold.serve.vllm.auth import Door
 from kvfold.serve.vllm.catalog import Contexts
 from kvfold.serve.vllm.proxy import Proxy, build
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
     """uvicorn server of the proxy; exits also if vLLM does."""
 
     def __init__(self, app: FastAPI, child: subprocess.Popen[bytes]) -> None:
-        connections = limited(Settings.connections, Settings.client_timeout)
+        connections = limited(ServerSettings.connections, ServerSettings.client_timeout)
         super().__init__(
             uvicorn.Config(app, http=connections, log_level="warning", access_log=False)  # type: ignore[arg-type]
         )

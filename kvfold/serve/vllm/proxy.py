@@ -18,8 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvfold.serve.errors import ApiError, invalid
-from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
-from kvfold.serve.request_schemas import Request as Asking
+from kvfold.serve.request_schemas import AnswerRequest, ChatRequest, CompletionRequest
 from kvfold.serve.vllm.auth import Door
 from kvfold.serve.vllm.catalog import Contexts
 from kvfold.serve.vllm.chat import chunks, message
@@ -31,7 +30,7 @@ HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive"
 SAMPLING = ("model", "temperature", "top_p", "seed", "stop", "stream", "user")
 # nginx's status for a client that closed the connection; nobody reads the answer.
 GONE = 499
-A = TypeVar("A", bound=Asking)
+A = TypeVar("A", bound=AnswerRequest)
 Result = TypeVar("Result")
 
 
@@ -78,7 +77,9 @@ class Proxy:
         """Any other route, forwarded unchanged."""
         return await self._forward(request, await self.door.read(request))
 
-    async def _complete(self, request: Request, asking: Asking, asked: Asked) -> httpx.Response:
+    async def _complete(
+        self, request: Request, asking: AnswerRequest, asked: Asked
+    ) -> httpx.Response:
         """vLLM's answer to a prompt of placeholders and question tokens."""
         room = max(1, self.longest - len(asked.token_ids))
         tokens = asking.most_tokens or asking.usual_tokens or room
@@ -155,7 +156,7 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-class Passing(StreamingResponse):
+class PassThrough(StreamingResponse):
     """A response streamed from vLLM, whose connection to vLLM is closed with it.
 
     vLLM then stops generating for a client that has disconnected.
@@ -176,14 +177,14 @@ class Passing(StreamingResponse):
 def _passed(answer: httpx.Response) -> Response:
     """vLLM's answer, unchanged."""
     headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP}
-    return Passing(answer, answer.aiter_raw(), status_code=answer.status_code, headers=headers)
+    return PassThrough(answer, answer.aiter_raw(), status_code=answer.status_code, headers=headers)
 
 
 def _events(answer: httpx.Response) -> Response:
     """vLLM's stream of completion chunks as chat chunks."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     pieces = chunks(answer.aiter_bytes())
-    return Passing(answer, pieces, headers=headers, media_type="text/event-stream")
+    return PassThrough(answer, pieces, headers=headers, media_type="text/event-stream")
 
 
 async def _refused(request: Request, refused: Any) -> Response:
