@@ -51,7 +51,7 @@ def predicted_slot(state: LayerState, call: AttentionCall) -> int | None:
     """
     if state.plan.stages.needs.norms != "keys" or call.softcap is not None:
         return None
-    ends, keys = state.forced_ends(), state.stored().keys
+    ends, keys = state.forced_ends(), state.dense().keys
     stored = keys.shape[2]
     if ends is None or sum(ends) >= stored or call.key.shape != keys.shape:
         return None
@@ -239,7 +239,8 @@ def _products(
 
 def _entry_kind(state: LayerState) -> tuple[object, ...]:
     """What single entries of two layers must have in common to be one tensor."""
-    keys, values = state.stored().keys, state.stored().values
+    store = state.dense()
+    keys, values = store.keys, store.values
     return keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device
 
 

@@ -41,7 +41,8 @@ def rows_path(query: Tensor, values: Tensor, *, softcap: float | None, masked: b
     Sinks and other entries join the result through its log-sum-exp: they do not matter here.
     """
     single = query.shape[2] == 1 and not masked
-    if not single or not _fits(query, values.shape[-1]):
+    on_cpu = query.device.type == "cpu" and not INTERPRETED
+    if on_cpu or not single or not _fits(query, values.shape[-1]):
         return "torch"
     if triton_available(query):
         return "triton"

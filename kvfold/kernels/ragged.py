@@ -36,7 +36,7 @@ def attend_to_segments(
     """
     if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
         mask = None
-    flat = all(isinstance(part.encoded, Flat) for part in (stored.keys, stored.values))
+    flat = isinstance(stored.keys.encoded, Flat) and isinstance(stored.values.encoded, Flat)
     if flat and query.shape[2] == 1 and mask is None and min(stored.keys.alive) > 0:
         path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
         if path != "torch":
@@ -72,10 +72,10 @@ def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     parts = [_fused(*each, None, scale) if each[1].numel() else _nothing(each[0]) for each in old]
     new = _fused(grouped.view(batch, -1, *grouped.shape[2:]), *_tails(stored), scale)
     # Of every segment: its shares, then its tail.
-    outs, totals = (
-        torch.cat([torch.cat(of_old), of_new.reshape(segments, 1, *of_new.shape[2:])], 1)
-        for of_old, of_new in zip(zip(*parts, strict=True), new, strict=True)
-    )
+    old_outs, old_totals = zip(*parts, strict=True)
+    new_outs, new_totals = new[0].flatten(0, 1)[:, None], new[1].flatten(0, 1)[:, None]
+    outs = torch.cat([torch.cat(old_outs), new_outs], 1)
+    totals = torch.cat([torch.cat(old_totals), new_totals], 1)
     return _merged(outs, totals).view(batch, query_heads, 1, -1)
 
 
@@ -201,18 +201,22 @@ def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
     width = keys.shape[2]
     if min(alive) == width:
         return keys, values, None
-    gaps = tuple(width - count for count in alive)
     room = -(-width // BLOCK) * BLOCK
-    hidden = _hidden(gaps, room, keys.dtype, keys.device)
+    hidden = _hidden(tuple(alive), width, room, keys.dtype, keys.device)
     return keys, values, hidden.view(*keys.shape[:2], 1, room)[..., :width]
 
 
 @lru_cache(maxsize=128)
-def _hidden(gaps: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask `[B·H, T]` of tails that begin with `gaps`: the same for many steps."""
-    first = torch.tensor(gaps, device=device)[:, None]
-    seen = torch.zeros((), dtype=dtype, device=device)
-    return seen.where(torch.arange(width, device=device) >= first, -torch.inf)
+def _hidden(
+    alive: tuple[int, ...], width: int, room: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Additive mask `[B·H, room]` of tails of `width` whose last `alive` entries are real.
+
+    Cached, as it is the same for many steps.
+    """
+    first = width - torch.tensor(alive, device=device)[:, None]
+    shown = torch.zeros((), dtype=dtype, device=device)
+    return shown.where(torch.arange(room, device=device) >= first, -torch.inf)
 
 
 def _shares() -> int:

@@ -35,16 +35,15 @@ class GrowingBuffer:
 
     def _put(self, buffer: Tensor) -> None:
         self._buffer = buffer
-        self._shown: Tensor | None = None
+        self.shown: Tensor | None = None  # `rows`, once they were asked for
 
     @property
     def rows(self) -> Tensor:
         """What is stored `[B, H, T, …]`."""
         # Asked for several times in every step, and each view takes a microsecond.
-        shown = self._shown
-        if shown is None or shown.size(2) != self.length:
-            shown = self._shown = self._buffer[:, :, : self.length]
-        return shown
+        if self.shown is None:
+            self.shown = self._buffer[:, :, : self.length]
+        return self.shown
 
     def append(self, rows: Tensor) -> Tensor:
         """Adds `rows [B, H, S, …]`, and returns all that is stored `[B, H, T, …]`.
@@ -61,7 +60,7 @@ class GrowingBuffer:
             self._put(self._copied(self.rows, end))
         self._buffer[:, :, self.length : end] = rows
         self.length = end
-        self._shown = shown = self._buffer[:, :, :end]
+        self.shown = shown = self._buffer[:, :, :end]
         return shown
 
     def reserve(self, room: int) -> Tensor:
@@ -76,6 +75,7 @@ class GrowingBuffer:
     def crop(self, count: int) -> None:
         """Drops the last `count`; gives room back where it is more than twice the usual."""
         self.length -= count
+        self.shown = None
         usual = self._capacity(self.length) - self.length
         if self._buffer.shape[2] > self.length + 2 * usual:
             self._put(self._copied(self.rows))

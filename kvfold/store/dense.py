@@ -65,11 +65,13 @@ class DenseStore(Store):
 
     @property
     def keys(self) -> Tensor:
-        return self._keys.rows
+        shown = self._keys.shown  # in a step, a property less
+        return self._keys.rows if shown is None else shown
 
     @property
     def values(self) -> Tensor:
-        return self._values.rows
+        shown = self._values.shown
+        return self._values.rows if shown is None else shown
 
     @property
     def stored_positions(self) -> Tensor | None:

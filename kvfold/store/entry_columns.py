@@ -32,7 +32,7 @@ class EntryColumns(GrowingBuffer):
             room = self._buffer[:, :, self.length :]
             room.copy_(_from(first, room.shape[2], room))
             self._offset = first - self.length
-        self.length = end
+        self.length, self.shown = end, None
 
     def clear(self, gone: Tensor) -> None:
         """Makes holes where `gone [B, H, ≤ T]`; what was looked at before shows what it showed."""
@@ -56,12 +56,12 @@ class HolesMask(GrowingBuffer):
 
     def first(self, length: int) -> Tensor | None:
         """What hides the first `length` entries `[B, H, length]`; None past the room."""
-        shown = self._shown
+        shown = self.shown
         if shown is None or shown.size(2) != length:
             if length > self._buffer.size(2):
                 return None
             self.length = length
-            shown = self._shown = self._buffer[:, :, :length]
+            shown = self.shown = self._buffer[:, :, :length]
         return shown
 
     @property

@@ -14,6 +14,8 @@ from kvfold.store.buffer import GrowingBuffer
 class SharedBuffer(GrowingBuffer):
     """`trunk [B, H, T, …]`, which is never written to, and rows of its own after it."""
 
+    shown = None  # rows are put together anew for each look
+
     def __init__(self, trunk: Tensor) -> None:
         self.trunk = trunk
         self.own = GrowingBuffer(trunk[:, :, :0])

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python calls of one decode step, per layer: counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig
+
+import kvfold
+
+STOCK = 8  # calls per layer of transformers' own cache and SDPA attention, as first counted
+
+# The most calls per layer, those of the stock path among them.
+LIMITS = {"snapkv": 20, "knorm": 20, "adakv": 48, "h2o": 46, "tova": 46, "d2o": 110, "kivi": 98}
+
+
+def model_of(layers: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+MODELS = {layers: model_of(layers) for layers in (3, 6)}
+
+
+@torch.no_grad()
+def calls_of_a_step(layers: int, spec: str | None) -> int:
+    """Python functions that are called in one decode step after a prompt of 300 tokens."""
+    model = MODELS[layers]
+    cache: Cache = DynamicCache() if spec is None else compressed(model, spec)
+    ids = torch.randint(5, 64, (1, 310), generator=torch.Generator().manual_seed(0))
+    model(ids[:, :300], past_key_values=cache)
+    for token in ids[:, 300:304].split(1, 1):
+        model(token, past_key_values=cache)
+    count = 0
+
+    def counting(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(counting)
+    try:
+        model(ids[:, 304:305], past_key_values=cache)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def compressed(model: Any, spec: str) -> kvfold.CompressedCache:
+    method = kvfold.parse(spec)
+    return kvfold.CompressedCache(model, method, 0.25 if method.takes_budget else None)
+
+
+def calls_per_layer(spec: str | None) -> float:
+    few, many = sorted(MODELS)
+    return (calls_of_a_step(many, spec) - calls_of_a_step(few, spec)) / (many - few)
+
+
+@pytest.mark.parametrize("spec", LIMITS)
+def test_a_decode_step_takes_few_calls(spec: str, record_property: Any) -> None:
+    given = "kivi:group=8" if spec == "kivi" else spec
+    calls = calls_per_layer(given) - calls_per_layer(None) + STOCK
+    record_property("calls per layer", calls)
+    print(f"{spec}: {calls:.0f} calls per layer")
+    assert calls <= LIMITS[spec]
