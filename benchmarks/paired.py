@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvfold.eval.run.intervals import Array, paired, pooled_pairs
-from kvfold.eval.run.statistics import Difference, of_perplexities, of_scores
+from kvfold.eval.run.statistics import PairedDifference, of_perplexities, of_scores
 from kvfold.eval.tasks import tasks
 from kvfold.report.headline import signed
 from kvfold.report.summary import Gap
@@ -88,7 +88,7 @@ def gap(
     return Gap(*(100 * float(part) for part in paired(pooled_pairs(pairs, weights))))
 
 
-def _difference(ours: Cell, theirs: Cell, scored: bool) -> Difference:
+def _difference(ours: Cell, theirs: Cell, scored: bool) -> PairedDifference:
     shared = [index for index in ours if index in theirs]
     (one, weights), (other, _) = _values(ours, shared), _values(theirs, shared)
     return of_scores(one - other, weights) if scored else of_perplexities(one, other, weights)

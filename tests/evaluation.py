@@ -12,18 +12,18 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold.bundled
 from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW
-from kvfold.eval.run.cell import FULL, Cell, Protocol, Subject
+from kvfold.eval.run.cell import FULL, EvalCell, Protocol, Subject
 from kvfold.eval.run.job import Job, run
 from kvfold.eval.run.plan import Contender, Plan, Wanted
 from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.sample import Answer, Held, Outcome, Sample
-from kvfold.eval.tasks import Question, Record, Request, Unreadable, tasks
+from kvfold.eval.run.sample import CacheUsage, Outcome, Sample, ScoredAnswer
+from kvfold.eval.tasks import Question, Request, TaskRecord, Unreadable, tasks
 from tests.models import build
 
 LIMIT = 4096
 # What some metrics ask of a question.
 PLAIN = {"classes": None, "needle": "none"}
-HELD = Held(
+HELD = CacheUsage(
     seen=100, kept=0.5, kept_per_layer=(0.4, 0.6), nbytes=10, nbytes_full=20, peak_bytes=None
 )
 
@@ -55,9 +55,9 @@ class Setting:
 
     def cell(
         self, task: str, method: str = FULL, budget: str | None = None, **protocol: Any
-    ) -> Cell:
+    ) -> EvalCell:
         """A cell of crafted samples."""
-        return Cell(
+        return EvalCell(
             subject=self.subject,
             task=task,
             length=None,
@@ -68,16 +68,18 @@ class Setting:
             budget=budget,
         )
 
-    def run(self, sample: Record | Unreadable, *cells: Cell) -> list[Sample]:
+    def run(self, sample: TaskRecord | Unreadable, *cells: EvalCell) -> list[Sample]:
         return run(self.model, self.tokenizer, Job(0, sample, cells))
 
-    def outcome(self, record: Record, method: str = FULL, budget: str | None = None, **how: Any):
+    def outcome(
+        self, record: TaskRecord, method: str = FULL, budget: str | None = None, **how: Any
+    ):
         """What comes of a sample that must not fail."""
         (sample,) = self.run(record, self.cell(record.task, method, budget, **how))
         assert sample.outcome is not None, sample.error
         return sample.outcome
 
-    def error(self, record: Record, method: str = FULL, budget: str | None = None, **how: Any):
+    def error(self, record: TaskRecord, method: str = FULL, budget: str | None = None, **how: Any):
         """What is said of a sample that must fail."""
         (sample,) = self.run(record, self.cell(record.task, method, budget, **how))
         assert sample.outcome is None and sample.error is not None
@@ -86,7 +88,7 @@ class Setting:
     def plan(self, contenders: list[Contender], *wanted: Wanted) -> Plan:
         return Plan(wanted, self.subject, Protocol(max_length=LIMIT), tuple(contenders))
 
-    def prompt(self, record: Record) -> Prompt:
+    def prompt(self, record: TaskRecord) -> Prompt:
         return Prompt.of(record, self.tokenizer)
 
     def ids(self, text: str) -> Tensor:
@@ -118,18 +120,18 @@ def record(
     index: int = 0,
     new: int = 6,
     **fields: Any,
-) -> Record:
+) -> TaskRecord:
     """A sample with short answers."""
     asked = tuple(
         Question(f" Question {i}: {words(3, 10 + i)}?", (words(2, 90 + i),), new, " Answer:", PLAIN)
         for i in range(questions)
     )
-    return replace(Record(task, index, words(count, 100 + index), asked), **fields)
+    return replace(TaskRecord(task, index, words(count, 100 + index), asked), **fields)
 
 
-def wanted(samples: list[Record | Unreadable]) -> Wanted:
+def wanted(samples: list[TaskRecord | Unreadable]) -> Wanted:
     """Crafted samples of one task, as if they had been drawn."""
-    named = next(sample.task for sample in samples if isinstance(sample, Record))
+    named = next(sample.task for sample in samples if isinstance(sample, TaskRecord))
     return Wanted(tasks()[named], None, Request(), tuple(samples))
 
 
@@ -137,7 +139,7 @@ def outcome(*scores: float, weights: tuple[float, ...] | None = None, **fields: 
     """A hand-made outcome with one answer for each score of the metric "m"."""
     shares = weights or (1.0,) * len(scores)
     answers = tuple(
-        Answer(prediction="", tokens=1, ended="end", scores={"m": score}, weight=weight)
+        ScoredAnswer(prediction="", tokens=1, ended="end", scores={"m": score}, weight=weight)
         for score, weight in zip(scores, shares, strict=True)
     )
     values = {"tokens": 10, "left_out": 0, "held": HELD, "prefill_seconds": 1, "answer_seconds": 1}

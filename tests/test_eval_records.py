@@ -19,11 +19,11 @@ from scipy.stats import binomtest
 import kvfold
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError
-from kvfold.eval.run.cell import Cell, Protocol, Subject
+from kvfold.eval.run.cell import EvalCell, Protocol, Subject
 from kvfold.eval.run.job import Job
 from kvfold.eval.run.plan import Wanted, contenders, streams, written
 from kvfold.eval.run.result import result
-from kvfold.eval.run.sample import Answer, Outcome, Sample, digest
+from kvfold.eval.run.sample import Outcome, Sample, ScoredAnswer, digest
 from kvfold.eval.run.session import store, summarize
 from kvfold.eval.run.statistics import PERPLEXITY, breakdown, difference, estimate
 from kvfold.eval.tasks import Request, Unreadable, tasks
@@ -33,8 +33,8 @@ COMPACT = Path(__file__).parents[1] / "benchmarks" / "compact_samples.py"
 SUBJECT = Subject(name="m", config="c", weights="w", vocabulary="v", dtype="d", attention="a")
 
 
-def cell(task: str = "kv_retrieval", method: str = "full", budget: str | None = None) -> Cell:
-    return Cell(
+def cell(task: str = "kv_retrieval", method: str = "full", budget: str | None = None) -> EvalCell:
+    return EvalCell(
         subject=SUBJECT,
         task=task,
         length=None,
@@ -46,7 +46,7 @@ def cell(task: str = "kv_retrieval", method: str = "full", budget: str | None = 
     )
 
 
-def lines(of: Cell, outcomes: list[Outcome | str], **metadata: list) -> list[Sample]:
+def lines(of: EvalCell, outcomes: list[Outcome | str], **metadata: list) -> list[Sample]:
     """A cell's samples; a text stands for an error."""
     found = []
     for index, one in enumerate(outcomes):
@@ -59,7 +59,7 @@ def lines(of: Cell, outcomes: list[Outcome | str], **metadata: list) -> list[Sam
 
 def text(nll: float, tokens: int) -> Outcome:
     """A hand-made outcome of a text of so many scored tokens."""
-    answer = Answer(prediction="", tokens=tokens, ended="end", weight=tokens, nll=nll)
+    answer = ScoredAnswer(prediction="", tokens=tokens, ended="end", weight=tokens, nll=nll)
     return outcome().model_copy(update={"answers": (answer,)})
 
 

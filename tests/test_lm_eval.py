@@ -208,7 +208,7 @@ def test_a_context_is_compressed_once_and_answers_do_not_see_each_other(records)
     lm = compressed("h2o", 0.3)
     requests = of_records(records)
     together = lm.loglikelihood(requests, disable_tqdm=True)
-    assert len(lm.held["log_likelihood"].caches) == len(records)
+    assert len(lm.cache_records["log_likelihood"].caches) == len(records)
     mixed = sorted(range(len(requests)), key=lambda index: requests[index].args[1])
     apart = lm.loglikelihood([requests[index] for index in mixed], disable_tqdm=True)
     assert [together[index] for index in mixed] == apart
@@ -259,7 +259,7 @@ def test_prompts_of_a_padded_batch_are_answered_as_alone(records):
     one = compressed("snapkv", 0.3).generate_until(prompts, True)
     lm = compressed("snapkv", 0.3, batch_size=3)
     assert lm.generate_until(prompts, True) == one
-    assert len(lm.held["generation"].caches) == 2
+    assert len(lm.cache_records["generation"].caches) == 2
     assert len(set(one)) > 1
 
 
@@ -301,7 +301,7 @@ def test_every_method_has_its_effect_on_log_likelihoods(method, records, plain):
 def test_every_method_that_holds_its_size_streams_within_it(method, records):
     lm = compressed(method, 40)
     lm.loglikelihood_rolling(pairs((records[0]["noise"],)), disable_tqdm=True)
-    (kept,) = lm.held["rolling"].caches
+    (kept,) = lm.cache_records["rolling"].caches
     # The last token is predicted, but not read; another one stands before the first.
     read = len(lm.tok_encode(records[0]["noise"]))
     assert read > 80
@@ -314,7 +314,7 @@ def test_kvzip_repeats_prompts_with_the_models_own_tokenizer(records):
     prompts = pairs(*((r["prompt"], options) for r in records), kind="generate_until")
     answers = lm.generate_until(prompts, True)
     assert all(r["answer"] in answer for r, answer in zip(records, answers, strict=True))
-    assert lm.held["generation"].summary()["kept_most"] < 0.7
+    assert lm.cache_records["generation"].summary()["kept_most"] < 0.7
 
 
 @pytest.mark.slow

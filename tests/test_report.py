@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from kvfold.bench.machine import Setup
 from kvfold.cli import app
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import Cell, Protocol, Subject
+from kvfold.eval.run.cell import EvalCell, Protocol, Subject
 from kvfold.eval.run.intervals import moments
 from kvfold.eval.run.result import Result
-from kvfold.eval.run.statistics import Difference, Estimate, percent
+from kvfold.eval.run.statistics import Estimate, PairedDifference, percent
 from kvfold.report import caveats, summary
 from kvfold.report.board import boards, slugs, titles
 from kvfold.report.headline import headline, signed
@@ -80,12 +80,12 @@ def made(
     kept = float(budget) if budget else 1.0
     protocol = Protocol(question_aware=aware, max_length=2048)
     fields = PLAIN | {
-        "cell": Cell(
+        "cell": EvalCell(
             subject=subject, task=task, length=length, seed=0, data=(), protocol=protocol,
             method=method, budget=budget,
         ),
         "score": None if score is None else known(*score),
-        "difference": None if apart is None else Difference(
+        "difference": None if apart is None else PairedDifference(
             value=apart[0], low=apart[1], high=apart[2], samples=100, worse=1, better=1),
         "kept_nominal": kept if budget else None, "kept": kept, "nbytes": 1000.0 * kept,
     }  # fmt: skip
@@ -144,7 +144,7 @@ def test_intervals_of_tasks_combine_each_side_for_itself() -> None:
 
 def test_no_interval_where_one_is_missing_or_of_one_sample() -> None:
     known = made("m", "0.2", apart=(-2.0, -5.0, 1.0))
-    single = Difference(value=0, low=0, high=0, samples=1, worse=0, better=0)
+    single = PairedDifference(value=0, low=0, high=0, samples=1, worse=0, better=0)
     assert summary.gap([known, made("m", "0.2", task="b")]) is None
     assert summary.gap([known, made("m", "0.2", task="b", difference=single)]) is None
 
@@ -152,7 +152,7 @@ def test_no_interval_where_one_is_missing_or_of_one_sample() -> None:
 def test_tasks_without_any_difference_are_pooled() -> None:
     """Eight tasks of 20 samples, all as the full cache: known as well as 160 samples are."""
     none = percent(moments(np.zeros(20), np.ones(20)))
-    same = Difference(value=0, low=-16.8, high=16.8, samples=20, gained=none, lost=none,
+    same = PairedDifference(value=0, low=-16.8, high=16.8, samples=20, gained=none, lost=none,
                       correlation=0)  # fmt: skip
     found = summary.gap([made("m", "0.2", task=f"t{n}", difference=same) for n in range(8)])
     # Clopper and Pearson: none of 160.

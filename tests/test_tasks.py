@@ -15,7 +15,7 @@ import pytest
 from kvfold.errors import KvfoldError
 from kvfold.eval.metrics import longbench as longbench_metrics
 from kvfold.eval.metrics import named
-from kvfold.eval.tasks import Record, Request, Unreadable, families, select, tasks
+from kvfold.eval.tasks import Request, TaskRecord, Unreadable, families, select, tasks
 from kvfold.eval.tasks import needle as needles
 from kvfold.eval.tasks.generated import tokens
 from kvfold.eval.tasks.length import largest
@@ -574,7 +574,7 @@ def test_all_seven_numbers_that_math_find_asks_for_are_read(which, tmp_path):
     (record,) = read("infinitebench_math_find", [
         {"context": "[1, 2]", "input": asked, "answer": 2}
     ], tmp_path)  # fmt: skip
-    assert isinstance(record, Record)
+    assert isinstance(record, TaskRecord)
     expected = f"What is the {which} number in the following list?\n\n[1, 2]\n\n{asked}"
     assert record.prompt(record.questions[0]) == expected
 
@@ -653,8 +653,8 @@ def test_bad_rows_are_named_by_file_and_line_and_the_others_are_read(tmp_path):
         good,
     ]
     found = read("longbench_qasper", rows, tmp_path)
-    assert [type(one) for one in found] == [Record, *[Unreadable] * 6, Record]
-    assert [record.index for record in found if isinstance(record, Record)] == [0, 7]
+    assert [type(one) for one in found] == [TaskRecord, *[Unreadable] * 6, TaskRecord]
+    assert [record.index for record in found if isinstance(record, TaskRecord)] == [0, 7]
     bad = found[1:-1]
     assert [one.where.rsplit(":", 1)[1] for one in bad] == ["2", "4", "5", "6", "7", "8"]
     assert all(one.where.startswith(str(tmp_path / "rows.jsonl")) for one in bad)
@@ -763,7 +763,7 @@ def test_own_questions_are_asked_and_scored_as_their_rows_say(tmp_path):
 def test_bad_rows_of_own_questions_are_refused_with_line_and_reason(row, why, tmp_path):
     good = {"context": "x", "question": "y?", "answer": "a"}
     first, bad, last = read("jsonl", [good, row, good], tmp_path)
-    assert isinstance(first, Record) and isinstance(last, Record)
+    assert isinstance(first, TaskRecord) and isinstance(last, TaskRecord)
     assert isinstance(bad, Unreadable) and bad.where.endswith(":2") and why in bad.why
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation from Python: the runs of `kvfold eval`, with a model that is loaded already."""
+"""Evaluation from Python: `kvfold eval` with a model that is already loaded."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from kvfold.hf.chat_template import token_count
 from kvfold.jobs.executor import here
 from kvfold.methods.base import Method
 
-# A quarter of what a model reads is half of what KVzip can repeat; papers report 4096.
+# Default length of generated samples: a quarter of the model's context, at most the papers' 4096.
+# KVzip reads a text twice, so a quarter leaves room.
 SHARE, USUAL = 4, 4096
 
-# Rows that cannot be read of which each is named.
+# Unreadable rows that are named one by one.
 ROWS = 10
 
-Said = Callable[[str], None]
+Note = Callable[[str], None]
 
 
 def evaluate(
@@ -50,15 +51,15 @@ def evaluate(
     seed: int = 0,
     out: str | Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Tasks × methods × budgets, beside the full cache and the baselines, one record for each cell.
+    """Records of tasks × methods × budgets, of the full cache and of the baselines.
 
-    Returns plain dictionaries with the columns of `records.csv`: `pandas.DataFrame(records)` is a
-    table of them. Options are named as those of `kvfold eval`, which has more. With `out` samples
-    and records are kept in that folder, where a run that was stopped goes on and `kvfold report`
-    finds them. Raises KvfoldError for unknown names, for data that cannot be read, and where no
-    sample has an answer.
+    Each record is a flat dictionary with the columns of `records.csv`, so
+    `pandas.DataFrame(records)` is their table. Options have the names of `kvfold eval`, which has
+    more. With `out`, samples and records are written to that folder; a stopped run continues
+    there, and `kvfold report` reads it. Raises KvfoldError for unknown names, for data that cannot
+    be read, and if no sample has an answer.
     """
-    competing = contenders([str(one) for one in _listed(methods)], _listed(budgets))
+    competing = contenders([str(one) for one in _as_list(methods)], _as_list(budgets))
     readable = max_length or readable_tokens(model)
     request = Request(
         samples=samples,
@@ -67,10 +68,10 @@ def evaluate(
         data=None if data is None else str(data),
         haystack=None if haystack is None else Path(haystack),
     )
-    sizes = [usual_length(readable)] if lengths is None else _listed(lengths)
+    sizes = [usual_length(readable)] if lengths is None else _as_list(lengths)
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
     plan = Plan(
-        wanted=tuple(drawn(_listed(tasks), request, sizes)),
+        wanted=tuple(drawn(_as_list(tasks), request, sizes)),
         subject=Subject.of(name, model, tokenizer),
         protocol=Protocol(question_aware=question_aware, max_length=readable),
         contenders=tuple(competing),
@@ -83,22 +84,22 @@ def evaluate(
 
 
 def readable_tokens(model: PreTrainedModel) -> int:
-    """What the model was trained to read, or what papers report."""
+    """The model's maximal context in tokens; 4096 if its configuration has none."""
     return int(getattr(model.config, "max_position_embeddings", USUAL))
 
 
 def usual_length(readable: int) -> int:
-    """Tokens of a generated sample where none are asked for: a power of two."""
+    """Default length of generated samples in tokens, a power of two."""
     return int(min(USUAL, 2 ** (readable // SHARE).bit_length() // 2))
 
 
 def drawn(
-    names: Sequence[str], request: Request, lengths: Sequence[int], say: Said = lambda text: None
+    names: Sequence[str], request: Request, lengths: Sequence[int], say: Note = lambda text: None
 ) -> Iterator[Wanted]:
-    """The samples of all tasks; of a benchmark's name those that can be drawn.
+    """Samples of all tasks in `names`; a benchmark's name stands for its tasks that have data.
 
-    `say` is told what is left out, and which rows cannot be read. Raises KvfoldError for a task
-    that was named itself and cannot be drawn, and where none can.
+    `say` receives one line per task left out and per unreadable row. Raises KvfoldError if a task
+    named itself cannot be drawn, and if none can.
     """
     found = False
     able, reasons = with_data(names, request)
@@ -125,10 +126,10 @@ def drawn(
 
 
 def with_data(names: Sequence[str], request: Request) -> tuple[list[Task], list[str]]:
-    """The tasks of these names that there is data for, and what each benchmark's others want.
+    """Tasks of these names that have data, and one sentence per benchmark on missing data.
 
-    No model is needed. Raises KvfoldError for an unknown name, for a task that was named itself
-    and has no data, and where none has.
+    Needs no model. Raises KvfoldError for an unknown name, for a task named itself that has no
+    data, and if none has.
     """
     able: list[Task] = []
     absent: dict[str, dict[str, NoData]] = {}
@@ -164,5 +165,5 @@ def _run(
     return [flat(record, Result) for record in own]
 
 
-def _listed(given: Any) -> list[Any]:
+def _as_list(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score a method on RULER's tasks: what the question may know while compressing is named."""
+"""Scores of a method on short RULER tasks, question-aware or question-agnostic."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from kvfold.generation.generate import generate, read_turn
 from kvfold.hf.chat_template import Frame, token_count, token_ids
 from kvfold.methods.base import Method
 
-# RULER generates 128 tokens; the longest answer here takes fewer in the bundled vocabulary.
+# RULER generates 128 tokens; with the bundled vocabulary the longest answer takes fewer than 48.
 NEW_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One method on one task: `question_aware` lets the compression see the question."""
+    """One method at one budget on one task, at `length` tokens of document.
+
+    `question_aware` compresses document and question together; `keys` overrides the number of
+    needles.
+    """
 
     task: str
     length: int
@@ -37,10 +41,10 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A sample's score in [0, 1], and what was kept: part of the entries, part of the bytes.
+class TrialScore:
+    """A sample's score in [0, 1], and the fractions of entries and of bytes kept.
 
-    Counted when the compression is done, or with the question in view after the answer.
+    The fractions are taken after compression, or after the answer if `question_aware`.
     """
 
     score: float
@@ -55,10 +59,11 @@ def evaluate(
     samples: int,
     seed: int = 0,
     vocabulary: Vocabulary = BUNDLED,
-) -> Iterator[Outcome]:
-    """The outcome of each of `samples` fresh samples; the same seed, the same samples.
+) -> Iterator[TrialScore]:
+    """Scores of `samples` generated samples, which depend on `seed`, task and length only.
 
-    Keys are made of the words in `vocabulary`.
+    Keys are made of words of `vocabulary`. Raises ValueError for an unknown task or a length that
+    cannot hold the needles.
     """
     rng = random.Random(f"{seed} {trial.task} {trial.length}")
     frame = Frame.of(tokenizer)
@@ -76,7 +81,7 @@ def _score(
     trial: Trial,
     sample: ruler.Sample,
     frame: Frame,
-) -> Outcome:
+) -> TrialScore:
     question = sample.questions[0]
     cache = CompressedCache(model, trial.method, trial.budget, tokenizer=tokenizer)
     document = token_ids(tokenizer, frame.before + sample.document)
@@ -95,4 +100,4 @@ def _score(
             out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
     answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     stats = stats or cache.stats()
-    return Outcome(question.score(str(answer)), stats.kept_fraction, stats.ratio)
+    return TrialScore(question.score(str(answer)), stats.kept_fraction, stats.ratio)

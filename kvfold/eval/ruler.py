@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's retrieval tasks in short: what the bundled model is trained on and shown with.
+"""Simplified RULER retrieval tasks, used to train and demonstrate the bundled model.
 
-Needles lie between single sentences of the noise, a document can have many questions, and
-`length` is the document's own. The benchmark itself, layout and lengths included, is
-`kvfold.eval.tasks`; wording and metric are the same.
+Unlike in the benchmark (`kvfold.eval.tasks`), needles lie between single sentences of the noise, a
+document can have several questions, and `length` counts the document only. Wording and metric are
+the same. Source: NVIDIA/RULER (Hsieh et al., 2024, arXiv 2404.06654).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HOPS = 4
 
 
 @dataclass(frozen=True)
-class Question:
-    """One question, the words its answer starts with, and the strings a right answer contains."""
+class NeedleQuestion:
+    """A question, the first words of its answer, and the strings that a right answer contains."""
 
     text: str
     prefix: str
@@ -38,11 +38,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """A document with needles in it, and questions about them."""
+    """A document with needles, and questions about them."""
 
     task: str
     document: str
-    questions: tuple[Question, ...]
+    questions: tuple[NeedleQuestion, ...]
 
 
 def generate(
@@ -56,11 +56,11 @@ def generate(
     haystack: Sequence[str] = NOISE,
     vocabulary: Vocabulary = BUNDLED,
 ) -> Sample:
-    """One sample whose document holds as many haystack sentences as fit into `length` tokens.
+    """One sample whose document has as many haystack sentences as fit into `length` tokens.
 
-    `keys` overrides the task's number of needles; `questions` are drawn with replacement, so that
-    none can be answered by elimination; keys are made of the words in `vocabulary`. Raises
-    ValueError for an unknown task or a `length` that cannot hold the needles.
+    `keys` overrides the task's number of needles. `questions` is the number of questions, drawn
+    with replacement, so that none can be answered by elimination. Keys are made of words of
+    `vocabulary`. Raises ValueError for an unknown task or a `length` that cannot hold the needles.
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}: choose one of {', '.join(TASKS)}")
@@ -82,7 +82,7 @@ def generate(
 def _fill(
     haystack: Sequence[str], room: int, count_tokens: Callable[[str], int], rng: random.Random
 ) -> list[str]:
-    """Consecutive haystack sentences, from a random start, that take at most `room` tokens."""
+    """Consecutive haystack sentences of at most `room` tokens, from a random start."""
     start = rng.randrange(len(haystack)) if haystack is not NOISE else 0
     costs: dict[str, int] = {}
     sentences: list[str] = []
@@ -98,12 +98,12 @@ def _fill(
 
 def _needles(
     task: str, n_keys: int, rng: random.Random, n_questions: int, words: Vocabulary
-) -> tuple[str, list[str], tuple[Question, ...]]:
+) -> tuple[str, list[str], tuple[NeedleQuestion, ...]]:
     adjectives = rng.sample(words.adjectives, n_keys)
     names = [f"{a}-{n}" for a in adjectives for n in [rng.choice(words.nouns)]]
     n_values = VALUES_PER_KEY if task == "multivalue" else 1
     values = {name: [_number(rng, 7) for _ in range(n_values)] for name in names}
-    # RULER: the wording is singular when one value is asked for, plural otherwise.
+    # As in RULER: singular wording for one value, plural otherwise.
     several = task in ("multivalue", "multiquery")
     needles = [wording.needle("numbers", n, value) for n in names for value in values[n]]
     rng.shuffle(needles)
@@ -112,7 +112,7 @@ def _needles(
         subset = (
             rng.sample(names, KEYS_PER_TASK[task]) if task == "multiquery" else [rng.choice(names)]
         )
-        # Document order within a key, the question's order over keys.
+        # Answers in the question's order of keys; a key's values in document order.
         answers = sorted(
             (value for name in subset for value in values[name]),
             key=lambda value: (
@@ -121,19 +121,19 @@ def _needles(
             ),
         )
         text = wording.needles("numbers", subset, several)
-        asked.append(Question(text.question, text.prefix.strip(), tuple(answers)))
+        asked.append(NeedleQuestion(text.question, text.prefix.strip(), tuple(answers)))
     return wording.needles("numbers", names, several).intro, needles, tuple(asked)
 
 
 def _variable_tracking(
     rng: random.Random, n_questions: int
-) -> tuple[str, list[str], tuple[Question, ...]]:
+) -> tuple[str, list[str], tuple[NeedleQuestion, ...]]:
     names = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(HOPS + 1)]
     value = str(rng.randint(10000, 99999))
     sources = [value, *(f"VAR {name}" for name in names)]
     needles = [f"VAR {name} = {source}." for name, source in zip(names, sources, strict=False)]
     text = wording.tracking(value, len(names))
-    question = Question(text.question, text.prefix.strip(), tuple(names))
+    question = NeedleQuestion(text.question, text.prefix.strip(), tuple(names))
     return text.intro, needles, (question,) * n_questions
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everyday words for needle keys: an adjective and a noun, joined by a hyphen."""
+"""Adjectives and nouns for needle keys such as "brave-anchor"."""
 # ruff: noqa: SIM905
 
 ADJECTIVES: tuple[str, ...] = tuple(

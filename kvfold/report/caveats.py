@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvfold.bench.machine import Setup
-from kvfold.eval.run.cell import FULL, RANDOM, Cell
+from kvfold.eval.run.cell import FULL, RANDOM, EvalCell
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate
 from kvfold.loading import BUNDLED
@@ -162,7 +162,7 @@ def _few_samples(results: Sequence[Result]) -> list[str]:
 
 def _incomplete(board: Board) -> list[str]:
     units = {result.cell.reference: _unit(result) for result in board.scored}
-    present: dict[str, set[Cell]] = {}
+    present: dict[str, set[EvalCell]] = {}
     for result in board.scored:
         known = present.setdefault(_subject(result), set())
         known |= {result.cell.reference} if result.score is not None else set()

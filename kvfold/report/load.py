@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.session import RECORDS
 
@@ -20,7 +20,7 @@ def load(paths: Iterable[Path]) -> list[Result]:
     Raises KvfoldError, naming file and line, for a line that is no record, and for a cell recorded
     twice with different outcomes; also if a file cannot be read, or there is no record at all.
     """
-    found: dict[Cell, tuple[Result, str]] = {}
+    found: dict[EvalCell, tuple[Result, str]] = {}
     for path in dict.fromkeys(file for given in paths for file in _files(given)):
         for number, line in enumerate(_lines(path), 1):
             if line.strip():
@@ -59,7 +59,7 @@ def _parsed(line: bytes, path: Path, number: int) -> Result:
         ) from problem
 
 
-def _add(found: dict[Cell, tuple[Result, str]], result: Result, place: str) -> None:
+def _add(found: dict[EvalCell, tuple[Result, str]], result: Result, place: str) -> None:
     known, before = found.setdefault(result.cell, (result, place))
     if known != result:
         raise KvfoldError(

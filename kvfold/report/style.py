@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvfold.eval.run.cell import CUT, FULL, RANDOM, SINKS_AND_RECENT
+from kvfold.eval.run.cell import FULL, RANDOM, SINKS_AND_RECENT, TRUNCATED
 from kvfold.report.summary import ReportRow
 
 # Okabe and Ito (2008), safe for colour blindness; darkened to a contrast of 3 on white.
@@ -23,9 +23,9 @@ BASELINES = {
     FULL: "full cache",
     RANDOM: "random eviction",
     SINKS_AND_RECENT: "sinks + recent",
-    CUT: "full cache, cut context",
+    TRUNCATED: "full cache, cut context",
 }
-BASELINE_SHAPES = {FULL: "star", RANDOM: "cross", SINKS_AND_RECENT: "plus", CUT: "dash"}
+BASELINE_SHAPES = {FULL: "star", RANDOM: "cross", SINKS_AND_RECENT: "plus", TRUNCATED: "dash"}
 
 
 class LineStyle(NamedTuple):

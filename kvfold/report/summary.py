@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvfold.eval.run.cell import FULL, Cell
+from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.intervals import (
     Interval,
     combined,
@@ -19,7 +19,7 @@ from kvfold.eval.run.intervals import (
     pooled_pairs,
 )
 from kvfold.eval.run.result import Result
-from kvfold.eval.run.statistics import Difference, Estimate, percent, shares
+from kvfold.eval.run.statistics import Estimate, PairedDifference, percent, shares
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def gap(results: Sequence[Result]) -> Gap | None:
     return Gap(*(100 * float(each) for each in paired(pooled_pairs(both, weights))))
 
 
-def _interval(of: Estimate | Difference) -> Interval:
+def _interval(of: Estimate | PairedDifference) -> Interval:
     return Interval(*(np.array(each, np.float64) for each in (of.value, of.low, of.high)))
 
 
@@ -169,7 +169,7 @@ def budgets(results: Iterable[Result]) -> list[str]:
     return sorted(kept, key=lambda budget: -sum(kept[budget]) / max(len(kept[budget]), 1))
 
 
-def _row(members: Sequence[Result], full: dict[Cell, Result], expected: int) -> ReportRow:
+def _row(members: Sequence[Result], full: dict[EvalCell, Result], expected: int) -> ReportRow:
     scored = [result for result in members if result.score is not None]
     return ReportRow(
         method=members[0].cell.method,

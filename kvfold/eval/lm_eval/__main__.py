@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness's own command line, to which the model `kvfold` is known."""
+"""Command line of lm-evaluation-harness with the model `kvfold` registered."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvfold.terminal import errors
 
 
 def main() -> None:
-    """Runs `lm-eval`; what kvfold refuses ends it with one line and exit code 2."""
+    """Runs `lm-eval`; a KvfoldError becomes one line on standard error and exit code 2."""
     try:
-        # Registers the model, or says what to install.
+        # The import registers the model, or raises KvfoldError with the install command.
         importlib.import_module("kvfold.eval.lm_eval.model")
         from lm_eval.__main__ import cli_evaluate
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the caches of a run really held, and what did not fit into the model, for its record."""
+"""Statistics of a run's caches and truncated prompts, for the harness's record."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from kvfold.cache.stats import Stats
 
 
-class Kept(NamedTuple):
-    """One cache: entries stored over entries seen, bytes, and the bytes of a full cache."""
+class KeptShare(NamedTuple):
+    """One cache: entries stored over entries seen, its bytes, and the bytes of a full cache."""
 
     fraction: float
     nbytes: int
@@ -19,21 +19,21 @@ class Kept(NamedTuple):
 
 
 @dataclass
-class Held:
-    """The caches of one kind of request; a batch of prompts shares one cache."""
+class CacheRecord:
+    """Statistics of the caches of one kind of request; a batch of prompts is one cache."""
 
-    caches: list[Kept] = field(default_factory=list)
+    caches: list[KeptShare] = field(default_factory=list)
 
     def add(self, stats: Stats) -> None:
-        """Notes what one cache holds."""
+        """Adds the statistics of one cache."""
         over = stats.forced_over_budget
-        self.caches.append(Kept(stats.kept_fraction, stats.nbytes, stats.nbytes_full, over))
+        self.caches.append(KeptShare(stats.kept_fraction, stats.nbytes, stats.nbytes_full, over))
 
     def summary(self) -> dict[str, Any]:
-        """How many caches, and what they kept; bytes are means.
+        """Number of caches, and their kept fraction and bytes; bytes are means.
 
-        `whole` caches evicted nothing, so they answer as a full cache does unless entries are
-        packed or pruned. `forced_over_budget` ones had a budget below their sinks and window.
+        `whole` counts caches that evicted nothing; unless quantised or pruned, they answer like a
+        full cache. `forced_over_budget` counts budgets smaller than sinks plus window.
         """
         fractions, nbytes, full, over = zip(*self.caches, strict=True)
         count = len(self.caches)
@@ -52,12 +52,12 @@ class Held:
 
 @dataclass
 class Truncated:
-    """What was cut off on the left."""
+    """Requests truncated on the left, and the tokens cut off in all."""
 
     requests: int = 0
     tokens: int = 0
 
     def add(self, tokens: int) -> None:
-        """Notes that one request lost so many `tokens`; 0: none."""
+        """Adds a request that lost `tokens` tokens; 0 does not count."""
         self.requests += tokens > 0
         self.tokens += tokens

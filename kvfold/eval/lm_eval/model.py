@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model `kvfold` of lm-evaluation-harness: its HFLM, over compressed caches."""
+"""The model `kvfold` of lm-evaluation-harness: HFLM with compressed caches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvfold import bundled
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.eval.lm_eval.cache_record import Held, Truncated
+from kvfold.eval.lm_eval.cache_record import CacheRecord, Truncated
 from kvfold.eval.lm_eval.score import (
     Split,
-    check_streams,
-    check_takes_back,
+    check_crops,
+    check_evicts_while_streaming,
     log_probs,
     read,
     stream,
@@ -37,7 +37,7 @@ except ModuleNotFoundError as missing:
         f"lm-evaluation-harness needs {missing.name}: pip install 'kvfold[lm_eval]'"
     ) from missing
 
-# Options of HFLM that would change scores in ways that are not counted or not passed on here.
+# Options of HFLM that are refused: truncation would not be counted, mixed precision not applied.
 REFUSED = {
     "truncation": "contexts are cut on the left to the model's length, and counted",
     "mixed_precision_dtype": "load the model in the precision it is to run in, with dtype=",
@@ -46,7 +46,7 @@ REFUSED = {
 
 @register_model("kvfold")
 class KvfoldLM(HFLM):
-    """A causal language model that answers every request from a compressed cache.
+    """A causal language model of the harness that answers every request from a compressed cache.
 
     Args:
         pretrained: as for HFLM, or "bundled".
@@ -54,9 +54,10 @@ class KvfoldLM(HFLM):
         budget: as for `CompressedCache`; a text is read as on the command line.
         seed: fixes the choice of random methods.
         device: as for HFLM; by default a GPU if there is one.
-        options: all others of HFLM.
+        options: other options of HFLM.
 
-    Raises KvfoldError for what kvfold refuses, before any task is loaded.
+    Raises KvfoldError for an invalid method or budget, an unsupported model or a refused option,
+    before any task is loaded.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class KvfoldLM(HFLM):
         for name, instead in REFUSED.items():
             if options.get(name):
                 raise KvfoldError(f"{name}= does not go with the model kvfold: {instead}")
-        # Refused here, before a large model is loaded.
+        # Parsed before a large model is loaded, so that errors come at once.
         self.method = parse(method)
         self.budget = None if budget is None else Budget.of(budget)
         self.seed = seed
-        self.held: dict[str, Held] = defaultdict(Held)
+        self.cache_records: dict[str, CacheRecord] = defaultdict(CacheRecord)
         self.truncated = Truncated()
         if pretrained == "bundled":
             # As kvfold.bundled_model() loads it.
@@ -101,8 +102,8 @@ class KvfoldLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy) of each continuation; equal contexts are read once."""
-        check_takes_back(self.method)
+        """(log-likelihood, is greedy) of each continuation; equal contexts are read once."""
+        check_crops(self.method)
         splits = [Split.of(context, after, self.max_length) for _, context, after in requests]
         sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, split in enumerate(splits):
@@ -114,7 +115,7 @@ class KvfoldLM(HFLM):
             disable=disable_tqdm or self.rank != 0,
             desc="Running loglikelihood requests",
         )
-        # The longest first: what does not fit into memory fails at once.
+        # Longest first, so that out of memory occurs at once.
         for context in sorted(sharing, key=len, reverse=True):
             members = sharing[context]
             scored = self._score(context, [splits[index] for index in members])
@@ -126,11 +127,14 @@ class KvfoldLM(HFLM):
         return [answers[index] for index in range(len(requests))]
 
     def _score(self, context: tuple[int, ...], splits: list[Split]) -> list[tuple[float, bool]]:
-        """Scores what follows a context; what differs in its last token only is read once."""
+        """(log-likelihood, is greedy) of the continuations of one context.
+
+        Continuations that differ only in their last token share one forward.
+        """
         cache = self._new_cache()
         read(self.model, cache, self._ids(context))
         if context:
-            self.held["log_likelihood"].add(cache.stats())
+            self.cache_records["log_likelihood"].add(cache.stats())
         known: dict[tuple[int, ...], Tensor] = {}
         answers = []
         for split in splits:
@@ -146,10 +150,10 @@ class KvfoldLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, read token by token through the compressing cache.
 
-        A text is cut into HFLM's windows, each of which begins with an empty cache. Raises
-        KvfoldError for methods and budgets under which nothing would ever be evicted.
+        A text is split into HFLM's windows; each starts with an empty cache. Raises KvfoldError
+        for methods and budgets that would never evict.
         """
-        check_streams(self.method, self.budget)
+        check_evicts_while_streaming(self.method, self.budget)
         totals = []
         for request in tqdm(requests, disable=disable_tqdm or self.rank != 0):
             (text,) = request.args
@@ -160,7 +164,7 @@ class KvfoldLM(HFLM):
             for given, scored in map(make_disjoint_window, windows):
                 cache, ids = self._new_cache(), self._ids(given + scored)
                 total += stream(self.model, cache, ids, len(scored), self.softmax_dtype)
-                self.held["rolling"].add(cache.stats())
+                self.cache_records["rolling"].add(cache.stats())
             totals.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return totals
@@ -174,7 +178,7 @@ class KvfoldLM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """HFLM's token ids and mask `[B, N]`; what is cut off on the left is counted."""
+        """HFLM's token ids and mask, `[B, N]` each; tokens truncated on the left are counted."""
         ids, mask = super().tok_batch_encode(strings, padding_side, truncation=truncation)
         if left_truncate_len is None:
             return ids, mask
@@ -185,7 +189,10 @@ class KvfoldLM(HFLM):
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **options: Any
     ) -> Tensor:
-        """Prompts `context [B, N]` and their answers; rows share one cache, padded on the left."""
+        """Token ids `[B, N + new]` of left-padded prompts `context [B, N]` and their answers.
+
+        The batch's rows share one cache.
+        """
         if not options.get("do_sample"):
             options["do_sample"] = False
             options.pop("temperature", None)
@@ -201,23 +208,23 @@ class KvfoldLM(HFLM):
             use_cache=True,
             **options,
         )
-        self.held["generation"].add(cache.stats())
+        self.cache_records["generation"].add(cache.stats())
         return produced
 
     # --- the record -------------------------------------------------------------------------
 
     def get_model_info(self) -> dict[str, Any]:
-        """HFLM's, and under "kvfold" the method, the budget, and what was really kept."""
+        """HFLM's record, plus under "kvfold" the method, the budget and the caches' statistics."""
         budget = self.budget
         return super().get_model_info() | {
             "kvfold": {
                 "method": spelled_out(self.method),
                 "budget": None if budget is None else str(budget),
                 "seed": self.seed,
-                # A task's context holds its question.
+                # A task's context includes its question.
                 "question_aware": True,
                 "kept_nominal": budget.amount if budget and budget.kind == "ratio" else None,
                 "truncated": dataclasses.asdict(self.truncated),
-                **{kind: held.summary() for kind, held in self.held.items()},
+                **{kind: held.summary() for kind, held in self.cache_records.items()},
             }
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-likelihoods from a compressed cache: of a continuation, and of a text token by token."""
+"""Log-likelihoods from a compressed cache: of continuations, and of texts token by token."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from kvfold.methods.base import Method
 
 @dataclass(frozen=True)
 class Split:
-    """A context and its continuation, as a compressed cache meets them.
+    """Token ids of a context and its continuation, split for scoring.
 
-    `read` is compressed. `asked`, the context's last token and all of the continuation but its own
-    last, is read from what is left, so that every token of the `continuation` is predicted from the
-    compressed cache, also the first and only one. `cut` tokens were left out before.
+    read: the context without its last token; it is compressed.
+    asked: the context's last token and the continuation without its last token; the input of the
+        scoring forward. So all continuation tokens are predicted from the compressed cache.
+    continuation: the tokens scored.
+    cut: number of context tokens truncated on the left.
     """
 
     read: tuple[int, ...]
@@ -34,10 +36,10 @@ class Split:
 
     @classmethod
     def of(cls, context: Sequence[int], continuation: Sequence[int], max_length: int) -> Split:
-        """Cuts the context on the left until the model reads at most `max_length` tokens.
+        """The split, with the context truncated on the left to at most `max_length` input tokens.
 
-        Raises KvfoldError for an empty context or continuation, and for a continuation that is too
-        long by itself.
+        Raises KvfoldError for an empty context or continuation, and for a continuation longer than
+        `max_length`.
         """
         if not context or not continuation:
             raise KvfoldError("a context and a continuation have at least one token each")
@@ -53,12 +55,15 @@ class Split:
         return cls(shown[:start], shown[start:-1], shown[start + 1 :], cut)
 
 
-def check_takes_back(method: Method) -> None:
-    """Raises KvfoldError where several continuations cannot be scored from one context."""
+def check_crops(method: Method) -> None:
+    """Raises KvfoldError if the method compresses at the first decode step.
+
+    Scoring crops each continuation from the cache, which such a compression would not survive.
+    """
     if method.stages().decode == "once":
         raise KvfoldError(
-            f"{method} compresses at the first generated token, but what is read for a "
-            "continuation is taken back: choose a variant that compresses when the prompt ends"
+            f"{method} compresses at the first generated token, but a scored continuation is "
+            "removed from the cache again: choose a variant that compresses when the prompt ends"
         )
 
 
@@ -69,9 +74,10 @@ def log_probs(
     asked: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Log-probabilities `[S, V]` of what follows each of `asked [1, S]`; the cache stays as it was.
+    """Log-probabilities `[S, V]` of the token after each of `asked [1, S]`.
 
-    Nothing is evicted on the way: several continuations see the same compressed context.
+    Nothing is evicted, and the cache is cropped back, so all continuations see the same compressed
+    context.
     """
     with cache.frozen():
         logits: Tensor = model(asked, past_key_values=cache, use_cache=True).logits
@@ -80,13 +86,16 @@ def log_probs(
 
 
 def read(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
-    """Fills a new cache with `ids [1, N]` and compresses it; nothing where N is 0."""
+    """Prefill of a new cache with `ids [1, N]`, compressed; no effect if N is 0."""
     if ids.shape[1] > 0:
         read_turn(model, cache, ids, None, ids.shape[1], ids.shape[1])
 
 
-def check_streams(method: Method, budget: Budget | None) -> None:
-    """Raises KvfoldError where a text that is read token by token would meet a full cache."""
+def check_evicts_while_streaming(method: Method, budget: Budget | None) -> None:
+    """Raises KvfoldError if nothing would be evicted while a text is read token by token.
+
+    Methods without eviction (full cache, plain quantisation) are allowed.
+    """
     stages = method.stages()
     if stages.score is None and stages.encode is None and stages.token_pruning is None:
         return
@@ -111,9 +120,9 @@ def stream(
     scored: int,
     dtype: torch.dtype | None = None,
 ) -> float:
-    """The log-likelihood of the last `scored` of `ids [1, N]`, read token by token.
+    """Log-likelihood of the last `scored` tokens of `ids [1, N]`, read token by token.
 
-    After each token the cache returns to its budget (Xiao et al., arXiv 2309.17453, section 4.1;
+    The cache evicts to its budget after each token (Xiao et al., arXiv 2309.17453, section 4.1;
     mit-han-lab/streaming-llm `examples/eval_long_ppl.py`).
     """
     total, first = 0.0, ids.shape[1] - scored

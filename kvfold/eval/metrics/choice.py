@@ -24,9 +24,9 @@ def letter(prediction: str) -> str | None:
     return found.group(1) if found else None
 
 
-def accuracy(prediction: str, answer: str, *, merged: bool = False) -> Scored:
-    """1 for the right letter; without a letter 0, or chance where `merged`."""
+def accuracy(prediction: str, answer: str, *, compensated: bool = False) -> Scored:
+    """1 for the right letter; without a letter 0, or chance where `compensated`."""
     named = letter(prediction)
     if named is None:
-        return Scored(CHANCE if merged else 0.0, 'no "The correct answer is (A)"')
+        return Scored(CHANCE if compensated else 0.0, 'no "The correct answer is (A)"')
     return Scored(float(named == answer))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From tasks, methods and budgets to records: what is run, how, by whom, and what it comes to."""
+"""Evaluation runs: plan, jobs, samples, and the records computed from them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context compressed to several budgets, from one reading where that is exact."""
+"""A context compressed to several budgets, from one prefill where that is exact."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvfold.generation.generate import read_on, read_turn
 from kvfold.hf.models import caches_latents
 
 
-class Compressed(NamedTuple):
-    """A context at one budget, and the seconds that its reading and compression took."""
+class CompressedToBudget(NamedTuple):
+    """A context at one budget, and the seconds of its prefill and compression."""
 
     budget: str | None
     context: Context
@@ -34,12 +34,13 @@ def compressed(
     method: str,
     budgets: Sequence[str | None],
     seed: int,
-) -> Iterator[Compressed]:
-    """The prompt's context, compressed by `method` to each of `budgets`, in any order.
+) -> Iterator[CompressedToBudget]:
+    """The prompt's context compressed by `method` to each of `budgets`, in any order.
 
-    Scores do not depend on the budget, so the text is read once, and repeated once for KVzip, and
-    each budget compresses a copy. Where a layer must compress inside the forward (pruning between
-    layers, latents), every budget reads for itself. Raises what `kvfold.compress` raises.
+    Scores do not depend on the budget, so one prefill (and one repetition for KVzip) serves all
+    budgets, each of which compresses a copy. Methods that compress inside the forward (token
+    pruning between layers) and latent caches (MLA) need one prefill per budget. Raises what
+    `kvfold.compress` raises.
     """
     ids, length = prompt.ids.to(model.device), prompt.ids.shape[1]
 
@@ -51,7 +52,7 @@ def compressed(
     def context(cache: CompressedCache) -> Context:
         return Context(model, prompt.tokenizer, cache, prompt.frame, ids)
 
-    # Each is refused, where it must be, before anything is read.
+    # Every budget is checked before the prefill.
     cache, *_ = [new(budget) for budget in budgets]
     inside = cache.method.stages().token_pruning is not None or caches_latents(model)
     if len(budgets) == 1 or inside:
@@ -60,14 +61,14 @@ def compressed(
             took = seconds(
                 model.device, partial(read_turn, model, cache, ids, None, length, length)
             )
-            yield Compressed(budget, context(cache), took)
+            yield CompressedToBudget(budget, context(cache), took)
         return
     with cache.reading():
         reading = seconds(model.device, lambda: read_on(model, cache, ids, None, length))
         for budget in filter(None, budgets[1:]):
             copies: list[CompressedCache] = []
             took = seconds(model.device, lambda: copies.append(cache.to_budget(budget)))  # noqa: B023
-            yield Compressed(budget, context(copies.pop()), reading + took)
+            yield CompressedToBudget(budget, context(copies.pop()), reading + took)
         began = time.perf_counter()
     synchronize(model.device)
-    yield Compressed(budgets[0], context(cache), reading + time.perf_counter() - began)
+    yield CompressedToBudget(budgets[0], context(cache), reading + time.perf_counter() - began)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell of the evaluation: a task, a method, a budget, and the protocol they meet under."""
+"""Evaluation cells: task, method, budget, and the protocol of the run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from kvfold.contexts.files.identity import model_part
 from kvfold.hf.attention import attention_name
 
-# Beside every method: what a method must be better than.
-RANDOM, SINKS_AND_RECENT, CUT, FULL = "random", "streaming_llm", "cut", "full"
+# Baselines that are evaluated with every method.
+RANDOM, SINKS_AND_RECENT, TRUNCATED, FULL = "random", "streaming_llm", "cut", "full"
 
 
 class Subject(BaseModel):
-    """The model that answers; `weights` and `config` are hashes."""
+    """The evaluated model; `config`, `weights` and `vocabulary` are hashes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -29,7 +29,7 @@ class Subject(BaseModel):
 
     @classmethod
     def of(cls, name: str, model: PreTrainedModel, tokenizer: Any) -> Subject:
-        """What `name` was loaded as."""
+        """The subject for a model loaded under `name`."""
         part = model_part(model, tokenizer)
         return cls(
             name=name,
@@ -42,13 +42,14 @@ class Subject(BaseModel):
 
 
 class Protocol(BaseModel):
-    """How a sample is read and asked about.
+    """Protocol of a run.
 
-    Without `question_aware` the context is compressed before any question exists; with it, context
-    and question are compressed together, once for each question. `history` says whose answers the
-    later turns of a conversation see: the model's own, or the right ones ("gold"). Prompts of more
-    than `max_length` tokens, answer included, are cut in the middle where the benchmark does so,
-    and are errors elsewhere.
+    question_aware: if true, context and question are compressed together, once per question; else
+        the context is compressed before any question exists.
+    history: the answers that later turns of a conversation see, the model's own or the right ones
+        ("gold").
+    max_length: limit of prompt plus answer in tokens. Longer prompts are truncated in the middle
+        if the benchmark does so, and are errors otherwise.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,12 +59,12 @@ class Protocol(BaseModel):
     max_length: int
 
 
-class Cell(BaseModel):
-    """What a score belongs to: two samples of equal cells and numbers are the same sample.
+class EvalCell(BaseModel):
+    """Key of a score. Samples with equal cells and numbers are the same sample.
 
-    `length` is the tokens that a generated sample takes, None where rows come as they are. `data`
-    names what samples were drawn from beside the seed. The method "cut" is a full cache on a
-    context cut to the budget.
+    `length` is the token length of generated samples, None for a benchmark's own rows. `data` names
+    the sources of the samples. The method "cut" is a full cache on a context truncated to the
+    budget.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -83,6 +84,6 @@ class Cell(BaseModel):
         return f"{self.task}{length}, {self.method}{budget}"
 
     @property
-    def reference(self) -> Cell:
-        """The full cache on the same samples."""
+    def reference(self) -> EvalCell:
+        """The cell of the full cache on the same samples."""
         return self.model_copy(update={"method": FULL, "budget": None})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as tables have them: one row each, one column per field."""
+"""Flat records for tables: one column per field."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pydantic import BaseModel
 
 
 def flat(model: BaseModel | None, kind: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """A record as one level of fields, "cell.subject.name"; the same for each `model` and for None.
+    """Fields of `model`, of type `kind`, with nested names joined by dots ("cell.subject.name").
 
-    What has varying keys or length (`scores`, `by`, `errors`, …) stays a dict or a list.
+    The keys depend on `kind` only; all values are None if `model` is. Dictionaries and tuples
+    (`scores`, `by`, `errors`, …) become plain dicts and lists.
     """
     found: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
@@ -28,7 +29,7 @@ def flat(model: BaseModel | None, kind: type[BaseModel], prefix: str = "") -> di
 
 
 def _with_fields(annotation: Any) -> type[BaseModel] | None:
-    """The model that a value of this type is, if it is there; not one of many in a collection."""
+    """The pydantic model of an annotation `M` or `M | None`; None for any other annotation."""
     several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
     for kind in (annotation, *several):
         if isinstance(kind, type) and issubclass(kind, BaseModel):

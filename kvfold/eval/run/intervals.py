@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""95 % intervals of means that hold at twenty samples, and at scores of 0 and 1.
+"""95 % confidence intervals of means, valid for twenty samples and for scores of 0 and 1.
 
-A bootstrap or a standard error says "±0" where all samples scored the same; these do not. Samples
-are in the last axis `[..., n]`, results are `[...]`, in double precision.
+If all samples score the same, a bootstrap or a standard error gives ±0; these intervals do not.
+Samples are in the last axis `[..., n]`, results are `[...]`, in double precision.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95
 TAIL = (1 - CONFIDENCE) / 2
-# What rounding leaves of a variance that is 0.
+# Variances below this are rounding errors of 0.
 NOTHING = 1e-15
 
 
 class Interval(NamedTuple):
-    """A mean and where it is with 95 % confidence, each `[...]`."""
+    """A mean and its 95 % confidence limits, each `[...]`."""
 
     value: Array
     low: Array
@@ -30,10 +30,10 @@ class Interval(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """A mean, the variance of that mean (unbiased; 0 where it is of one sample), and of how much.
+    """A mean, the unbiased variance of that mean (0 for one sample), and the sample sizes.
 
-    `size` is the number of samples, Kish's effective one where weights differ; `strata` are the
-    tasks that were pooled, of `samples` in all.
+    `size` is Kish's effective number of samples, which is n for equal weights; `samples` is n;
+    `strata` is the number of pooled tasks.
     """
 
     mean: Array
@@ -44,7 +44,7 @@ class Moments(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What was gained and lost on the same samples, as shares in [0, 1], and their correlation."""
+    """Gains and losses on the same samples, in [0, 1], and the correlation of their means."""
 
     gained: Moments
     lost: Moments
@@ -52,7 +52,7 @@ class Pair(NamedTuple):
 
 
 def moments(values: Array, weights: Array) -> Moments:
-    """Of independent `values [..., n]` with `weights [n]`."""
+    """Moments of independent `values [..., n]` with `weights [n]`."""
     count, share = values.shape[-1], weights / weights.sum()
     mean = (values * weights).sum(-1) / weights.sum()
     variance = np.square(share * (values - mean[..., None])).sum(-1) * count / max(count - 1, 1)
@@ -61,7 +61,7 @@ def moments(values: Array, weights: Array) -> Moments:
 
 
 def pair(gains: Array, weights: Array) -> Pair:
-    """Of differences `gains [..., n]` in [-1, 1] on the same samples."""
+    """Positive and negative parts of differences `gains [..., n]` in [-1, 1], `weights [n]`."""
     up, down = np.maximum(gains, 0), np.maximum(-gains, 0)
     gained, lost = moments(up, weights), moments(down, weights)
     share, count = weights / weights.sum(), gains.shape[-1]
@@ -71,14 +71,16 @@ def pair(gains: Array, weights: Array) -> Pair:
 
 
 def bounded(of: Moments) -> Interval:
-    """Where a mean of scores in [0, 1] is.
+    """Interval of a mean of scores in [0, 1].
 
-    Clopper and Pearson's exact interval, for as many yes-or-no answers as would have the variance
-    that was measured: of 0/1 scores it is their own. No fewer than there are samples, as no score
-    in [0, 1] spreads more than 0/1 does (fewer only by uneven weights); where nothing varies, as
-    many as there are. Sources: Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard,
-    Survey Methodology 24 (1998), whose factor for the degrees of freedom is here Student's over the
-    normal quantile, so that many small scores get Student's interval.
+    Clopper and Pearson's exact binomial interval, for the number of 0/1 trials whose variance would
+    equal the measured one; for 0/1 scores that is the number of samples. Scores between 0 and 1
+    vary less, so they count as more trials; uneven weights count as fewer. Without any variance it
+    is the effective number of samples.
+
+    Sources: Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24
+    (1998). Their correction for degrees of freedom is here the squared ratio of the normal to
+    Student's quantile, so that a mean of many small scores gets Student's interval.
     """
     freedom = max(of.samples - of.strata, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -95,11 +97,11 @@ def bounded(of: Moments) -> Interval:
 
 
 def paired(of: Pair) -> Interval:
-    """Where a mean difference is: what was gained and what was lost are `bounded` by themselves.
+    """Interval of a mean difference: gains minus losses, each `bounded`, combined by MOVER.
 
-    Where no sample differs, as many may still as `bounded` leaves open. Sources: Newcombe,
-    Statistics in Medicine 17 (1998) 2635, method 10; Zou and Donner, Statistics in Medicine 27
-    (2008), the MOVER.
+    If no sample differs, the interval still allows the rate of differences that `bounded` allows.
+    Sources: Newcombe, Statistics in Medicine 17 (1998) 2635, method 10; Zou and Donner, Statistics
+    in Medicine 27 (2008), the MOVER.
     """
     won, lost = bounded(of.gained), bounded(of.lost)
     value = won.value - lost.value
@@ -109,13 +111,13 @@ def paired(of: Pair) -> Interval:
 
 
 def student(of: Moments) -> Interval:
-    """Where a mean without bounds is, of more than one sample, by Student's t."""
+    """Student's t interval of a mean of unbounded values; needs at least two samples."""
     far = -stdtrit(of.samples - 1, TAIL) * np.sqrt(of.variance)
     return Interval(of.mean, of.mean - far, of.mean + far)
 
 
 def pooled(parts: list[Moments], weights: list[float]) -> Moments:
-    """The weighted mean of independent means; weights sum to 1."""
+    """Moments of the weighted mean of independent means; weights sum to 1."""
     share = np.array(weights)
     return Moments(
         np.sum([w * part.mean for w, part in zip(share, parts, strict=True)], 0),
@@ -127,7 +129,7 @@ def pooled(parts: list[Moments], weights: list[float]) -> Moments:
 
 
 def pooled_pairs(parts: list[Pair], weights: list[float]) -> Pair:
-    """The weighted mean of independent differences; weights sum to 1."""
+    """Gains and losses of the weighted mean of independent differences; weights sum to 1."""
     gained = pooled([part.gained for part in parts], weights)
     lost = pooled([part.lost for part in parts], weights)
     each = [np.sqrt(part.gained.variance * part.lost.variance) * part.correlation for part in parts]
@@ -136,7 +138,7 @@ def pooled_pairs(parts: list[Pair], weights: list[float]) -> Pair:
 
 
 def combined(parts: list[Interval], weights: list[float]) -> Interval:
-    """The weighted sum of independent estimates, each side for itself (MOVER)."""
+    """Interval of the weighted sum of independent estimates, lower and upper side apart (MOVER)."""
     value = np.sum([w * p.value for w, p in zip(weights, parts, strict=True)], 0)
     low = [w * (p.value - p.low) for w, p in zip(weights, parts, strict=True)]
     high = [w * (p.high - p.value) for w, p in zip(weights, parts, strict=True)]
@@ -146,11 +148,11 @@ def combined(parts: list[Interval], weights: list[float]) -> Interval:
 
 
 def _joined(one: Array, other: Array, correlation: Array) -> Array:
-    """How far a difference reaches whose parts reach `one` and `other`."""
+    """Half-width of the interval of a difference of two means with these half-widths (MOVER)."""
     return np.sqrt(np.maximum(one**2 + other**2 - 2 * correlation * one * other, 0))
 
 
 def _ratio(shared: Array, spread: Array) -> Array:
-    """A correlation; 0 where one of the two does not vary."""
+    """Correlation from a covariance and the product of deviations; 0 if one does not vary."""
     varies = spread > NOTHING
     return np.where(varies, shared / np.where(varies, spread, 1), 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sample and one method at one or several budgets: what a worker runs."""
+"""Evaluation jobs: one sample and one method at one or several budgets, run by a worker."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.bench.machine import Setup, commit
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import CUT, Cell
+from kvfold.eval.run.cell import TRUNCATED, EvalCell
 from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.question_agnostic import apart
-from kvfold.eval.run.question_aware import together
+from kvfold.eval.run.question_agnostic import run_question_agnostic
+from kvfold.eval.run.question_aware import run_question_aware
 from kvfold.eval.run.sample import Outcome, Sample, digest
-from kvfold.eval.run.streaming import streamed
-from kvfold.eval.run.truncated import as_of, room
-from kvfold.eval.tasks import Record, Task, Unreadable, tasks
+from kvfold.eval.run.streaming import run_streaming
+from kvfold.eval.run.truncated import as_whole_context, context_room
+from kvfold.eval.tasks import Task, TaskRecord, Unreadable, tasks
 from kvfold.jobs.executor import Work
 from kvfold.loading import Loading
 
 
 @dataclass(frozen=True)
 class Job:
-    """The sample of a number, and cells that differ in their budget only."""
+    """The sample with number `index`, and cells that differ only in their budget."""
 
     index: int
-    sample: Record | Unreadable
-    cells: tuple[Cell, ...]
+    sample: TaskRecord | Unreadable
+    cells: tuple[EvalCell, ...]
 
-    def line(self, cell: Cell, outcome: Outcome | None, error: str | None = None) -> Sample:
-        """What is written down of one cell."""
+    def line(self, cell: EvalCell, outcome: Outcome | None, error: str | None = None) -> Sample:
+        """The line of the samples file for one cell; `error` says why there is no outcome."""
         return Sample(
             cell=cell,
             index=self.index,
             text=digest(self.sample),
             outcome=outcome,
             error=error,
-            metadata=dict(self.sample.metadata) if isinstance(self.sample, Record) else {},
+            metadata=dict(self.sample.metadata) if isinstance(self.sample, TaskRecord) else {},
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=_commit(),
             setup=_setup(),
@@ -49,9 +49,10 @@ class Job:
 
 
 def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job) -> list[Sample]:
-    """The job's samples, one for each cell; what goes wrong is said in them.
+    """One line per cell of the job; exceptions are caught and written into `error`.
 
-    An error of one cell must not be the others', so where one occurs each runs by itself.
+    If a job of several cells fails, each cell is rerun alone, so that one budget's error does not
+    fail the others.
     """
     if isinstance(job.sample, Unreadable):
         said = f"{job.sample.where}: {job.sample.why}"
@@ -61,7 +62,7 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job) ->
         outcomes = dict(_outcomes(model, tokenizer, job.sample, job.cells))
     except Exception as problem:
         if alone:
-            return [job.line(job.cells[0], None, _words(problem))]
+            return [job.line(job.cells[0], None, _message(problem))]
         each = [run(model, tokenizer, replace(job, cells=(cell,))) for cell in job.cells]
         return [sample for samples in each for sample in samples]
     if alone and before is not None:
@@ -70,7 +71,7 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job) ->
 
 
 def work(name: str, loading: Loading | None = None) -> Work[Job, list[Sample]]:
-    """What workers with the model `name` do with jobs."""
+    """Work that evaluates jobs with the model `name`."""
     return Work(name, run, _given_up, loading or Loading())
 
 
@@ -81,30 +82,39 @@ def _given_up(job: Job, why: str) -> list[Sample]:
 def _outcomes(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    record: Record,
-    cells: tuple[Cell, ...],
-) -> Iterator[tuple[Cell, Outcome]]:
+    record: TaskRecord,
+    cells: tuple[EvalCell, ...],
+) -> Iterator[tuple[EvalCell, Outcome]]:
+    """Outcomes of cells that differ only in their budget, by the task's phase and protocol."""
     first = cells[0]
     task, prompt = tasks()[first.task], Prompt.of(record, tokenizer)
     if task.phase == "stream":
-        yield from ((cell, streamed(model, prompt, cell)) for cell in cells)
+        yield from ((cell, run_streaming(model, prompt, cell)) for cell in cells)
         return
     prompt = prompt.within(first.protocol.max_length, task.truncation)
     aware = first.protocol.question_aware or task.phase == "decode"
-    if first.method == CUT:
+    if first.method == TRUNCATED:
         for cell in cells:
-            shorter = prompt.cut(room(model, prompt, cell, aware))
-            yield cell, as_of(prompt, shorter, _one(model, shorter, cell.reference, task, aware))
+            shorter = prompt.cut(context_room(model, prompt, cell, aware))
+            yield (
+                cell,
+                as_whole_context(
+                    prompt, shorter, _outcome(model, shorter, cell.reference, task, aware)
+                ),
+            )
     elif aware:
-        yield from ((cell, together(model, prompt, cell, task)) for cell in cells)
+        yield from ((cell, run_question_aware(model, prompt, cell, task)) for cell in cells)
     else:
-        yield from apart(model, prompt, cells, task)
+        yield from run_question_agnostic(model, prompt, cells, task)
 
 
-def _one(model: PreTrainedModel, prompt: Prompt, cell: Cell, task: Task, aware: bool) -> Outcome:
+def _outcome(
+    model: PreTrainedModel, prompt: Prompt, cell: EvalCell, task: Task, aware: bool
+) -> Outcome:
+    """Outcome of one cell, question-aware or question-agnostic."""
     if aware:
-        return together(model, prompt, cell, task)
-    return next(apart(model, prompt, [cell], task))[1]
+        return run_question_aware(model, prompt, cell, task)
+    return next(run_question_agnostic(model, prompt, [cell], task))[1]
 
 
 def _with_peak(model: PreTrainedModel, outcome: Outcome, before: int) -> Outcome:
@@ -114,15 +124,15 @@ def _with_peak(model: PreTrainedModel, outcome: Outcome, before: int) -> Outcome
 
 
 def _reset_peak(device: torch.device) -> int | None:
-    """Starts to note the most memory allocated; returns what is now, None on a CPU."""
+    """Resets the GPU's peak counter; returns the bytes allocated now, or None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 
 
-def _words(problem: Exception) -> str:
-    """What went wrong; other than a refusal, with its kind."""
+def _message(problem: Exception) -> str:
+    """First line of an exception's message, after its type unless it is a KvfoldError."""
     said = str(problem).partition("\n")[0]
     return said if isinstance(problem, KvfoldError) else f"{type(problem).__name__}: {said}"
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every way to read a sample writes down of it."""
+"""Parts of an outcome that all protocols share: scored answers and cache usage."""
 
 from __future__ import annotations
 
 from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import Reply
-from kvfold.eval.run.sample import Answer, Held
+from kvfold.eval.run.sample import CacheUsage, ScoredAnswer
 from kvfold.eval.tasks import Question, Task
 
 
-def scored(task: Task, question: Question, reply: Reply) -> Answer:
-    """A reply with all of the task's scores."""
+def scored_answer(task: Task, question: Question, reply: Reply) -> ScoredAnswer:
+    """A reply with its scores by all of the task's metrics."""
     scores = {name: metric(reply.text, question) for name, metric in task.metrics.items()}
-    return Answer(
+    return ScoredAnswer(
         prediction=reply.text,
         tokens=reply.tokens,
         ended=reply.ended,
@@ -22,10 +22,10 @@ def scored(task: Task, question: Question, reply: Reply) -> Answer:
     )
 
 
-def held(stats: Stats) -> Held:
-    """What a cache holds now."""
+def cache_usage(stats: Stats) -> CacheUsage:
+    """Current size of a cache."""
     seen = sum(stats.seen_per_row)
-    return Held(
+    return CacheUsage(
         seen=seen,
         kept=stats.kept_fraction,
         kept_per_layer=tuple(sum(map(sum, layer)) / (seen * len(layer[0])) for layer in stats.kept),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be run: every task's samples, and the methods and budgets they meet."""
+"""Plan of a run: the samples of every task, and the methods and budgets to evaluate."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from decimal import Decimal
 
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import CUT, FULL, RANDOM, SINKS_AND_RECENT, Cell, Protocol, Subject
+from kvfold.eval.run.cell import (
+    FULL,
+    RANDOM,
+    SINKS_AND_RECENT,
+    TRUNCATED,
+    EvalCell,
+    Protocol,
+    Subject,
+)
 from kvfold.eval.run.job import Job
 from kvfold.eval.run.sample import digest
-from kvfold.eval.tasks import Record, Request, Task, Unreadable, source
+from kvfold.eval.tasks import Request, Task, TaskRecord, Unreadable, source
 from kvfold.methods.base import parse
 
+# A method and its budget, both as text; None for a method without budget.
 Contender = tuple[str, str | None]
 
 
 def contenders(methods: Sequence[str], budgets: Sequence[str]) -> list[Contender]:
-    """Methods with their budgets, and before them those that a method must be better than.
+    """The baselines and the methods, each at every budget.
 
-    Each as kvfold writes it, so that "20%" and "0.2" are the same. Raises KvfoldError for an
-    unknown method or budget, and for methods that need one where there is none.
+    Texts are normalised, so that "20%" and "0.2" are one budget. Raises KvfoldError for an unknown
+    method or budget, and for a method that needs a budget if there is none.
     """
     named = [parse(method) for method in methods]
     amounts = list(dict.fromkeys(written(Budget.of(budget)) for budget in budgets))
     found: list[Contender] = [(FULL, None)]
-    for baseline in (CUT, RANDOM, SINKS_AND_RECENT):
+    for baseline in (TRUNCATED, RANDOM, SINKS_AND_RECENT):
         found += [(baseline, amount) for amount in amounts]
     for method in named:
         if method.takes_budget and not amounts:
@@ -39,16 +48,19 @@ def contenders(methods: Sequence[str], budgets: Sequence[str]) -> list[Contender
 
 
 def written(budget: Budget) -> str:
-    """A budget as text that says again what it is."""
+    """A budget as text that `Budget.of` reads back."""
     if budget.kind == "ratio":
-        # Without an exponent, which no budget is written with.
+        # Budgets are read without exponents, so 1e-05 is written as 0.00001.
         return format(Decimal(repr(float(budget.amount))), "f")
     return f"{int(budget.amount)}{'B' if budget.kind == 'bytes' else ''}"
 
 
 def streams(method: str) -> bool:
-    """Whether a text without a prompt is compressed at all: while it is read, token by token."""
-    if method == CUT:
+    """True if the method can be evaluated on a text read token by token.
+
+    These are the full cache, methods that evict while decoding, and plain quantisation.
+    """
+    if method == TRUNCATED:
         return False
     stages = parse(method).stages()
     only_encoded = stages.score is None and stages.encode is not None
@@ -57,27 +69,27 @@ def streams(method: str) -> bool:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A task at a length, where it has one, and its samples."""
+    """A task and its samples; `length` in tokens for generated ones and streams, else None."""
 
     task: Task
     length: int | None
     request: Request
-    samples: tuple[Record | Unreadable, ...]
+    samples: tuple[TaskRecord | Unreadable, ...]
 
     @classmethod
     def of(cls, task: Task, request: Request) -> Wanted:
-        """Draws the samples; raises KvfoldError where there is nothing to draw from."""
+        """The task with drawn samples; raises KvfoldError if there is nothing to draw from."""
         length = request.length if task.generated or task.phase == "stream" else None
         return cls(task, length, request, tuple(task.records(request)))
 
     def cells(
         self, subject: Subject, protocol: Protocol, contenders: Sequence[Contender]
-    ) -> list[Cell]:
-        """What these samples meet; of a text that is streamed, those that then do something."""
+    ) -> list[EvalCell]:
+        """One cell per contender; for streamed texts only contenders with `streams(method)`."""
         request = self.request
         data = (request.data, request.haystack, request.words, request.shots)
         return [
-            Cell(
+            EvalCell(
                 subject=subject,
                 task=self.task.name,
                 length=self.length,
@@ -94,15 +106,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Plan:
-    """All cells with their samples, and what of them is not done."""
+    """All cells of a run and their samples."""
 
     wanted: tuple[Wanted, ...]
     subject: Subject
     protocol: Protocol
     contenders: tuple[Contender, ...]
 
-    def cells(self) -> dict[Cell, Wanted]:
-        """Every cell, in the order in which they are shown."""
+    def cells(self) -> dict[EvalCell, Wanted]:
+        """All cells in display order, each with its task and samples."""
         return {
             cell: each
             for each in self.wanted
@@ -111,13 +123,14 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """How many samples there will be, over all cells."""
+        """Number of samples over all cells."""
         return sum(len(each.samples) for each in self.cells().values())
 
-    def jobs(self, done: Mapping[tuple[Cell, int], str]) -> Iterator[Job]:
-        """What is missing, a sample's budgets together; `done` holds the digests of what is not.
+    def jobs(self, done: Mapping[tuple[EvalCell, int], str]) -> Iterator[Job]:
+        """Jobs still to run, one per sample and method, with all its missing budgets.
 
-        Raises KvfoldError where another text was evaluated under the same number.
+        `done` maps cell and number of finished samples to their digests. Raises KvfoldError if a
+        finished sample had another text.
         """
         for each in self.wanted:
             cells = each.cells(self.subject, self.protocol, self.contenders)

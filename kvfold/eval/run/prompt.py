@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record as tokens: the context in its frame, cut to what the model may read."""
+"""Prompts: a record as token ids in a chat template, truncated to the length limit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.tasks import Question, Record
+from kvfold.eval.tasks import Question, TaskRecord
 from kvfold.hf.chat_template import Frame, token_count, token_ids
 from kvfold.hf.user_text import Content
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample's context `ids [1, N]`, of which `left_out` tokens were cut away before.
+    """Token ids `ids [1, N]` of a sample's context in its chat template.
 
-    `opening` of them stand before the context itself; they are never cut.
+    The first `opening` tokens belong to the template and are never truncated; `left_out` is the
+    number of context tokens truncated.
     """
 
-    record: Record
+    record: TaskRecord
     tokenizer: PreTrainedTokenizerBase
     frame: Frame
     ids: Tensor
@@ -32,24 +33,28 @@ class Prompt:
     left_out: int = 0
 
     @classmethod
-    def of(cls, record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-        """The whole context; in a chat template where the benchmark puts it into one."""
+    def of(cls, record: TaskRecord, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+        """The whole context, in the chat template if the benchmark uses one."""
         frame = Frame(tokenizer.bos_token or "", "", "", "")
         if record.chat:
-            # Questions come with the white space that parts them from the context.
+            # A question's text starts with its own separator from the context.
             frame = replace(Frame.of(tokenizer), parting="")
-        # What a benchmark spells like a special token is text, as in `kvfold.compress`.
+        # Special tokens spelt in a benchmark's text are plain text, as in `kvfold.compress`.
         ids = token_ids(tokenizer, frame.before, Content(record.context))
         return cls(record, tokenizer, frame, ids, token_count(tokenizer, frame.before))
 
     @property
     def tokens(self) -> int:
-        """Of context and first question."""
+        """Number of tokens of the context and the first question."""
         asked = [self.asked(question).shape[1] for question in self.record.questions[:1]]
         return self.ids.shape[1] + sum(asked)
 
     def asked(self, question: Question, first: bool = True) -> Tensor:
-        """The tokens `[1, n]` from the question to where its answer begins."""
+        """Token ids `[1, S]` of a question and its answer's prefix.
+
+        `first` is false for later turns of a conversation. Raises KvfoldError for these if the
+        chat template has no second turn.
+        """
         opening = self.frame.parting if first else self.frame.between
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn")
@@ -57,7 +62,10 @@ class Prompt:
         return token_ids(self.tokenizer, opening, text, self.frame.after, prefix)
 
     def following(self) -> tuple[int, int]:
-        """The most tokens that a question takes after the context, and it with its answer."""
+        """Most tokens after the context: of a question, and of a question with its answer.
+
+        For a conversation, both are sums over the turns.
+        """
         taken = [
             (self.asked(q).shape[1], self.asked(q).shape[1] + q.max_new_tokens)
             for q in self.record.questions
@@ -67,17 +75,18 @@ class Prompt:
         return max(taken, key=lambda sizes: sizes[1], default=(0, 0))
 
     def options(self, ends: Sequence[int]) -> dict[str, Any]:
-        """Options of `generate` that the record asks for; `ends` are the model's end tokens."""
+        """Options of `generate` for this record; `ends` are the model's end tokens."""
         if not self.record.nonempty:
             return {}
         stops = [token_ids(self.tokenizer, stop)[0, -1].item() for stop in self.record.stop]
         return {"begin_suppress_tokens": [*ends, *stops]}
 
     def within(self, limit: int, truncation: str) -> Prompt:
-        """Cut in the middle, as LongBench does, so that prompt and answer take `limit` tokens.
+        """The prompt truncated in the middle, so that prompt plus answer take `limit` tokens.
 
-        Half of what is left of the prompt is its beginning, half its end, the question included.
-        Raises KvfoldError where a benchmark's rule forbids to cut, or the question alone is longer.
+        As in LongBench, equal parts of the beginning and the end (with the question) are kept.
+        Raises KvfoldError if the prompt is too long and `truncation` is "none", or if the question
+        and its answer exceed the limit alone.
         """
         asked, whole = self.following()
         length = self.ids.shape[1]
@@ -94,7 +103,7 @@ class Prompt:
         return self.cut(room, head=(room + asked) // 2)
 
     def cut(self, room: int, head: int | None = None) -> Prompt:
-        """The first `head` of the context's tokens and the last ones, `room` in all."""
+        """The context's first `head` tokens (default: half) and its last ones, `room` in all."""
         length = self.ids.shape[1]
         room = max(room, self.opening)
         if length <= room:

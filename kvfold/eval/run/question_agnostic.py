@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context is compressed before any question exists (question-agnostic)."""
+"""Question-agnostic runs: the context is compressed before any question exists."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from kvfold.cache.fork import fork
 from kvfold.contexts.answer import end_tokens
 from kvfold.contexts.chat import Chat
 from kvfold.eval.run.budgets import compressed
-from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.likelihood import at_once
-from kvfold.eval.run.outcome import held, scored
+from kvfold.eval.run.outcome import cache_usage, scored_answer
 from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.sample import Answer, Outcome
+from kvfold.eval.run.sample import Outcome, ScoredAnswer
 from kvfold.eval.tasks import Task
 
 
-def apart(
-    model: PreTrainedModel, prompt: Prompt, cells: Sequence[Cell], task: Task
-) -> Iterator[tuple[Cell, Outcome]]:
-    """Cells that differ in their budget, each with one compression for all questions."""
+def run_question_agnostic(
+    model: PreTrainedModel, prompt: Prompt, cells: Sequence[EvalCell], task: Task
+) -> Iterator[tuple[EvalCell, Outcome]]:
+    """Outcomes of cells that differ only in their budget; one compression serves all questions."""
     record, first = prompt.record, cells[0]
     by_budget = {cell.budget: cell for cell in cells}
     seed = first.seed + record.index
     for each in compressed(model, prompt, first.method, list(by_budget), seed):
-        # Before questions leave room for tokens behind.
-        before, began = held(each.context.stats()), time.perf_counter()
+        # Measured first: questions grow the buffers.
+        before, began = cache_usage(each.context.stats()), time.perf_counter()
         if task.by_likelihood:
             text = prompt.asked(record.questions[0]).to(model.device)
-            answers = [Answer.of_text(at_once(model, fork(each.context.cache), text))]
+            answers = [ScoredAnswer.of_text(at_once(model, fork(each.context.cache), text))]
         else:
             answers = _asked(model, each.context.chat(), prompt, task, first.protocol.history)
         synchronize(model.device)
@@ -50,10 +50,10 @@ def apart(
 
 def _asked(
     model: PreTrainedModel, chat: Chat, prompt: Prompt, task: Task, history: str
-) -> list[Answer]:
-    """Every question's answer; each sees the turns before it where they are a conversation.
+) -> list[ScoredAnswer]:
+    """Answers to all questions; in a conversation each sees the turns before it.
 
-    A benchmark's text is tokenised as its own code does, special tokens and all.
+    Special tokens spelt in a question become special tokens, as in the benchmarks' own code.
     """
     record, options, answers = prompt.record, prompt.options(end_tokens(model)), []
     for question in record.questions:
@@ -73,5 +73,5 @@ def _asked(
                 answer_prefix=question.answer_prefix,
                 special_tokens=True,
             )
-        answers.append(scored(task, question, reply))
+        answers.append(scored_answer(task, question, reply))
     return answers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context and question are compressed together (question-aware), and what is generated, too."""
+"""Question-aware runs: context and question are compressed together, then generated tokens."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import Answer as StoppingText
 from kvfold.contexts.answer import end_tokens
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import Cell
-from kvfold.eval.run.outcome import held, scored
+from kvfold.eval.run.cell import EvalCell
+from kvfold.eval.run.outcome import cache_usage, scored_answer
 from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.sample import Answer, Outcome
+from kvfold.eval.run.sample import Outcome, ScoredAnswer
 from kvfold.eval.tasks import Task
 from kvfold.generation.generate import generate
 
 
-def together(model: PreTrainedModel, prompt: Prompt, cell: Cell, task: Task) -> Outcome:
-    """Every question read with its context; turns of a conversation go on with one cache.
+def run_question_aware(
+    model: PreTrainedModel, prompt: Prompt, cell: EvalCell, task: Task
+) -> Outcome:
+    """Outcome of a sample: one prefill of context and question per question.
 
-    Raises KvfoldError where the turns before are to be the right ones: the cache holds what was
-    generated, compressed.
+    The turns of a conversation share one cache. Raises KvfoldError for history "gold" in a
+    conversation, as that cache holds the model's own answers; for tasks scored by likelihood; and
+    without a question.
     """
-    record, ends, answers = prompt.record, end_tokens(model), list[Answer]()
+    record, ends, answers = prompt.record, end_tokens(model), list[ScoredAnswer]()
     if record.conversation and cell.protocol.history == "gold":
         raise KvfoldError(
             'a conversation in one cache goes on with the model\'s own answers: history "gold" '
             "needs a context that is compressed before the questions"
         )
     if task.by_likelihood:
-        raise KvfoldError("a text cannot be scored that is compressed with its context")
+        raise KvfoldError(
+            "a continuation cannot be scored in a question-aware run: it would be compressed with "
+            "its context"
+        )
     ids, cache, prefill, total = prompt.ids, None, 0.0, 0.0
     for turn, question in enumerate(record.questions):
         first = turn == 0 or not record.conversation
@@ -50,7 +56,7 @@ def together(model: PreTrainedModel, prompt: Prompt, cell: Cell, task: Task) -> 
                 seed=cell.seed + record.index,
             )
         ids = torch.cat([ids, prompt.asked(question, first)], 1)
-        text = _Timed(prompt.tokenizer, ids.shape[1], record.stop)
+        text = _TimedStop(prompt.tokenizer, ids.shape[1], record.stop)
         began = time.perf_counter()
         out = generate(
             model,
@@ -66,7 +72,7 @@ def together(model: PreTrainedModel, prompt: Prompt, cell: Cell, task: Task) -> 
         prefill += text.first - began
         generated = out[0, ids.shape[1] :].tolist()
         text.finish(generated)
-        answers.append(scored(task, question, text.reply(generated, ends)))
+        answers.append(scored_answer(task, question, text.reply(generated, ends)))
         said = generated[:-1] if generated and generated[-1] in ends else generated
         ids = torch.cat([ids, torch.tensor([said], dtype=ids.dtype)], 1)
     if cache is None:
@@ -75,14 +81,14 @@ def together(model: PreTrainedModel, prompt: Prompt, cell: Cell, task: Task) -> 
         answers=tuple(answers),
         tokens=prompt.tokens,
         left_out=prompt.left_out,
-        held=held(cache.stats()),
+        held=cache_usage(cache.stats()),
         prefill_seconds=prefill,
         answer_seconds=total - prefill,
     )
 
 
-class _Timed(StoppingText):
-    """A stopping criterion that notes when the first token came."""
+class _TimedStop(StoppingText):
+    """A stopping criterion that records the time of the first generated token."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt: int, stop: Sequence[str]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell's record: the samples' mean, how sure it is, and how it differs from the full cache."""
+"""Records of cells: mean score with its interval, and the difference to the full cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from kvfold.bench.machine import Setup
-from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.run.statistics import (
     PERPLEXITY,
-    Difference,
     Estimate,
+    PairedDifference,
     breakdown,
     difference,
     estimate,
@@ -23,19 +23,23 @@ from kvfold.eval.tasks import Task
 
 
 class Result(BaseModel):
-    """One cell's record.
+    """The record of one cell.
 
-    `score` is that of the task's metric in percent, or a perplexity (`lower_is_better`); `scores`
-    are all metrics'. `kept`, `nbytes`, `nbytes_full`, `peak_bytes`, seconds and `answer_tokens` are
-    means over samples, `kept_nominal` the ratio that was asked for. `truncated` samples were cut,
-    `at_limit` answers reached `max_new_tokens`; `failed` counts predictions that could not be
-    parsed or scored, `errors` samples without an answer, each by its reason. `haystack` names the
-    text that needles were hidden in, where there are any.
+    score: the task's metric in percent, or a perplexity if `lower_is_better`; `scores` has all
+        metrics, `by` the score per value of a sample's property such as depth.
+    difference: to the full cache on the same samples; None for the full cache itself.
+    kept_nominal, kept: the ratio asked for; entries stored over entries seen, mean over samples.
+    nbytes, nbytes_full, tokens, prefill_seconds: means over samples. `peak_bytes` is a maximum.
+    seconds_per_token, answer_tokens: over all answers.
+    truncated, at_limit: number of truncated samples; of answers that reached `max_new_tokens`.
+    failed, errors: predictions that could not be parsed or scored, and samples without an answer,
+        counted by reason.
+    haystack: name of the text that needles were hidden in, if any.
     """
 
     model_config = ConfigDict(frozen=True)
 
-    cell: Cell
+    cell: EvalCell
     benchmark: str
     group: str
     haystack: str | None
@@ -46,7 +50,7 @@ class Result(BaseModel):
     questions: int
     score: Estimate | None
     scores: dict[str, Estimate]
-    difference: Difference | None
+    difference: PairedDifference | None
     by: dict[str, dict[str, Estimate]]
     kept_nominal: float | None
     kept: float | None
@@ -68,16 +72,16 @@ class Result(BaseModel):
 
     @property
     def bytes_ratio(self) -> float | None:
-        """Measured bytes over the full cache's."""
+        """Measured cache bytes over the full cache's."""
         if self.nbytes is None or not self.nbytes_full:
             return None
         return self.nbytes / self.nbytes_full
 
 
-def result(task: Task, cell: Cell, samples: Sequence[Sample], full: Sequence[Sample]) -> Result:
-    """The record of a cell; `full` are the reference cell's samples.
+def result(task: Task, cell: EvalCell, samples: Sequence[Sample], full: Sequence[Sample]) -> Result:
+    """The record of a cell; `full` are the samples of its reference cell.
 
-    Samples are taken by number, so their order says nothing.
+    Samples are matched by number, so their order does not matter.
     """
     samples = sorted(samples, key=lambda sample: sample.index)
     outcomes = {s.index: s.outcome for s in samples if s.outcome is not None}

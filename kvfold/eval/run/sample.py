@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one method made of one sample: answers, scores, and what they took."""
+"""Lines of the samples file: answers, scores, cache usage and times of one sample in one cell."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from torch import Tensor
 from kvfold.bench.machine import Setup
 from kvfold.contexts.answer import Ended
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import Cell
-from kvfold.eval.tasks import Record, Unreadable
+from kvfold.eval.run.cell import EvalCell
+from kvfold.eval.tasks import TaskRecord, Unreadable
 
 
-class Answer(BaseModel):
-    """One prediction and its scores in [0, 1], by name; the first metric is the task's.
+class ScoredAnswer(BaseModel):
+    """One prediction and its scores.
 
-    `ended` says why it is over: the model's end, a stop string, or `max_new_tokens`. `failed` says
-    by metric why a prediction could not be parsed or scored; its score is then what the benchmark
-    counts. `weight` is its share of the task's mean. Of a text that is read token by token, `nll`
-    is the mean negative log-likelihood in nats, and `tokens` and `weight` count what was scored.
+    tokens, ended: length of the prediction; its end by end token, stop string or `max_new_tokens`.
+    scores: in [0, 1] by metric; the first metric is the task's.
+    failed: by metric, why the prediction could not be parsed or scored; the score is then the
+        benchmark's default.
+    weight: weight in the task's mean.
+    nll: mean negative log-likelihood in nats of a scored text, else None; `tokens` and `weight` are
+        then the number of scored tokens.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -37,10 +40,10 @@ class Answer(BaseModel):
     nll: float | None = None
 
     @classmethod
-    def of_text(cls, nll: Tensor) -> Answer:
-        """Of a text's tokens, by their negative log-likelihoods `[n]`.
+    def of_text(cls, nll: Tensor) -> ScoredAnswer:
+        """The answer for a scored text with negative log-likelihoods `nll [n]` in nats.
 
-        Raises KvfoldError where there are none, or where they are not finite.
+        Raises KvfoldError if n is 0 or the mean is not finite.
         """
         count, mean = len(nll), float(nll.double().mean())
         if not math.isfinite(mean):
@@ -48,12 +51,14 @@ class Answer(BaseModel):
         return cls(prediction="", tokens=count, ended="end", weight=count, nll=mean)
 
 
-class Held(BaseModel):
-    """What the cache held: after the compression, or after the answer where that is part of it.
+class CacheUsage(BaseModel):
+    """Cache size after compression; in question-aware and streaming runs, after the answer.
 
-    Of `seen` tokens; `kept` are entries stored over entries seen, all layers' and each layer's.
-    `peak_bytes` is the most that was allocated beside the weights, on a GPU; None on a CPU, where
-    `kvfold bench` measures it in a process of its own, and where a reading served more cells.
+    seen: tokens seen.
+    kept, kept_per_layer: entries stored over entries seen, of all layers and of each.
+    nbytes, nbytes_full: bytes of this cache and of a full one.
+    peak_bytes: peak GPU allocation without the weights; None on a CPU, and if one prefill served
+        several cells.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -67,32 +72,32 @@ class Held(BaseModel):
 
 
 class Outcome(BaseModel):
-    """What came of a sample whose text could be read.
+    """Answers, cache usage and times of a sample that ran without error.
 
-    `tokens` of context and first question were read, of which `left_out` were cut away before.
-    `prefill_seconds` hold the compression.
+    `tokens` counts context and first question after truncation, `left_out` the truncated tokens.
+    `prefill_seconds` includes compression.
     """
 
     model_config = ConfigDict(frozen=True)
 
-    answers: tuple[Answer, ...]
+    answers: tuple[ScoredAnswer, ...]
     tokens: int
     left_out: int
-    held: Held
+    held: CacheUsage
     prefill_seconds: float
     answer_seconds: float
 
 
 class Sample(BaseModel):
-    """A line of the samples' file: one sample in one cell.
+    """One line of the samples file: sample number `index` in one cell.
 
-    `text` is a digest of what was read and asked, and of the right answers. `error` says why there
-    is no outcome.
+    `text` is the sample's digest. `error` is the reason if there is no outcome. `at` is the UTC
+    time of writing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cell: Cell
+    cell: EvalCell
     index: int
     text: str
     outcome: Outcome | None
@@ -103,8 +108,8 @@ class Sample(BaseModel):
     setup: Setup
 
 
-def digest(sample: Record | Unreadable) -> str:
-    """Tells samples apart that are drawn under the same number."""
+def digest(sample: TaskRecord | Unreadable) -> str:
+    """Hash of a sample's prompts and right answers, which detects changed data."""
     if isinstance(sample, Unreadable):
         said = sample.why
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run: what is missing in a folder is evaluated and written down, sample by sample."""
+"""Resumable runs: missing samples of a folder are evaluated and appended to its file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.job import Job
 from kvfold.eval.run.plan import Plan
 from kvfold.eval.run.result import Result, result
@@ -20,17 +20,17 @@ SAMPLES, RECORDS = "samples.jsonl", "records.jsonl"
 
 
 def store(folder: Path) -> Store[Sample]:
-    """The file of a folder that samples are added to."""
+    """The samples file of a folder."""
     return Store(folder / SAMPLES, Sample)
 
 
 def evaluate(
     plan: Plan, samples: Store[Sample], workers: Workers[Job, list[Sample]]
 ) -> Iterator[int]:
-    """Runs what `samples` does not hold yet; yields how many of the plan's are done.
+    """Runs the plan's samples that the file lacks; yields the number of finished samples.
 
-    A job's samples are on the disk before the next is asked for, so that a run that is killed
-    goes on where it was. Raises KvfoldError for a file that holds other samples.
+    Results are on disk before the next job's are awaited, so a killed run resumes where it was.
+    Raises KvfoldError if the file has other texts under the plan's sample numbers.
     """
     cells = plan.cells()
     done = {
@@ -46,23 +46,23 @@ def evaluate(
 
 
 def summarize(samples: list[Sample]) -> list[Result]:
-    """A record of every cell that `samples` are of, in the order of their first appearance.
+    """One record per cell of `samples`, in order of first appearance.
 
-    Where a killed run wrote a sample that another wrote too, the first counts.
+    The first line counts if concurrent runs wrote a sample twice.
     """
-    by_cell: dict[Cell, dict[int, Sample]] = {}
+    by_cell: dict[EvalCell, dict[int, Sample]] = {}
     for sample in samples:
         by_cell.setdefault(sample.cell, {}).setdefault(sample.index, sample)
     known = tasks()
 
-    def of(cell: Cell) -> list[Sample]:
+    def of(cell: EvalCell) -> list[Sample]:
         return list(by_cell.get(cell, {}).values())
 
     return [result(known[cell.task], cell, of(cell), of(cell.reference)) for cell in by_cell]
 
 
 def write_records(folder: Path, records: list[Result]) -> Path:
-    """Replaces the folder's records; a reader sees the old file or the new one."""
+    """Replaces the folder's records file atomically; returns its path."""
     path = folder / RECORDS
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(f"{record.model_dump_json()}\n" for record in records))

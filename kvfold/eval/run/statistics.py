@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means over samples, how sure they are, and differences on the same samples."""
+"""Means over samples and paired differences, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvfold.eval.run.intervals import (
 from kvfold.eval.run.sample import Outcome, Sample
 
 PERPLEXITY = "perplexity"
-# What samples tell of themselves that a score is read by.
+# Properties in a sample's metadata by which scores are broken down.
 BREAKDOWN = ("depth", "bucket", "length", "difficulty", "category", "subject", "level", "metric")
 
 
 class Estimate(BaseModel):
-    """A mean over samples, its standard error, and where it is with 95 % confidence.
+    """A mean over samples, its standard error, and its 95 % confidence limits.
 
-    `count` is the number of samples, Kish's effective one where weights differ. The error is None
-    where one sample says nothing of it, the interval where nothing else does either.
+    `count` is Kish's effective number of samples, which is n for equal weights. `error` is None for
+    one sample; `low` and `high` are None if no interval is known, as for one sample's perplexity.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -42,12 +42,12 @@ class Estimate(BaseModel):
     count: float
 
 
-class Difference(BaseModel):
-    """Against the full cache on the same samples: the mean, and where it is with 95 % confidence.
+class PairedDifference(BaseModel):
+    """Mean difference to the full cache on the same samples, and its 95 % confidence limits.
 
-    `worse` and `better` count samples that lost or gained by the metric, whichever way it points;
-    `gained` and `lost` are their means over all samples, with the `correlation` of the two. Of a
-    perplexity these are None, and of one sample's the interval too.
+    `worse` and `better` count samples that lost or gained quality. `gained` and `lost` are the mean
+    gain and loss over all samples, `correlation` is that of the two. The latter three are None for
+    a perplexity; the limits are None for one sample's perplexity.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -64,7 +64,7 @@ class Difference(BaseModel):
 
     @property
     def pair(self) -> Pair | None:
-        """What was gained and lost, as shares."""
+        """Gains and losses as fractions in [0, 1]; None for a perplexity."""
         if self.gained is None or self.lost is None or self.correlation is None:
             return None
         gained, lost = shares(self.gained), shares(self.lost)
@@ -72,7 +72,7 @@ class Difference(BaseModel):
 
 
 def percent(of: Moments) -> Estimate:
-    """A mean of scores in [0, 1], in percent."""
+    """Estimate in percent of a mean of scores in [0, 1]."""
     found = bounded(of)
     error = 100 * math.sqrt(of.variance) if of.samples > 1 else None
     value, low, high = (100 * float(each) for each in found)
@@ -80,15 +80,15 @@ def percent(of: Moments) -> Estimate:
 
 
 def shares(of: Estimate) -> Moments:
-    """What `percent` made of, for pooling with others."""
+    """Inverse of `percent`: the moments behind an estimate, for pooling."""
     variance = np.array(((of.error or 0.0) / 100) ** 2)
     return Moments(np.array(of.value / 100), variance, of.count, max(round(of.count), 1))
 
 
 def estimate(outcomes: Sequence[Outcome], metric: str) -> Estimate:
-    """The weighted mean over samples, and how sure it is with them as units.
+    """Weighted mean of a metric over samples, in percent, or a perplexity.
 
-    Questions about one context are not independent: a sample's are averaged first.
+    The samples are the independent units: answers about one context are averaged first.
     """
     of = moments(*_values(outcomes, metric))
     if metric != PERPLEXITY:
@@ -97,15 +97,15 @@ def estimate(outcomes: Sequence[Outcome], metric: str) -> Estimate:
     if of.samples < 2:
         return Estimate(value=value, error=None, low=None, high=None, count=of.size)
     _, low, high = (math.exp(each) for each in student(of))
-    # The error of an exponential, to first order.
+    # Delta method: standard error of exp(mean).
     error = value * math.sqrt(of.variance)
     return Estimate(value=value, error=error, low=low, high=high, count=of.size)
 
 
 def difference(
     outcomes: Mapping[int, Outcome], full: Mapping[int, Outcome], metric: str
-) -> Difference | None:
-    """Over the samples that both have, which weigh the same; None where there are none."""
+) -> PairedDifference | None:
+    """Paired difference over the sample numbers in both; None if they share none."""
     shared = [index for index in outcomes if index in full]
     if not shared:
         return None
@@ -119,11 +119,11 @@ def difference(
     return made.model_copy(update={"worse": worse, "better": better})
 
 
-def of_scores(gains: Array, weights: Array) -> Difference:
-    """Of `gains [n]` in [-1, 1], each a sample's."""
+def of_scores(gains: Array, weights: Array) -> PairedDifference:
+    """Difference in percent, from per-sample `gains [n]` in [-1, 1] and `weights [n]`."""
     of = pair(gains, weights)
     value, low, high = (100 * float(each) for each in paired(of))
-    return Difference(
+    return PairedDifference(
         value=value,
         low=low,
         high=high,
@@ -134,22 +134,22 @@ def of_scores(gains: Array, weights: Array) -> Difference:
     )
 
 
-def of_perplexities(ours: Array, base: Array, weights: Array) -> Difference:
-    """Of two perplexities, from each sample's mean negative log-likelihood `[n]` under both.
+def of_perplexities(ours: Array, base: Array, weights: Array) -> PairedDifference:
+    """Difference of two perplexities, from mean negative log-likelihoods `[n]` of each sample.
 
-    To first order in what a sample adds to the two.
+    The interval is the delta method's: to first order in each sample's contributions.
     """
     one, other = (math.exp(moments(nll, weights).mean) for nll in (ours, base))
     value, samples = one - other, len(weights)
     if samples < 2:
-        return Difference(value=value, low=None, high=None, samples=samples)
+        return PairedDifference(value=value, low=None, high=None, samples=samples)
     spread = student(moments(one * ours - other * base, weights))
     far = float(spread.value - spread.low)
-    return Difference(value=value, low=value - far, high=value + far, samples=samples)
+    return PairedDifference(value=value, low=value - far, high=value + far, samples=samples)
 
 
 def _values(outcomes: Sequence[Outcome], metric: str) -> tuple[Array, Array]:
-    """Each sample's mean over its answers `[n]`, and its weight `[n]`."""
+    """Weighted mean over each sample's answers `[n]`, and the samples' weights `[n]`."""
     values, weights = [], []
     for outcome in outcomes:
         weight = sum(answer.weight for answer in outcome.answers)
@@ -163,7 +163,7 @@ def _values(outcomes: Sequence[Outcome], metric: str) -> tuple[Array, Array]:
 
 
 def breakdown(samples: Sequence[Sample], metric: str) -> dict[str, dict[str, Estimate]]:
-    """The score by what tells samples apart, and by turn where there are several."""
+    """Scores by each property of `BREAKDOWN` that has several values, and by turn if several."""
     found: dict[str, dict[str, Estimate]] = {}
     for name in BREAKDOWN:
         groups: dict[str, list[Outcome]] = {}

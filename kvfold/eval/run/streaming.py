@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text read token by token through the compressing cache."""
+"""Streaming runs: perplexity of a text read token by token, with eviction after each."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from transformers import PreTrainedModel
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import Cell
+from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.likelihood import token_by_token
-from kvfold.eval.run.outcome import held
+from kvfold.eval.run.outcome import cache_usage
 from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.sample import Answer, Outcome
+from kvfold.eval.run.sample import Outcome, ScoredAnswer
 
 
-def streamed(model: PreTrainedModel, prompt: Prompt, cell: Cell) -> Outcome:
-    """The context's perplexity; a ratio is of the whole text, since there is no prompt."""
+def run_streaming(model: PreTrainedModel, prompt: Prompt, cell: EvalCell) -> Outcome:
+    """Outcome of a streamed text, with its negative log-likelihood.
+
+    A budget given as a ratio is taken of the whole text. Raises KvfoldError if the text is longer
+    than the protocol's `max_length`.
+    """
     length, budget = prompt.ids.shape[1], None if cell.budget is None else Budget.of(cell.budget)
     if length > cell.protocol.max_length:
         raise KvfoldError(f"takes {length} tokens, {cell.protocol.max_length} are the limit")
@@ -28,12 +32,12 @@ def streamed(model: PreTrainedModel, prompt: Prompt, cell: Cell) -> Outcome:
     seed = cell.seed + prompt.record.index
     cache = CompressedCache(model, cell.method, budget, tokenizer=prompt.tokenizer, seed=seed)
     began = time.perf_counter()
-    answer = Answer.of_text(token_by_token(model, cache, prompt.ids.to(model.device)))
+    answer = ScoredAnswer.of_text(token_by_token(model, cache, prompt.ids.to(model.device)))
     return Outcome(
         answers=(answer,),
         tokens=length,
         left_out=0,
-        held=held(cache.stats()),
+        held=cache_usage(cache.stats()),
         prefill_seconds=0.0,
         answer_seconds=time.perf_counter() - began,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The baseline that just uses less context: a full cache on one that is cut to the budget."""
+"""The truncation baseline ("cut"): a full cache on a context truncated to the budget."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from transformers import PreTrainedModel
 
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
-from kvfold.eval.run.cell import FULL, Cell
+from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.prompt import Prompt
 from kvfold.eval.run.sample import Outcome
 from kvfold.generation.generate import read_turn
 
 
-def room(model: PreTrainedModel, prompt: Prompt, cell: Cell, aware: bool) -> int:
-    """The tokens of context that the budget pays for; if `aware`, it pays for the question too."""
+def context_room(model: PreTrainedModel, prompt: Prompt, cell: EvalCell, aware: bool) -> int:
+    """Context tokens that fit into the cell's budget; if `aware`, next to the question's tokens."""
     assert cell.budget is not None
     asked = prompt.following()[0] if aware else 0
     budget = Budget.of(cell.budget)
@@ -25,8 +25,8 @@ def room(model: PreTrainedModel, prompt: Prompt, cell: Cell, aware: bool) -> int
     return budget.per_layer(prompt.ids.shape[1] + asked, 1, 1, 1, 1) - asked
 
 
-def as_of(whole: Prompt, shorter: Prompt, outcome: Outcome) -> Outcome:
-    """A full cache's outcome on the `shorter` context, as one of the `whole`."""
+def as_whole_context(whole: Prompt, shorter: Prompt, outcome: Outcome) -> Outcome:
+    """A full cache's outcome on the `shorter` prompt, with sizes relative to the `whole` one."""
     held, left_out = outcome.held, shorter.left_out - whole.left_out
     longer = (held.seen + left_out) / held.seen
     update = {

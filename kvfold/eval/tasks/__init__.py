@@ -24,14 +24,14 @@ from kvfold.eval.tasks import (
     ruler_words,
     scbench,
 )
-from kvfold.eval.tasks.record import NoData, Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import NoData, Question, Request, Task, TaskRecord, Unreadable
 
 __all__ = [
     "NoData",
     "Question",
-    "Record",
     "Request",
     "Task",
+    "TaskRecord",
     "Unreadable",
     "families",
     "select",

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kvfold.eval.tasks.length import largest
-from kvfold.eval.tasks.record import Record, Request
+from kvfold.eval.tasks.record import Request, TaskRecord
 
 # What RULER and the key-value papers draw per task and length.
 SAMPLES = 500
 
-Build = Callable[[int, random.Random, int], Record]
+Build = Callable[[int, random.Random, int], TaskRecord]
 
 
 def fitted(
     request: Request, name: str, build: Build, least: int, most: int | None = None
-) -> Iterator[Record]:
+) -> Iterator[TaskRecord]:
     """`samples` records of at most `length` tokens, the answer's included.
 
     `build` makes a record from the size of its haystack, a fresh generator and the sample's
@@ -30,7 +30,7 @@ def fitted(
     for index in range(SAMPLES if request.samples is None else request.samples):
         seed = f"{request.seed} {name} {request.length} {index}"
 
-        def made(size: int, seed: str = seed, index: int = index) -> Record:
+        def made(size: int, seed: str = seed, index: int = index) -> TaskRecord:
             return build(size, random.Random(seed), index)
 
         def taken(size: int) -> int:
@@ -41,7 +41,7 @@ def fitted(
         yield replace(record, index=index, metadata=metadata)
 
 
-def tokens(record: Record, count: Callable[[str], int]) -> int:
+def tokens(record: TaskRecord, count: Callable[[str], int]) -> int:
     """What prompt and answer take at most, over the questions or over the whole conversation."""
     asked = [count(q.text + q.answer_prefix) + q.max_new_tokens for q in record.questions]
     if record.conversation:

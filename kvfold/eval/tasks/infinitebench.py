@@ -20,20 +20,20 @@ from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics.infinitebench import METRICS
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.infinitebench_prompts import PROMPTS
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 QUESTION_FIRST = frozenset({"math_find", "code_run"})
 CHOICES = frozenset({"longbook_choice_eng", "code_debug"})
 
 
-class _Row(source.Row):
+class _InfiniteBenchRow(source.DatasetRow):
     context: str = Field(min_length=1)
     input: str = ""
     answer: Any
     options: list[str] | None = None
 
 
-def _fields(task: str, row: _Row) -> dict[str, str]:
+def _fields(task: str, row: _InfiniteBenchRow) -> dict[str, str]:
     """What a prompt's braces stand for; raises ValueError where a row does not say it."""
     fields = {"input": row.input}
     if task == "code_run":
@@ -54,7 +54,7 @@ def _fields(task: str, row: _Row) -> dict[str, str]:
     return fields
 
 
-def label(task: str, row: _Row) -> Any:
+def label(task: str, row: _InfiniteBenchRow) -> Any:
     """The label as the metric takes it: one value, a list, or an option's text and letter."""
     values = row.answer if isinstance(row.answer, list) else [row.answer]
     if not values:
@@ -75,7 +75,7 @@ def label(task: str, row: _Row) -> Any:
     return values[0] if task == "math_find" else str(values[0])
 
 
-def _convert(task: str, row: _Row) -> Record:
+def _convert(task: str, row: _InfiniteBenchRow) -> TaskRecord:
     prompt = PROMPTS[task]
     fields, expected = _fields(task, row), label(task, row)
     answers = expected if isinstance(expected, list) else [expected]
@@ -86,7 +86,7 @@ def _convert(task: str, row: _Row) -> Record:
         prompt.answer_prefix.format_map(fields),
         {"label": expected},
     )
-    return Record(
+    return TaskRecord(
         f"infinitebench_{task}",
         0,
         prompt.before.format_map(fields) + row.context,
@@ -95,10 +95,10 @@ def _convert(task: str, row: _Row) -> Record:
     )
 
 
-def _records(task: str, request: Request) -> Iterator[Record | Unreadable]:
+def _records(task: str, request: Request) -> Iterator[TaskRecord | Unreadable]:
     hub = "xinrongzhang2022/InfiniteBench"
     convert = partial(_convert, task)
-    return source.records(request, _Row, convert, file=task, hub=hub, subset=task)
+    return source.records(request, _InfiniteBenchRow, convert, file=task, hub=hub, subset=task)
 
 
 def _score(task: str, prediction: str, question: Question) -> Scored:

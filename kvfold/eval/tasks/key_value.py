@@ -19,7 +19,7 @@ from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics.ruler import string_match_part
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.generated import fitted, identifier
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 # A UUID takes 36 at most, one per character.
 MAX_NEW_TOKENS = 50
@@ -29,7 +29,7 @@ INTRO = "Extract the value corresponding to the specified key in the JSON object
 Pairs = Sequence[tuple[str, str]]
 
 
-class _Row(source.Row):
+class _KeyValueRow(source.DatasetRow):
     ordered_kv_records: list[list[str]] = Field(min_length=LEAST_PAIRS)
     key: str
     value: str
@@ -48,10 +48,10 @@ def question(key: str, value: str) -> Question:
 
 def _build(
     name: str, questions: int, conversation: bool, size: int, rng: random.Random, index: int
-) -> Record:
+) -> TaskRecord:
     pairs = [(identifier(rng), identifier(rng)) for _ in range(size)]
     asked = [rng.randrange(size) for _ in range(questions)]
-    return Record(
+    return TaskRecord(
         name,
         index,
         context(pairs),
@@ -61,25 +61,25 @@ def _build(
     )
 
 
-def _single(request: Request) -> Iterator[Record | Unreadable]:
+def _single(request: Request) -> Iterator[TaskRecord | Unreadable]:
     if not source.has(request, "kv_retrieval"):
         return fitted(
             request, "kv_retrieval", partial(_build, "kv_retrieval", 1, False), LEAST_PAIRS
         )
 
-    def convert(row: _Row) -> Record:
+    def convert(row: _KeyValueRow) -> TaskRecord:
         pairs = [(key, value) for key, value in row.ordered_kv_records]
         if (row.key, row.value) not in pairs:
             raise ValueError(f"key {row.key!r} and its value are not among the pairs")
         place = pairs.index((row.key, row.value))
         metadata = {"pairs": len(pairs), "places": [place]}
         asked = (question(row.key, row.value),)
-        return Record("kv_retrieval", 0, context(pairs), asked, metadata=metadata)
+        return TaskRecord("kv_retrieval", 0, context(pairs), asked, metadata=metadata)
 
-    return source.records(request, _Row, convert, file="kv_retrieval")
+    return source.records(request, _KeyValueRow, convert, file="kv_retrieval")
 
 
-def _many(name: str, conversation: bool, request: Request) -> Iterator[Record]:
+def _many(name: str, conversation: bool, request: Request) -> Iterator[TaskRecord]:
     build = partial(_build, name, request.questions, conversation)
     return fitted(request, name, build, LEAST_PAIRS)
 

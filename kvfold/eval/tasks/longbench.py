@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongBench's 21 tasks and the 13 of LongBench-E, whose results are read by length.
+"""LongBench's 21 tasks, and the 13 of LongBench-E, which are scored by length bucket.
 
 Source: THUDM/LongBench @2e00731, `LongBench/config/dataset2prompt.json`, `dataset2maxlen.json`,
 `LongBench/pred.py` and `eval.py` (Bai et al., 2023, arXiv 2308.14508). Prompts are byte-exact,
@@ -17,10 +17,10 @@ from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics import longbench as metrics
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.longbench_prompts import GROUPS, MAX_NEW_TOKENS, PROMPTS
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 HUB = "THUDM/LongBench"
-# Their prompts are documents to go on with.
+# Tasks prompted without a chat template: few-shot lists and code, which the model continues.
 NO_CHAT = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 LONGBENCH_E = (
     "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec",
@@ -28,7 +28,7 @@ LONGBENCH_E = (
 )  # fmt: skip
 
 
-class _Row(source.Row):
+class _LongBenchRow(source.DatasetRow):
     context: str = Field(min_length=1)
     input: str
     answers: list[str] = Field(min_length=1)
@@ -37,11 +37,11 @@ class _Row(source.Row):
 
 
 def bucket(words: int) -> str:
-    """LongBench-E's length bucket of a sample, by the `length` its row states."""
+    """LongBench-E's length bucket, from the number of words in a row's `length`."""
     return "0-4k" if words < 4000 else "4-8k" if words < 8000 else "8k+"
 
 
-def _convert(name: str, task: str, row: _Row) -> Record:
+def _convert(name: str, task: str, row: _LongBenchRow) -> TaskRecord:
     before, after = PROMPTS[task].split("{context}")
     question = Question(
         after.replace("{input}", row.input),
@@ -50,7 +50,7 @@ def _convert(name: str, task: str, row: _Row) -> Record:
         metadata={"classes": row.all_classes},
     )
     known = {} if row.length is None else {"words": row.length, "bucket": bucket(row.length)}
-    return Record(
+    return TaskRecord(
         name,
         0,
         before + row.context,
@@ -62,10 +62,12 @@ def _convert(name: str, task: str, row: _Row) -> Record:
     )
 
 
-def _records(name: str, task: str, subset: str, request: Request) -> Iterator[Record | Unreadable]:
+def _records(
+    name: str, task: str, subset: str, request: Request
+) -> Iterator[TaskRecord | Unreadable]:
     return source.records(
         request,
-        _Row,
+        _LongBenchRow,
         partial(_convert, name, task),
         file=subset,
         hub=HUB,

@@ -17,12 +17,12 @@ from pydantic import Field
 from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics.choice import accuracy
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 MAX_NEW_TOKENS = 128
 
 
-class _Row(source.Row):
+class _LongBenchV2Row(source.DatasetRow):
     context: str = Field(min_length=1)
     question: str
     choice_A: str
@@ -35,7 +35,7 @@ class _Row(source.Row):
     domain: str | None = None
 
 
-def _convert(row: _Row) -> Record:
+def _convert(row: _LongBenchV2Row) -> TaskRecord:
     text = (
         f"\n</text>\n\nWhat is the correct answer to this question: {row.question.strip()}\n"
         f"Choices:\n(A) {row.choice_A.strip()}\n(B) {row.choice_B.strip()}\n"
@@ -43,7 +43,7 @@ def _convert(row: _Row) -> Record:
         'Format your response as follows: "The correct answer is (insert answer here)".'
     )
     before = "Please read the following text and answer the question below.\n\n<text>\n"
-    return Record(
+    return TaskRecord(
         "longbench_v2",
         0,
         before + row.context.strip(),
@@ -52,13 +52,13 @@ def _convert(row: _Row) -> Record:
     )
 
 
-def _records(request: Request) -> Iterator[Record | Unreadable]:
+def _records(request: Request) -> Iterator[TaskRecord | Unreadable]:
     hub = "THUDM/LongBench-v2"
-    return source.records(request, _Row, _convert, file="longbench_v2", hub=hub)
+    return source.records(request, _LongBenchV2Row, _convert, file="longbench_v2", hub=hub)
 
 
-def _accuracy(merged: bool, prediction: str, question: Question) -> Scored:
-    return accuracy(prediction, question.answers[0], merged=merged)
+def _accuracy(compensated: bool, prediction: str, question: Question) -> Scored:
+    return accuracy(prediction, question.answers[0], compensated=compensated)
 
 
 TASKS = (

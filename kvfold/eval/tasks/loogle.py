@@ -18,7 +18,7 @@ from pydantic import Field
 from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics import loogle as metrics
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Metric, Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Metric, Question, Request, Task, TaskRecord, Unreadable
 
 _QA = ("Please answer the question based on the long texts below. \n", "\nQuestion: {Q}\nAnswer: ")
 _CLOZE = (
@@ -41,20 +41,20 @@ PROMPTS = {
 }
 
 
-class _Row(source.Row):
+class _LooGLERow(source.DatasetRow):
     input: str = Field(min_length=1)
     title: str | None = None
     qa_pairs: str
     output: str | list[str] | None = None
 
 
-def _pairs(row: _Row) -> list[tuple[str, Any]]:
+def _pairs(row: _LooGLERow) -> list[tuple[str, Any]]:
     if row.qa_pairs == "none":
         return [("", row.output)]
     return [(pair["Q"], pair["A"]) for pair in ast.literal_eval(row.qa_pairs)]
 
 
-def _convert(task: str, row: _Row) -> Record:
+def _convert(task: str, row: _LooGLERow) -> TaskRecord:
     before, after, limit = PROMPTS[task]
     try:
         pairs = _pairs(row)
@@ -73,13 +73,13 @@ def _convert(task: str, row: _Row) -> Record:
             )
         )
     name, metadata = f"loogle_{task}", {"title": row.title}
-    return Record(name, 0, before + row.input, tuple(questions), metadata=metadata)
+    return TaskRecord(name, 0, before + row.input, tuple(questions), metadata=metadata)
 
 
-def _records(task: str, request: Request) -> Iterator[Record | Unreadable]:
+def _records(task: str, request: Request) -> Iterator[TaskRecord | Unreadable]:
     convert = partial(_convert, task)
     hub = "bigainlco/LooGLE"
-    return source.records(request, _Row, convert, file=task, hub=hub, subset=task)
+    return source.records(request, _LooGLERow, convert, file=task, hub=hub, subset=task)
 
 
 def _rouge(kind: str, prediction: str, question: Question) -> Scored:

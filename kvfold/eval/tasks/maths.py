@@ -20,26 +20,26 @@ from kvfold.errors import KvfoldError
 from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics import maths as metrics
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 SHOTS = 5
 MAX_NEW_TOKENS = {"gsm8k": 512, "math500": 2048}
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
-class _Gsm8kRow(source.Row):
+class _Gsm8kRow(source.DatasetRow):
     question: str = Field(min_length=1)
     answer: str
 
 
-class _Math500Row(source.Row):
+class _Math500Row(source.DatasetRow):
     problem: str = Field(min_length=1)
     answer: str = Field(min_length=1)
     subject: str | None = None
     level: int | None = None
 
 
-def _gsm8k_row(shots: str, row: _Gsm8kRow) -> Record:
+def _gsm8k_row(shots: str, row: _Gsm8kRow) -> TaskRecord:
     found = metrics.STRICT.search(row.answer)
     if found is None:
         raise ValueError("field 'answer': no '####' and number")
@@ -50,10 +50,10 @@ def _gsm8k_row(shots: str, row: _Gsm8kRow) -> Record:
         "\nAnswer:",
     )
     # Examples are a document to go on with.
-    return Record("gsm8k", 0, shots, (question,), chat=not shots, stop=("Question:",))
+    return TaskRecord("gsm8k", 0, shots, (question,), chat=not shots, stop=("Question:",))
 
 
-def _gsm8k(request: Request) -> Iterator[Record | Unreadable]:
+def _gsm8k(request: Request) -> Iterator[TaskRecord | Unreadable]:
     shots = _solved(request) if request.shots else ""
     convert = partial(_gsm8k_row, shots)
     return source.records(
@@ -65,8 +65,8 @@ def _solved(request: Request) -> str:
     """The first examples of `shots`, for every question alike; raises KvfoldError for a bad one."""
     examples = replace(request, data=str(request.shots), samples=SHOTS)
 
-    def whole(row: _Gsm8kRow) -> Record:
-        return Record("gsm8k", 0, f"Question: {row.question}\nAnswer: {row.answer}\n\n", ())
+    def whole(row: _Gsm8kRow) -> TaskRecord:
+        return TaskRecord("gsm8k", 0, f"Question: {row.question}\nAnswer: {row.answer}\n\n", ())
 
     parts = []
     for shot in itertools.islice(source.records(examples, _Gsm8kRow, whole, file="gsm8k"), SHOTS):
@@ -76,13 +76,13 @@ def _solved(request: Request) -> str:
     return "".join(parts)
 
 
-def _math500_row(row: _Math500Row) -> Record:
+def _math500_row(row: _Math500Row) -> TaskRecord:
     question = Question(row.problem + BOXED, (row.answer,), MAX_NEW_TOKENS["math500"])
     metadata = {"subject": row.subject, "level": row.level}
-    return Record("math500", 0, "", (question,), metadata=metadata)
+    return TaskRecord("math500", 0, "", (question,), metadata=metadata)
 
 
-def _math500(request: Request) -> Iterator[Record | Unreadable]:
+def _math500(request: Request) -> Iterator[TaskRecord | Unreadable]:
     hub = "HuggingFaceH4/MATH-500"
     return source.records(request, _Math500Row, _math500_row, file="math500", hub=hub)
 

@@ -13,31 +13,31 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 MAX_NEW_TOKENS = 1024
 # The benchmark samples: at these temperatures, where they are not 0.
 TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
 
 
-class _Row(source.Row):
+class _MTBenchRow(source.DatasetRow):
     question_id: int
     category: str
     turns: list[str] = Field(min_length=1)
 
 
-def _convert(row: _Row) -> Record:
+def _convert(row: _MTBenchRow) -> TaskRecord:
     questions = tuple(Question(turn, (), MAX_NEW_TOKENS) for turn in row.turns)
     metadata = {
         "id": row.question_id,
         "category": row.category,
         "temperature": TEMPERATURES.get(row.category, 0.0),
     }
-    return Record("mt_bench", 0, "", questions, conversation=True, metadata=metadata)
+    return TaskRecord("mt_bench", 0, "", questions, conversation=True, metadata=metadata)
 
 
-def _records(request: Request) -> Iterator[Record | Unreadable]:
-    return source.records(request, _Row, _convert, file="question")
+def _records(request: Request) -> Iterator[TaskRecord | Unreadable]:
+    return source.records(request, _MTBenchRow, _convert, file="question")
 
 
 TASKS = (

@@ -19,7 +19,7 @@ from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics import needle as metric
 from kvfold.eval.tasks import ruler_wording, source
 from kvfold.eval.tasks.generated import fitted, number
-from kvfold.eval.tasks.record import Question, Record, Request, Task
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord
 from kvfold.eval.tasks.ruler_niah import split
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
@@ -59,7 +59,7 @@ def depth(index: int, depths: int) -> float:
     return 100 * (index % depths) / max(depths - 1, 1)
 
 
-def generate(name: str, draw: Draw, request: Request) -> Iterator[Record]:
+def generate(name: str, draw: Draw, request: Request) -> Iterator[TaskRecord]:
     """Samples go through the depths in turn; a multiple of `depths` fills the grid evenly.
 
     The haystack starts at any of its sentences, so that samples of one depth differ.
@@ -69,7 +69,7 @@ def generate(name: str, draw: Draw, request: Request) -> Iterator[Record]:
     named = source.name_of(path) if path else ruler_wording.NO_ESSAYS
     every = split(text)
 
-    def build(size: int, rng: random.Random, index: int) -> Record:
+    def build(size: int, rng: random.Random, index: int) -> TaskRecord:
         needle, percent = draw(rng, request), depth(index, request.depths)
         start = rng.randrange(len(every))
         words = " ".join(every[start:] + every[:start]).split()
@@ -88,7 +88,7 @@ def generate(name: str, draw: Draw, request: Request) -> Iterator[Record]:
             "length": request.length,
             "haystack": named,
         }
-        return Record(name, index, context, (question,), stop=("\n",), metadata=metadata)
+        return TaskRecord(name, index, context, (question,), stop=("\n",), metadata=metadata)
 
     return fitted(request, name, build, LEAST_WORDS)
 

@@ -14,12 +14,12 @@ from pydantic import Field
 from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics.named import DEFAULT, NAMED
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 MAX_NEW_TOKENS = 64
 
 
-class _Row(source.Row):
+class _OwnRow(source.DatasetRow):
     context: str = Field(min_length=1)
     question: str = Field(min_length=1)
     answer: str | None = Field(default=None, min_length=1)
@@ -29,7 +29,7 @@ class _Row(source.Row):
     max_new_tokens: int = Field(default=MAX_NEW_TOKENS, ge=1)
 
 
-def _convert(row: _Row) -> Record:
+def _convert(row: _OwnRow) -> TaskRecord:
     if (row.answer is None) == (row.answers is None):
         raise ValueError("give either 'answer', a text, or 'answers', a list of texts")
     if row.metric not in NAMED:
@@ -44,11 +44,11 @@ def _convert(row: _Row) -> Record:
         row.answer_prefix,
         {"metric": row.metric},
     )
-    return Record("jsonl", 0, row.context, (question,), metadata={"metric": row.metric})
+    return TaskRecord("jsonl", 0, row.context, (question,), metadata={"metric": row.metric})
 
 
-def _records(request: Request) -> Iterator[Record | Unreadable]:
-    return source.records(request, _Row, _convert, file="jsonl")
+def _records(request: Request) -> Iterator[TaskRecord | Unreadable]:
+    return source.records(request, _OwnRow, _convert, file="jsonl")
 
 
 def _score(prediction: str, question: Question) -> Scored:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import NoData, Question, Record, Request, Task
+from kvfold.eval.tasks.record import NoData, Question, Request, Task, TaskRecord
 
 # No tokenizer of natural text makes tokens longer than this on average.
 CHARACTERS_PER_TOKEN = 12
@@ -32,7 +32,7 @@ def window(text: str, start: int, length: int, count: Callable[[str], int]) -> s
     return text[start : start + low]
 
 
-def _records(request: Request) -> Iterator[Record]:
+def _records(request: Request) -> Iterator[TaskRecord]:
     if request.data is None:
         raise NoData("perplexity needs data: a text file, or a folder of them", "a text")
     text, count = source.text(Path(request.data)), request.counter()
@@ -43,11 +43,11 @@ def _records(request: Request) -> Iterator[Record]:
         if start + len(piece) >= len(text):
             return
         metadata = {"start": start, "tokens": count(piece)}
-        yield Record("perplexity", index, piece, (), chat=False, metadata=metadata)
+        yield TaskRecord("perplexity", index, piece, (), chat=False, metadata=metadata)
         start += len(piece)
 
 
-def _halves(request: Request) -> Iterator[Record]:
+def _halves(request: Request) -> Iterator[TaskRecord]:
     """The same windows, whose second half is what is asked about."""
     count = request.counter()
     for whole in _records(request):

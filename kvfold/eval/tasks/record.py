@@ -31,7 +31,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Record:
+class TaskRecord:
     """One sample: a context and the questions asked about it.
 
     Each question sees the context alone, or with `conversation` the turns before it as well,
@@ -138,7 +138,7 @@ class Task:
     source: str
     benchmark: str
     group: str
-    records: Callable[[Request], Iterator[Record | Unreadable]]
+    records: Callable[[Request], Iterator[TaskRecord | Unreadable]]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     phase: Phase = "prefill"
     truncation: Literal["none", "middle", "windows"] = "none"

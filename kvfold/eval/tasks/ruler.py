@@ -15,7 +15,7 @@ from pydantic import Field
 from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics.ruler import string_match_all, string_match_part
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 # Where a prompt's question starts, and where its answer does.
@@ -28,10 +28,10 @@ _STARTS = {
 }
 
 Family = Literal["niah", "vt", "cwe", "fwe", "qa"]
-Records = Callable[[Request], Iterator[Record | Unreadable]]
+Records = Callable[[Request], Iterator[TaskRecord | Unreadable]]
 
 
-class _Row(source.Row):
+class _RulerRow(source.DatasetRow):
     input: str = Field(min_length=1)
     outputs: list[str] = Field(min_length=1)
     length: int
@@ -43,7 +43,7 @@ def task(
 ) -> Task:
     """One of the 13 tasks: from its own file where one is given, else by `generate`."""
 
-    def records(request: Request) -> Iterator[Record | Unreadable]:
+    def records(request: Request) -> Iterator[TaskRecord | Unreadable]:
         if not generated or not source.has(request, name):
             return generate(request)
         return read(name, family, request)
@@ -65,14 +65,14 @@ def task(
     )
 
 
-def read(name: str, family: Family, request: Request) -> Iterator[Record | Unreadable]:
+def read(name: str, family: Family, request: Request) -> Iterator[TaskRecord | Unreadable]:
     """A ready-made file's records, each prompt taken apart before its question.
 
     Raises KvfoldError where there is no such file.
     """
     question_start, prefix_start = _STARTS[family]
 
-    def convert(row: _Row) -> Record:
+    def convert(row: _RulerRow) -> TaskRecord:
         prompt = row.input + (row.answer_prefix or "")
         answer = prompt.rfind(prefix_start)
         ask = prompt.rfind(question_start, 0, max(answer, 0))
@@ -81,8 +81,8 @@ def read(name: str, family: Family, request: Request) -> Iterator[Record | Unrea
         question = Question(
             prompt[ask:answer], tuple(row.outputs), MAX_NEW_TOKENS[family], prompt[answer:]
         )
-        return Record(
+        return TaskRecord(
             f"ruler_{name}", 0, prompt[:ask], (question,), metadata={"tokens": row.length}
         )
 
-    return source.records(request, _Row, convert, file=name)
+    return source.records(request, _RulerRow, convert, file=name)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvfold.eval.tasks import ruler, source
 from kvfold.eval.tasks import ruler_wording as wording
 from kvfold.eval.tasks.generated import fitted, identifier, number
-from kvfold.eval.tasks.record import Question, Record, Request
+from kvfold.eval.tasks.record import Question, Request, TaskRecord
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
 # RULER: 40 points from 0 to 100 %.
@@ -55,7 +55,7 @@ class Needles:
         size: int,
         rng: random.Random,
         index: int,
-    ) -> Record:
+    ) -> TaskRecord:
         """A record whose haystack has `size` repeats, needles or words."""
         keys = self._keys(rng, vocabulary, max(self.keys, self.queries))
         values = {key: [self._value(rng) for _ in range(self.values)] for key in keys}
@@ -73,7 +73,7 @@ class Needles:
         limit = ruler.MAX_NEW_TOKENS["niah"]
         essays = essay.name if essay else wording.NO_ESSAYS
         used = {"essay": essays, "needle": "needles"}.get(self.haystack, self.haystack)
-        return Record(
+        return TaskRecord(
             task,
             index,
             f"{intro}\n{hidden}",
@@ -126,7 +126,7 @@ def split(text: str) -> list[str]:
     return re.split(r"(?<=[.!?])\s+", text.strip())
 
 
-def _generate(name: str, needles: Needles, request: Request) -> Iterator[Record]:
+def _generate(name: str, needles: Needles, request: Request) -> Iterator[TaskRecord]:
     path = source.haystack(request)
     essay = Essay(source.name_of(path), source.text(path).split()) if path else None
     build = partial(needles.build, f"ruler_{name}", essay, Vocabulary.of(request.words))

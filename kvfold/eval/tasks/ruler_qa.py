@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's two question-answering tasks: the right passages among others of the same data set.
+"""RULER's two question-answering tasks: gold passages among distractors of the same data set.
 
 Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/qa.py` (Hsieh et al., 2024,
-arXiv 2404.06654, section 3.4). `data` is SQuAD 2.0's or HotpotQA's development JSON, or a ready
-JSONL file of RULER's own. One difference: RULER shuffles all samples' passages by one seed, so that
-the right one stands at one place in all of them. Here each sample has a place of its own: a
-method that keeps by position would be right always or never.
+arXiv 2404.06654, section 3.4). `data` is SQuAD 2.0's or HotpotQA's development JSON, or a JSONL
+file made by RULER. One difference: RULER shuffles all samples with one seed, so the gold passage
+has the same position in all of them, and a method that evicts by position is always right or always
+wrong. Here each sample draws its own position.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
 from kvfold.eval.tasks.generated import fitted
-from kvfold.eval.tasks.record import NoData, Question, Record, Request, Unreadable
+from kvfold.eval.tasks.record import NoData, Question, Request, TaskRecord, Unreadable
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question, the passages that answer it, and those that are taken as distractors first."""
+class PassageQuestion:
+    """A question, its gold passages, and the `related` ones that are drawn first as distractors."""
 
     text: str
     answers: tuple[str, ...]
@@ -35,10 +35,10 @@ class Asked:
     related: tuple[str, ...] = ()
 
 
-def squad(data: Any) -> list[Asked]:
-    """SQuAD 2.0's answerable questions; an article's other paragraphs are related."""
+def squad(data: Any) -> list[PassageQuestion]:
+    """Answerable questions of SQuAD 2.0; the article's other paragraphs are `related`."""
     return [
-        Asked(
+        PassageQuestion(
             asked["question"],
             tuple(answer["text"] for answer in asked["answers"]),
             (paragraph["context"],),
@@ -51,10 +51,10 @@ def squad(data: Any) -> list[Asked]:
     ]
 
 
-def hotpotqa(data: Any) -> list[Asked]:
-    """HotpotQA's questions with all passages of their own."""
+def hotpotqa(data: Any) -> list[PassageQuestion]:
+    """HotpotQA's questions; all passages of a question count as gold."""
     return [
-        Asked(
+        PassageQuestion(
             asked["question"],
             (asked["answer"],),
             tuple(f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]),
@@ -65,12 +65,12 @@ def hotpotqa(data: Any) -> list[Asked]:
 
 def _build(
     task: str,
-    questions: list[Asked],
+    questions: list[PassageQuestion],
     passages: list[str],
     size: int,
     rng: random.Random,
     index: int,
-) -> Record:
+) -> TaskRecord:
     asked = questions[index % len(questions)]
     chosen = list(asked.passages)
     related = [p for p in dict.fromkeys(asked.related) if p not in chosen]
@@ -84,12 +84,12 @@ def _build(
     limit = ruler.MAX_NEW_TOKENS["qa"]
     question = Question(f"\n\n{ask}{asked.text}", asked.answers, limit, prefix)
     metadata = {"documents": len(chosen)}
-    return Record(task, index, f"{intro}\n\n{documents}", (question,), metadata=metadata)
+    return TaskRecord(task, index, f"{intro}\n\n{documents}", (question,), metadata=metadata)
 
 
 def _records(
-    name: str, file: str, parse: Callable[[Any], list[Asked]], request: Request
-) -> Iterator[Record | Unreadable]:
+    name: str, file: str, parse: Callable[[Any], list[PassageQuestion]], request: Request
+) -> Iterator[TaskRecord | Unreadable]:
     path = Path(request.data) if request.data else None
     if path and path.is_dir() and (path / file).is_file():
         path = path / file
@@ -107,7 +107,10 @@ def _records(
 
 
 def _task(
-    name: Literal["qa_1", "qa_2"], file: str, parse: Callable[[Any], list[Asked]], summary: str
+    name: Literal["qa_1", "qa_2"],
+    file: str,
+    parse: Callable[[Any], list[PassageQuestion]],
+    summary: str,
 ) -> Any:
     records = partial(_records, name, file, parse)
     return ruler.task(name, "qa", "question answering", summary, records, generated=False)

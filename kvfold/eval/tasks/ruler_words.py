@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
 from kvfold.eval.tasks.generated import fitted
-from kvfold.eval.tasks.record import Question, Record, Request
+from kvfold.eval.tasks.record import Question, Request, TaskRecord
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
 COMMON = 10
@@ -34,13 +34,13 @@ def _listed(words: list[str], repeats: int, others: int, rng: random.Random) -> 
     return " ".join(f"{place}. {word}" for place, word in enumerate(drawn, 1))
 
 
-def _common(request: Request) -> Iterator[Record]:
+def _common(request: Request) -> Iterator[TaskRecord]:
     vocabulary, long = Vocabulary.of(request.words), request.length >= LONG
     example_words, example_repeats = (40, (10, 3)) if long else (20, (3, 1))
     repeats = (30, 3) if long else (6, 1)
     intro, question, prefix = wording.COMMON
 
-    def build(size: int, rng: random.Random, index: int) -> Record:
+    def build(size: int, rng: random.Random, index: int) -> TaskRecord:
         solved = vocabulary.words(rng, example_words)
         answer = " ".join(f"{n}. {word}" for n, word in enumerate(solved[:COMMON], 1))
         example = f"{intro}\n{_listed(solved, *example_repeats, rng)}\n{question}{prefix} {answer}"
@@ -48,17 +48,17 @@ def _common(request: Request) -> Iterator[Record]:
         context = f"{example}\n{intro}\n{_listed(words, *repeats, rng)}"
         limit = ruler.MAX_NEW_TOKENS["cwe"]
         asked = Question(f"\n{question}", tuple(words[:COMMON]), limit, prefix)
-        return Record("ruler_cwe", index, context, (asked,), metadata={"words": size})
+        return TaskRecord("ruler_cwe", index, context, (asked,), metadata={"words": size})
 
     return fitted(request, "cwe", build, COMMON + 1)
 
 
-def _frequent(request: Request) -> Iterator[Record]:
+def _frequent(request: Request) -> Iterator[TaskRecord]:
     intro, question, prefix = wording.FREQUENT
     limit = ruler.MAX_NEW_TOKENS["fwe"]
     size_of_vocabulary = max((request.length - limit) // 50, 5)
 
-    def build(size: int, rng: random.Random, index: int) -> Record:
+    def build(size: int, rng: random.Random, index: int) -> TaskRecord:
         coded: dict[str, None] = {}
         while len(coded) < size_of_vocabulary:
             coded["".join(rng.choices(string.ascii_lowercase, k=CODED_LETTERS))] = None
@@ -70,7 +70,7 @@ def _frequent(request: Request) -> Iterator[Record]:
         rng.shuffle(drawn)
         context = f"{intro} {' '.join(drawn)}"
         asked = Question(f"\n{question}", tuple(ranked[1:4]), limit, prefix)
-        return Record("ruler_fwe", index, context, (asked,), metadata={"words": len(drawn)})
+        return TaskRecord("ruler_fwe", index, context, (asked,), metadata={"words": len(drawn)})
 
     return fitted(request, "fwe", build, LEAST_CODED)
 

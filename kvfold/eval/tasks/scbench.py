@@ -2,9 +2,9 @@
 """SCBench: one context, several queries, each on its own or as turns of one conversation.
 
 Source: microsoft/MInference @fb56c91, `scbench/eval_utils.py` (Li et al., 2024, arXiv 2412.10319).
-A row holds `context` and `multi_turns`, each with `input`, `answer` and perhaps `options`. By
-default each query sees the context alone; with `conversation` the turns before it, too. RepoQA,
-which needs a parser of five languages, and the two mixed tasks are not there.
+A row holds `context` and `multi_turns`, each with `input`, `answer` and optionally `options`. By
+default each query sees the context alone; with `conversation` it also sees the turns before it.
+Left out: RepoQA, which needs a parser of five languages, and the two mixed tasks.
 """
 
 from __future__ import annotations
@@ -19,33 +19,39 @@ from pydantic import AliasChoices, BaseModel, Field
 from kvfold.eval.metrics import Scored
 from kvfold.eval.metrics.scbench import METRICS
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.infinitebench_prompts import Prompt
-from kvfold.eval.tasks.record import Question, Record, Request, Task, Unreadable
+from kvfold.eval.tasks.infinitebench_prompts import PromptTemplate
+from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 _KEY = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
 _READ = "Read the book and answer the question."
 _CHOICES = "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}"
 
-# After the context stands a query.
-PROMPTS: dict[str, Prompt] = {
-    "kv": Prompt(_KEY, "{input}", "", 150, "many needles", "keys of one JSON object"),
-    "prefix_suffix": Prompt("", "{input}", "", 150, "many needles", "strings by their ends"),
-    "vt": Prompt("", "{input}", "", 30, "tracing", "variables that follow from a value"),
-    "qa_eng": Prompt(
+# `before` precedes the context, `after` is one query.
+PROMPTS: dict[str, PromptTemplate] = {
+    "kv": PromptTemplate(_KEY, "{input}", "", 150, "many needles", "keys of one JSON object"),
+    "prefix_suffix": PromptTemplate(
+        "", "{input}", "", 150, "many needles", "strings by their ends",
+    ),
+    "vt": PromptTemplate("", "{input}", "", 30, "tracing", "variables that follow from a value"),
+    "qa_eng": PromptTemplate(
         f"{_READ} Be very concise in your answer.\n\n", "Question: {input}", "\nAnswer:", 40,
         "question answering", "questions about one novel",
     ),
-    "qa_chn": Prompt(
+    "qa_chn": PromptTemplate(
         "阅读以下书籍然后回答问题。\n\n", "问题：{input}", "\n答案：", 40,
         "question answering", "questions about one Chinese novel",
     ),
-    "choice_eng": Prompt(
+    "choice_eng": PromptTemplate(
         f"{_READ}\n\n", _CHOICES, "\n\nThe the correct answer is", 40,
         "question answering", "four options about one novel",
     ),
-    "many_shot": Prompt("", "{input}", "", 10, "few-shot", "labels after many examples"),
-    "mf": Prompt("{first}\n\n", "{ask}\n\n{input}", "", 5, "aggregation", "extremes of one list"),
-    "summary": Prompt("", "{input}", "", 200, "summarisation", "documents out of one collection"),
+    "many_shot": PromptTemplate("", "{input}", "", 10, "few-shot", "labels after many examples"),
+    "mf": PromptTemplate(
+        "{first}\n\n", "{ask}\n\n{input}", "", 5, "aggregation", "extremes of one list",
+    ),
+    "summary": PromptTemplate(
+        "", "{input}", "", 200, "summarisation", "documents out of one collection",
+    ),
 }  # fmt: skip
 
 
@@ -55,12 +61,12 @@ class _Turn(BaseModel):
     options: list[str] | None = None
 
 
-class _Row(source.Row):
+class _SCBenchRow(source.DatasetRow):
     context: str = Field(min_length=1, validation_alias=AliasChoices("context", "input"))
     multi_turns: list[_Turn] = Field(min_length=1)
 
 
-def _fields(task: str, row: _Row, turn: _Turn) -> dict[str, str]:
+def _fields(task: str, row: _SCBenchRow, turn: _Turn) -> dict[str, str]:
     fields = {"input": turn.input, "first": row.multi_turns[0].input}
     if task == "mf":
         target = re.search(r"The .+ is", turn.input)
@@ -83,7 +89,7 @@ def _label(task: str, turn: _Turn) -> Any:
     return values
 
 
-def _convert(task: str, conversation: bool, row: _Row) -> Record:
+def _convert(task: str, conversation: bool, row: _SCBenchRow) -> TaskRecord:
     prompt = PROMPTS[task]
     questions = []
     for turn in row.multi_turns:
@@ -99,7 +105,7 @@ def _convert(task: str, conversation: bool, row: _Row) -> Record:
             )
         )
     fields = _fields(task, row, row.multi_turns[0])
-    return Record(
+    return TaskRecord(
         f"scbench_{task}",
         0,
         prompt.before.format_map(fields) + row.context,
@@ -109,10 +115,10 @@ def _convert(task: str, conversation: bool, row: _Row) -> Record:
     )
 
 
-def _records(task: str, request: Request) -> Iterator[Record | Unreadable]:
+def _records(task: str, request: Request) -> Iterator[TaskRecord | Unreadable]:
     convert = partial(_convert, task, request.conversation)
     name, hub = f"scbench_{task}", "microsoft/SCBench"
-    return source.records(request, _Row, convert, file=name, hub=hub, subset=name)
+    return source.records(request, _SCBenchRow, convert, file=name, hub=hub, subset=name)
 
 
 def _score(task: str, prediction: str, question: Question) -> Scored:

@@ -13,28 +13,28 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.tasks.record import NoData, Record, Request, Unreadable
+from kvfold.eval.tasks.record import NoData, Request, TaskRecord, Unreadable
 
 
-class Row(BaseModel):
+class DatasetRow(BaseModel):
     """A row's fields as the benchmark publishes them: nothing is converted, more are allowed."""
 
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=DatasetRow)
 
 
 def records(
     request: Request,
     schema: type[AnyRow],
-    convert: Callable[[AnyRow], Record],
+    convert: Callable[[AnyRow], TaskRecord],
     *,
     file: str,
     hub: str | None = None,
     subset: str | None = None,
     wanted: Callable[[dict[str, Any]], bool] = lambda row: True,
-) -> Iterator[Record | Unreadable]:
+) -> Iterator[TaskRecord | Unreadable]:
     """The first `samples` rows as records, numbered in order; what cannot be read says why.
 
     Reads `request.data`: a JSONL file, a folder's `file`.jsonl, or a hub dataset and its `subset`;
