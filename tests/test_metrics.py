@@ -238,7 +238,7 @@ def test_the_letter_of_longbench_v2(prediction, letter):
     scored = choice.accuracy(prediction, "B")
     assert scored.value == (letter == "B")
     assert bool(scored.failed) == (letter is None)
-    merged = choice.accuracy(prediction, "B", merged=True)
+    merged = choice.accuracy(prediction, "B", compensated=True)
     assert merged.value == (0.25 if letter is None else letter == "B")
 
 

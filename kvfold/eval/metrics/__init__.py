@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks' scores, each as its authors compute it. One prediction in, one `Scored` out."""
+"""The benchmarks' metrics as their authors compute them: from a prediction to a `Scored`."""
 
 from kvfold.eval.metrics.scored import Scored, best, mean
 

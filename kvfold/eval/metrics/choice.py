@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongBench v2's multiple choice.
+"""Metric of LongBench v2: multiple choice.
 
 Source: THUDM/LongBench `pred.py::extract_answer` and `result.py` (Bai et al., 2024,
 arXiv 2412.15204).
@@ -11,12 +11,12 @@ import re
 
 from kvfold.eval.metrics.scored import Scored
 
-# What a guess among four is worth.
+# Expected score of a guess among four options.
 CHANCE = 0.25
 
 
 def letter(prediction: str) -> str | None:
-    """The letter after "The correct answer is", with or without brackets, bold marks ignored."""
+    """The letter after "The correct answer is", with or without brackets; `*` marks are ignored."""
     text = prediction.replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(
         r"The correct answer is ([A-D])", text
@@ -25,7 +25,7 @@ def letter(prediction: str) -> str | None:
 
 
 def accuracy(prediction: str, answer: str, *, compensated: bool = False) -> Scored:
-    """1 for the right letter; without a letter 0, or chance where `compensated`."""
+    """1 for the right letter, else 0; without any letter 0, or `CHANCE` if `compensated`."""
     named = letter(prediction)
     if named is None:
         return Scored(CHANCE if compensated else 0.0, 'no "The correct answer is (A)"')

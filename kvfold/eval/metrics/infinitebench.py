@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InfiniteBench's metrics, one per task: a prediction against the label as the data hold it.
+"""Metrics of InfiniteBench, one per task: a prediction against the label of the data.
 
 Source: OpenBMB/InfiniteBench @88b3daa, `src/compute_scores.py` (Zhang et al., 2024,
-arXiv 2402.13718). Values are the benchmark's; what it cannot parse is `failed` as well as 0.
+arXiv 2402.13718). Values equal the benchmark's; predictions it cannot parse are also `failed`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def _spaced(text: str, characters: str) -> str:
 
 
 def first_integer(prediction: str, label: str) -> Scored:
-    """The first run of digits is the label (passkey, number_string)."""
+    """1 if the first run of digits is the label (passkey, number_string)."""
     digits = re.search("[0-9]+", prediction)
     return Scored(float(digits.group() == label)) if digits else Scored(0.0, NO_NUMBER)
 
 
 def word(prediction: str, label: str) -> Scored:
-    """The label is a word of the prediction once punctuation is gone (kv_retrieval)."""
+    """1 if the label is a word of the prediction without punctuation (kv_retrieval)."""
     return Scored(float(label in _spaced(prediction, "\n:\"'.,?!{}").split()))
 
 
 def last_integer(prediction: str, label: int) -> Scored:
-    """The last word is the label (code_run)."""
+    """1 if the last word is the label (code_run)."""
     words = _spaced(prediction.strip(), "\n.`'\":").split()
     try:
         return Scored(float(int(words[-1]) == label))
@@ -45,7 +45,7 @@ def last_integer(prediction: str, label: int) -> Scored:
 
 
 def first_number(prediction: str, label: int | float) -> Scored:
-    """The first number is the label; a fraction where an integer is due fails (math_find)."""
+    """1 if the first number is the label; a fraction fails for an integer label (math_find)."""
     number = NUMBER.search(prediction)
     if number is None:
         return Scored(0.0, NO_NUMBER)
@@ -56,7 +56,7 @@ def first_number(prediction: str, label: int | float) -> Scored:
 
 
 def prefix(prediction: str, label: Sequence[int]) -> Scored:
-    """Share of the label's numbers before the first wrong one (math_calc)."""
+    """Fraction of the label's numbers before the first wrong one (math_calc)."""
     numbers = [int(digits) for digits in re.findall("[0-9]+", prediction)]
     if not numbers:
         return Scored(0.0, NO_NUMBER)
@@ -66,13 +66,13 @@ def prefix(prediction: str, label: Sequence[int]) -> Scored:
 
 
 def speaker(prediction: str, label: Sequence[str]) -> Scored:
-    """The first label is a word of the prediction in capitals (longdialogue_qa_eng)."""
+    """1 if the first label is a word of the upper-cased prediction (longdialogue_qa_eng)."""
     words = _spaced(prediction, "\n:\"'.,?!{}").upper().split()
     return Scored(float(label[0] in words))
 
 
 def _after(text: str, announcements: Sequence[str]) -> str | None:
-    """What follows the first announcement found, one character skipped; None without any."""
+    """Text after the first announcement found, minus one character; None without any."""
     for announcement in announcements:
         start = text.find(announcement)
         if start >= 0:
@@ -81,13 +81,13 @@ def _after(text: str, announcements: Sequence[str]) -> str | None:
 
 
 def bug(prediction: str, label: Sequence[str]) -> Scored:
-    """The letter first, or letter or function name after "answer is:" (code_debug).
+    """1 if the letter comes first, or letter or function name after "answer is:" (code_debug).
 
     `label` is the function's name and its letter.
     """
     (name, letter), text = label, prediction.strip()
     first = re.match("([A-D])[.:]", text)
-    # After a wrong letter in front the right answer may still follow.
+    # A wrong letter in front is not final: "answer is:" may follow.
     if first and first.group(1) == letter:
         return Scored(1.0)
     text = re.sub("[Oo]ption", " ", _spaced(text, "\n`'\"-*"))
@@ -98,8 +98,9 @@ def bug(prediction: str, label: Sequence[str]) -> Scored:
 
 
 def option(prediction: str, label: Sequence[str]) -> Scored:
-    """The first letter, or what follows "answer is", or the first lone letter (choice).
+    """1 if the chosen option is the label (choice).
 
+    The choice is the first letter, else the text after "answer is", else the first lone letter.
     `label` is the option's text and its letter; the text alone is right, too.
     """
     text = prediction.strip()
@@ -113,13 +114,13 @@ def option(prediction: str, label: Sequence[str]) -> Scored:
     answer = _after(text, ("answer is:", "answer:", "answer is", "option is"))
     if answer is not None:
         return Scored(float(answer.startswith(tuple(label))), None if answer else NO_OPTION)
-    # As the benchmark: "AB" counts as a letter and matches none.
+    # As in the benchmark: "AB" counts as a letter, and matches no label.
     letter = next((item for item in text.split() if item in "ABCD"), None)
     return Scored(float(letter in label)) if letter else Scored(0.0, NO_OPTION)
 
 
 def summary(prediction: str, label: Sequence[str]) -> Scored:
-    """F of rougeLsum without stemming, as `evaluate` computes it."""
+    """F-measure of rougeLsum without stemming, as the package `evaluate` computes it."""
     return google(prediction, label, "rougeLsum")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongBench's metrics, one prediction against one reference, and which task uses which.
+"""Metrics of LongBench, by task.
 
 Source: THUDM/LongBench @2e00731, `LongBench/metrics.py` and `LongBench/eval.py` (Bai et al., 2023,
 arXiv 2308.14508, table 1). Scores are in [0, 1]; the benchmark prints 100 times their mean.
@@ -15,7 +15,7 @@ from kvfold.eval.metrics.overlap import qa_f1, qa_f1_zh
 from kvfold.eval.metrics.rouge import pltrdy, pltrdy_zh
 from kvfold.eval.metrics.scored import Scored, best, library
 
-# Few-shot tasks run on into further examples: only the first line is the answer.
+# Few-shot tasks whose predictions continue with more examples: the first line is the answer.
 FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
 
 METRICS = {
@@ -51,10 +51,10 @@ def score(
     *,
     metric: str | None = None,
 ) -> Scored:
-    """The best score over a sample's references, in the task's metric or in another one's.
+    """The best score over a sample's references, by the task's metric or by `metric`.
 
-    The prediction is taken as generated: code keeps its indentation. Raises KeyError for an
-    unknown task or metric, and KvfoldError where the metric's library is missing.
+    The prediction is not stripped: code keeps its indentation. Raises KeyError for an unknown task
+    or metric, and KvfoldError if the metric's library is not installed.
     """
     metric = metric or METRICS[task]
     if task in FIRST_LINE_ONLY:
@@ -65,9 +65,9 @@ def score(
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> Scored:
-    """One over the number of classes named, where the right one is among them."""
+    """1 / (number of classes named in the prediction) if the right one is among them, else 0."""
     named = [name for name in classes if name in prediction]
-    # As the benchmark: removing while iterating skips the class after each one removed.
+    # As in the benchmark: removing while iterating skips the class after a removed one.
     for name in named:
         if name in answer and name != answer:
             named.remove(name)
@@ -77,7 +77,7 @@ def classification(prediction: str, answer: str, classes: Sequence[str]) -> Scor
 
 
 def count(prediction: str, answer: str) -> Scored:
-    """Share of the numbers in the prediction that are the right one."""
+    """Fraction of the numbers in the prediction that equal the answer."""
     numbers = re.findall(r"\d+", prediction)
     if not numbers:
         return Scored(0.0, "no number in the prediction")
@@ -108,17 +108,20 @@ def code_line(prediction: str) -> str:
 
 
 def code_sim(prediction: str, answer: str) -> Scored:
-    """Edit similarity in whole percent of the first line of code.
+    """Edit similarity of the first line of code, rounded to whole percent.
 
-    By difflib: the benchmark's requirements install fuzzywuzzy without a faster backend, and the
-    backends disagree (33 against 67 for "ababab", "aaaaab").
+    Computed by difflib, as fuzzywuzzy does without a faster backend, which the benchmark does not
+    install. The backends disagree (33 against 67 for "ababab", "aaaaab").
     """
     similarity = difflib.SequenceMatcher(None, code_line(prediction), answer).ratio()
     return Scored(round(100 * similarity) / 100)
 
 
 def code_sim_rapidfuzz(prediction: str, answer: str) -> Scored:
-    """The same by rapidfuzz, as KV-cache papers with a newer fuzzywuzzy report it."""
+    """`code_sim` by rapidfuzz, as reported by KV-cache papers with a newer fuzzywuzzy.
+
+    Raises KvfoldError without the library.
+    """
     return Scored(round(library("rapidfuzz.fuzz").ratio(code_line(prediction), answer)) / 100)
 
 

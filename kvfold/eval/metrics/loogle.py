@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LooGLE's automatic metrics; METEOR, BERTScore and the GPT-4 judge need downloads and stay out.
+"""Automatic metrics of LooGLE, without METEOR, BERTScore and the GPT-4 judge (downloads).
 
 Source: bigai-nlco/LooGLE @6734382, `Evaluation/automatic_metrics.py` (Li et al., 2023,
 arXiv 2311.04939, section 4.1).
@@ -15,18 +15,21 @@ from kvfold.eval.metrics.scored import Scored, library
 
 
 def rouge_recall(prediction: str, answer: str, kind: str = "rouge-l") -> Scored:
-    """Recall of the package `rouge`; an empty prediction is scored as the word "None"."""
+    """Recall by package `rouge`; an empty prediction is scored as the word "None"."""
     return pltrdy(prediction or "None", answer, kind, "r")
 
 
 def bleu(prediction: str, answer: str, order: int = 1) -> Scored:
-    """nltk's sentence BLEU over n-grams of one `order` only, 1 or 4 in the paper."""
+    """nltk's sentence BLEU over n-grams of one `order`, 1 or 4 in the paper.
+
+    Raises KvfoldError without the library.
+    """
     weights = [float(n == order) for n in range(1, 5)]
     predicted = (prediction or "None").replace("\n", " ").split()
     if not predicted:
         return Scored(0.0, "the prediction is empty")
     with warnings.catch_warnings():
-        # Its warning about texts shorter than `order` would repeat for every sample.
+        # nltk warns about every text shorter than `order`.
         warnings.simplefilter("ignore", UserWarning)
         value = library("nltk.translate.bleu_score").sentence_bleu(
             [answer.replace("\n", " ").split()], predicted, weights=weights
@@ -35,10 +38,10 @@ def bleu(prediction: str, answer: str, order: int = 1) -> Scored:
 
 
 def cloze(prediction: str, answers: dict[str, str], *, partial: bool = False) -> Scored:
-    """Share of the masks filled right, or with one word in common where `partial`.
+    """Fraction of masks filled right; with `partial`, one common word is enough.
 
-    The prediction is read as a Python literal, never evaluated. The benchmark pools masks over
-    questions: `weight` is their number.
+    The prediction is parsed as a Python literal, never evaluated. `weight` is the number of masks,
+    as the benchmark pools masks over questions.
     """
     try:
         filled = ast.literal_eval(prediction.strip())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and expressions at the end of a worked answer: GSM8K and MATH-500.
+"""Metrics of GSM8K and MATH-500: the number or expression at the end of a worked answer.
 
 Source: openai/grade-school-math `grade_school_math/dataset.py` (strict), lm-evaluation-harness
 `lm_eval/tasks/gsm8k/gsm8k.yaml` (flexible), math-verify (MATH; Hendrycks et al., 2021,
@@ -21,14 +21,14 @@ from kvfold.eval.metrics.scored import Scored, library
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 SECONDS_PER_EXPRESSION = 5
-# For another process to start and to import sympy in.
+# Time for a child process to start and import sympy.
 SECONDS_TO_START = 60
 
 
 def gsm8k_strict(prediction: str, answer: str) -> Scored:
-    """The number after "####" is the answer, commas ignored.
+    """1 if the number after "####" is the answer, commas ignored.
 
-    As the official code: "#### 5." is not 5. lm-evaluation-harness also drops a full stop.
+    As in the official code, "#### 5." is not 5; lm-evaluation-harness also drops a full stop.
     """
     found = STRICT.search(prediction)
     if found is None:
@@ -37,7 +37,7 @@ def gsm8k_strict(prediction: str, answer: str) -> Scored:
 
 
 def gsm8k_flexible(prediction: str, answer: str) -> Scored:
-    """The last number is the answer, however it is announced."""
+    """1 if the last number of the prediction is the answer."""
     numbers = NUMBER.findall(prediction)
     if not numbers:
         return Scored(0.0, "no number in the prediction")
@@ -49,7 +49,7 @@ def _plain(number: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    """What the last `\\boxed{}` holds, its braces balanced; None where none is complete."""
+    """Content of the last `\\boxed{}` with balanced braces; None without one."""
     for opening in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
         depth = 1
         for place in range(opening.end(), len(text)):
@@ -60,23 +60,23 @@ def boxed(text: str) -> str | None:
 
 
 def equivalent(prediction: str, answer: str, limit: int = SECONDS_PER_EXPRESSION) -> Scored:
-    """The last `\\boxed{}` equals the answer by math-verify, "1/2" as well as "\\frac12".
+    """1 if the last `\\boxed{}` equals the answer by math-verify ("1/2" equals "\\frac12").
 
-    Reading an expression and comparing take `limit` seconds each, at most. Raises KvfoldError
-    without the library.
+    `limit` bounds the seconds for parsing an expression, and for the comparison. Raises
+    KvfoldError without the library.
     """
     written = boxed(prediction)
     if written is None:
         return Scored(0.0, "no complete \\boxed{} in the prediction")
     library("math_verify")
-    # Its time limits are signals, which only a main thread may set.
+    # math-verify sets its time limits by signals, which only the main thread may do.
     if threading.current_thread() is threading.main_thread():
         return _compared(written, answer, limit)
     return _elsewhere(written, answer, limit)
 
 
 def _elsewhere(written: str, answer: str, limit: int) -> Scored:
-    """`_compared` in a process of its own."""
+    """`_compared` in a child process."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],

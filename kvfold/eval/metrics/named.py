@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics by name, for questions of one's own: a prediction against all right answers."""
+"""Metrics by name for user data: a prediction against all right answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMED: dict[str, Named] = {
     "math": _best(equivalent),
     "code": _best(code_sim),
 }
-# For people who choose one.
+# One line per metric, for the docs.
 MEANS = {
     "contains": "any of the answers is in the prediction, case ignored",
     "contains_all": "share of the answers that are in the prediction, case ignored",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""F1 over words as the question-answering benchmarks count them, in English and Chinese.
+"""F1 over words or characters, as in the question-answering benchmarks, English and Chinese.
 
 Source: THUDM/LongBench `LongBench/metrics.py`, OpenBMB/InfiniteBench `src/compute_scores.py`
 (both after the SQuAD evaluation script).
@@ -25,12 +25,12 @@ _BOTH = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without ASCII punctuation and articles."""
+    """Lower-cased words without ASCII punctuation and articles."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_ASCII)).split()
 
 
 def characters(text: str) -> str:
-    """Lower-case characters without white space, ASCII and Chinese punctuation."""
+    """Lower-cased text without white space, ASCII and Chinese punctuation."""
     return "".join(text.lower().translate(_BOTH).split())
 
 
@@ -49,7 +49,7 @@ def qa_f1(prediction: str, answer: str) -> Scored:
 
 
 def qa_f1_zh(prediction: str, answer: str) -> Scored:
-    """F1 over jieba's segments, each cleaned, empty ones dropped (LongBench)."""
+    """F1 over jieba's segments, cleaned by `characters`, empty ones dropped (LongBench)."""
 
     def tokens(text: str) -> list[str]:
         return [clean for token in segments(text) if (clean := characters(token))]
@@ -63,13 +63,13 @@ def character_f1(prediction: str, answer: str) -> Scored:
 
 
 def segments(text: str) -> list[str]:
-    """Chinese text cut into words by jieba's default mode; raises KvfoldError without jieba."""
+    """Words of a Chinese text by jieba's default mode; raises KvfoldError without jieba."""
     return list(_jieba().cut(text, cut_all=False))
 
 
 @functools.cache
 def _jieba() -> Any:
     jieba = library("jieba")
-    # Its default reports every load of its dictionary.
+    # By default jieba logs each load of its dictionary.
     jieba.setLogLevel("ERROR")
     return jieba

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ROUGEs of the field, which differ by up to a factor of three on the same texts.
+"""The two ROUGE packages in use, which differ by up to a factor of three on the same texts.
 
 `pltrdy` is the package `rouge`, used by LongBench and LooGLE: its ROUGE-L is the union of longest
 common subsequences over sets of unique words, sentences split on "." only. `google` is the
@@ -18,17 +18,17 @@ from kvfold.eval.metrics.scored import Scored, library
 
 
 def pltrdy(prediction: str, reference: str, kind: str = "rouge-l", part: str = "f") -> Scored:
-    """Package `rouge` 1.0.1: `kind` rouge-1, rouge-2 or rouge-l; `part` f, p or r.
+    """ROUGE by package `rouge` 1.0.1: `kind` rouge-1, rouge-2 or rouge-l; `part` f, p or r.
 
-    Where a text is empty, or the library gives up (one sentence of about a thousand words
-    overflows its recursion), the value is LongBench's 0 and `failed` says why. Raises KvfoldError
+    If a text is empty, or the library fails (a sentence of about a thousand words overflows its
+    recursion), the value is 0 as in LongBench, and `failed` is the reason. Raises KvfoldError
     without the library.
     """
     scorer = library("rouge").Rouge(metrics=[kind])
     for name, text in (("prediction", prediction), ("reference", reference)):
         if not text.replace(".", " ").split():
             return Scored(0.0, f"rouge: the {name} is empty")
-    # A fresh stack, so that which texts overflow it does not depend on who calls.
+    # A fresh stack: the recursion limit must not depend on the caller's depth.
     with ThreadPoolExecutor(1) as stack:
         running = stack.submit(scorer.get_scores, [prediction], [reference], avg=True)
         try:
@@ -38,12 +38,12 @@ def pltrdy(prediction: str, reference: str, kind: str = "rouge-l", part: str = "
 
 
 def pltrdy_zh(prediction: str, reference: str) -> Scored:
-    """LongBench's `rouge_zh`: jieba's segments joined by spaces, then `pltrdy`."""
+    """LongBench's `rouge_zh`: `pltrdy` over jieba's segments, joined by spaces."""
     return pltrdy(" ".join(segments(prediction)), " ".join(segments(reference)))
 
 
 def google(prediction: str, references: Sequence[str], kind: str) -> Scored:
-    """F of package `rouge-score` without stemming, the best over references.
+    """F-measure by package `rouge-score` without stemming, the best over references.
 
     `kind` is rouge1, rouge2, rougeL or rougeLsum (which splits sentences on line breaks). Raises
     KvfoldError without the library.

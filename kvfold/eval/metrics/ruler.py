@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's two string matches.
+"""Metrics of RULER: two string matches.
 
 Source: NVIDIA/RULER `scripts/eval/synthetic/constants.py` and the post-processing of
 `scripts/eval/evaluate.py` (Hsieh et al., 2024, arXiv 2404.06654, section 4).
@@ -14,17 +14,17 @@ from kvfold.eval.metrics.scored import Scored
 
 
 def cleaned(prediction: str) -> str:
-    """Control characters become line breaks: dropping them could glue two lines together."""
+    """The prediction with control characters replaced by line breaks, which keeps lines apart."""
     return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
 
 
 def string_match_all(prediction: str, answers: Sequence[str]) -> Scored:
-    """Share of the answers found in the prediction, case ignored (all tasks but qa)."""
+    """Fraction of the answers found in the prediction, case ignored (all tasks but qa)."""
     return Scored(sum(_found(prediction, answers)) / len(answers))
 
 
 def string_match_part(prediction: str, answers: Sequence[str]) -> Scored:
-    """1 where any of the answers is found: they are paraphrases of one another (qa)."""
+    """1 if any of the answers is found, as they are paraphrases of one another (qa)."""
     return Scored(float(any(_found(prediction, answers))))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCBench's metrics where they differ from InfiniteBench's.
+"""Metrics of SCBench; several are InfiniteBench's.
 
 Source: microsoft/MInference @fb56c91, `scbench/compute_scores.py` (Li et al., 2024,
 arXiv 2412.10319).
@@ -17,23 +17,23 @@ from kvfold.eval.metrics.scored import Scored, best
 
 
 def listed(label: Any) -> list[Any]:
-    """A label as a list: the data hold some as one value."""
+    """A label as a list; some labels in the data are single values."""
     return list(label) if isinstance(label, list | tuple) else [label]
 
 
 def contained(prediction: str, label: str | Sequence[str]) -> Scored:
-    """The value is a substring, case kept (kv, prefix_suffix)."""
+    """1 if the label is a substring of the prediction, case-sensitive (kv, prefix_suffix)."""
     return Scored(float(listed(label)[0] in prediction))
 
 
 def any_contained(prediction: str, label: str | Sequence[str]) -> Scored:
-    """Any reference is a substring, case ignored (qa_eng, many_shot)."""
+    """1 if any label is a substring of the prediction, case ignored (qa_eng, many_shot)."""
     text = prediction.strip().upper()
     return Scored(float(any(str(one).upper() in text for one in listed(label))))
 
 
 def first_number(prediction: str, label: Any) -> Scored:
-    """The first number; a fraction is cut to an integer where one is due (mf)."""
+    """1 if the first number is the label; truncated to an integer for an integer label (mf)."""
     expected, number = listed(label)[0], infinitebench.NUMBER.search(prediction)
     if number is None:
         return Scored(0.0, infinitebench.NO_NUMBER)
@@ -41,7 +41,7 @@ def first_number(prediction: str, label: Any) -> Scored:
 
 
 def string_match_all(prediction: str, label: Any) -> Scored:
-    """RULER's share of names found, without its cleaning, rounded per sample (vt)."""
+    """RULER's `string_match_all` without its cleaning, rounded to 2 decimals per sample (vt)."""
     names, text = listed(label), prediction.lower()
     return Scored(round(sum(name.lower() in text for name in names) / len(names), 2))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every metric answers with, and how it reaches the library that computes it."""
+"""Result type of all metrics, its aggregates, and the import of optional libraries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvfold.errors import KvfoldError
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One prediction's score in [0, 1], and what went wrong where it is not to be trusted.
+    """One prediction's score `value` in [0, 1].
 
-    `failed` names why the prediction could not be parsed or scored; `value` is then what the
-    benchmark counts, usually 0. `weight` is the sample's share of the task's mean.
+    `failed` is the reason if the prediction could not be parsed or scored; `value` is then the
+    benchmark's default, usually 0. `weight` is the sample's weight in the task's mean.
     """
 
     value: float
@@ -25,9 +25,9 @@ class Scored:
 
 
 def best(scores: Iterable[Scored]) -> Scored:
-    """The highest score over several references; a failure on any of them stays visible.
+    """The highest score over several references, with the first failure on any of them.
 
-    Raises ValueError where there is no reference.
+    Raises ValueError without references.
     """
     scores = list(scores)
     value = max(score.value for score in scores)
@@ -35,14 +35,14 @@ def best(scores: Iterable[Scored]) -> Scored:
 
 
 def mean(scores: Iterable[Scored]) -> float:
-    """The weighted mean; NaN where there is nothing to average."""
+    """The weighted mean; NaN if the weights sum to 0."""
     scores = list(scores)
     weight = sum(score.weight for score in scores)
     return sum(score.value * score.weight for score in scores) / weight if weight else float("nan")
 
 
 def library(module: str) -> Any:
-    """An optional library; raises KvfoldError with the way to install it."""
+    """The imported optional module; raises KvfoldError with the install command if missing."""
     try:
         return importlib.import_module(module)
     except ImportError as missing:

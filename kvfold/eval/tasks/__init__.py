@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks' tasks, by name: a context, questions about it, and how answers are scored."""
+"""Registry of evaluation tasks: each has contexts, questions about them, and metrics."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _FILES = (
 
 
 def tasks() -> dict[str, Task]:
-    """Every task by its name, the generated ones first."""
+    """All tasks by name, generated ones first."""
     return {task.name: task for file in _FILES for task in file.TASKS}
 
 
 def families() -> dict[str, list[Task]]:
-    """The tasks of each benchmark, whose name stands for all of them."""
+    """Tasks by benchmark."""
     found: dict[str, list[Task]] = {}
     for task in tasks().values():
         found.setdefault(task.benchmark, []).append(task)
@@ -58,9 +58,9 @@ def families() -> dict[str, list[Task]]:
 
 
 def select(names: Iterable[str]) -> list[Task]:
-    """The tasks named, and all of a benchmark where its name stands for them, each once.
+    """Tasks of the given task and benchmark names, each once.
 
-    Raises KvfoldError for a name that is neither.
+    Raises KvfoldError for an unknown name.
     """
     known, found = tasks(), dict[str, Task]()
     for name in names:
@@ -72,7 +72,7 @@ def select(names: Iterable[str]) -> list[Task]:
 
 
 def _unknown(name: str, known: Mapping[str, Task]) -> str:
-    """A task may be meant by a benchmark's own name for it, or be misspelt."""
+    """Error message with suggestions: tasks that end in the name, or similar names."""
     near = [task for task in known if task.endswith(f"_{name}")]
     near = near or difflib.get_close_matches(name, [*known, *families()], 3, 0.75)
     meant = f"did you mean {' or '.join(map(repr, near))}? If not, " if near else ""

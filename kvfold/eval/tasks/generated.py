@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples made on the spot: each as long as asked for, the same again from the same seed."""
+"""Generation of samples of a given length, reproducible from the seed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from dataclasses import replace
 from kvfold.eval.tasks.length import largest
 from kvfold.eval.tasks.record import Request, TaskRecord
 
-# What RULER and the key-value papers draw per task and length.
+# Samples per task and length, as in RULER and the key-value papers.
 SAMPLES = 500
 
+# Makes a record from haystack size, random generator and sample number.
 Build = Callable[[int, random.Random, int], TaskRecord]
 
 
 def fitted(
     request: Request, name: str, build: Build, least: int, most: int | None = None
 ) -> Iterator[TaskRecord]:
-    """`samples` records of at most `length` tokens, the answer's included.
+    """The request's number of records, each as long as fits into its `length` with the answer.
 
-    `build` makes a record from the size of its haystack, a fresh generator and the sample's
-    number. `metadata["tokens"]` is what prompt and answer take. Raises KvfoldError where `length`
-    cannot hold a haystack of the `least` size.
+    The haystack's size is searched between `least` and `most`, in the unit of `build`.
+    `metadata["tokens"]` is the length of prompt plus answer. Raises KvfoldError if `length` cannot
+    hold a haystack of size `least`.
     """
     count = request.counter()
     for index in range(SAMPLES if request.samples is None else request.samples):
@@ -42,17 +43,17 @@ def fitted(
 
 
 def tokens(record: TaskRecord, count: Callable[[str], int]) -> int:
-    """What prompt and answer take at most, over the questions or over the whole conversation."""
+    """Maximal tokens of prompt plus answer over the questions; of a conversation, all turns."""
     asked = [count(q.text + q.answer_prefix) + q.max_new_tokens for q in record.questions]
     if record.conversation:
         return count(record.context) + sum(asked)
-    # One text, as it is read: pieces may take fewer tokens together.
+    # Counted as one text: concatenation can reduce the number of tokens.
     whole = [count(record.prompt(q)) + q.max_new_tokens for q in record.questions]
     return max(whole, default=count(record.context))
 
 
 def number(rng: random.Random, digits: int = 7) -> str:
-    """A number that does not start with 0."""
+    """A random number of so many digits, without leading 0."""
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 

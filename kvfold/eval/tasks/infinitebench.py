@@ -2,9 +2,9 @@
 """InfiniteBench's twelve tasks of 100 thousand tokens and more.
 
 Source: OpenBMB/InfiniteBench @88b3daa, `src/eval_utils.py` (Zhang et al., 2024,
-arXiv 2402.13718). A row holds `context`, `input`, `answer` and `options`. Where a prompt names
-what is asked before the context, as math_find's and code_run's do, `metadata["question_first"]`
-says that a compressed context has seen it.
+arXiv 2402.13718). A row holds `context`, `input`, `answer` and `options`. The prompts of math_find
+and code_run state the question before the context; `metadata["question_first"]` then records that
+even a question-agnostic compression has seen it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _InfiniteBenchRow(source.DatasetRow):
 
 
 def _fields(task: str, row: _InfiniteBenchRow) -> dict[str, str]:
-    """What a prompt's braces stand for; raises ValueError where a row does not say it."""
+    """Values for the fields in a prompt's braces; raises ValueError if the row lacks one."""
     fields = {"input": row.input}
     if task == "code_run":
         call = re.search(r"func_[0-9]+\(-?[0-9]+\)", row.input)
@@ -42,7 +42,7 @@ def _fields(task: str, row: _InfiniteBenchRow) -> dict[str, str]:
             raise ValueError("field 'input': it calls no function")
         fields |= {"call": call.group(), "func": call.group().split("(")[0]}
     if task == "math_find":
-        # As the benchmark: "The second largest number of the list is:", "The median number of …".
+        # Inputs such as "The second largest number of the list is:", "The median number of …".
         target = re.search(r"(The .+) of", row.input)
         if target is None:
             raise ValueError("field 'input': it asks for no number")
@@ -55,7 +55,10 @@ def _fields(task: str, row: _InfiniteBenchRow) -> dict[str, str]:
 
 
 def label(task: str, row: _InfiniteBenchRow) -> Any:
-    """The label as the metric takes it: one value, a list, or an option's text and letter."""
+    """The label in the metric's form: one value, a list, or an option's text and letter.
+
+    Raises ValueError for an empty answer, and for one that is none of the options.
+    """
     values = row.answer if isinstance(row.answer, list) else [row.answer]
     if not values:
         raise ValueError("field 'answer': it is empty")

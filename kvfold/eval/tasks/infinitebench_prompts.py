@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InfiniteBench's prompts for open models.
+"""Prompts of InfiniteBench for open models.
 
 Source: OpenBMB/InfiniteBench @88b3daa (MIT), `src/prompt.py::yarn_mistral_templates` and
 `src/eval_utils.py::DATA_NAME_TO_MAX_NEW_TOKENS`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look up one UUID among many: hardly compressible, the hard case for eviction.
+"""Key-value retrieval: one UUID among many, barely compressible, the hard case for eviction.
 
 Source: nelson-liu/lost-in-the-middle @29b8a6d, `src/lost_in_the_middle/prompting.py` and
 `scripts/evaluate_kv_responses.py` (Liu et al., 2023, arXiv 2307.03172, section 3). Its rows hold
@@ -21,7 +21,7 @@ from kvfold.eval.tasks import source
 from kvfold.eval.tasks.generated import fitted, identifier
 from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
-# A UUID takes 36 at most, one per character.
+# A UUID takes at most 36 tokens, one per character.
 MAX_NEW_TOKENS = 50
 LEAST_PAIRS = 2
 INTRO = "Extract the value corresponding to the specified key in the JSON object below."
@@ -36,13 +36,13 @@ class _KeyValueRow(source.DatasetRow):
 
 
 def context(pairs: Pairs) -> str:
-    """The pairs as JSON, one per line; written by hand, as the benchmark does."""
+    """The prompt up to the question: the pairs as JSON lines in the benchmark's format."""
     lines = ",\n ".join(f'"{key}": "{value}"' for key, value in pairs)
     return f"{INTRO}\n\nJSON data:\n{{{lines}}}"
 
 
 def question(key: str, value: str) -> Question:
-    """One key's question, its value the answer."""
+    """The question for a key, whose answer is its value."""
     return Question(f'\n\nKey: "{key}"', (value,), MAX_NEW_TOKENS, "\nCorresponding value:")
 
 

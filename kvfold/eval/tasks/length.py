@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much haystack fits: the search every generated task uses, with a floor and an end."""
+"""Search for the largest haystack that fits into a length, used by all generated tasks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kvfold.errors import KvfoldError
 def largest(
     size: Callable[[int], int], limit: int, least: int, most: int | None = None, what: str = "it"
 ) -> int:
-    """The largest n from `least` to `most` whose `size(n)` found is at most `limit` tokens.
+    """The largest n found from `least` to `most` with `size(n)` at most `limit` tokens.
 
-    Sizes are taken to grow about evenly, so few are computed. Raises KvfoldError where even the
-    least does not fit: RULER's own search goes on for ever there.
+    Interpolation search: it assumes that sizes grow about linearly, so few are computed. `what` is
+    named in the error. Raises KvfoldError if `least` does not fit; RULER's own search never ends
+    there.
     """
     low, used = least, size(least)
     if used > limit:

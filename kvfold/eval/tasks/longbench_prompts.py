@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongBench's prompts, byte for byte, the answers' lengths, and what each task is about.
+"""LongBench's prompts, byte for byte, its answer lengths in tokens, and the tasks' groups.
 
 Source: THUDM/LongBench @2e00731 (MIT), `LongBench/config/dataset2prompt.json` and
-`dataset2maxlen.json`. "asconcisely", blanks before "Answer" and at line ends are the benchmark's.
+`dataset2maxlen.json`. Typos ("asconcisely") and stray blanks are the benchmark's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongBench v2: four options, contexts of 8 thousand to 2 million words.
+"""LongBench v2: multiple choice of four, contexts of 8 thousand to 2 million words.
 
 Source: THUDM/LongBench @2e00731, `prompts/0shot.txt`, `pred.py`, `result.py` (Bai et al., 2024,
 arXiv 2412.15204). A row holds `context`, `question`, `choice_A` to `choice_D`, `answer`,
-`difficulty`, `length`, `domain`. The benchmark samples at temperature 0.1; here decoding is greedy.
+`difficulty`, `length`, `domain`. The benchmark samples at temperature 0.1; here decoding is
+greedy.
 """
 
 from __future__ import annotations

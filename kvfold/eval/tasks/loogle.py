@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LooGLE: one long document and many questions, the shared-context case with real text.
+"""LooGLE: many questions about one long document, a shared context of real text.
 
 Source: bigai-nlco/LooGLE @6734382, `config/task2prompt.json`, `config/task2maxlen.json` (Li et
 al., 2023, arXiv 2311.04939). A row holds `input`, `title`, `qa_pairs` and `output`; `qa_pairs` is
-a Python literal, which is parsed and never evaluated.
+a Python literal, which is parsed, never evaluated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLOZE = (
     "'Bob', '<mask-1>': 'Gorrosion Magazine','<mask-2>': 'Bethel Horizon'}\n",
     "\n Question: {Q} What are the masked entities? \nAnswer:",
 )
-# What stands before and after the document, and how long an answer may be.
+# Text before the document, text after it, and the maximal length of an answer in tokens.
 PROMPTS = {
     "shortdep_qa": (*_QA, 300),
     "longdep_qa": (*_QA, 500),

@@ -3,8 +3,8 @@
 
 Source: openai/grade-school-math @3101c7d (Cobbe et al., 2021, arXiv 2110.14168; the prompt is
 lm-evaluation-harness's), openai/prm800k (Hendrycks et al., 2021, arXiv 2103.03874). Rows hold
-`question` and `answer`, or `problem`, `answer`, `subject` and `level`. Longer answers are common
-under compression: count those that reach `max_new_tokens`.
+`question` and `answer`, or `problem`, `answer`, `subject` and `level`. Compression tends to make
+answers longer, so compare the number of answers that reach `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _gsm8k_row(shots: str, row: _Gsm8kRow) -> TaskRecord:
         MAX_NEW_TOKENS["gsm8k"],
         "\nAnswer:",
     )
-    # Examples are a document to go on with.
+    # With solved examples the prompt is a document to continue, without a chat template.
     return TaskRecord("gsm8k", 0, shots, (question,), chat=not shots, stop=("Question:",))
 
 
@@ -62,7 +62,8 @@ def _gsm8k(request: Request) -> Iterator[TaskRecord | Unreadable]:
 
 
 def _solved(request: Request) -> str:
-    """The first examples of `shots`, for every question alike; raises KvfoldError for a bad one."""
+    """The first `SHOTS` solved examples, the same for all questions; raises KvfoldError for a bad
+    row."""
     examples = replace(request, data=str(request.shots), samples=SHOTS)
 
     def whole(row: _Gsm8kRow) -> TaskRecord:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MT-bench's two turns, as a transcript: whether the second sees the first through the cache.
+"""MT-bench: transcripts of two turns, where the second turn sees the first through the cache.
 
 Source: lm-sys/FastChat @0e6d3e4b, `fastchat/llm_judge/common.py` (Zheng et al., 2023,
-arXiv 2306.05685). A row holds `question_id`, `category` and `turns`. The benchmark's judge is a
-model behind an API, so nothing is scored.
+arXiv 2306.05685). A row holds `question_id`, `category` and `turns`. Nothing is scored: the
+benchmark's judge is a model behind an API.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvfold.eval.tasks import source
 from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 MAX_NEW_TOKENS = 1024
-# The benchmark samples: at these temperatures, where they are not 0.
+# The benchmark's sampling temperatures by category; 0 for others. Recorded, not applied.
 TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
 
 

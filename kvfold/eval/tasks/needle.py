@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A needle in a haystack, at every depth: any needle, keyword score, ROUGE for comparison.
+"""Needle in a haystack at every depth, scored by keywords; ROUGE for comparison.
 
-Source: gkamradt/LLMTest_NeedleInAHaystack @7b90d28 (the needle and where it goes: at the end of a
-sentence, before the depth), Zefan-Cai/KVCache-Factory `run_needle_in_haystack.py` (the prompt,
-30 tokens, one line; its "<|im_start|>" is text, whatever the model). Without `haystack` the text is
-RULER's noise.
+Source: gkamradt/LLMTest_NeedleInAHaystack @7b90d28 (the needle and its place, after the last
+sentence that ends before the depth); Zefan-Cai/KVCache-Factory `run_needle_in_haystack.py` (the
+prompt, 30 tokens, one line; its "<|im_start|>" is plain text for every model). Without `haystack`
+the text is RULER's noise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_WORDS = 20
 
 @dataclass(frozen=True)
 class Needle:
-    """What is hidden, what is asked, and the keywords that a right answer holds."""
+    """A sentence to hide, the question about it, and the keywords of a right answer."""
 
     text: str
     question: str
@@ -44,25 +44,27 @@ SANDWICH = Needle(
     ("sandwich", "Dolores Park"),
 )
 
+# Draws the needle of a sample.
 Draw = Callable[[random.Random, Request], Needle]
 
 
 def magic(rng: random.Random, request: Request) -> Needle:
-    """A new number for a new key, in RULER's wording: nothing to be known beforehand."""
+    """A needle with random key and number in RULER's wording, so that no model can know it."""
     key, value = Vocabulary.of(request.words).keys(rng, 1)[0], number(rng)
     text = ruler_wording.needles("numbers", [key], several=False)
     return Needle(ruler_wording.needle("numbers", key, value), text.question, (value,))
 
 
 def depth(index: int, depths: int) -> float:
-    """The depth of a sample in percent: `depths` of them in turn, evenly from 0 to 100."""
+    """Depth of sample `index` in percent; samples cycle through `depths` even steps, 0 to 100."""
     return 100 * (index % depths) / max(depths - 1, 1)
 
 
 def generate(name: str, draw: Draw, request: Request) -> Iterator[TaskRecord]:
-    """Samples go through the depths in turn; a multiple of `depths` fills the grid evenly.
+    """Records that cycle through the depths; use a multiple of `depths` samples.
 
-    The haystack starts at any of its sentences, so that samples of one depth differ.
+    The haystack starts at a random sentence, so that samples of one depth differ. Raises
+    KvfoldError if the haystack cannot be read, or `length` is too short.
     """
     path = source.haystack(request)
     text = source.text(path) if path else " ".join(ruler_wording.NOISE)
@@ -106,7 +108,7 @@ def _rouge_l(prediction: str, question: Question) -> Scored:
 
 
 def task(name: str, summary: str, draw: Draw) -> Task:
-    """The grid for one needle, or for one drawn anew for every sample."""
+    """The task of hiding the needles that `draw` returns, one per sample."""
     return Task(
         name,
         summary,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of one's own: a JSONL file of contexts, questions and answers.
+"""User data: a JSONL file of contexts, questions and answers.
 
-A row holds `context`, `question` and `answer` or `answers`; perhaps `metric` (one of
+A row holds `context`, `question` and `answer` or `answers`; optionally `metric` (one of
 `kvfold.eval.metrics.named`), `answer_prefix` and `max_new_tokens`. Other fields are ignored.
 """
 

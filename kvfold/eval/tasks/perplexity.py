@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of a book: read token by token, or compressed in their first half.
+"""Perplexity of windows of a text: streamed token by token, or of a second half after the first.
 
 Source: mit-han-lab/streaming-llm `examples/eval_long_ppl.py` (Xiao et al., 2023,
-arXiv 2309.17453, section 4.1): one token at a time, evict after each, perplexity is the
+arXiv 2309.17453, section 4.1): one token at a time, eviction after each; perplexity is the
 exponential of the mean negative log-likelihood. One forward over a window would evict nothing.
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from kvfold.eval.tasks import source
 from kvfold.eval.tasks.record import NoData, Question, Request, Task, TaskRecord
 
-# No tokenizer of natural text makes tokens longer than this on average.
+# Upper bound of a token's mean length in natural text.
 CHARACTERS_PER_TOKEN = 12
 
 
 def window(text: str, start: int, length: int, count: Callable[[str], int]) -> str:
-    """The longest piece from `start` that takes at most `length` tokens."""
+    """The longest piece of the text from character `start` with at most `length` tokens."""
     low, high = 1, min(len(text) - start, CHARACTERS_PER_TOKEN * length)
     while low < high:
         middle = (low + high + 1) // 2
@@ -39,7 +39,7 @@ def _records(request: Request) -> Iterator[TaskRecord]:
     start = 0
     for index in itertools.count() if request.samples is None else range(request.samples):
         piece = window(text, start, request.length, count)
-        # What is left over is no window.
+        # The remainder is shorter than a window, and left out.
         if start + len(piece) >= len(text):
             return
         metadata = {"start": start, "tokens": count(piece)}
@@ -48,7 +48,7 @@ def _records(request: Request) -> Iterator[TaskRecord]:
 
 
 def _halves(request: Request) -> Iterator[TaskRecord]:
-    """The same windows, whose second half is what is asked about."""
+    """The same windows, split: the first half is the context, the second half is scored."""
     count = request.counter()
     for whole in _records(request):
         first = window(whole.context, 0, request.length // 2, count)

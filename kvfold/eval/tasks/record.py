@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task yields: a context that may be compressed before any question about it exists."""
+"""Data types of tasks: records (a context and its questions), requests, and the task itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ Phase = Literal["prefill", "decode", "stream"]
 
 @dataclass(frozen=True)
 class Question:
-    """What follows the context, how the answer starts, and what a right one holds.
+    """A question and its right answers.
 
-    `text` begins with the white space that separates it from the context. `answer_prefix` goes
-    after a chat template's assistant header. `max_new_tokens` are the benchmark's. `metadata`
-    holds what its metric needs beyond `answers`.
+    text: the question, starting with its separator from the context.
+    answers: right answers, as the metric takes them.
+    max_new_tokens: the benchmark's limit for an answer.
+    answer_prefix: first words of the answer, placed after the chat template's assistant header.
+    metadata: further data for the metric.
     """
 
     text: str
@@ -34,10 +36,10 @@ class Question:
 class TaskRecord:
     """One sample: a context and the questions asked about it.
 
-    Each question sees the context alone, or with `conversation` the turns before it as well,
-    whose own answers or the right ones the protocol chooses. `chat` says whether the benchmark
-    puts its prompts into a chat template, `stop` what ends an answer; with `nonempty` nothing that
-    ends one may be its first token (LongBench's `min_length` of samsum).
+    chat: true if the benchmark puts its prompts into a chat template.
+    stop: strings that end an answer.
+    nonempty: if true, the first token may not end the answer (LongBench's `min_length` of samsum).
+    conversation: if true, each question sees the turns before it; else the context alone.
     """
 
     task: str
@@ -57,7 +59,7 @@ class TaskRecord:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A sample that could not be read: `where` names file and line, `why` what is wrong."""
+    """A sample that could not be read: file and line, and the reason."""
 
     where: str
     why: str
@@ -65,14 +67,18 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Request:
-    """Which samples are wanted, and from where.
+    """Options for drawing samples.
 
-    `length` is in tokens and holds prompt and answer, as RULER counts; `count` says how many
-    tokens a text is. `data` is a JSONL file, a folder of them, or a hub dataset's name;
-    `haystack` a text file or a folder of them, where `data` holds none; `words` a folder of word
-    lists; `shots` a JSONL file of solved examples. `questions` are drawn per context where a task
-    shares it; SCBench's are asked in one `conversation` or each on its own. `depths` is the number
-    of places a needle is tried at.
+    samples, seed: number of samples (None: all, or the task's default), and the random seed.
+    length: tokens of prompt plus answer of generated samples, as RULER counts.
+    count: the tokenizer's function from a text to its number of tokens.
+    data: a JSONL file, a folder of them, or a hub dataset's name.
+    haystack: a text file or a folder of them; by default looked up in the folder `data`.
+    words: a folder of word lists.
+    shots: a JSONL file of solved examples.
+    questions: questions per context, for generated tasks with a shared context.
+    conversation: if true, SCBench's questions are turns of one conversation.
+    depths: number of needle depths.
     """
 
     samples: int | None = None
@@ -88,17 +94,17 @@ class Request:
     depths: int = 11
 
     def counter(self) -> Callable[[str], int]:
-        """`count`; raises KvfoldError where none was given."""
+        """The function `count`; raises KvfoldError if none was given."""
         if self.count is None:
             raise KvfoldError("generated tasks need count=, a text's number of tokens")
         return self.count
 
 
 class NoData(KvfoldError):
-    """Nothing to draw a task's samples from.
+    """Error: the data of a task is missing.
 
-    `wanted` is the file that a folder of data would hold, or what else is read; `hub` a dataset's
-    name; `where` the file that was looked for, None where no data was given.
+    `wanted` is the file expected in a folder of data, or another description; `hub` the name of a
+    hub dataset; `where` the path that was searched, None if no data was given.
     """
 
     def __init__(
@@ -109,7 +115,7 @@ class NoData(KvfoldError):
 
     @classmethod
     def said(cls, name: str, missing: Sequence[NoData]) -> str:
-        """What all of a benchmark's tasks are missing, in one sentence."""
+        """One sentence on the data that all the tasks called `name` are missing."""
         first = missing[0]
         files = ", ".join(dict.fromkeys(each.wanted for each in missing))
         if first.where is not None:
@@ -118,19 +124,22 @@ class NoData(KvfoldError):
         return f"{name} needs data, as --data: a folder with {files}{offer}"
 
 
+# Scores a prediction for a question.
 Metric = Callable[[str, Question], Scored]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A benchmark's task: where its records come from and how predictions are scored.
+    """A benchmark's task: the source of its records and its metrics.
 
-    `metrics` are named, the first one is the task's score; there is none where a transcript or
-    a perplexity is the result: `by_likelihood`, of the one question's text, or of the context as it
-    is streamed. `phase` says what compression does to it: the prompt's (prefill),
-    the answer's own cache (decode), or token by token (stream). `truncation` names the
-    benchmark's rule for prompts that are too long; "none" forbids it. `group` is the skill that
-    results are averaged by.
+    benchmark, group: name of the benchmark; the skill that results are averaged by.
+    metrics: by name; the first is the task's score. Empty for transcripts and perplexities.
+    phase: when the cache is compressed: after the prompt ("prefill"), while the answer is generated
+        ("decode"), or while a text is read token by token ("stream").
+    truncation: the benchmark's rule for prompts that are too long; "none" makes them errors.
+    generated: true if samples are generated rather than read.
+    by_likelihood: true if the result is a perplexity, of the only question's text, or of the
+        context if streamed.
     """
 
     name: str
@@ -147,17 +156,17 @@ class Task:
 
     @property
     def metric(self) -> str | None:
-        """The name of the metric that is the task's score."""
+        """Name of the task's score; None without metrics."""
         return next(iter(self.metrics), None)
 
     def score(self, prediction: str, question: Question) -> Scored:
-        """The task's score of one prediction; raises KvfoldError where it has no metric."""
+        """The task's score of one prediction; raises KvfoldError if it has no metric."""
         if self.metric is None:
             raise KvfoldError(f"{self.name} has no metric")
         return self.metrics[self.metric](prediction, question)
 
     def missing_data(self, request: Request) -> NoData | None:
-        """What `request` lacks for this task's samples, if anything; none are generated for it."""
+        """The error if `request` has no data for this task, else None; draws one sample."""
         if self.generated:
             return None
         try:
@@ -165,6 +174,6 @@ class Task:
         except NoData as missing:
             return missing
         except KvfoldError:
-            # Said where the samples are drawn.
+            # Reported when the samples are drawn.
             return None
         return None

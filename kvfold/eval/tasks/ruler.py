@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What RULER's tasks share: how they are registered, and their ready-made files.
+"""Common parts of RULER's tasks: registration, and the reader of ready-made files.
 
-Source: NVIDIA/RULER @c3f5e3b (Hsieh et al., 2024, arXiv 2404.06654). A file's rows hold `index`,
+Source: NVIDIA/RULER @c3f5e3b (Hsieh et al., 2024, arXiv 2404.06654). Rows of a file hold `index`,
 `input`, `outputs`, `length` (prompt and answer in tokens) and, since 2025, `answer_prefix`.
 """
 
@@ -18,7 +18,7 @@ from kvfold.eval.tasks import source
 from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-# Where a prompt's question starts, and where its answer does.
+# First words of a prompt's question, and of its answer's prefix.
 _STARTS = {
     "niah": ("\nWhat ", " The special magic "),
     "vt": ("\nQuestion: ", " Answer: According to "),
@@ -41,7 +41,7 @@ class _RulerRow(source.DatasetRow):
 def task(
     name: str, family: Family, group: str, summary: str, generate: Records, generated: bool = True
 ) -> Task:
-    """One of the 13 tasks: from its own file where one is given, else by `generate`."""
+    """One of the 13 tasks; samples come from `name`.jsonl if given, else from `generate`."""
 
     def records(request: Request) -> Iterator[TaskRecord | Unreadable]:
         if not generated or not source.has(request, name):
@@ -66,9 +66,9 @@ def task(
 
 
 def read(name: str, family: Family, request: Request) -> Iterator[TaskRecord | Unreadable]:
-    """A ready-made file's records, each prompt taken apart before its question.
+    """Records of a ready-made file, each prompt split into context, question and answer prefix.
 
-    Raises KvfoldError where there is no such file.
+    Raises KvfoldError if there is no such file.
     """
     question_start, prefix_start = _STARTS[family]
 

@@ -3,8 +3,8 @@
 
 Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/niah.py` and `scripts/synthetic.yaml`
 (Hsieh et al., 2024, arXiv 2404.06654, section 3.1). Two differences: sentences are split by a
-regular expression instead of nltk's punkt, which needs a download; and where no essays are
-given the essay tasks use the noise. `metadata["haystack"]` names the text.
+regular expression instead of nltk's punkt, which needs a download; and without essays the essay
+tasks use the noise. `metadata["haystack"]` names the text.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvfold.eval.tasks.vocabulary import Vocabulary
 
 # RULER: 40 points from 0 to 100 %.
 DEPTHS = [round(100 * point / 39) for point in range(40)]
-# Fewer repeats of the noise, or words of an essay, are no haystack.
+# Smallest haystacks: repeats of the noise, needles, words of essays.
 LEAST = {"noise": 5, "needle": 5, "essay": 50}
 
 
 class Essay(NamedTuple):
-    """A haystack's name, and its words."""
+    """Name and words of a haystack of essays."""
 
     name: str
     words: list[str]
@@ -38,7 +38,10 @@ class Essay(NamedTuple):
 
 @dataclass(frozen=True)
 class Needles:
-    """How many keys, values for each, and keys asked for; what they are and where they hide."""
+    """Parameters of a needle task.
+
+    Number of keys, of values per key, and of keys asked for; kinds of keys and values; haystack.
+    """
 
     haystack: str = "noise"
     keys: int = 1
@@ -56,7 +59,7 @@ class Needles:
         rng: random.Random,
         index: int,
     ) -> TaskRecord:
-        """A record whose haystack has `size` repeats, needles or words."""
+        """A record with a haystack of `size` repeats of the noise, needles, or essay words."""
         keys = self._keys(rng, vocabulary, max(self.keys, self.queries))
         values = {key: [self._value(rng) for _ in range(self.values)] for key in keys}
         needles = [self._needle(key, value) for key in keys for value in values[key]]
@@ -91,7 +94,7 @@ class Needles:
     ) -> str:
         lines = [" ".join(wording.NOISE)] * size
         if self.haystack == "needle":
-            # A distractor with a key that is asked for would be a second right answer.
+            # Distractors must not share a key with the needles: there would be two right answers.
             others = [k for k in self._keys(rng, vocabulary, size + len(keys)) if k not in keys]
             lines = [self._needle(key, self._value(rng)) for key in others[:size]]
         places = sorted(rng.sample(range(size), len(needles)), reverse=True)
@@ -112,7 +115,7 @@ class Needles:
 
 
 def in_essay(words: Sequence[str], size: int, needles: list[str], rng: random.Random) -> str:
-    """The first `size` words, repeated if need be, with needles between sentences."""
+    """The first `size` words, repeated if too few, with needles between sentences."""
     sentences = split(" ".join(itertools.islice(itertools.cycle(words), size)))
     depths = sorted(rng.sample(DEPTHS, len(needles)))
     places = [len(sentences) * depth // 100 for depth in depths]
@@ -122,7 +125,7 @@ def in_essay(words: Sequence[str], size: int, needles: list[str], rng: random.Ra
 
 
 def split(text: str) -> list[str]:
-    """Sentences: after ".", "!" or "?" and white space."""
+    """Sentences, split at white space after ".", "!" or "?"."""
     return re.split(r"(?<=[.!?])\s+", text.strip())
 
 

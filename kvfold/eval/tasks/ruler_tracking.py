@@ -20,12 +20,12 @@ from kvfold.eval.tasks.record import Question, Request, TaskRecord
 
 NAMES = 5
 LEAST = 5
-# The example takes what fits into so many tokens, or into a third of a shorter sample.
+# Maximal length of the solved example; for short samples, a third of the sample.
 EXAMPLE_TOKENS = 500
 
 
 def _chain(rng: random.Random, letters: int) -> tuple[list[str], str]:
-    """Different variables of so many letters, and the value of the first."""
+    """Distinct variable names of `letters` letters, and the value of the first."""
     names: dict[str, None] = {}
     while len(names) < NAMES:
         names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
@@ -35,7 +35,7 @@ def _chain(rng: random.Random, letters: int) -> tuple[list[str], str]:
 def _hidden(names: list[str], value: str, size: int, rng: random.Random) -> str:
     """The chain's assignments in order, between `size` repeats of the noise."""
     chain = [f"VAR {names[0]} = {value}"]
-    # RULER ends these with a blank.
+    # As in RULER, these end with a blank.
     chain += [f"VAR {name} = VAR {before} " for before, name in itertools.pairwise(names)]
     lines = [" ".join(wording.NOISE)] * size
     for place, step in reversed(
@@ -46,7 +46,7 @@ def _hidden(names: list[str], value: str, size: int, rng: random.Random) -> str:
 
 
 def _example(size: int, seed: str, rng: random.Random) -> str:
-    """A solved example: places from `seed`, so that they stay, names and value from `rng`."""
+    """A solved example; positions depend on `seed` only, names and value are drawn from `rng`."""
     names, value = _chain(rng, 3)
     text = wording.tracking(value, NAMES)
     hidden = _hidden(names, value, size, random.Random(seed))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's wording: what stands before the text, the question, and how the answer starts.
+"""RULER's wording: introductions, questions, and answer prefixes.
 
 Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/constants.py` and, for the singular,
 `scripts/data/synthetic/niah.py` (Hsieh et al., 2024, arXiv 2404.06654).
@@ -18,12 +18,12 @@ NOISE = (
     "There and back again.",
 )
 
-# What a haystack of essays is called where none are given.
+# Name of the haystack of an essay task without essays.
 NO_ESSAYS = "noise instead of essays"
 
 
 class Wording(NamedTuple):
-    """The text is put between `intro` and `question`; `prefix` goes where the answer starts."""
+    """Texts around a context: `intro`, then the context, `question`, and the answer's `prefix`."""
 
     intro: str
     question: str
@@ -31,12 +31,12 @@ class Wording(NamedTuple):
 
 
 def needle(kind: str, key: str, value: str) -> str:
-    """The sentence that holds a value; `kind` is "numbers" or "uuids"."""
+    """A needle: the sentence that states a key's value; `kind` is "numbers" or "uuids"."""
     return f"One of the special magic {kind} for {key} is: {value}."
 
 
 def needles(kind: str, keys: Sequence[str], several: bool) -> Wording:
-    """What is asked about `keys`: one value, or with `several` all of them."""
+    """Wording of the needle tasks for `keys`; singular unless `several` values are asked for."""
     what, be, some = (kind, "are", "Some") if several else (kind.removesuffix("s"), "is", "A")
     ask = "What are all" if several else "What is"
     query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
@@ -49,7 +49,7 @@ def needles(kind: str, keys: Sequence[str], several: bool) -> Wording:
 
 
 def tracking(value: str, names: int) -> Wording:
-    """What is asked about the chain of variables that starts with `value`."""
+    """Wording of variable tracking, for a chain of `names` variables that starts with `value`."""
     return Wording(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.",
         f"Question: Find all variables that are assigned the value {value} in the text above.",

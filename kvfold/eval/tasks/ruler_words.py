@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's aggregation: the most common words of a list, the most frequent of a coded text.
+"""RULER's aggregation tasks: most common words of a list, most frequent words of a coded text.
 
 Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/common_words_extraction.py` and
-`freq_words_extraction.py` (Hsieh et al., 2024, arXiv 2404.06654, section 3.3). RULER takes words
-from wonderwords and then from a list of all English ones; here pairs of words follow the words.
+`freq_words_extraction.py` (Hsieh et al., 2024, arXiv 2404.06654, section 3.3). One difference: when
+wonderwords run out, RULER continues with a list of all English words, kvfold with pairs of words.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvfold.eval.tasks.record import Question, Request, TaskRecord
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
 COMMON = 10
-# Below this length lists are shorter and repeat less.
+# Below this length in tokens, lists are shorter and words repeat less, as in RULER.
 LONG = 4096
 CODED_LETTERS = 6
-# From here on the third answer is more frequent than the word after it.
+# From this size on, the third word is more frequent than the fourth, so the answer is unique.
 LEAST_CODED = 80
 
 
 def _listed(words: list[str], repeats: int, others: int, rng: random.Random) -> str:
-    """A numbered list of the common words and the others, each so many times, in any order."""
+    """A shuffled numbered list: common words `repeats` times each, the others `others` times."""
     drawn = words[:COMMON] * repeats + words[COMMON:] * others
     rng.shuffle(drawn)
     return " ".join(f"{place}. {word}" for place, word in enumerate(drawn, 1))
@@ -62,9 +62,9 @@ def _frequent(request: Request) -> Iterator[TaskRecord]:
         coded: dict[str, None] = {}
         while len(coded) < size_of_vocabulary:
             coded["".join(rng.choices(string.ascii_lowercase, k=CODED_LETTERS))] = None
-        # The first of them in rank is noise.
+        # As in RULER, the most frequent word is replaced by dots.
         ranked = ["...", *list(coded)[1:]]
-        # Zeta distributed with exponent 2; zeta(2) is pi squared over 6.
+        # Zeta distribution with exponent 2; ζ(2) = π² / 6.
         scale = size * 6 / math.pi**2
         drawn = [word for rank, word in enumerate(ranked, 1) for _ in range(int(scale / rank**2))]
         rng.shuffle(drawn)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a benchmark from a JSONL file, a folder of them, or the hub; bad ones stay apart."""
+"""Readers of benchmark data: JSONL files, folders of them, hub datasets, haystack texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvfold.eval.tasks.record import NoData, Request, TaskRecord, Unreadable
 
 
 class DatasetRow(BaseModel):
-    """A row's fields as the benchmark publishes them: nothing is converted, more are allowed."""
+    """Base of row schemas: strict types as the benchmark publishes them, extra fields ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
@@ -35,11 +35,11 @@ def records(
     subset: str | None = None,
     wanted: Callable[[dict[str, Any]], bool] = lambda row: True,
 ) -> Iterator[TaskRecord | Unreadable]:
-    """The first `samples` rows as records, numbered in order; what cannot be read says why.
+    """The first `samples` rows as numbered records; an unreadable row becomes `Unreadable`.
 
-    Reads `request.data`: a JSONL file, a folder's `file`.jsonl, or a hub dataset and its `subset`;
-    `hub` is named where nothing was given. `wanted` picks a task's rows out of a shared file.
-    Raises KvfoldError where there is nothing to read at all.
+    Reads `request.data`: a JSONL file, `file`.jsonl in a folder, or the `subset` of a hub dataset.
+    `wanted` filters rows of a shared file. Raises NoData, which names `hub`, if there is no data,
+    and KvfoldError if the hub dataset cannot be read.
     """
     found = (one for one in _rows(request.data, file, hub, subset) if _picked(one, wanted))
     for index, (where, row) in enumerate(itertools.islice(found, request.samples)):
@@ -55,7 +55,10 @@ def records(
 
 
 def has(request: Request, file: str) -> bool:
-    """Whether there is data for a task that is generated elsewhere; a folder may be for others."""
+    """True if `request.data` has samples for a task that can also be generated.
+
+    A folder without `file`.jsonl is taken as data for other tasks.
+    """
     if request.data is None:
         return False
     path = Path(request.data)
@@ -63,7 +66,7 @@ def has(request: Request, file: str) -> bool:
 
 
 def name_of(source: str | Path) -> str:
-    """What data is called: a hub's own name, or a file's or folder's, wherever it lies here."""
+    """Name of a data source: of the file or folder without its path, or of the hub dataset."""
     path = Path(source)
     return path.resolve().name if path.exists() else str(source)
 
@@ -81,7 +84,7 @@ def _first(error: ValidationError) -> str:
 def _rows(
     data: str | None, file: str, hub: str | None, subset: str | None
 ) -> Iterator[tuple[str, Any]]:
-    """Where each row is and the row, or a word about what is wrong with it."""
+    """(location, row) pairs; the row is a dictionary, or a text that says why it is unreadable."""
     if data is None:
         offer = f" or the hub dataset {hub}" if hub else ""
         said = f"{file} needs data: a JSONL file, a folder with {file}.jsonl{offer}"
@@ -124,7 +127,7 @@ def _dataset(name: str, subset: str | None) -> Iterator[tuple[str, Any]]:
         try:
             splits = datasets.load_dataset(name, subset)
         except ValueError:
-            # Some keep their subsets as splits.
+            # Some datasets publish subsets as splits.
             splits = datasets.load_dataset(name)
     except Exception as error:
         raise KvfoldError(f"the hub dataset {name} ({subset}) cannot be read: {error}") from error
@@ -134,8 +137,7 @@ def _dataset(name: str, subset: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def haystack(request: Request) -> Path | None:
-    """The text to hide needles in: the one given, or `haystack` (a folder) or `haystack.txt` in the
-    folder of data."""
+    """Path of the haystack: `request.haystack`, else haystack/ or haystack.txt in `request.data`."""
     if request.haystack is not None or request.data is None:
         return request.haystack
     found = (Path(request.data) / name for name in ("haystack", "haystack.txt"))
@@ -143,7 +145,10 @@ def haystack(request: Request) -> Path | None:
 
 
 def text(path: Path) -> str:
-    """A text file, or all of a folder's in order of name; raises KvfoldError for none."""
+    """Content of a text file, or of all *.txt of a folder in order of name.
+
+    Raises KvfoldError if there is none, or it is not UTF-8.
+    """
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise KvfoldError(f"there is no text at {path}")

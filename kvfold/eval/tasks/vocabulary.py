@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that generated tasks draw keys and lists from."""
+"""Vocabulary of generated tasks: words for keys and lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvfold.eval.words import ADJECTIVES, NOUNS
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Adjectives and nouns for keys, and other words besides for lists."""
+    """Adjectives and nouns, which also form keys, and other words for lists."""
 
     adjectives: tuple[str, ...] = ADJECTIVES
     nouns: tuple[str, ...] = NOUNS
@@ -21,10 +21,10 @@ class Vocabulary:
 
     @classmethod
     def of(cls, folder: Path | None) -> Vocabulary:
-        """The bundled words, or the lists in `folder` under the names that wonderwords uses.
+        """The bundled words, or the word lists of `folder`.
 
-        RULER draws from wonderwords' adjectivelist.txt, nounlist.txt and verblist.txt. Raises
-        KvfoldError where one is absent.
+        The folder holds adjectivelist.txt, nounlist.txt and verblist.txt, as wonderwords, which
+        RULER uses. Raises KvfoldError if one is missing.
         """
         if folder is None:
             return cls()
@@ -36,13 +36,13 @@ class Vocabulary:
         return cls(*lists)
 
     def keys(self, rng: random.Random, count: int) -> list[str]:
-        """Different keys, an adjective and a noun each."""
+        """`count` distinct "adjective-noun" keys; raises KvfoldError if there are too few."""
         return self._draw(rng, count, ())
 
     def words(self, rng: random.Random, count: int) -> list[str]:
-        """Different words; where there are too few, keys among them.
+        """`count` distinct words, with keys added if there are too few words.
 
-        Raises KvfoldError where keys run out as well.
+        Raises KvfoldError if there are too few keys as well.
         """
         singles = sorted({*self.adjectives, *self.nouns, *self.others})
         return (
