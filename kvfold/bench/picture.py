@@ -46,6 +46,7 @@ def figure(rows: Sequence[Row]) -> Figure:
 def _draw(
     panel: Axes, name: str, rows: Sequence[Row], cells: list[Cell], methods: list[str]
 ) -> None:
+    """Draws the quantity `name` in one panel."""
     for number, cell in enumerate(cells):
         color = COLORS[number % len(COLORS)]
         offset = 0.6 * ((number + 0.5) / len(cells) - 0.5)

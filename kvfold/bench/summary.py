@@ -76,6 +76,7 @@ def _row(
     group: list[Record],
     full: dict[tuple[Cell, str, int], Record],
 ) -> Row:
+    """The row of one participant in one cell, from its records and the full cache's."""
     places = [(record.cell, record.session, record.round) for record in group]
     pairs = [
         (record, full[place]) for record, place in zip(group, places, strict=True) if place in full

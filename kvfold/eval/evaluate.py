@@ -153,6 +153,7 @@ def with_data(names: Sequence[str], request: Request) -> tuple[list[Task], list[
 def _run(
     plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> list[dict[str, Any]]:
+    """Runs a plan in `folder`; returns its flat records. Raises KvfoldError without any answer."""
     samples, cells = session.store(folder), plan.cells()
     for _ in session.evaluate(plan, samples, here(work(plan.subject.name), model, tokenizer)):
         pass

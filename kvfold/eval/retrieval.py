@@ -82,6 +82,7 @@ def _score(
     sample: ruler.Sample,
     frame: Frame,
 ) -> TrialScore:
+    """Score of one sample: greedy answer from the compressed cache, then the cache's statistics."""
     question = sample.questions[0]
     cache = CompressedCache(model, trial.method, trial.budget, tokenizer=tokenizer)
     document = token_ids(tokenizer, frame.before + sample.document)

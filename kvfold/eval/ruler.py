@@ -99,6 +99,7 @@ def _fill(
 def _needles(
     task: str, n_keys: int, rng: random.Random, n_questions: int, words: Vocabulary
 ) -> tuple[str, list[str], tuple[NeedleQuestion, ...]]:
+    """Introduction, needles in random order, and questions with answers of a needle task."""
     adjectives = rng.sample(words.adjectives, n_keys)
     names = [f"{a}-{n}" for a in adjectives for n in [rng.choice(words.nouns)]]
     n_values = VALUES_PER_KEY if task == "multivalue" else 1
@@ -128,6 +129,7 @@ def _needles(
 def _variable_tracking(
     rng: random.Random, n_questions: int
 ) -> tuple[str, list[str], tuple[NeedleQuestion, ...]]:
+    """Introduction, chain of assignments, and questions of variable tracking."""
     names = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(HOPS + 1)]
     value = str(rng.randint(10000, 99999))
     sources = [value, *(f"VAR {name}" for name in names)]

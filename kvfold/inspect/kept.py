@@ -77,6 +77,7 @@ def kept_grid(positions: Positions, seen: int, row: int = 0) -> np.ndarray:
 
 
 def _draw(panel: Axes, grid: np.ndarray, heads: int, names: Sequence[int]) -> None:
+    """Draws a grid `[L·heads, seen]`: `heads` lines per layer, white lines between layers."""
     lines, seen = grid.shape
     # One column per pixel; a column over several positions shows the share kept.
     edges = np.linspace(0, seen, min(seen, COLUMNS) + 1).astype(int)

@@ -128,6 +128,7 @@ def kept_maps_figure(
 
 
 def _pyramid(panel: Axes, layers: Sequence[Attention], tokens: int) -> None:
+    """Draws `CURVES` over layers: mean over heads, and a band from minimum to maximum."""
     for label, color, found in CURVES:
         heads = [found(layer).numpy() for layer in layers]
         low, mean, high = ([float(f(v)) for v in heads] for f in (np.min, np.mean, np.max))

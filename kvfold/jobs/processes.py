@@ -30,6 +30,8 @@ class _ProcessWorker:
 
 
 class _ProcessExecutor:
+    """Executor whose workers are spawned processes with one pipe each."""
+
     def __init__(self, work: Work[Any, Any], count: int) -> None:
         self.work, self.count = work, count
 

@@ -118,6 +118,7 @@ def near_guessing(result: Result) -> bool:
 
 
 def _near_guessing(results: Sequence[Result]) -> list[str]:
+    """Tasks whose full cache scores near guessing."""
     return [
         f"{_unit(r)}: {r.score.value:.1f} with a full cache, where guessing gives about "
         f"{GUESSED.get(r.metric or '', 0.0):.0f}"
@@ -127,12 +128,14 @@ def _near_guessing(results: Sequence[Result]) -> list[str]:
 
 
 def _trained_on(board: Board) -> list[str]:
+    """KVzip variants on the bundled model, which was trained on KVzip's repeat prompt."""
     methods = dict.fromkeys(r.cell.method for r in board.results)
     names = [name for name in methods if name.startswith("kvzip")]
     return [f"{_listed(names)}: {REPEATED}"] if names and board.subject.name == "bundled" else []
 
 
 def _insensitive(results: Sequence[Result]) -> list[str]:
+    """Tasks on which random eviction at the smallest budget shows no loss beyond the noise."""
     smallest = budgets(results)[-1:]
     lines = []
     for result in results:
@@ -145,6 +148,7 @@ def _insensitive(results: Sequence[Result]) -> list[str]:
 
 
 def _few_samples(results: Sequence[Result]) -> list[str]:
+    """Tasks with fewer than `FEW` samples, and the resulting uncertainty of a mean."""
     least: dict[str, int] = {}
     for result in results:
         if 0 < result.samples < FEW:
@@ -161,6 +165,7 @@ def _few_samples(results: Sequence[Result]) -> list[str]:
 
 
 def _incomplete(board: Board) -> list[str]:
+    """Methods without a score on some of the board's tasks."""
     units = {result.cell.reference: _unit(result) for result in board.scored}
     present: dict[str, set[EvalCell]] = {}
     for result in board.scored:
@@ -178,11 +183,13 @@ def _incomplete(board: Board) -> list[str]:
 
 
 def _missing_baselines(board: Board) -> list[str]:
+    """Baselines that were not run."""
     known = {result.cell.method for result in board.results}
     return [f"{name} ({what})" for name, what in BASELINES.items() if name not in known]
 
 
 def _off_budget(results: Sequence[Result]) -> list[str]:
+    """Worst deviation from the budget of each method, if above `OFF_BUDGET`."""
     worst: dict[str, Result] = {}
     for result in results:
         if result.kept_nominal and result.kept is not None:
@@ -202,6 +209,7 @@ def _budget_error(result: Result) -> float:
 
 
 def _truncated(results: Sequence[Result]) -> list[str]:
+    """Tasks with truncated prompts, and their number in the worst cell."""
     most: dict[str, Result] = {}
     for result in results:
         if result.truncated and result.truncated > most.get(_unit(result), result).truncated - 1:
@@ -214,6 +222,7 @@ def _truncated(results: Sequence[Result]) -> list[str]:
 
 
 def _cut_off(board: Board) -> list[str]:
+    """Cells of decoding tasks with more than 10 % of answers at their limit."""
     return [
         f"{_unit(r)}, {_subject(r)}: {r.at_limit} of {r.questions} answers"
         for r in board.results
@@ -222,6 +231,7 @@ def _cut_off(board: Board) -> list[str]:
 
 
 def _by_reason(results: Sequence[Result], field: str) -> list[str]:
+    """Counts in the results' `field`, a dictionary by reason, with the cells concerned."""
     counts, places = Counter[str](), dict[str, list[str]]()
     for result in results:
         for reason, count in getattr(result, field).items():
@@ -234,6 +244,7 @@ def _by_reason(results: Sequence[Result], field: str) -> list[str]:
 
 
 def _machines(results: Sequence[Result]) -> list[str]:
+    """Differences of each further setup from the first one."""
     setups: list[Setup] = []
     for setup in (setup for result in results for setup in result.setups):
         if setup not in setups:
@@ -242,6 +253,7 @@ def _machines(results: Sequence[Result]) -> list[str]:
 
 
 def _commits(results: Sequence[Result]) -> list[str]:
+    """Different commits, and commits with uncommitted changes."""
     commits = list(dict.fromkeys(commit for result in results for commit in result.commits))
     lines = [f"recorded at {_listed(map(str, commits))}"] if len(commits) > 1 else []
     dirty = [commit for commit in commits if commit and commit.endswith("-dirty")]
@@ -249,6 +261,7 @@ def _commits(results: Sequence[Result]) -> list[str]:
 
 
 def _unscored(results: Sequence[Result]) -> list[str]:
+    """Tasks that have results without a score."""
     names = dict.fromkeys(_unit(result) for result in results if result.score is None)
     return [f"{name}: not in the means of one or more methods" for name in names]
 

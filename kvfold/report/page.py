@@ -72,6 +72,7 @@ def embedded(data: Any) -> str:
 
 
 def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
+    """The page's data of one board."""
     overall = board.overall()
     views = board.views()
     claim = headline(overall)
@@ -113,6 +114,7 @@ def _rows(shown: Sequence[ReportRow], order: list[str], lower: bool = False) -> 
 
 
 def _row(row: ReportRow, order: list[str], edge: bool) -> list[Any]:
+    """One row with the columns `FIELDS`."""
     known = row.score
     score = (known.value, known.low, known.high) if known else (None, None, None)
     gap = (row.gap.value, row.gap.low, row.gap.high) if row.gap else (None, None, None)

@@ -56,6 +56,7 @@ def pareto(board: Board, styles: dict[str, LineStyle]) -> Figure:
 def _panel(
     panel: Axes, shown: Sequence[ReportRow], styles: dict[str, LineStyle], lower: bool
 ) -> None:
+    """Draws one Pareto panel: a series per method, the frontier, and the full cache's score."""
     points = [(r, r.bytes_ratio, r.score) for r in shown if r.bytes_ratio and r.score]
     for method in dict.fromkeys(row.method for row, *_ in points):
         own = sorted((x, s.value, *_bar(s)) for row, x, s in points if row.method == method)
@@ -110,6 +111,7 @@ def by_depth(results: Sequence[Result]) -> tuple[list[int], list[float], list[li
 
 
 def _maps(results: Sequence[Result], styles: dict[str, LineStyle]) -> Figure:
+    """Heatmaps of one task in a grid of methods × budgets."""
     columns: list[str | None] = list(budgets(results))
     columns = [None, *columns] if any(r.cell.budget is None for r in results) else columns
     methods = [method for method in styles if any(r.cell.method == method for r in results)]

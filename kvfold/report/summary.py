@@ -170,6 +170,7 @@ def budgets(results: Iterable[Result]) -> list[str]:
 
 
 def _row(members: Sequence[Result], full: dict[EvalCell, Result], expected: int) -> ReportRow:
+    """The row of one method and budget, not yet ranked."""
     scored = [result for result in members if result.score is not None]
     return ReportRow(
         method=members[0].cell.method,
@@ -190,6 +191,7 @@ def _row(members: Sequence[Result], full: dict[EvalCell, Result], expected: int)
 
 
 def _place(row: ReportRow, others: Sequence[ReportRow], lower: bool) -> tuple[int, int] | None:
+    """Best and worst rank of a row among complete rows of its budget; None if not ranked."""
     if not _ranked(row) or row.score is None:
         return None
     scores = [o.score for o in others if o.budget == row.budget and _ranked(o) and o.score]
@@ -204,6 +206,7 @@ def _ranked(row: ReportRow) -> bool:
 
 
 def _weights(results: Sequence[Result]) -> list[float]:
+    """Weights that sum to 1: equal per task, and equal per length within a task."""
     count = Counter(result.cell.task for result in results)
     return [1 / (len(count) * count[result.cell.task]) for result in results]
 
@@ -221,6 +224,7 @@ def _prefill(pairs: Sequence[tuple[Result, Result | None]]) -> float | None:
 
 
 def _average(values: Iterable[float | None]) -> float | None:
+    """Mean of the values; None if there are none, or one is None."""
     known = list(values)
     numbers = [value for value in known if value is not None]
     return sum(numbers) / len(numbers) if numbers and len(numbers) == len(known) else None

@@ -93,6 +93,7 @@ def _elsewhere(written: str, answer: str, limit: int) -> Scored:
 
 
 def _compared(written: str, answer: str, limit: int) -> Scored:
+    """Score of the expression `written` against `answer`; by text if either cannot be parsed."""
     math_verify = library("math_verify")
     gold, parsed = (
         math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=limit) for text in (answer, written)

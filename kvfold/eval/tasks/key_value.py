@@ -49,6 +49,7 @@ def question(key: str, value: str) -> Question:
 def _build(
     name: str, questions: int, conversation: bool, size: int, rng: random.Random, index: int
 ) -> TaskRecord:
+    """A record with `size` random pairs and `questions` random keys to look up."""
     pairs = [(identifier(rng), identifier(rng)) for _ in range(size)]
     asked = [rng.randrange(size) for _ in range(questions)]
     return TaskRecord(
@@ -62,6 +63,7 @@ def _build(
 
 
 def _single(request: Request) -> Iterator[TaskRecord | Unreadable]:
+    """Records of kv_retrieval: from the benchmark's rows if given, else generated."""
     if not source.has(request, "kv_retrieval"):
         return fitted(
             request, "kv_retrieval", partial(_build, "kv_retrieval", 1, False), LEAST_PAIRS

@@ -82,6 +82,7 @@ def _score(task: str, metric: str | None, prediction: str, question: Question) -
 
 
 def _task(task: str, extended: bool) -> Task:
+    """The task of LongBench, or of LongBench-E if `extended`."""
     name = f"longbench_e_{task}" if extended else f"longbench_{task}"
     metric = metrics.METRICS[task]
     scores = {metric: partial(_score, task, None)}

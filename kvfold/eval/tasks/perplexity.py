@@ -33,6 +33,7 @@ def window(text: str, start: int, length: int, count: Callable[[str], int]) -> s
 
 
 def _records(request: Request) -> Iterator[TaskRecord]:
+    """Consecutive windows of `request.length` tokens; raises NoData without `request.data`."""
     if request.data is None:
         raise NoData("perplexity needs data: a text file, or a folder of them", "a text")
     text, count = source.text(Path(request.data)), request.counter()

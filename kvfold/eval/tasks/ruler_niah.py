@@ -92,6 +92,7 @@ class Needles:
         vocabulary: Vocabulary,
         rng: random.Random,
     ) -> str:
+        """Needles at random lines among `size` lines of noise, or of distractor needles."""
         lines = [" ".join(wording.NOISE)] * size
         if self.haystack == "needle":
             # Distractors must not share a key with the needles: there would be two right answers.

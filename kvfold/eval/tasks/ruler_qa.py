@@ -71,6 +71,7 @@ def _build(
     rng: random.Random,
     index: int,
 ) -> TaskRecord:
+    """A record with `size` passages: gold ones, then related ones, then any others, shuffled."""
     asked = questions[index % len(questions)]
     chosen = list(asked.passages)
     related = [p for p in dict.fromkeys(asked.related) if p not in chosen]
@@ -90,6 +91,7 @@ def _build(
 def _records(
     name: str, file: str, parse: Callable[[Any], list[PassageQuestion]], request: Request
 ) -> Iterator[TaskRecord | Unreadable]:
+    """Records of a QA task; raises NoData without data, KvfoldError for an unreadable file."""
     path = Path(request.data) if request.data else None
     if path and path.is_dir() and (path / file).is_file():
         path = path / file

@@ -35,6 +35,7 @@ def _listed(words: list[str], repeats: int, others: int, rng: random.Random) -> 
 
 
 def _common(request: Request) -> Iterator[TaskRecord]:
+    """Records of cwe: common words in a numbered list, after a solved example."""
     vocabulary, long = Vocabulary.of(request.words), request.length >= LONG
     example_words, example_repeats = (40, (10, 3)) if long else (20, (3, 1))
     repeats = (30, 3) if long else (6, 1)
@@ -54,6 +55,7 @@ def _common(request: Request) -> Iterator[TaskRecord]:
 
 
 def _frequent(request: Request) -> Iterator[TaskRecord]:
+    """Records of fwe: coded words with Zeta-distributed frequencies."""
     intro, question, prefix = wording.FREQUENT
     limit = ruler.MAX_NEW_TOKENS["fwe"]
     size_of_vocabulary = max((request.length - limit) // 50, 5)

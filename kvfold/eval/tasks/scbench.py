@@ -67,6 +67,7 @@ class _SCBenchRow(source.DatasetRow):
 
 
 def _fields(task: str, row: _SCBenchRow, turn: _Turn) -> dict[str, str]:
+    """Values for the fields in a prompt's braces; raises ValueError if a query lacks one."""
     fields = {"input": turn.input, "first": row.multi_turns[0].input}
     if task == "mf":
         target = re.search(r"The .+ is", turn.input)
@@ -81,6 +82,7 @@ def _fields(task: str, row: _SCBenchRow, turn: _Turn) -> dict[str, str]:
 
 
 def _label(task: str, turn: _Turn) -> Any:
+    """The label in the metric's form: a list of values, or an option's text and letter."""
     values = turn.answer if isinstance(turn.answer, list) else [turn.answer]
     if not values:
         raise ValueError("field 'multi_turns': an answer is empty")

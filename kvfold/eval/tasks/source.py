@@ -100,6 +100,7 @@ def _rows(
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(location, row) pairs of a JSONL file; blank lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -117,6 +118,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _dataset(name: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+    """(location, row) pairs of a hub dataset; raises KvfoldError if it cannot be loaded."""
     try:
         import datasets
     except ImportError as missing:
@@ -137,7 +139,7 @@ def _dataset(name: str, subset: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def haystack(request: Request) -> Path | None:
-    """Path of the haystack: `request.haystack`, else haystack/ or haystack.txt in `request.data`."""
+    """Path of the haystack: `request.haystack`, else haystack or haystack.txt in its `data`."""
     if request.haystack is not None or request.data is None:
         return request.haystack
     found = (Path(request.data) / name for name in ("haystack", "haystack.txt"))

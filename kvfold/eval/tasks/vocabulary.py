@@ -52,6 +52,7 @@ class Vocabulary:
     def _draw(
         self, rng: random.Random, count: int, first: tuple[str, ...] | list[str]
     ) -> list[str]:
+        """`count` distinct words: `first`, then random "adjective-noun" keys, shuffled."""
         if count > len(self.adjectives) * len(self.nouns):
             raise KvfoldError(
                 f"{count:,} different words are too many: give a folder of longer lists"
