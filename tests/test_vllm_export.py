@@ -20,17 +20,17 @@ from kvfold import ContextFileError, KvfoldError, UnsupportedModel
 from kvfold.cache.fork import fork
 from kvfold.contexts.files.format import opened, read_header
 from kvfold.serve.vllm.checkpoint import INDEX, SINGLE
-from kvfold.serve.vllm.compatibility import Fitting
+from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.config_checks import check_engine, context_of
-from kvfold.serve.vllm.equalize import Level
+from kvfold.serve.vllm.equalize import EntryCounts
 from kvfold.serve.vllm.export import pages
-from kvfold.serve.vllm.meta_model import Skeleton
-from kvfold.serve.vllm.per_layer.scheduler import Group, PartsAdmission
+from kvfold.serve.vllm.meta_model import MetaModel
+from kvfold.serve.vllm.per_layer.scheduler import Group, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import Parts, skipped
 from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
 from kvfold.serve.vllm.request import CONTEXT, Asked
-from kvfold.serve.vllm.scheduler import Admission, Load
-from kvfold.serve.vllm.worker import Filling, share
+from kvfold.serve.vllm.scheduler import ContextLoad, SchedulerSide
+from kvfold.serve.vllm.worker import WorkerSide, share
 from tests.test_cli import word_tokenizer
 from tests.test_files import DOCUMENT, KIVI, new_model
 
@@ -77,8 +77,8 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def skeleton(model: Any, folder: Path) -> Skeleton:
-    return Skeleton(model.config, str(folder))
+def meta_model(model: Any, folder: Path) -> MetaModel:
+    return MetaModel(model.config, str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +92,15 @@ def shelf(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def fitting(shelf: Shelf, skeleton: Skeleton) -> Fitting:
-    return Fitting(shelf, skeleton, "float32")
+def compatibility(shelf: Shelf, meta_model: MetaModel) -> CompatibilityCheck:
+    return CompatibilityCheck(shelf, meta_model, "float32")
 
 
-def filled(path: Path, skeleton: Skeleton, heads: slice = slice(None)) -> DynamicCache:
+def filled(path: Path, meta_model: MetaModel, heads: slice = slice(None)) -> DynamicCache:
     """transformers' own cache with what vLLM's pages would hold."""
     cache = DynamicCache()
     with opened(path) as file:
-        for page in pages(file, skeleton, heads, Level.of(file.header)):
+        for page in pages(file, meta_model, heads, EntryCounts.of(file.header)):
             keys, values = (rows.transpose(0, 1)[None] for rows in (page.keys, page.values))
             cache.update(keys.to(values.dtype), values, page.layer)
     return cache
@@ -127,7 +127,7 @@ def assert_served_alike(
     context = kvfold.compress(model, tokenizer, DOCUMENT, method, budget)
     context.save(path)
     own = logits(model, fork(context.cache), context.ids.shape[1], QUESTION_IDS)
-    cache = filled(path, Skeleton(model.config, None))
+    cache = filled(path, MetaModel(model.config, None))
     count = cache.get_seq_length()
     assert count == min(read_header(path).layers[0].kept)
     served = logits(model, cache, count, QUESTION_IDS)
@@ -139,7 +139,7 @@ def assert_served_alike(
         assert (logits(model, plain, count, QUESTION_IDS) - own).abs().max() > 0.02 * spread
 
 
-class Unmoved(Skeleton):
+class Unmoved(MetaModel):
     def move(self, layer: int, keys: Tensor, by: int) -> Tensor:
         return keys.float()
 
@@ -163,7 +163,7 @@ def test_methods_that_keep_equally_many(model, tokenizer, tmp_path, method):
     assert_served_alike(model, tokenizer, tmp_path / "a.kvfold", method, 40)
 
 
-def test_what_was_read_after_the_compression_goes_over_too(model, tokenizer, tmp_path, skeleton):
+def test_what_was_read_after_the_compression_goes_over_too(model, tokenizer, tmp_path, meta_model):
     for spec in ("knorm", "kvzip:level=uniform"):
         context = kvfold.compress(model, tokenizer, DOCUMENT, spec, 40)
         step = torch.tensor([[7]])
@@ -175,12 +175,12 @@ def test_what_was_read_after_the_compression_goes_over_too(model, tokenizer, tmp
         path = tmp_path / "a.kvfold"
         context.save(path)
         own = logits(model, fork(context.cache), ids.shape[1], QUESTION_IDS)
-        cache = filled(path, skeleton)
+        cache = filled(path, meta_model)
         count = cache.get_seq_length()
         served = logits(model, cache, count, QUESTION_IDS)
         assert (own - served).abs().max() < 2e-4 * (own.max() - own.min())
         with opened(path) as file:
-            assert Card.of("a", file, Level.of(file.header)).tokens[-3:] == [7, 7, 7]
+            assert Card.of("a", file, EntryCounts.of(file.header)).tokens[-3:] == [7, 7, 7]
 
 
 def test_a_context_that_keeps_everything_is_not_moved(model, tokenizer, tmp_path):
@@ -191,9 +191,9 @@ def test_half_precision_keys_are_rotated_in_float32(tokenizer, tmp_path):
     model = new_model(dtype=torch.bfloat16)
     context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40)
     context.save(tmp_path / "a.kvfold")
-    skeleton = Skeleton(model.config, None)
+    meta_model = MetaModel(model.config, None)
     with opened(tmp_path / "a.kvfold") as file:
-        page = next(pages(file, skeleton, slice(None), Level.of(file.header)))
+        page = next(pages(file, meta_model, slice(None), EntryCounts.of(file.header)))
     stored = context.cache.states[0].stored().keys[0].float()
     angles = (40 - context.ids.shape[1]) * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
     cos, sin = (torch.cat([f(angles)] * 2) for f in (torch.cos, torch.sin))
@@ -203,10 +203,10 @@ def test_half_precision_keys_are_rotated_in_float32(tokenizer, tmp_path):
     assert (page.keys.transpose(0, 1) - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
-def test_a_rank_reads_its_own_heads(shelf, skeleton):
-    whole = filled(shelf.path("uneven"), skeleton)
+def test_a_rank_reads_its_own_heads(shelf, meta_model):
+    whole = filled(shelf.path("uneven"), meta_model)
     for head in range(2):
-        part = filled(shelf.path("uneven"), skeleton, slice(head, head + 1))
+        part = filled(shelf.path("uneven"), meta_model, slice(head, head + 1))
         for mine, every in zip(part.layers, whole.layers, strict=True):
             assert torch.equal(mine.keys[0, 0], every.keys[0, head])
             assert torch.equal(mine.values[0, 0], every.values[0, head])
@@ -215,7 +215,7 @@ def test_a_rank_reads_its_own_heads(shelf, skeleton):
 # --- levels --------------------------------------------------------------------------------------
 
 
-def test_uneven_heads_give_what_most_heads_keep(model, tokenizer, skeleton, shelf):
+def test_uneven_heads_give_what_most_heads_keep(model, tokenizer, meta_model, shelf):
     context = kvfold.load(shelf.path("uneven"), model, tokenizer)
     kept = [[set(row.tolist()) for row in context.cache.positions(i)[0]] for i in range(4)]
     flat = [head for layer in kept for head in layer]
@@ -224,7 +224,7 @@ def test_uneven_heads_give_what_most_heads_keep(model, tokenizer, skeleton, shel
     card = shelf.card("uneven")
     assert card.kept == count
     assert card.lost == pytest.approx(1 - count * len(flat) / sum(map(len, flat)))
-    cache = filled(shelf.path("uneven"), skeleton)
+    cache = filled(shelf.path("uneven"), meta_model)
     full = filled_full(model, context.ids)
     for layer, heads in enumerate(kept):
         for head, own in enumerate(heads):
@@ -243,17 +243,17 @@ def filled_full(model: Any, ids: Tensor) -> DynamicCache:
 
 def test_levels_report_what_is_lost_and_refuse_too_much(shelf):
     header = read_header(shelf.path("even"))
-    assert Level.of(header) == Level(40, 0.0, (40,) * 4)
+    assert EntryCounts.of(header) == EntryCounts(40, 0.0, (40,) * 4)
 
     def keeping(*counts: int) -> Any:
         layers = [header.layers[0].model_copy(update={"kept": list(counts)})]
         return header.model_copy(update={"layers": layers})
 
-    assert Level.of(keeping(30, 50)) == Level(30, pytest.approx(0.25), (30,))
+    assert EntryCounts.of(keeping(30, 50)) == EntryCounts(30, pytest.approx(0.25), (30,))
     with pytest.raises(KvfoldError, match=r"heads keep 29 to 51 .* 28% of them would be"):
-        Level.of(keeping(29, 51))
+        EntryCounts.of(keeping(29, 51))
     with pytest.raises(KvfoldError, match="kvzip:level=uniform"):
-        Level.of(keeping(0, 0))
+        EntryCounts.of(keeping(0, 0))
 
 
 def test_uneven_layers_are_refused(model, tokenizer, tmp_path):
@@ -321,9 +321,9 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 # --- the served model ----------------------------------------------------------------------------
 
 
-def test_a_context_fits_the_model_that_made_it(fitting, shelf):
+def test_a_context_fits_the_model_that_made_it(compatibility, shelf):
     for name in shelf.ids():
-        fitting.check(shelf.card(name))
+        compatibility.check(shelf.card(name))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_context_fits_the_model_that_made_it(fitting, shelf):
 )
 def test_another_model_is_refused_by_what_differs(shelf, folder, changes, named):
     config = new_model(**changes).config
-    other = Fitting(shelf, Skeleton(config, str(folder)), "float32")
+    other = CompatibilityCheck(shelf, MetaModel(config, str(folder)), "float32")
     with pytest.raises(ContextFileError, match="was made with another") as refusal:
         other.check(shelf.card("even"))
     assert named in str(refusal.value)
@@ -346,19 +346,21 @@ def test_another_model_is_refused_by_what_differs(shelf, folder, changes, named)
 def test_another_family_is_refused(shelf, folder):
     config = new_model("mistral").config
     with pytest.raises(ContextFileError, match="a MistralForCausalLM here, a Llama"):
-        Fitting(shelf, Skeleton(config, str(folder)), "float32").check(shelf.card("even"))
+        CompatibilityCheck(shelf, MetaModel(config, str(folder)), "float32").check(
+            shelf.card("even")
+        )
 
 
 def test_other_weights_of_one_configuration_are_refused(model, shelf, tmp_path):
     new_model(seed=5).save_pretrained(tmp_path)
-    other = Fitting(shelf, Skeleton(model.config, str(tmp_path)), "float32")
+    other = CompatibilityCheck(shelf, MetaModel(model.config, str(tmp_path)), "float32")
     with pytest.raises(ContextFileError, match="the same configuration, but other weights"):
         other.check(shelf.card("even"))
 
 
-def test_another_dtype_is_refused(shelf, skeleton):
+def test_another_dtype_is_refused(shelf, meta_model):
     with pytest.raises(ContextFileError, match="holds float32, and vLLM computes in bfloat16"):
-        Fitting(shelf, skeleton, "bfloat16").check(shelf.card("even"))
+        CompatibilityCheck(shelf, meta_model, "bfloat16").check(shelf.card("even"))
 
 
 def test_weights_are_found_in_several_files_and_in_another_dtype(model, folder, shelf, tmp_path):
@@ -369,14 +371,20 @@ def test_weights_are_found_in_several_files_and_in_another_dtype(model, folder, 
         save_file({name: tensors[name].double() for name in own}, tmp_path / file)
     places = {name: file for file, own in parts.items() for name in own}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-    Fitting(shelf, Skeleton(model.config, str(tmp_path)), "float32").check(shelf.card("even"))
+    CompatibilityCheck(shelf, MetaModel(model.config, str(tmp_path)), "float32").check(
+        shelf.card("even")
+    )
     del places[names[0]]
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(UnsupportedModel, match="has no weight"):
-        Fitting(shelf, Skeleton(model.config, str(tmp_path)), "float32").check(shelf.card("even"))
+        CompatibilityCheck(shelf, MetaModel(model.config, str(tmp_path)), "float32").check(
+            shelf.card("even")
+        )
     (tmp_path / INDEX).unlink()
     with pytest.raises(UnsupportedModel, match="cannot read the weights"):
-        Fitting(shelf, Skeleton(model.config, str(tmp_path)), "float32").check(shelf.card("even"))
+        CompatibilityCheck(shelf, MetaModel(model.config, str(tmp_path)), "float32").check(
+            shelf.card("even")
+        )
 
 
 @pytest.mark.parametrize(
@@ -405,7 +413,7 @@ def test_keys_that_cannot_be_moved_are_refused(family, changes):
     from tests.models import config
 
     with pytest.raises(UnsupportedModel, match="cannot be moved by a constant angle"):
-        Skeleton(config(family, **changes), None)
+        MetaModel(config(family, **changes), None)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2", "gpt_oss", "qwen3_5", "gemma3n", "llama4"])
@@ -413,7 +421,7 @@ def test_layers_of_several_kinds_are_refused(family):
     from tests.models import config
 
     with pytest.raises(UnsupportedModel, match="layers that hold something else"):
-        Skeleton(config(family), None)
+        MetaModel(config(family), None)
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -458,26 +466,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_request_that_would_be_answered_wrongly_is_refused(shelf, fitting, name):
+def test_a_request_that_would_be_answered_wrongly_is_refused(shelf, compatibility, name):
     changes, reason = WRONG[name]
     card = shelf.card("even")
-    assert context_of(request_for(card), shelf, fitting.check) == card
+    assert context_of(request_for(card), shelf, compatibility.check) == card
     with pytest.raises(KvfoldError, match=reason):
-        context_of(request_for(card, **changes), shelf, fitting.check)
+        context_of(request_for(card, **changes), shelf, compatibility.check)
 
 
-def test_a_request_with_nothing_after_its_placeholders_is_refused(shelf, fitting):
+def test_a_request_with_nothing_after_its_placeholders_is_refused(shelf, compatibility):
     card = shelf.card("even")
     request = request_for(card, prompt_token_ids=card.tokens)
     with pytest.raises(KvfoldError, match="nothing follows the 40 placeholders"):
-        context_of(request, shelf, fitting.check)
+        context_of(request, shelf, compatibility.check)
     with pytest.raises(KvfoldError, match="nothing is asked"):
         Asked(card, [])
 
 
-def test_an_ordinary_request_is_none_of_kvfolds_business(shelf, fitting):
+def test_an_ordinary_request_is_none_of_kvfolds_business(shelf, compatibility):
     for changes in ({}, {"cache_salt": "mine"}, {"kv_transfer_params": {"other": 1}}):
-        assert context_of(request_for(None, **changes), shelf, fitting.check) is None
+        assert context_of(request_for(None, **changes), shelf, compatibility.check) is None
 
 
 def engine(**changes: Any) -> Any:
@@ -515,68 +523,68 @@ def test_settings_under_which_pages_would_be_wrong_are_refused():
 
 
 @pytest.fixture
-def admission(shelf: Shelf, fitting: Fitting) -> Admission:
-    return Admission(shelf, fitting, BLOCK)
+def scheduler_side(shelf: Shelf, compatibility: CompatibilityCheck) -> SchedulerSide:
+    return SchedulerSide(shelf, compatibility, BLOCK)
 
 
-def test_a_request_gets_its_context_into_its_own_pages(admission, shelf):
+def test_a_request_gets_its_context_into_its_own_pages(scheduler_side, shelf):
     card = shelf.card("even")
     request = request_for(card)
-    assert admission.matched(request, 0) == (40, False)
-    admission.allocated(request, [[9, 4, 7]], 40)
-    (load,) = admission.take().loads
+    assert scheduler_side.matched(request, 0) == (40, False)
+    scheduler_side.allocated(request, [[9, 4, 7]], 40)
+    (load,) = scheduler_side.take().loads
     assert (load.context, load.salt, load.start) == ("even", card.salt, 0)
     assert load.slots == [*range(144, 160), *range(64, 80), *range(112, 120)]
     assert load.blocks == [9, 4, 7]
-    assert admission.take().loads == []
+    assert scheduler_side.take().loads == []
 
 
-def test_what_is_cached_is_not_loaded_again(admission, shelf):
+def test_what_is_cached_is_not_loaded_again(scheduler_side, shelf):
     request = request_for(shelf.card("even"))
-    assert admission.matched(request, 32) == (8, False)
-    admission.allocated(request, [[9, 4, 7]], 8)
-    (load,) = admission.take().loads
+    assert scheduler_side.matched(request, 32) == (8, False)
+    scheduler_side.allocated(request, [[9, 4, 7]], 8)
+    (load,) = scheduler_side.take().loads
     assert (load.start, load.slots, load.blocks) == (32, list(range(112, 120)), [7])
-    assert admission.matched(request, 48) == (0, False)
-    admission.allocated(request, [[9, 4, 7]], 0)
-    assert admission.take().loads == []
+    assert scheduler_side.matched(request, 48) == (0, False)
+    scheduler_side.allocated(request, [[9, 4, 7]], 0)
+    assert scheduler_side.take().loads == []
 
 
-def test_a_preempted_request_is_loaded_again(admission, shelf):
+def test_a_preempted_request_is_loaded_again(scheduler_side, shelf):
     request = request_for(shelf.card("even"))
-    admission.matched(request, 0)
-    admission.allocated(request, [[1, 2, 3]], 40)
-    admission.take()
+    scheduler_side.matched(request, 0)
+    scheduler_side.allocated(request, [[1, 2, 3]], 40)
+    scheduler_side.take()
     request.num_tokens += 5
-    assert admission.matched(request, 16) == (24, False)
-    admission.allocated(request, [[1, 5, 6]], 24)
-    (load,) = admission.take().loads
+    assert scheduler_side.matched(request, 16) == (24, False)
+    scheduler_side.allocated(request, [[1, 5, 6]], 24)
+    (load,) = scheduler_side.take().loads
     assert load.start == 16 and load.blocks == [5, 6]
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_refused_request_fails_and_nothing_is_computed_for_it(admission, shelf, name):
+def test_a_refused_request_fails_and_nothing_is_computed_for_it(scheduler_side, shelf, name):
     request = request_for(shelf.card("even"), **WRONG[name][0])
-    assert admission.matched(request, 0) == (request.num_tokens, True)
+    assert scheduler_side.matched(request, 0) == (request.num_tokens, True)
     assert request.skip_reading_prefix_cache is False
-    admission.allocated(request, [[1, 2, 3]], request.num_tokens)
-    step = admission.take()
+    scheduler_side.allocated(request, [[1, 2, 3]], request.num_tokens)
+    step = scheduler_side.take()
     assert step.refused == {"r": [1, 2, 3]} and step.loads == []
-    assert admission.take().refused == {}
+    assert scheduler_side.take().refused == {}
 
 
-def test_pages_that_a_refused_request_shares_are_not_spoilt(admission, shelf):
+def test_pages_that_a_refused_request_shares_are_not_spoilt(scheduler_side, shelf):
     request = request_for(shelf.card("even"), kv_transfer_params=None)
-    assert admission.matched(request, 32) == (request.num_tokens - 32, True)
-    admission.allocated(request, [[1, 2, 3]], request.num_tokens - 32)
-    assert admission.take().refused == {"r": [3]}
+    assert scheduler_side.matched(request, 32) == (request.num_tokens - 32, True)
+    scheduler_side.allocated(request, [[1, 2, 3]], request.num_tokens - 32)
+    assert scheduler_side.take().refused == {"r": [3]}
 
 
-def test_an_ordinary_request_is_left_alone(admission):
+def test_an_ordinary_request_is_left_alone(scheduler_side):
     request = request_for(None)
-    assert admission.matched(request, 0) == (0, False)
-    admission.allocated(request, [[1]], 0)
-    step = admission.take()
+    assert scheduler_side.matched(request, 0) == (0, False)
+    scheduler_side.allocated(request, [[1]], 0)
+    step = scheduler_side.take()
     assert step.loads == [] and step.refused == {}
 
 
@@ -620,29 +628,29 @@ def test_parts_are_above_0_and_up_to_1(text):
         Parts.of(text, BLOCK)
 
 
-def test_layers_get_the_last_entries_into_their_own_pages(shelf, skeleton, tmp_path):
+def test_layers_get_the_last_entries_into_their_own_pages(shelf, meta_model, tmp_path):
     (tmp_path / "even.kvfold").write_bytes(shelf.path("even").read_bytes())
     parts = Parts.of("1,1,0.6,0.6", BLOCK)
     own = Shelf(tmp_path, lambda header: dataclasses.replace(parts.level(header), lost=0.0))
     card = dataclasses.replace(own.card("even"))
     level = own.level(read_header(own.path("even")))
     assert (level.count, level.layers) == (40, (40, 40, 24, 24))
-    admission = PartsAdmission(own, Fitting(own, skeleton, "float32"), BLOCK)
-    admission.groups = [Group([0, 1], 1.0), Group([2, 3], 0.6)]
+    scheduler_side = PartsSchedulerSide(own, CompatibilityCheck(own, meta_model, "float32"), BLOCK)
+    scheduler_side.groups = [Group([0, 1], 1.0), Group([2, 3], 0.6)]
     request = request_for(card)
-    assert admission.matched(request, 0) == (40, False)
-    admission.allocated(request, [[1, 2, 3], [0, 5, 4]], 40)
-    (load,) = admission.take().loads
+    assert scheduler_side.matched(request, 0) == (40, False)
+    scheduler_side.allocated(request, [[1, 2, 3], [0, 5, 4]], 40)
+    (load,) = scheduler_side.take().loads
     layers = {i: Layer(2) for i in range(4)}
-    filling_of(own, skeleton).fill(layers, load)
+    worker_side_of(own, meta_model).fill(layers, load)
     for index, size in enumerate(level.layers):
         slots = load.by_layer[index]
         assert len(slots) == size and layers[index].kv_cache[0, slots].isfinite().all()
         assert layers[index].kv_cache[0, :, 0, 0].isfinite().sum() == size
     for blocks in ([[1, 2, 3], [6, 5, 4]], [[1, 2, 3], [0, 0, 4]], [[0, 2, 3], [0, 5, 4]]):
-        admission.matched(request, 0)
+        scheduler_side.matched(request, 0)
         with pytest.raises(KvfoldError, match="left other pages"):
-            admission.allocated(request, blocks, 40)
+            scheduler_side.allocated(request, blocks, 40)
 
 
 # --- a worker's half -----------------------------------------------------------------------------
@@ -662,20 +670,20 @@ class Layer:
         pages[0, slots], pages[1, slots] = keys, values
 
 
-def load_of(card: Card, blocks: list[int], start: int = 0) -> Load:
+def load_of(card: Card, blocks: list[int], start: int = 0) -> ContextLoad:
     slots = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, card.kept)]
-    return Load(card.id, card.salt, start, slots, blocks[start // BLOCK :])
+    return ContextLoad(card.id, card.salt, start, slots, blocks[start // BLOCK :])
 
 
-def filling_of(shelf: Shelf, skeleton: Skeleton, rank: int = 0, size: int = 1) -> Filling:
-    return Filling(shelf, skeleton, torch.float32, BLOCK, rank, size)
+def worker_side_of(shelf: Shelf, meta_model: MetaModel, rank: int = 0, size: int = 1) -> WorkerSide:
+    return WorkerSide(shelf, meta_model, torch.float32, BLOCK, rank, size)
 
 
-def test_pages_hold_the_context_in_order(shelf, skeleton):
-    load, filling = load_of(shelf.card("even"), [5, 1, 3]), filling_of(shelf, skeleton)
+def test_pages_hold_the_context_in_order(shelf, meta_model):
+    load, worker_side = load_of(shelf.card("even"), [5, 1, 3]), worker_side_of(shelf, meta_model)
     layers = {i: Layer(2) for i in range(4)}
-    filling.fill(layers, load)
-    expected = filled(shelf.path("even"), skeleton)
+    worker_side.fill(layers, load)
+    expected = filled(shelf.path("even"), meta_model)
     for index, layer in layers.items():
         rows = layer.kv_cache[:, load.slots]
         assert torch.equal(rows[0].transpose(0, 1)[None], expected.layers[index].keys)
@@ -685,12 +693,12 @@ def test_pages_hold_the_context_in_order(shelf, skeleton):
         assert layer.kv_cache[:, untouched].isnan().all()
 
 
-def test_ranks_hold_their_own_heads(shelf, skeleton):
+def test_ranks_hold_their_own_heads(shelf, meta_model):
     load = load_of(shelf.card("even"), [0, 1, 2])
-    expected = filled(shelf.path("even"), skeleton)
+    expected = filled(shelf.path("even"), meta_model)
     for rank in range(2):
         layers = {i: Layer(1) for i in range(4)}
-        filling_of(shelf, skeleton, rank, 2).fill(layers, load)
+        worker_side_of(shelf, meta_model, rank, 2).fill(layers, load)
         for index, layer in layers.items():
             keys = layer.kv_cache[0, load.slots, 0]
             assert torch.equal(keys, expected.layers[index].keys[0, rank])
@@ -703,35 +711,37 @@ def test_heads_are_dealt_out_as_vllm_does():
         share(6, 0, 4)
 
 
-def test_a_missing_slice_of_heads_is_refused(shelf, skeleton):
+def test_a_missing_slice_of_heads_is_refused(shelf, meta_model):
     load = load_of(shelf.card("even"), [0, 1, 2])
     # One of two ranks, which thinks that it is alone.
     layers = {i: Layer(1) for i in range(4)}
     with pytest.raises(KvfoldError, match=r"holds 1 heads of size 8 .* gives 2"):
-        filling_of(shelf, skeleton).fill(layers, load)
+        worker_side_of(shelf, meta_model).fill(layers, load)
     with pytest.raises(KvfoldError, match=r"holds 2 heads of size 16"):
-        filling_of(shelf, skeleton).fill({i: Layer(2, 16) for i in range(4)}, load)
+        worker_side_of(shelf, meta_model).fill({i: Layer(2, 16) for i in range(4)}, load)
     other = {i: Layer(2) for i in range(4)}
     del other[0].impl.do_kv_cache_update
     with pytest.raises(KvfoldError, match="fills its pages in the attention itself"):
-        filling_of(shelf, skeleton).fill(other, load)
+        worker_side_of(shelf, meta_model).fill(other, load)
     with pytest.raises(KvfoldError, match="no attention layer 3"):
-        filling_of(shelf, skeleton).fill({i: Layer(2) for i in range(3)}, load)
+        worker_side_of(shelf, meta_model).fill({i: Layer(2) for i in range(3)}, load)
 
 
-def test_a_broken_page_is_remembered(shelf, skeleton, monkeypatch):
-    card, filling = shelf.card("even"), filling_of(shelf, skeleton)
+def test_a_broken_page_is_remembered(shelf, meta_model, monkeypatch):
+    card, worker_side = shelf.card("even"), worker_side_of(shelf, meta_model)
     first, again = ({i: Layer(2) for i in range(4)} for _ in range(2))
-    filling.fill(first, load_of(card, [0, 1, 2]))
+    worker_side.fill(first, load_of(card, [0, 1, 2]))
     monkeypatch.setattr(shelf, "path", lambda name: pytest.fail("the file is read again"))
     load = load_of(card, [0, 1, 6], start=2 * BLOCK)
-    filling.fill(again, load)
+    worker_side.fill(again, load)
     for index, layer in again.items():
         expected = first[index].kv_cache[:, 2 * BLOCK : 40]
         assert torch.equal(layer.kv_cache[:, load.slots], expected)
 
 
-def test_a_file_that_was_replaced_meanwhile_is_refused(shelf, skeleton):
+def test_a_file_that_was_replaced_meanwhile_is_refused(shelf, meta_model):
     card = dataclasses.replace(shelf.card("even"), salt=shelf.card("other").salt)
     with pytest.raises(ContextFileError, match="was replaced meanwhile"):
-        filling_of(shelf, skeleton).fill({i: Layer(2) for i in range(4)}, load_of(card, [0, 1, 2]))
+        worker_side_of(shelf, meta_model).fill(
+            {i: Layer(2) for i in range(4)}, load_of(card, [0, 1, 2])
+        )

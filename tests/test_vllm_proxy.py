@@ -15,11 +15,11 @@ import pytest
 import kvfold
 from kvfold import KvfoldError
 from kvfold.cli.serve_vllm import serve
-from kvfold.serve.vllm.auth import Door
-from kvfold.serve.vllm.catalog import Contexts
-from kvfold.serve.vllm.compatibility import Fitting
-from kvfold.serve.vllm.launch import Engine, started
-from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.auth import ProxyAuth
+from kvfold.serve.vllm.catalog import ContextCatalog
+from kvfold.serve.vllm.compatibility import CompatibilityCheck
+from kvfold.serve.vllm.launch import VllmOptions, started
+from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import Shelf
 from kvfold.serve.vllm.proxy import Proxy, build
 from tests.test_files import DOCUMENT, KIVI, new_model
@@ -44,7 +44,9 @@ def context(tokenizer: Any) -> kvfold.Context:
 
 
 @pytest.fixture(scope="module")
-def contexts(context: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Contexts:
+def contexts(
+    context: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> ContextCatalog:
     """`a` can be asked, `packed` and `stranger` cannot."""
     folder = tmp_path_factory.mktemp("contexts")
     model = context.model
@@ -54,21 +56,23 @@ def contexts(context: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFact
     kvfold.compress(other, tokenizer, DOCUMENT, "snapkv", 40).save(folder / "stranger.kvfold")
     model.save_pretrained(folder / "model")
     shelf = Shelf(folder)
-    fitting = Fitting(shelf, Skeleton(model.config, str(folder / "model")), "float32")
-    return Contexts(shelf, fitting, tokenizer)
+    compatibility = CompatibilityCheck(
+        shelf, MetaModel(model.config, str(folder / "model")), "float32"
+    )
+    return ContextCatalog(shelf, compatibility, tokenizer)
 
 
 class Fake:
     """A vLLM behind the proxy: what it was sent, and what it answers."""
 
-    def __init__(self, contexts: Contexts, key: str | None = None) -> None:
+    def __init__(self, contexts: ContextCatalog, key: str | None = None) -> None:
         self.seen: list[httpx.Request] = []
         self.size = 2**20
         self.answer: Callable[[httpx.Request], httpx.Response] = lambda _: completion()
         client = httpx.AsyncClient(
             base_url="http://vllm", transport=httpx.MockTransport(self._answered)
         )
-        self.app = build(Proxy(contexts, client, Door(key, LARGEST), LONGEST))
+        self.app = build(Proxy(contexts, client, ProxyAuth(key, LARGEST), LONGEST))
 
     def _answered(self, request: httpx.Request) -> httpx.Response:
         self.seen.append(request)
@@ -95,7 +99,7 @@ class Fake:
 
 
 @pytest.fixture
-def vllm(contexts: Contexts) -> Fake:
+def vllm(contexts: ContextCatalog) -> Fake:
     return Fake(contexts)
 
 
@@ -206,8 +210,10 @@ def test_an_altered_file_is_refused_before_vllm_fails(context, tokenizer, tmp_pa
     context.save(file)
     context.model.save_pretrained(tmp_path / "model")
     shelf = Shelf(tmp_path)
-    fitting = Fitting(shelf, Skeleton(context.model.config, str(tmp_path / "model")), "float32")
-    vllm = Fake(Contexts(shelf, fitting, tokenizer))
+    compatibility = CompatibilityCheck(
+        shelf, MetaModel(context.model.config, str(tmp_path / "model")), "float32"
+    )
+    vllm = Fake(ContextCatalog(shelf, compatibility, tokenizer))
     assert vllm.ask("POST", "/v1/chat/completions", json=CHAT).status_code == 200
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -325,7 +331,7 @@ def test_the_key_and_the_size_are_checked(contexts):
 def test_many_values_are_refused_and_deep_ones_are_vllm_s_own_business(vllm, contexts):
     refused = vllm.ask("POST", "/v1/completions", content=b"[" + b"0," * 2400 + b"0]")
     assert refused.status_code == 200
-    vllm.app = build(Proxy(contexts, httpx.AsyncClient(), Door(None, LARGEST, 1000), LONGEST))
+    vllm.app = build(Proxy(contexts, httpx.AsyncClient(), ProxyAuth(None, LARGEST, 1000), LONGEST))
     refused = vllm.ask("POST", "/v1/completions", content=b"[" + b"0," * 2400 + b"0]")
     assert refused.status_code == 413 and "1000 values" in refused.text
 
@@ -333,7 +339,7 @@ def test_many_values_are_refused_and_deep_ones_are_vllm_s_own_business(vllm, con
 def test_another_vocabulary_is_refused(contexts, tokenizer):
     other = word_tokenizer()
     other.add_tokens(["more"])
-    vllm = Fake(Contexts(contexts.shelf, contexts.fitting, other))
+    vllm = Fake(ContextCatalog(contexts.shelf, contexts.compatibility, other))
     answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT)
     assert answer.status_code == 400 and "another vocabulary" in answer.text
 
@@ -342,7 +348,9 @@ def test_another_vocabulary_is_refused(contexts, tokenizer):
 
 
 def test_vllm_is_started_with_the_connector_and_its_own_arguments(tmp_path):
-    engine = Engine("model", "name", "bfloat16", tmp_path, None, ["--tensor-parallel-size", "2"])
+    engine = VllmOptions(
+        "model", "name", "bfloat16", tmp_path, None, ["--tensor-parallel-size", "2"]
+    )
     command = engine.command(5000)
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     options = dict(zip(command[3::2], command[4::2], strict=True))
@@ -359,7 +367,7 @@ def test_vllm_is_started_with_the_connector_and_its_own_arguments(tmp_path):
     }
 
 
-class Short(Engine):
+class Short(VllmOptions):
     """A child that ends at once."""
 
     def command(self, port: int) -> list[str]:

@@ -18,7 +18,7 @@ from kvfold import KvfoldError
 from kvfold.bundled import FOLDER
 from kvfold.contexts.files.format import opened, read_header
 from kvfold.serve.vllm.export import pages
-from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
 from kvfold.serve.vllm.placeholders import Shelf
 from kvfold.serve.vllm.request import CONTEXT
@@ -30,9 +30,9 @@ BLOCK, PLAIN = 32, list(range(5, 105))
 
 def truth(made: Kvfold, path: Path, level: Any, question: list[int]) -> list[int]:
     """Greedy tokens of transformers, token by token: its masks know one length for all layers."""
-    cache, skeleton = DynamicCache(), Skeleton(made.model.config, str(FOLDER))
+    cache, meta_model = DynamicCache(), MetaModel(made.model.config, str(FOLDER))
     with opened(path) as file:
-        for page in pages(file, skeleton, slice(None), level):
+        for page in pages(file, meta_model, slice(None), level):
             keys, values = (rows.transpose(0, 1)[None] for rows in (page.keys, page.values))
             cache.update(keys, values, page.layer)
     pending, found = list(question), list[int]()

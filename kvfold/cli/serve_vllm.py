@@ -43,16 +43,16 @@ def serve(
         from transformers import AutoTokenizer
 
         from kvfold.serve.process import listening
-        from kvfold.serve.vllm.catalog import Contexts
-        from kvfold.serve.vllm.compatibility import Fitting
-        from kvfold.serve.vllm.launch import Engine
+        from kvfold.serve.vllm.catalog import ContextCatalog
+        from kvfold.serve.vllm.compatibility import CompatibilityCheck
+        from kvfold.serve.vllm.launch import VllmOptions
         from kvfold.serve.vllm.launch import serve as run
-        from kvfold.serve.vllm.meta_model import Skeleton
+        from kvfold.serve.vllm.meta_model import MetaModel
         from kvfold.serve.vllm.placeholders import Shelf
     place, config, dtype = _model(model)
     shelf = Shelf(folder)
-    fitting = Fitting(shelf, Skeleton(config, place), dtype)
-    contexts = Contexts(shelf, fitting, AutoTokenizer.from_pretrained(place))
+    compatibility = CompatibilityCheck(shelf, MetaModel(config, place), dtype)
+    contexts = ContextCatalog(shelf, compatibility, AutoTokenizer.from_pretrained(place))
     bound = listening(host, port)
     for about in contexts.all():
         if "refused" in about:
@@ -61,7 +61,7 @@ def serve(
             lost = f"{about['id']} loses {about['lost']:.1%} of its entries: counts are levelled"
             errors().print(lost, markup=False)
     name = Path(model).name if Path(model).is_dir() else model
-    engine = Engine(place, name, dtype, folder, api_key, shlex.split(arguments))
+    engine = VllmOptions(place, name, dtype, folder, api_key, shlex.split(arguments))
     address = bound.getsockname()
     out.print(
         f"{name} at http://{address[0]}:{address[1]}/v1 once vLLM is ready, contexts of {folder}",

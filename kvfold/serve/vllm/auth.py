@@ -14,7 +14,7 @@ from kvfold.serve.settings import ServerSettings
 
 
 @dataclass(frozen=True)
-class Door:
+class ProxyAuth:
     """API key, if one is set, and limits of bodies: `body` bytes, `values` JSON values.
 
     A body must be complete within `timeout` seconds. Paths for monitoring need no key.

@@ -14,20 +14,24 @@ from kvfold.hf.chat_template import Frame
 from kvfold.serve.errors import ApiError
 from kvfold.serve.prompts import Prompts
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
-from kvfold.serve.vllm.compatibility import Fitting
+from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
 from kvfold.serve.vllm.request import Asked, check_vocabulary, vocabulary
 
 
-class Contexts:
+class ContextCatalog:
     """Contexts of a folder; makes prompts of vLLM from requests over them.
 
     Raises ApiError for a context that is missing or cannot be served, and for a malformed request.
     """
 
-    def __init__(self, shelf: Shelf, fitting: Fitting, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.shelf, self.fitting = shelf, fitting
-        self.prompts = Prompts(tokenizer, Frame.of(tokenizer), fitting.skeleton.config.vocab_size)
+    def __init__(
+        self, shelf: Shelf, compatibility: CompatibilityCheck, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.shelf, self.compatibility = shelf, compatibility
+        self.prompts = Prompts(
+            tokenizer, Frame.of(tokenizer), compatibility.meta_model.config.vocab_size
+        )
         self.vocabulary = vocabulary(tokenizer)
         self._read: dict[str, tuple[Card, ContextFileError | None]] = {}
 
@@ -55,14 +59,14 @@ class Contexts:
     def _about(self, name: str) -> dict[str, Any]:
         about: dict[str, Any] = {"id": name, "object": "context"}
         try:
-            card = self._fitting(name)
+            card = self._servable(name)
         except KvfoldError as problem:
             return about | {"refused": str(problem)}
         return about | {"tokens": card.seen, "kept": card.kept, "lost": card.lost}
 
     def _card(self, name: str | None) -> Card:
         try:
-            return self._fitting(name)
+            return self._servable(name)
         except UnknownContext as problem:
             message = f"there is no context {name!r}"
             raise ApiError(404, message, code="context_not_found", param="context_id") from problem
@@ -70,10 +74,10 @@ class Contexts:
             code = "context_refused"
             raise ApiError(400, str(problem), code=code, param="context_id") from problem
 
-    def _fitting(self, name: str | None) -> Card:
+    def _servable(self, name: str | None) -> Card:
         card = self.shelf.card(name)
         check_vocabulary(card, self.vocabulary)
-        self.fitting.check(card)
+        self.compatibility.check(card)
         self._check_whole(card)
         return card
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError
-from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import Card, Shelf
 
 
-class Fitting:
-    """Compares files of `shelf` with the model of `skeleton`, served in `dtype` ("bfloat16")."""
+class CompatibilityCheck:
+    """Compares files of `shelf` with the model of `meta_model`, served in `dtype` ("bfloat16")."""
 
-    def __init__(self, shelf: Shelf, skeleton: Skeleton, dtype: str) -> None:
-        self.shelf, self.skeleton, self.dtype = shelf, skeleton, dtype
+    def __init__(self, shelf: Shelf, meta_model: MetaModel, dtype: str) -> None:
+        self.shelf, self.meta_model, self.dtype = shelf, meta_model, dtype
         self._fits: set[str] = set()
 
     def check(self, card: Card) -> None:
@@ -26,5 +26,5 @@ class Fitting:
                     f"{file.path} holds {file.header.dtype}, and vLLM computes in {self.dtype}: "
                     f"serve with --dtype {file.header.dtype}, or compress the document again"
                 )
-            self.skeleton.check(file)
+            self.meta_model.check(file)
         self._fits.add(card.salt)

@@ -15,12 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.compatibility import Fitting
+from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.config_checks import check_engine
-from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import Shelf
-from kvfold.serve.vllm.scheduler import Admission, Load, Step, logger
-from kvfold.serve.vllm.worker import Filling
+from kvfold.serve.vllm.scheduler import ContextLoad, SchedulerSide, Step, logger
+from kvfold.serve.vllm.worker import WorkerSide
 
 
 @dataclass
@@ -38,7 +38,7 @@ class KvfoldConnector(KVConnectorBase_V1):
     settings of vLLM under which answers would be wrong.
     """
 
-    Admission = Admission
+    SchedulerSide = SchedulerSide
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -48,16 +48,18 @@ class KvfoldConnector(KVConnectorBase_V1):
             raise KvfoldError('name the folder of contexts: kv_connector_extra_config["contexts"]')
         model = vllm_config.model_config
         block = vllm_config.cache_config.block_size
-        shelf, skeleton = self.shelf(folder, block), Skeleton(model.hf_config, model.model)
+        shelf, meta_model = self.shelf(folder, block), MetaModel(model.hf_config, model.model)
         # The other one stays None: a process is either scheduler or worker.
-        self.admission: Any = None
-        self.filling: Any = None
+        self.scheduler_side: Any = None
+        self.worker_side: Any = None
         if role == KVConnectorRole.SCHEDULER:
             dtype = str(model.dtype).removeprefix("torch.")
-            self.admission = self.Admission(shelf, Fitting(shelf, skeleton, dtype), block)
+            self.scheduler_side = self.SchedulerSide(
+                shelf, CompatibilityCheck(shelf, meta_model, dtype), block
+            )
         else:
             rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-            self.filling = Filling(shelf, skeleton, model.dtype, block, rank, size)
+            self.worker_side = WorkerSide(shelf, meta_model, model.dtype, block, rank, size)
         self._failed: set[int] = set()
         self._refused: set[str] = set()
 
@@ -74,16 +76,16 @@ class KvfoldConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        return self.admission.matched(request, num_computed_tokens)
+        return self.scheduler_side.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.admission.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self.scheduler_side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
-        return Metadata(self.admission.take())
+        return Metadata(self.scheduler_side.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        self.admission.forget(request)
+        self.scheduler_side.forget(request)
         return False, None
 
     # --- in a worker -----------------------------------------------------------------------------
@@ -102,13 +104,13 @@ class KvfoldConnector(KVConnectorBase_V1):
         }
         for load in step.loads:
             try:
-                self.filling.fill(layers, load)
+                self.worker_side.fill(layers, load)
             # An exception here would end the engine with all its requests.
             except (KvfoldError, OSError, RuntimeError) as problem:
                 logger.error("context %s could not be loaded: %s", load.context, problem)
                 self.load_failed(load, problem)
 
-    def load_failed(self, load: Load, problem: Exception) -> None:
+    def load_failed(self, load: ContextLoad, problem: Exception) -> None:
         """Reports the pages of a load as failed; vLLM then fails the requests that hold them."""
         self._failed.update(load.blocks)
 

@@ -23,7 +23,7 @@ LEAST = 0.75
 
 
 @dataclass(frozen=True)
-class Level:
+class EntryCounts:
     """Entry counts of a context in vLLM.
 
     Args:
@@ -37,13 +37,13 @@ class Level:
     layers: tuple[int, ...]
 
     @classmethod
-    def of(cls, header: Header) -> Level:
+    def of(cls, header: Header) -> EntryCounts:
         """The same count in every layer and head; raises KvfoldError if too much would be lost."""
         count = min(count for layer in header.layers for count in layer.kept)
         return cls.checked(header, count, (count,) * len(header.layers))
 
     @classmethod
-    def checked(cls, header: Header, count: int, layers: tuple[int, ...]) -> Level:
+    def checked(cls, header: Header, count: int, layers: tuple[int, ...]) -> EntryCounts:
         """These counts; raises KvfoldError if too much would be lost, or a layer had no entries."""
         counts = [count for layer in header.layers for count in layer.kept]
         pairs = zip(layers, header.layers, strict=True)

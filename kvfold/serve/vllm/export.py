@@ -19,8 +19,8 @@ from kvfold.contexts.files.layers import BY_HEAD
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named
 from kvfold.methods.base import parse
-from kvfold.serve.vllm.equalize import Level, voted, votes
-from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.equalize import EntryCounts, voted, votes
+from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
@@ -92,19 +92,21 @@ def entries(file: ContextFile, part: LayerPart, heads: range) -> Entries:
     return Entries(keys[0], values[0], store.positions[0])
 
 
-def pages(file: ContextFile, skeleton: Skeleton, heads: slice, level: Level) -> Iterator[Pages]:
+def pages(
+    file: ContextFile, meta_model: MetaModel, heads: slice, level: EntryCounts
+) -> Iterator[Pages]:
     """KV heads `heads` of each layer in turn; raises what `check_plain` raises."""
     check_plain(file)
     header = file.header
     kept = votes(file) if level.lost else torch.zeros(header.seen)
     for part, count in zip(header.layers, level.layers, strict=True):
         held = entries(file, part, range(len(part.kept))[heads])
-        keys = skeleton.move(part.index, held.keys, level.count - header.seen)
+        keys = meta_model.move(part.index, held.keys, level.count - header.seen)
         sinks = _moving_sinks(file, part)
         if sinks:
             # As in the cache: sinks are moved up to the oldest recent token.
             first = (held.places >= 0) & (held.places < sinks)
-            up = skeleton.move(part.index, held.keys, level.count - part.kept[0])
+            up = meta_model.move(part.index, held.keys, level.count - part.kept[0])
             keys = torch.where(first[..., None], up, keys)
         slots = voted(kept, held.places, count)[..., None]
         yield Pages(part.index, _chosen(keys, slots), _chosen(held.values, slots))

@@ -23,17 +23,17 @@ from fastapi import FastAPI
 from kvfold.errors import KvfoldError
 from kvfold.serve.connections import limited
 from kvfold.serve.settings import ServerSettings
-from kvfold.serve.vllm.auth import Door
-from kvfold.serve.vllm.catalog import Contexts
+from kvfold.serve.vllm.auth import ProxyAuth
+from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.proxy import Proxy, build
 
 LOCAL = "127.0.0.1"
 # Seconds: between checks of a starting child, and for a child to end.
-LOOK, ENDING = 0.5, 20.0
+POLL, TERMINATION = 0.5, 20.0
 
 
 @dataclass(frozen=True)
-class Engine:
+class VllmOptions:
     """Options that vLLM is started with.
 
     `model` is a path or hub id, `name` its name in the API, `contexts` the folder of context files,
@@ -73,7 +73,7 @@ class Engine:
         ]
 
 
-class Server(uvicorn.Server):
+class ProxyServer(uvicorn.Server):
     """uvicorn server of the proxy; exits also if vLLM does."""
 
     def __init__(self, app: FastAPI, child: subprocess.Popen[bytes]) -> None:
@@ -89,22 +89,24 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(engine: Engine, contexts: Contexts, bound: socket.socket, *, body: int) -> None:
+def serve(
+    engine: VllmOptions, contexts: ContextCatalog, bound: socket.socket, *, body: int
+) -> None:
     """Runs vLLM and the proxy on a bound socket until stopped; `body` bounds requests, in bytes.
 
     Raises KvfoldError if vLLM does not start, or ends by itself.
     """
-    with _ending_well(), started(engine) as (child, address):
+    with _exit_on_sigterm(), started(engine) as (child, address):
         longest = _longest(address, engine.api_key)
         client = httpx.AsyncClient(base_url=address, timeout=None)
-        proxy = Proxy(contexts, client, Door(engine.api_key, body), longest)
-        Server(build(proxy), child).run([bound])
+        proxy = Proxy(contexts, client, ProxyAuth(engine.api_key, body), longest)
+        ProxyServer(build(proxy), child).run([bound])
         if child.poll() is not None:
             raise KvfoldError(f"vLLM has ended with code {child.returncode}: its log is above")
 
 
 @contextmanager
-def _ending_well() -> Iterator[None]:
+def _exit_on_sigterm() -> Iterator[None]:
     """Turns SIGTERM into SystemExit within the block, so that vLLM is stopped, too."""
 
     def end(number: int, frame: Any) -> None:
@@ -118,7 +120,7 @@ def _ending_well() -> Iterator[None]:
 
 
 @contextmanager
-def started(engine: Engine) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def started(engine: VllmOptions) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The process of vLLM and its address, once it is ready.
 
     Raises KvfoldError if it ends first.
@@ -149,7 +151,7 @@ def _wait(child: subprocess.Popen[bytes], address: str) -> None:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{address}/health", timeout=5).status_code == 200:
                 return
-        time.sleep(LOOK)
+        time.sleep(POLL)
 
 
 def _longest(address: str, api_key: str | None) -> int:
@@ -163,7 +165,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """Terminates vLLM; kills its process group if that takes too long."""
     child.terminate()
     with suppress(subprocess.TimeoutExpired):
-        child.wait(ENDING)
+        child.wait(TERMINATION)
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -20,7 +20,7 @@ from kvfold.hf.stock_layers import is_compressible, stock_layers
 from kvfold.serve.vllm.checkpoint import weights
 
 
-class Skeleton:
+class MetaModel:
     """A model on the meta device, built from its configuration; rotary frequencies are real.
 
     `folder` is the checkpoint's, or a hub id. Raises UnsupportedModel if keys cannot be moved by a

@@ -15,7 +15,7 @@ from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import Frame
 from kvfold.serve.context_folder import SUFFIX
 from kvfold.serve.request_schemas import CONTEXT_ID
-from kvfold.serve.vllm.equalize import Level, voted, votes
+from kvfold.serve.vllm.equalize import EntryCounts, voted, votes
 from kvfold.serve.vllm.export import check_plain
 
 # Prefix of every context's salt.
@@ -55,7 +55,7 @@ class Card:
         return len(self.tokens)
 
     @classmethod
-    def of(cls, name: str, file: ContextFile, level: Level) -> Card:
+    def of(cls, name: str, file: ContextFile, level: EntryCounts) -> Card:
         """The card of an open file; raises what `check_plain` raises."""
         check_plain(file)
         header = file.header
@@ -89,7 +89,9 @@ class Shelf:
     entries would be lost. Raises KvfoldError if there is no such folder.
     """
 
-    def __init__(self, folder: str | Path, level: Callable[[Header], Level] = Level.of) -> None:
+    def __init__(
+        self, folder: str | Path, level: Callable[[Header], EntryCounts] = EntryCounts.of
+    ) -> None:
         self.folder, self.level = Path(folder), level
         if not self.folder.is_dir():
             raise KvfoldError(f"there is no folder {self.folder} of contexts")

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvfold.serve.errors import ApiError, invalid
 from kvfold.serve.request_schemas import AnswerRequest, ChatRequest, CompletionRequest
-from kvfold.serve.vllm.auth import Door
-from kvfold.serve.vllm.catalog import Contexts
+from kvfold.serve.vllm.auth import ProxyAuth
+from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.chat import chunks, message
 from kvfold.serve.vllm.request import Asked
 
@@ -38,13 +38,13 @@ class Proxy:
     """Handlers of all routes. `client` reaches vLLM, `longest` is its `max_model_len` in tokens."""
 
     def __init__(
-        self, contexts: Contexts, client: httpx.AsyncClient, door: Door, longest: int
+        self, contexts: ContextCatalog, client: httpx.AsyncClient, auth: ProxyAuth, longest: int
     ) -> None:
-        self.contexts, self.client, self.door, self.longest = contexts, client, door, longest
+        self.contexts, self.client, self.auth, self.longest = contexts, client, auth, longest
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        body = await self.door.read(request)
+        body = await self.auth.read(request)
         asking = await run_in_threadpool(_naming_a_context, body, ChatRequest)
         if asking is None:
             return await self._forward(request, body)
@@ -61,7 +61,7 @@ class Proxy:
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        body = await self.door.read(request)
+        body = await self.auth.read(request)
         asking = await run_in_threadpool(_naming_a_context, body, CompletionRequest)
         if asking is None:
             return await self._forward(request, body)
@@ -70,12 +70,12 @@ class Proxy:
 
     async def held(self, request: Request) -> dict[str, Any]:
         """`GET /v1/contexts`: all contexts; those that cannot be served with the reason."""
-        self.door.check(request)
+        self.auth.check(request)
         return {"object": "list", "data": await run_in_threadpool(self.contexts.all)}
 
     async def other(self, request: Request) -> Response:
         """Any other route, forwarded unchanged."""
-        return await self._forward(request, await self.door.read(request))
+        return await self._forward(request, await self.auth.read(request))
 
     async def _complete(
         self, request: Request, asking: AnswerRequest, asked: Asked

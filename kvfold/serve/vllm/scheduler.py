@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.compatibility import Fitting
+from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.config_checks import context_of
 from kvfold.serve.vllm.placeholders import Card, Shelf
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.kvfold")
 
 
 @dataclass(frozen=True)
-class Load:
+class ContextLoad:
     """Loading of a context's entries, from index `start` on, into vLLM's cache.
 
     `slots[i]` is the cache slot of entry `start + i`, `blocks` are the pages that hold the slots.
@@ -37,11 +37,11 @@ class Load:
 class Step:
     """Work of one engine step: contexts to load, and failed requests with their pages."""
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[ContextLoad] = field(default_factory=list)
     refused: dict[str, list[int]] = field(default_factory=dict)
 
 
-class Admission:
+class SchedulerSide:
     """Requests from their arrival to the step that loads their context; pages of `block` tokens.
 
     A refused request claims that all its tokens are loaded asynchronously: vLLM computes nothing
@@ -49,8 +49,8 @@ class Admission:
     exception here would end the engine with all its requests.
     """
 
-    def __init__(self, shelf: Shelf, fitting: Fitting, block: int) -> None:
-        self.shelf, self.fitting, self.block = shelf, fitting, block
+    def __init__(self, shelf: Shelf, compatibility: CompatibilityCheck, block: int) -> None:
+        self.shelf, self.compatibility, self.block = shelf, compatibility, block
         self._local: dict[str, tuple[Card, int]] = {}
         self._refused: dict[str, int] = {}
         self._step = Step()
@@ -58,7 +58,7 @@ class Admission:
     def matched(self, request: Any, local: int) -> tuple[int, bool]:
         """Tokens beyond the first `local` that come from a context; True if asynchronously."""
         try:
-            card = context_of(request, self.shelf, self.fitting.check)
+            card = context_of(request, self.shelf, self.compatibility.check)
         except KvfoldError as problem:
             logger.error("request %s is refused: %s", request.request_id, problem)
             self._refused[request.request_id] = local
@@ -82,14 +82,16 @@ class Admission:
         if known is not None and count:
             self._step.loads.append(self.load(*known, count, blocks))
 
-    def load(self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]) -> Load:
+    def load(
+        self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]
+    ) -> ContextLoad:
         """The load of `count` entries from index `start` on into the pages of the only group."""
         own = blocks[0]
         slots = [
             own[i // self.block] * self.block + i % self.block for i in range(start, start + count)
         ]
         touched = list(own[start // self.block : (start + count - 1) // self.block + 1])
-        return Load(card.id, card.salt, start, slots, touched)
+        return ContextLoad(card.id, card.salt, start, slots, touched)
 
     def take(self) -> Step:
         """The work of this step; the next one starts empty."""

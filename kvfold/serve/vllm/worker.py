@@ -14,9 +14,9 @@ import torch
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.export import Pages, pages
-from kvfold.serve.vllm.meta_model import Skeleton
+from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import Shelf, salt
-from kvfold.serve.vllm.scheduler import Load
+from kvfold.serve.vllm.scheduler import ContextLoad
 
 logger = logging.getLogger("vllm.kvfold")
 
@@ -39,20 +39,26 @@ def share(heads: int, rank: int, size: int) -> slice:
     raise KvfoldError(f"{heads} KV heads cannot be dealt out to {size} ranks")
 
 
-class Filling:
+class WorkerSide:
     """Writes contexts into vLLM's cache on tensor-parallel rank `rank` of `size`.
 
     Pages hold `block` entries of dtype `dtype`.
     """
 
     def __init__(
-        self, shelf: Shelf, skeleton: Skeleton, dtype: torch.dtype, block: int, rank: int, size: int
+        self,
+        shelf: Shelf,
+        meta_model: MetaModel,
+        dtype: torch.dtype,
+        block: int,
+        rank: int,
+        size: int,
     ) -> None:
-        self.shelf, self.skeleton, self.dtype, self.block = shelf, skeleton, dtype, block
+        self.shelf, self.meta_model, self.dtype, self.block = shelf, meta_model, dtype, block
         self.rank, self.size = rank, size
         self._tails: OrderedDict[str, list[Pages]] = OrderedDict()
 
-    def fill(self, layers: Mapping[int, Any], load: Load) -> None:
+    def fill(self, layers: Mapping[int, Any], load: ContextLoad) -> None:
         """Writes the entries of `load` into vLLM's attention `layers`, keyed by layer index.
 
         Raises ContextFileError if the file was replaced since the request was scheduled, and
@@ -73,7 +79,7 @@ class Filling:
             time.perf_counter() - started,
         )
 
-    def _pages(self, load: Load, count: int) -> Iterator[Pages]:
+    def _pages(self, load: ContextLoad, count: int) -> Iterator[Pages]:
         """The entries of each layer in turn: all `count`, or only those of the last, partial page.
 
         The latter come from memory. Raises ContextFileError if the file was replaced.
@@ -89,7 +95,7 @@ class Filling:
             if salt(file.header) != load.salt or level.count != count:
                 raise ContextFileError(f"{file.path} was replaced meanwhile: ask again")
             heads = share(len(file.header.layers[0].kept), self.rank, self.size)
-            for page in pages(file, self.skeleton, heads, level):
+            for page in pages(file, self.meta_model, heads, level):
                 tails.append(_from(page, broken))
                 yield page
         self._tails[load.salt] = tails

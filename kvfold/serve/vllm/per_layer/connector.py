@@ -13,10 +13,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.connector import KvfoldConnector
 from kvfold.serve.vllm.per_layer.pages import PartSpec
-from kvfold.serve.vllm.per_layer.scheduler import Group, PartsAdmission
+from kvfold.serve.vllm.per_layer.scheduler import Group, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
 from kvfold.serve.vllm.placeholders import Shelf
-from kvfold.serve.vllm.scheduler import Load
+from kvfold.serve.vllm.scheduler import ContextLoad
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -40,13 +40,13 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
         if not all(isinstance(group.kv_cache_spec, PartSpec) for group in groups):
             raise KvfoldError(f"layers hold no parts: set {VARIABLE}, or use KvfoldConnector")
         super().__init__(vllm_config, role, kv_cache_config)
-        if self.admission is not None:
-            self.admission.groups = [
+        if self.scheduler_side is not None:
+            self.scheduler_side.groups = [
                 Group([extract_layer_index(n) for n in group.layer_names], group.kv_cache_spec.part)
                 for group in groups
             ]
 
-    Admission = PartsAdmission
+    SchedulerSide = PartsSchedulerSide
 
     def kinds(self, kv_cache_config: Any) -> int:
         """One: the groups differ by their part only."""
@@ -59,7 +59,7 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return self.request_finished(request, [])
 
-    def load_failed(self, load: Load, problem: Exception) -> None:
+    def load_failed(self, load: ContextLoad, problem: Exception) -> None:
         """Raises the error: vLLM cannot fail pages of several groups."""
         raise problem
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.per_layer.sizes import skipped
 from kvfold.serve.vllm.placeholders import Card
-from kvfold.serve.vllm.scheduler import Admission, Load
+from kvfold.serve.vllm.scheduler import ContextLoad, SchedulerSide
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,14 @@ class Group:
     part: float
 
 
-class PartsAdmission(Admission):
+class PartsSchedulerSide(SchedulerSide):
     """Scheduler side that assigns slots per layer of `groups`."""
 
     groups: Sequence[Group] = ()
 
-    def load(self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]) -> Load:
+    def load(
+        self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]
+    ) -> ContextLoad:
         """The load of a whole context.
 
         Raises KvfoldError if vLLM's null pages are not the parts'.
@@ -43,5 +45,5 @@ class PartsAdmission(Admission):
                 own[i // self.block] * self.block + i % self.block for i in range(first, count)
             ]
             by_layer |= dict.fromkeys(group.layers, slots)
-        whole = Load(card.id, card.salt, start, [0] * count, [])
+        whole = ContextLoad(card.id, card.salt, start, [0] * count, [])
         return dataclasses.replace(whole, by_layer=by_layer)

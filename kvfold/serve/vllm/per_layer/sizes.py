@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvfold.contexts.files.format import Header
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.equalize import Level
+from kvfold.serve.vllm.equalize import EntryCounts
 
 # Environment variable with the parts of all layers, as in "1,1,0.5,0.25".
 VARIABLE = "KVFOLD_VLLM_PARTS"
@@ -30,10 +30,10 @@ class Parts:
         """From the variable's text; raises KvfoldError for anything but numbers in (0, 1]."""
         return cls(parse(text), block)
 
-    def level(self, header: Header) -> Level:
+    def level(self, header: Header) -> EntryCounts:
         """The largest counts for which every layer keeps enough entries.
 
-        Raises KvfoldError for another number of layers, and what `Level.checked` raises.
+        Raises KvfoldError for another number of layers, and what `EntryCounts.checked` raises.
         """
         if len(header.layers) != len(self.layers):
             raise KvfoldError(
@@ -45,8 +45,8 @@ class Parts:
         for count in range(most, 0, -1):
             sizes = tuple(count - skipped(count, part, self.block) for part in self.layers)
             if all(size <= kept for size, kept in zip(sizes, least, strict=True)):
-                return Level.checked(header, count, sizes)
-        return Level.checked(header, 0, (0,) * len(least))
+                return EntryCounts.checked(header, count, sizes)
+        return EntryCounts.checked(header, 0, (0,) * len(least))
 
 
 def parse(text: str) -> tuple[float, ...]:
