@@ -34,9 +34,9 @@ def evicts_one(state: LayerState, new: int) -> bool:
     if new > 1 or state.surplus != 1:
         return False
     stages, phase, valid = state.plan.stages, state.phase, state.sequence.valid
-    if stages.decode != "hold" or phase.frozen or phase.layerwise or phase.reading:
+    if stages.decode != "hold" or phase.frozen or phase.layerwise:
         return False
-    if state.sequence.seen - new < phase.until:
+    if phase.step(state.sequence.seen, new) != "decode":
         return False
     if stages.merge is not None and not _merges_one(state):
         return False
@@ -44,7 +44,8 @@ def evicts_one(state: LayerState, new: int) -> bool:
 
 
 def predicted_slot(state: LayerState, call: AttentionCall) -> int | None:
-    """The slot that leaves most often: what has just ceased to be recent has received least.
+    """The slot most likely to be evicted: the newest entry outside the recent window, which has had
+    the least time to receive attention.
 
     None where the merge stage does not ask for the products of its key with all keys, or where the
     kernel cannot give them: entries are compared in float32, without a softcap.

@@ -169,7 +169,7 @@ class CompressedLayer(CacheLayerMixin):
             counted = self._counted(call)
             out, call = attend_and_sum(call, store, seen, mask, counted=counted, squares=squares)
         elif kind == "sdpa" and mask is None and self._shows_all(call):
-            # Nothing left of the stock cache to be identical to, and faster than SDPA.
+            # Entries were evicted: there is no stock result to match bit for bit.
             out = attend_single(call.query, call.key, call.value, call.scale).transpose(1, 2)
         else:
             out, weights = attend_to_view(
@@ -217,9 +217,10 @@ class CompressedLayer(CacheLayerMixin):
             return
         if call.sums is not None:
             add_moments(state, call.sums, call.squares)
-        if phase.reading or seen < phase.until:
+        step = phase.step(seen, new)
+        if step == "prefill":
             state.query_window.add(call, state.sequence)
-        elif new > 1 or seen - new < phase.until:
+        elif step == "prefill end":
             end_prefill(state, observation_of(state, call))
         elif stages.decode == "hold" and stages.score is not None:
             evict_after_token(state, call)

@@ -26,7 +26,7 @@ class ModelBinding:
         return UnsupportedModel(f"this cache was made for another model (a {self.name})")
 
     def asked(self, first: bool, level: bool) -> None:
-        """A layer hands out keys, or the first one of a forward does.
+        """Called before a layer hands out keys; `first`: it is the first layer of a forward.
 
         Raises UnsupportedModel if the last ones went elsewhere, or these will, or where the layers
         are not `level`: they hold different numbers of tokens.

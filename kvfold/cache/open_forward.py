@@ -31,7 +31,7 @@ class OpenForward:
                 "`with cache.frozen():` block began"
             )
         new = 0 if self.begun is None else seen - self.begun
-        # Where it failed earlier than that, layers tell.
+        # A forward that failed between layers left them at different lengths: refused elsewhere.
         if new > 0 and is_level():
             raise KvfoldError(
                 f"the last forward failed after all layers had stored its {new} tokens: take them "

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phase a cache is in: prefill, decode, frozen, reconstruction. Flags only."""
+"""The phase a cache is in: prefill, decode, frozen, reconstruction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from kvfold.methods.observation import Observation
+
+Step = Literal["prefill", "prefill end", "decode"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,11 @@ class Phase:
     prefix: Tensor | None = None  # [B], first tokens of each row that are kept beside the budget
     own: int | None = None  # entries per KV head to keep of a fork's own tokens; None: all
 
-    def ends_prefill(self, seen: int, new: int) -> bool:
-        """Whether a forward of `new` tokens that reached `seen` completes a prefill."""
-        return not self.in_prefill(seen) and (new > 1 or seen - new < self.until)
+    def step(self, seen: int, new: int) -> Step:
+        """What a forward of `new` tokens that reached `seen` is part of."""
+        if self.reading or seen < self.until:
+            return "prefill"
+        return "prefill end" if new > 1 or seen - new < self.until else "decode"
 
     def in_prefill(self, seen: int) -> bool:
         """Whether more pieces of this prefill are to come after `seen` tokens."""

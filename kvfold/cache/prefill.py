@@ -126,7 +126,7 @@ def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
 
 
 def _with_candidates(state: LayerState, observation: Observation) -> Observation:
-    """ReconstructionForward scores in which forced entries win, and the prefix takes no part."""
+    """Reconstruction scores in which forced entries win, and the prefix takes no part."""
     if observation.reconstruction is None:
         return observation
     places = state.places()

@@ -93,7 +93,7 @@ class LayerState:
         return self.sequence.seen
 
     def columns(self) -> Tensor:
-        """LogicalSequence columns of the stored entries `[B, H, T]`, −1 for padding and holes."""
+        """Logical columns of the stored entries `[B, H, T]`, −1 for padding and holes."""
         return self.sequence.real(self.stored().positions)
 
     def places(self) -> Tensor:

@@ -78,7 +78,7 @@ def resumption(
 def _prefix(cache: CompressedCache, shared: int) -> Resumption:
     """At `shared` columns, or anew; raises KvfoldError where the cache cannot go back there."""
     stages, seen = cache.method.stages(), cache.get_seq_length()
-    reads_by_itself = stages.token_pruning is not None or stages.needs.reconstruction is not None
+    reads_by_itself = stages.runs_own_forwards
     if shared and (shared == seen or not reads_by_itself):
         cache.check_crop(shared - seen)
         return Resumption(cache, shared, cache.runs_own_forwards)

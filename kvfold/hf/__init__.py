@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that touches transformers: models, attention interface, RoPE, cache layers, templates."""
+"""What differs between models or versions of transformers: attention interface, RoPE, templates."""

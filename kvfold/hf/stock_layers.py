@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.models import text_config
 
-# DecoderLayers that stay transformers' own; the last of these classes came after 5.15.
+# Layers that stay transformers' own; the last of these classes came after 5.15.
 LEFT_ALONE = tuple(
     getattr(cache_utils, name)
     for name in ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")

@@ -74,7 +74,7 @@ def columns_path(
 ) -> Path:
     """For `query [B, Hq, S, D]` and value `[B, H, T, Dv]`; a mask is more than causality.
 
-    Triton needs each query's log-sum-exp: `swapped.causal_attention` has it with the output.
+    Triton needs each query's log-sum-exp: `swapped_qk.causal_attention` has it with the output.
     """
     size = query.shape[-1]
     known = softcap is None and sinks is None and not masked and _on_gpu_in_half(query)

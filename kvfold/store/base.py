@@ -17,7 +17,10 @@ from kvfold.kernels.views import Named
 
 
 class Store(ABC):
-    """Entries of one layer.
+    """Entries of one layer: what all stores offer.
+
+    `DenseStore` can also drop, change and place single entries; `RaggedStore` can encode its oldest
+    ones. Code that needs this asks a `LayerState` for its `dense()` or its `ragged()` store.
 
     Methods that modify: `append`, `keep`, `keep_own`, `crop`, `index`. After `keep` and `crop`
     earlier views stay as they were; `index` copies. `fork` and `view` share: nothing is copied.
@@ -26,7 +29,7 @@ class Store(ABC):
     kind: ClassVar[Literal["dense", "segments"]]  # in context files
     is_dense: ClassVar[bool]  # one rectangle, which the model's own attention can read
     dead: int = 0  # evicted entries of each head that still take room
-    holes: bool = False  # whether an entry between others is hidden
+    holes: bool = False  # whether any column is −1
 
     @property
     def moved(self) -> bool:

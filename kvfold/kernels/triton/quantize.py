@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantises and packs in one pass; layout and codes are those of `store/quantized.py`."""
+"""Quantises and packs in one pass; layout and codes are those of `kernels/packing.py`."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
