@@ -482,7 +482,7 @@ def test_a_compiled_side_holds_what_an_eager_one_does(
     # Room for 16 or 30 entries, and what says where they are, may differ.
     assert compiled.cache_size().nbytes == pytest.approx(eager.cache_size().nbytes, rel=0.1)
     assert compiled.peak_alone(1, 80, 30) is None
-    compiled.fixed.hand_back()
+    compiled.graph_cache.hand_back()
     for layer in range(len(eager.cache.states)):
         for mine, theirs in zip(
             compiled.cache.positions(layer)[0], eager.cache.positions(layer)[0], strict=True

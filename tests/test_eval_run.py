@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 import kvfold
 from kvfold.cache.fork import fork
 from kvfold.errors import KvfoldError
+from kvfold.eval.run import question_agnostic as agnostic
 from kvfold.eval.run import question_aware as aware
 from kvfold.eval.run.budgets import compressed
 from kvfold.eval.tasks import Question, tasks
@@ -22,9 +22,6 @@ from kvfold.generation.generate import read_turn
 from tests.budgets import NAMED, holds, needs_driver
 from tests.evaluation import PLAIN, Setting, contents, equal, record, words
 from tests.models import build
-
-# "apart" is also the name of the function in it.
-agnostic = importlib.import_module("kvfold.eval.run.question_agnostic")
 
 COMPOSED = ["snapkv:window=8 + kivi:group=8,residual=8", "h2o + merge:rule=d2o"]
 SIZED = [spec for spec in [*NAMED, *COMPOSED] if kvfold.parse(spec).takes_budget]
@@ -168,7 +165,7 @@ def test_a_question_that_is_compressed_with_its_context_keeps_other_entries(monk
         sample = replace(record("niah_magic", context=context), questions=(question,))
         setting.outcome(sample, "snapkv:window=16", "0.1", question_aware=True)
         prompt = setting.prompt(sample)
-        ids = torch.cat([prompt.ids, prompt.asked(question)], 1)
+        ids = torch.cat([prompt.ids, prompt.question_ids(question)], 1)
         alone = kvfold.CompressedCache(model, "snapkv:window=16", 0.1)
         read_turn(model, alone, ids, None, ids.shape[1], ids.shape[1])
         # What was generated comes on top.
@@ -198,7 +195,7 @@ def cut_in_the_middle(ids: Tensor, limit: int) -> list[int]:
 def test_the_middle_is_cut_as_on_the_whole_prompts_tokens(setting, limit):
     sample = record("longbench_qasper", count=40, new=6)
     prompt = setting.prompt(sample)
-    asked = prompt.asked(sample.questions[0])
+    asked = prompt.question_ids(sample.questions[0])
     whole = torch.cat([prompt.ids, asked], 1)
     assert asked.shape[1] < limit // 2 and whole.shape[1] > 127
     shorter = prompt.within(limit + 6, "middle")
@@ -214,34 +211,34 @@ def test_the_middle_is_cut_as_on_the_whole_prompts_tokens(setting, limit):
 def test_what_just_fits_is_not_cut_and_a_header_never_is(setting):
     sample = record("longbench_qasper")
     prompt = setting.prompt(sample)
-    fits = prompt.ids.shape[1] + prompt.following()[1]
+    fits = prompt.ids.shape[1] + prompt.tokens_after()[1]
     assert prompt.within(fits, "middle") is prompt
     assert prompt.within(fits - 1, "middle").left_out == 1
     header = setting.ids(prompt.frame.before)
     assert prompt.opening == header.shape[1] > 0
     for room in (0, 1, prompt.opening, prompt.opening + 1):
-        kept = prompt.cut(room).ids
+        kept = prompt.truncated(room).ids
         assert kept.shape[1] == max(room, prompt.opening)
         assert torch.equal(kept[:, : prompt.opening], header)
     with pytest.raises(KvfoldError, match="a question takes"):
-        prompt.within(prompt.following()[1] + prompt.opening, "middle")
+        prompt.within(prompt.tokens_after()[1] + prompt.opening, "middle")
 
 
 def test_the_longest_question_and_every_turn_must_fit(setting):
     asked = [Question(words(n), (), new) for n, new in ((4, 2), (9, 5), (6, 9))]
-    sizes = [setting.prompt(record()).asked(q).shape[1] for q in asked]
+    sizes = [setting.prompt(record()).question_ids(q).shape[1] for q in asked]
     news = [q.max_new_tokens for q in asked]
     single = replace(record("shared_kv"), questions=tuple(asked))
     most = max(zip(sizes, news, strict=True), key=sum)
-    assert setting.prompt(single).following() == (most[0], sum(most))
+    assert setting.prompt(single).tokens_after() == (most[0], sum(most))
     turns = replace(single, conversation=True)
-    assert setting.prompt(turns).following() == (sum(sizes), sum(sizes) + sum(news))
+    assert setting.prompt(turns).tokens_after() == (sum(sizes), sum(sizes) + sum(news))
 
 
 def test_a_generated_sample_is_never_cut(setting):
     sample = record("kv_retrieval")
     prompt = setting.prompt(sample)
-    takes = prompt.ids.shape[1] + prompt.following()[1]
+    takes = prompt.ids.shape[1] + prompt.tokens_after()[1]
     said = setting.error(sample, max_length=takes - 1)
     assert f"takes {takes} tokens" in said and f"{takes - 1} are the limit" in said
     assert setting.outcome(sample, max_length=takes).left_out == 0
@@ -252,7 +249,7 @@ def test_a_generated_sample_is_never_cut(setting):
 def test_the_cut_baseline_is_a_plain_cache_on_what_the_budget_pays_for(setting, budget, together):
     sample = record("kv_retrieval")
     prompt = setting.prompt(sample)
-    asked = prompt.asked(sample.questions[0])
+    asked = prompt.question_ids(sample.questions[0])
     count, after = prompt.ids.shape[1], asked.shape[1] if together else 0
     # A token takes keys and values of 3 layers, 2 heads and 8 numbers of 4 bytes.
     paid = {
@@ -320,7 +317,7 @@ def test_a_stream_that_evicts_sees_sinks_and_the_most_recent(setting, budget):
 def test_a_continuation_is_scored_after_what_was_compressed(setting):
     sample = replace(book("continuation"), questions=(Question(" and so " + words(12), (), 0),))
     prompt = setting.prompt(sample)
-    asked = prompt.asked(sample.questions[0])
+    asked = prompt.question_ids(sample.questions[0])
     whole = surprise(setting, torch.cat([prompt.ids, asked], 1))
     full, small = (
         setting.outcome(sample, *how).answers[0] for how in ((), ("streaming_llm_original", "0.2"))
@@ -459,7 +456,7 @@ def test_an_answer_that_must_not_be_empty_does_not_begin_with_a_stop_string(
     """LongBench's samsum: `min_length` forbids an end or a line break as the first token only."""
     sample = record(new=4, chat=False)
     prompt = setting.prompt(sample)
-    ids = torch.cat([prompt.ids, prompt.asked(sample.questions[0])], 1)
+    ids = torch.cat([prompt.ids, prompt.question_ids(sample.questions[0])], 1)
     (first,) = setting.greedy(ids, 1)
     mask = torch.ones_like(ids)
     expected = setting.plain.generate(
@@ -483,9 +480,9 @@ def test_what_a_benchmark_spells_like_a_special_token_is_text(setting, question_
     assert number in setting.ids(control)
     assert number not in prompt.ids
     # The one of the chat template itself.
-    assert (prompt.asked(asked) == number).sum() == 1
+    assert (prompt.question_ids(asked) == number).sum() == 1
     spelled = replace(sample, context=f"{control}{sample.context}", questions=(asked,))
     assert (
         setting.outcome(spelled, question_aware=question_aware).tokens
-        == prompt.ids.shape[1] + (prompt.asked(asked).shape[1])
+        == prompt.ids.shape[1] + (prompt.question_ids(asked).shape[1])
     )

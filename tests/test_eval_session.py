@@ -312,7 +312,7 @@ def test_a_sample_that_the_model_cannot_read_is_an_error_that_says_how_long_it_i
     rows = [short, short | {"ordered_kv_records": pairs}, short]
     plan = setting.plan(FEW, drawn(setting, "kv_retrieval", rows, tmp_path))
     prompts = [setting.prompt(sample) for sample in plan.wanted[0].samples]
-    sizes = [prompt.ids.shape[1] + prompt.following()[1] for prompt in prompts]
+    sizes = [prompt.ids.shape[1] + prompt.tokens_after()[1] for prompt in prompts]
     limit = sizes[0] + 1
     plan = replace(plan, protocol=plan.protocol.model_copy(update={"max_length": limit}))
     found = finish(setting, plan, tmp_path / "out")

@@ -373,9 +373,9 @@ def test_continuations_that_would_meet_a_full_cache_are_refused():
 def test_a_split_reads_and_asks_what_one_forward_would_read(context, after):
     first, then = list(range(context)), list(range(100, 100 + after))
     split = Split.of(first, then, 6)
-    assert list(split.read + split.asked) == (first + then)[-7:][:-1]
-    assert list(split.continuation) == then and len(split.asked) == after
-    assert split.cut == max(0, context + after - 7)
+    assert list(split.prefill + split.scored_input) == (first + then)[-7:][:-1]
+    assert list(split.continuation) == then and len(split.scored_input) == after
+    assert split.truncated == max(0, context + after - 7)
 
 
 @pytest.mark.parametrize(

@@ -216,12 +216,12 @@ class CompiledSide(MethodSide):
         super().__init__(subject, method, budget)
         self.label = dataclasses.replace(self.label, compiled=True)
         check_compiled(self.model, self.cache, {})
-        self.fixed: GraphCache | None = None
+        self.graph_cache: GraphCache | None = None
 
     def prefill(self, ids: Tensor, room: int) -> Prefill:
         taken = super().prefill(ids, room)
-        self.fixed = GraphCache(self.cache, room)
-        self.fixed.fix()
+        self.graph_cache = GraphCache(self.cache, room)
+        self.graph_cache.fix()
         return taken
 
     @torch.no_grad()
@@ -230,19 +230,21 @@ class CompiledSide(MethodSide):
         return seconds(self.model.device, lambda: self._next(tokens))
 
     def _next(self, tokens: Tensor) -> None:
-        assert self.fixed is not None
+        assert self.graph_cache is not None
         forward = compiled_call(self.model)
-        forward(input_ids=tokens, past_key_values=self.fixed, use_cache=True, logits_to_keep=1)
-        self.fixed.after_forward()
+        forward(
+            input_ids=tokens, past_key_values=self.graph_cache, use_cache=True, logits_to_keep=1
+        )
+        self.graph_cache.after_forward()
 
     def peak_alone(self, batch: int, length: int, room: int) -> None:
         """None: the prompt is never compiled, so the eager participant's peak holds here too."""
 
     def cache_size(self) -> CacheSize:
-        assert self.fixed is not None
+        assert self.graph_cache is not None
         stats = self.cache.stats()
-        return CacheSize(self.fixed.nbytes() + stats.state_bytes, stats.kept_fraction)
+        return CacheSize(self.graph_cache.nbytes() + stats.state_bytes, stats.kept_fraction)
 
     def free(self) -> None:
         super().free()
-        self.fixed = None
+        self.graph_cache = None

@@ -21,7 +21,7 @@ from kvfold.eval.lm_eval.score import (
     check_crops,
     check_evicts_while_streaming,
     log_probs,
-    read,
+    prefill,
     stream,
 )
 from kvfold.generation.generate import generate
@@ -107,8 +107,8 @@ class KvfoldLM(HFLM):
         splits = [Split.of(context, after, self.max_length) for _, context, after in requests]
         sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, split in enumerate(splits):
-            self.truncated.add(split.cut)
-            sharing[split.read].append(index)
+            self.truncated.add(split.truncated)
+            sharing[split.prefill].append(index)
         answers: dict[int, tuple[float, bool]] = {}
         bar = tqdm(
             total=len(requests),
@@ -132,16 +132,16 @@ class KvfoldLM(HFLM):
         Continuations that differ only in their last token share one forward.
         """
         cache = self._new_cache()
-        read(self.model, cache, self._ids(context))
+        prefill(self.model, cache, self._ids(context))
         if context:
             self.cache_records["log_likelihood"].add(cache.stats())
         known: dict[tuple[int, ...], Tensor] = {}
         answers = []
         for split in splits:
-            if split.asked not in known:
-                asked = self._ids(split.asked)
-                known[split.asked] = log_probs(self.model, cache, asked, self.softmax_dtype)
-            likely = known[split.asked]
+            if split.scored_input not in known:
+                inputs = self._ids(split.scored_input)
+                known[split.scored_input] = log_probs(self.model, cache, inputs, self.softmax_dtype)
+            likely = known[split.scored_input]
             tokens = self._ids(split.continuation)[0]
             total = float(likely.gather(-1, tokens[:, None]).sum())
             answers.append((total, bool((likely.argmax(-1) == tokens).all())))

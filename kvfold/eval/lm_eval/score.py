@@ -22,17 +22,17 @@ from kvfold.methods.base import Method
 class Split:
     """Token ids of a context and its continuation, split for scoring.
 
-    read: the context without its last token; it is compressed.
-    asked: the context's last token and the continuation without its last token; the input of the
-        scoring forward. So all continuation tokens are predicted from the compressed cache.
+    prefill: the context without its last token; it is compressed.
+    scored_input: the context's last token and the continuation without its last token, the input
+        of the scoring forward. So all continuation tokens are predicted from the compressed cache.
     continuation: the tokens scored.
-    cut: number of context tokens truncated on the left.
+    truncated: number of context tokens truncated on the left.
     """
 
-    read: tuple[int, ...]
-    asked: tuple[int, ...]
+    prefill: tuple[int, ...]
+    scored_input: tuple[int, ...]
     continuation: tuple[int, ...]
-    cut: int
+    truncated: int
 
     @classmethod
     def of(cls, context: Sequence[int], continuation: Sequence[int], max_length: int) -> Split:
@@ -51,8 +51,8 @@ class Split:
         whole = (*context, *continuation)
         shown = whole[-(max_length + 1) :]
         start = len(shown) - len(continuation) - 1
-        cut = len(whole) - len(shown)
-        return cls(shown[:start], shown[start:-1], shown[start + 1 :], cut)
+        truncated = len(whole) - len(shown)
+        return cls(shown[:start], shown[start:-1], shown[start + 1 :], truncated)
 
 
 def check_crops(method: Method) -> None:
@@ -71,21 +71,21 @@ def check_crops(method: Method) -> None:
 def log_probs(
     model: PreTrainedModel,
     cache: CompressedCache,
-    asked: Tensor,
+    inputs: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Log-probabilities `[S, V]` of the token after each of `asked [1, S]`.
+    """Log-probabilities `[S, V]` of the token after each of `inputs [1, S]`.
 
     Nothing is evicted, and the cache is cropped back, so all continuations see the same compressed
     context.
     """
     with cache.frozen():
-        logits: Tensor = model(asked, past_key_values=cache, use_cache=True).logits
-        cache.crop(-asked.shape[1])
+        logits: Tensor = model(inputs, past_key_values=cache, use_cache=True).logits
+        cache.crop(-inputs.shape[1])
     return F.log_softmax(logits[0], -1, dtype=dtype)
 
 
-def read(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
+def prefill(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
     """Prefill of a new cache with `ids [1, N]`, compressed; no effect if N is 0."""
     if ids.shape[1] > 0:
         read_turn(model, cache, ids, None, ids.shape[1], ids.shape[1])
@@ -94,7 +94,7 @@ def read(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> None:
 def check_evicts_while_streaming(method: Method, budget: Budget | None) -> None:
     """Raises KvfoldError if nothing would be evicted while a text is read token by token.
 
-    Methods without eviction (full cache, plain quantisation) are allowed.
+    The full cache passes: it is not meant to evict.
     """
     stages = method.stages()
     if stages.score is None and stages.encode is None and stages.token_pruning is None:

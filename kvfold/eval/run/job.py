@@ -76,6 +76,7 @@ def work(name: str, loading: Loading | None = None) -> Work[Job, list[Sample]]:
 
 
 def _given_up(job: Job, why: str) -> list[Sample]:
+    """Error lines of a job whose workers died."""
     return [job.line(cell, None, why) for cell in job.cells]
 
 
@@ -95,13 +96,9 @@ def _outcomes(
     aware = first.protocol.question_aware or task.phase == "decode"
     if first.method == TRUNCATED:
         for cell in cells:
-            shorter = prompt.cut(context_room(model, prompt, cell, aware))
-            yield (
-                cell,
-                as_whole_context(
-                    prompt, shorter, _outcome(model, shorter, cell.reference, task, aware)
-                ),
-            )
+            shorter = prompt.truncated(context_room(model, prompt, cell, aware))
+            outcome = _outcome(model, shorter, cell.reference, task, aware)
+            yield cell, as_whole_context(prompt, shorter, outcome)
     elif aware:
         yield from ((cell, run_question_aware(model, prompt, cell, task)) for cell in cells)
     else:

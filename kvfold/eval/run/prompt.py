@@ -46,10 +46,10 @@ class Prompt:
     @property
     def tokens(self) -> int:
         """Number of tokens of the context and the first question."""
-        asked = [self.asked(question).shape[1] for question in self.record.questions[:1]]
+        asked = [self.question_ids(question).shape[1] for question in self.record.questions[:1]]
         return self.ids.shape[1] + sum(asked)
 
-    def asked(self, question: Question, first: bool = True) -> Tensor:
+    def question_ids(self, question: Question, first: bool = True) -> Tensor:
         """Token ids `[1, S]` of a question and its answer's prefix.
 
         `first` is false for later turns of a conversation. Raises KvfoldError for these if the
@@ -61,13 +61,13 @@ class Prompt:
         text, prefix = Content(question.text), Content(question.answer_prefix)
         return token_ids(self.tokenizer, opening, text, self.frame.after, prefix)
 
-    def following(self) -> tuple[int, int]:
+    def tokens_after(self) -> tuple[int, int]:
         """Most tokens after the context: of a question, and of a question with its answer.
 
         For a conversation, both are sums over the turns.
         """
         taken = [
-            (self.asked(q).shape[1], self.asked(q).shape[1] + q.max_new_tokens)
+            (self.question_ids(q).shape[1], self.question_ids(q).shape[1] + q.max_new_tokens)
             for q in self.record.questions
         ]
         if self.record.conversation:
@@ -88,7 +88,7 @@ class Prompt:
         Raises KvfoldError if the prompt is too long and `truncation` is "none", or if the question
         and its answer exceed the limit alone.
         """
-        asked, whole = self.following()
+        asked, whole = self.tokens_after()
         length = self.ids.shape[1]
         if length + whole <= limit:
             return self
@@ -100,9 +100,9 @@ class Prompt:
         room = limit - whole
         if room <= self.opening:
             raise KvfoldError(f"a question takes {whole} of {limit} tokens with its answer")
-        return self.cut(room, head=(room + asked) // 2)
+        return self.truncated(room, head=(room + asked) // 2)
 
-    def cut(self, room: int, head: int | None = None) -> Prompt:
+    def truncated(self, room: int, head: int | None = None) -> Prompt:
         """The context's first `head` tokens (default: half) and its last ones, `room` in all."""
         length = self.ids.shape[1]
         room = max(room, self.opening)

@@ -32,7 +32,7 @@ def run_question_agnostic(
         # Measured first: questions grow the buffers.
         before, began = cache_usage(each.context.stats()), time.perf_counter()
         if task.by_likelihood:
-            text = prompt.asked(record.questions[0]).to(model.device)
+            text = prompt.question_ids(record.questions[0]).to(model.device)
             answers = [ScoredAnswer.of_text(at_once(model, fork(each.context.cache), text))]
         else:
             answers = _asked(model, each.context.chat(), prompt, task, first.protocol.history)

@@ -55,7 +55,7 @@ def run_question_aware(
                 tokenizer=prompt.tokenizer,
                 seed=cell.seed + record.index,
             )
-        ids = torch.cat([ids, prompt.asked(question, first)], 1)
+        ids = torch.cat([ids, prompt.question_ids(question, first)], 1)
         text = _TimedStop(prompt.tokenizer, ids.shape[1], record.stop)
         began = time.perf_counter()
         out = generate(

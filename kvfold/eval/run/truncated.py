@@ -16,7 +16,7 @@ from kvfold.generation.generate import read_turn
 def context_room(model: PreTrainedModel, prompt: Prompt, cell: EvalCell, aware: bool) -> int:
     """Context tokens that fit into the cell's budget; if `aware`, next to the question's tokens."""
     assert cell.budget is not None
-    asked = prompt.following()[0] if aware else 0
+    asked = prompt.tokens_after()[0] if aware else 0
     budget = Budget.of(cell.budget)
     if budget.kind == "bytes":
         cache = CompressedCache(model, FULL)
