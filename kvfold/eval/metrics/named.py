@@ -37,7 +37,7 @@ NAMED: dict[str, Named] = {
     "math": _best(equivalent),
     "code": _best(code_sim),
 }
-# One line per metric, for the docs.
+# Meaning of each metric, in one line.
 MEANS = {
     "contains": "any of the answers is in the prediction, case ignored",
     "contains_all": "share of the answers that are in the prediction, case ignored",
