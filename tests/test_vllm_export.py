@@ -633,7 +633,7 @@ def test_layers_get_the_last_entries_into_their_own_pages(shelf, meta_model, tmp
     parts = Parts.of("1,1,0.6,0.6", BLOCK)
     own = Shelf(tmp_path, lambda header: dataclasses.replace(parts.level(header), lost=0.0))
     card = dataclasses.replace(own.card("even"))
-    level = own.level(read_header(own.path("even")))
+    level = own.counts(read_header(own.path("even")))
     assert (level.count, level.layers) == (40, (40, 40, 24, 24))
     scheduler_side = PartsSchedulerSide(own, CompatibilityCheck(own, meta_model, "float32"), BLOCK)
     scheduler_side.groups = [Group([0, 1], 1.0), Group([2, 3], 0.6)]

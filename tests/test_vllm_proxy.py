@@ -125,7 +125,10 @@ def asked_by_kvfold(context: kvfold.Context, *turns: str) -> list[int]:
     while len(turns) > 1:
         chat.add(*turns[:2])
         turns = turns[2:]
-    ids = [*chat.ids[0].tolist(), *chat._asked(turns[0], "", special_tokens=False)[0].tolist()]
+    ids = [
+        *chat.ids[0].tolist(),
+        *chat._question_ids(turns[0], "", special_tokens=False)[0].tolist(),
+    ]
     return ids[context.ids.shape[1] :]
 
 

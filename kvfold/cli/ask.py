@@ -14,7 +14,7 @@ from kvfold.cli.options import (
     Encoding,
     Json,
     MaxNewTokens,
-    Sampling,
+    SamplingOptions,
     SpecialTokens,
     loading,
     read_text,
@@ -41,7 +41,7 @@ def command(
     as_json: Json = False,
     *,
     loading: Loading,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> None:
     """Ask a compressed document a question; the answer is shown as it comes."""
     asked = read_text(Path(question), encoding) if question == "-" else question

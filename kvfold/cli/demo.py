@@ -22,7 +22,7 @@ from kvfold.loading import BUNDLED, load
 from kvfold.terminal import console
 
 if TYPE_CHECKING:
-    from kvfold.cli.measure import Result, Trial
+    from kvfold.cli.measure import DemoResult, DemoTrial
 
 ANY_QUESTION = "kvzip"
 AWARE = ("streaming_llm_original", "h2o", "snapkv", "pyramidkv", "knorm", "tova", "random")
@@ -40,7 +40,7 @@ WHY = (
 )
 
 # Results by (method, budget); and answers by method, compressed with the question in view.
-Unknown = dict[tuple[str, str | None], "Result"]
+Unknown = dict[tuple[str, str | None], "DemoResult"]
 Known = dict[str, list[str]]
 
 
@@ -57,10 +57,10 @@ def command(
     started = time.perf_counter()
     out = console()
     with out.status("importing torch and transformers"):
-        from kvfold.cli.measure import Trial
+        from kvfold.cli.measure import DemoTrial
     limits = _limits(budgets)
     _prepare(page)
-    trial = Trial.of(*load(BUNDLED), seed)
+    trial = DemoTrial.of(*load(BUNDLED), seed)
     _check(trial, limits)
     middle = limits[len(limits) // 2]
     opening = _introduction(trial)
@@ -93,7 +93,7 @@ def _limits(text: str) -> list[str]:
     return list(dict.fromkeys(limits))
 
 
-def _check(trial: Trial, limits: list[str]) -> None:
+def _check(trial: DemoTrial, limits: list[str]) -> None:
     """Raises KvfoldError now for methods and budgets that a cache would refuse later."""
     from kvfold import CompressedCache
 
@@ -112,7 +112,7 @@ def _prepare(page: Path) -> None:
         raise KvfoldError(f"cannot write {page}: {problem}") from problem
 
 
-def _introduction(trial: Trial) -> Group:
+def _introduction(trial: DemoTrial) -> Group:
     """Introduction: the document's opening, a needle and a question."""
     sample, spans = trial.sample, trial.needles()
     body = sample.document
@@ -130,7 +130,9 @@ def _introduction(trial: Trial) -> Group:
     )
 
 
-def _measure(out: Console, trial: Trial, limits: list[str], middle: str) -> tuple[Unknown, Known]:
+def _measure(
+    out: Console, trial: DemoTrial, limits: list[str], middle: str
+) -> tuple[Unknown, Known]:
     """Results of all methods at all budgets, measured with a progress bar."""
     runs = [("full", None), *((method, limit) for limit in limits for method in METHODS)]
     questions = len(trial.sample.questions)
@@ -150,7 +152,7 @@ def _measure(out: Console, trial: Trial, limits: list[str], middle: str) -> tupl
     return unknown, known
 
 
-def _costs(trial: Trial, unknown: Unknown) -> Table:
+def _costs(trial: DemoTrial, unknown: Unknown) -> Table:
     numbers = ("kept", "bytes", "of full", "answers right", "time per token")
     shown = table("question unknown while compressing", "method", *numbers, right=numbers)
     shown.caption = (
@@ -175,7 +177,7 @@ def _costs(trial: Trial, unknown: Unknown) -> Table:
     return shown
 
 
-def _comparison(trial: Trial, known: Known, middle: str) -> Table:
+def _comparison(trial: DemoTrial, known: Known, middle: str) -> Table:
     title = f"question known while compressing, budget {middle}"
     shown = table(title, "method", "answers right", right=["answers right"])
     for method, answers in known.items():
@@ -183,7 +185,7 @@ def _comparison(trial: Trial, known: Known, middle: str) -> Table:
     return shown
 
 
-def _example(trial: Trial, unknown: Unknown, known: Known, middle: str) -> Group:
+def _example(trial: DemoTrial, unknown: Unknown, known: Known, middle: str) -> Group:
     question = trial.sample.questions[0]
     shown = table(f"one question, budget {middle}", "method", "question", "answer", "right")
     for method in SHOWN:
@@ -196,11 +198,13 @@ def _example(trial: Trial, unknown: Unknown, known: Known, middle: str) -> Group
     return Group(Text(asked, style="dim"), shown, Text(note))
 
 
-def _share(trial: Trial, answers: list[str]) -> str:
+def _share(trial: DemoTrial, answers: list[str]) -> str:
     return f"{trial.right(answers)}/{len(answers)}"
 
 
-def _write(page: Path, trial: Trial, parts: Sequence[Group], unknown: Unknown, middle: str) -> None:
+def _write(
+    page: Path, trial: DemoTrial, parts: Sequence[Group], unknown: Unknown, middle: str
+) -> None:
     from kvfold.cli.demo_page import page as whole
     from kvfold.inspect.kept import kept_figure
 

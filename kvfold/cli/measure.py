@@ -26,7 +26,7 @@ STEPS = 16
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """Measurement of one method at one budget, compressed without the questions.
 
     `stats` and `positions[L][B][H]`, each `[K]`, are of the compressed document alone. `pace` is
@@ -40,7 +40,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Trial:
+class DemoTrial:
     """A model, a document with needles, and one question per needle.
 
     `room` is the number of tokens to generate per answer.
@@ -52,7 +52,7 @@ class Trial:
     room: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> Trial:
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> DemoTrial:
         """A trial whose document has half of the model's trained length."""
         count = partial(token_count, tokenizer)
         length = model.config.max_position_embeddings // 2
@@ -73,14 +73,14 @@ class Trial:
         """The document compressed without a question."""
         return kvfold.compress(self.model, self.tokenizer, self.sample.document, method, budget)
 
-    def question_unknown(self, method: str, budget: str | None, full: Context) -> Result:
+    def question_unknown(self, method: str, budget: str | None, full: Context) -> DemoResult:
         """Compresses the document once and asks every question; `pace` is relative to `full`."""
         context = self.compress(method, budget)
         # Read before the questions, which grow the buffers.
         stats, cache = context.stats(), context.cache
         positions = [cache.positions(layer) for layer in range(len(cache.compressed_layers))]
         answers = [context.ask(q.text, max_new_tokens=self.room) for q in self.sample.questions]
-        return Result(stats, positions, answers, pace(full, context))
+        return DemoResult(stats, positions, answers, pace(full, context))
 
     def question_known(self, method: str, budget: str | None) -> list[str]:
         """Answers when document, question and the answer's prefix are compressed together."""

@@ -99,7 +99,7 @@ def loading(
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """Sampling options of a command's answer; greedy at temperature 0."""
 
     temperature: float
@@ -145,7 +145,7 @@ def sampling(
         int,
         typer.Option(help="Of drawn tokens and of random methods.", rich_help_panel=ABOUT_SAMPLING),
     ] = 0,
-) -> Sampling:  # fmt: skip
+) -> SamplingOptions:  # fmt: skip
     """Sampling options of a command's answer; raises KvfoldError for those without effect."""
     if 0 < temperature < 0.01:
         raise KvfoldError("a temperature is 0, for the likeliest token, or at least 0.01")
@@ -153,7 +153,7 @@ def sampling(
         raise KvfoldError(
             "nothing is drawn at temperature 0: give --temperature beside top-p, top-k"
         )
-    return Sampling(temperature, top_p, top_k, seed)
+    return SamplingOptions(temperature, top_p, top_k, seed)
 
 
 def with_options(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:

@@ -20,7 +20,7 @@ from kvfold.cli.options import (
     MaxNewTokens,
     MethodText,
     ModelName,
-    Sampling,
+    SamplingOptions,
     SpecialTokens,
     checked,
     loading,
@@ -68,7 +68,7 @@ def command(
     as_json: Json = False,
     *,
     loading: Loading,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> None:
     """Generate with a compressed cache, and say what it kept and cost.
 

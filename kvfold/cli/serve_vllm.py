@@ -58,7 +58,9 @@ def serve(
         if "refused" in about:
             errors().print(f"refused: {about['id']}: {about['refused']}", markup=False)
         elif about["lost"]:
-            lost = f"{about['id']} loses {about['lost']:.1%} of its entries: counts are levelled"
+            lost = (
+                f"{about['id']} loses {about['lost']:.1%} of its entries: heads need equal counts"
+            )
             errors().print(lost, markup=False)
     name = Path(model).name if Path(model).is_dir() else model
     engine = VllmOptions(place, name, dtype, folder, api_key, shlex.split(arguments))

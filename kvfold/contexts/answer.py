@@ -69,7 +69,7 @@ class Answer:
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """True `[1]` to stop; called after each token with all token ids `[1, N]`."""
         self._tokens = input_ids[0, self.prompt :].tolist()
-        self._take(last=False)
+        self._decode_new(last=False)
         done = self.stopped or self.cancelled.is_set()
         return torch.tensor([done], device=input_ids.device)
 
@@ -77,7 +77,7 @@ class Answer:
         """Streams text held back; returns the `tokens` whose text is before the stop string."""
         self._tokens = tokens
         if not self.stopped:
-            self._take(last=True)
+            self._decode_new(last=True)
         while self.stopped and tokens and len(self._decoded(tokens)) > len(self.text):
             tokens = tokens[:-1]
         return tokens
@@ -88,7 +88,7 @@ class Answer:
         ended: Ended = "stop" if self.stopped else "end" if by_itself else "limit"
         return Reply(self.text, len(generated), ended)
 
-    def _take(self, last: bool) -> None:
+    def _decode_new(self, last: bool) -> None:
         before = self._decoded(self._tokens[self._start : self._read])
         now = self._decoded(self._tokens[self._start :])
         if not last and now.endswith(INCOMPLETE):

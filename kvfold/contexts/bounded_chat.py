@@ -40,18 +40,18 @@ class BoundedChat(Chat):
     def _new_reader(self) -> CompressedCache:
         return fork_within(self.context.cache, self.budget)
 
-    def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
+    def _generate_ids(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
         reader = self.reader
         start = reader.get_seq_length()
         # A frozen cache can restore its sliding and recurrent layers to the start of the turn.
         with reader.frozen():
             try:
-                return super()._generated(asked, answer, options)
+                return super()._generate_ids(asked, answer, options)
             finally:
                 if len(layer_lengths(reader)) == 1 and not reader.binding.waiting:
                     reader.crop(start - reader.get_seq_length())
 
-    def _settle(self, ids: Tensor) -> None:
+    def _sync_reader(self, ids: Tensor) -> None:
         excess = self.reader.get_seq_length() - ids.shape[1]
         if excess < 0 and ids is not self.ids:
             end_turn(self.context.model, self.reader, ids)

@@ -101,9 +101,9 @@ class Chat:
     ) -> Reply:
         """The answer with its white space, its tokens and why it ended; otherwise as `ask`."""
         options |= {"max_new_tokens": max_new_tokens}
-        asked = self._asked(question, answer_prefix, special_tokens)
+        asked = self._question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
-        return self._answer(asked, keep, _listed(stop), _nowhere, Event(), options)
+        return self._answer(asked, keep, _stop_strings(stop), _discard, Event(), options)
 
     def add(
         self,
@@ -119,7 +119,7 @@ class Chat:
         """
         before = self.ids.shape[1]
         said = token_ids(self.context.tokenizer, content(answer, special_tokens))
-        asked = self._asked(question, answer_prefix, special_tokens)
+        asked = self._question_ids(question, answer_prefix, special_tokens)
         self.ids = torch.cat([self.ids, asked, said.to(self.ids.device)], 1)
         self._before_turns.append(before)
 
@@ -141,14 +141,14 @@ class Chat:
         its turn is then not kept.
         """
         options |= {"max_new_tokens": max_new_tokens}
-        asked = self._asked(question, answer_prefix, special_tokens)
+        asked = self._question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
         cancelled = Event()
 
         def work() -> None:
             try:
-                self._answer(asked, keep, _listed(stop), pieces.put, cancelled, options)
+                self._answer(asked, keep, _stop_strings(stop), pieces.put, cancelled, options)
             except BaseException as problem:
                 pieces.put(problem)
             pieces.put(None)
@@ -170,7 +170,7 @@ class Chat:
             raise KvfoldError(f"{turns} turns cannot be dropped of {self.turns}")
         if turns:
             ids = self.ids[:, : self._before_turns[-turns]]
-            self._settle(ids)
+            self._sync_reader(ids)
             self.ids = ids
             del self._before_turns[-turns:]
 
@@ -194,12 +194,12 @@ class Chat:
         asked = torch.cat([ids, asked], 1)
         answer = Answer(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
         try:
-            generated = self._generated(asked, answer, options)
+            generated = self._generate_ids(asked, answer, options)
             tokens = answer.finish(generated)
             if keep and not cancelled.is_set():
                 said = torch.tensor([self._without_end(tokens)], device=asked.device)
                 ids = torch.cat([asked, said.to(asked.dtype)], 1)
-            self._settle(ids)
+            self._sync_reader(ids)
         except BaseException:
             if self.reader.broke_off or self.reader.get_seq_length() != start:
                 # Layers may hold different tokens: a new fork reads the turns again.
@@ -208,9 +208,9 @@ class Chat:
         if ids is not self.ids:
             self._before_turns.append(self.ids.shape[1])
             self.ids = ids
-        return answer.reply(generated, self._ends())
+        return answer.reply(generated, self._end_tokens())
 
-    def _asked(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
+    def _question_ids(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
         """Token ids `[1, n]` of a question and the answer's prefix, inside the chat template."""
         frame = self.context.frame
         opening = frame.between if self.turns else frame.parting
@@ -227,7 +227,7 @@ class Chat:
         tokens = self.ids.shape[1] + asked.shape[1]
         check_length(self.context.model, tokens, allow_longer or already)
 
-    def _generated(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
+    def _generate_ids(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
         """Generated tokens after `asked [1, N]`, all tokens of the conversation."""
         criteria = [*(options.pop("stopping_criteria", None) or []), answer]
         out = stock_generate(
@@ -242,16 +242,16 @@ class Chat:
 
     def _without_end(self, tokens: list[int]) -> list[int]:
         """`tokens` without the end token, which the template puts before the next turn."""
-        return tokens[:-1] if tokens and tokens[-1] in self._ends() else tokens
+        return tokens[:-1] if tokens and tokens[-1] in self._end_tokens() else tokens
 
-    def _ends(self) -> list[int]:
+    def _end_tokens(self) -> list[int]:
         return end_tokens(self.context.model)
 
     def _new_reader(self) -> CompressedCache:
         """A cache that reads the turns: a fork of the context's."""
         return fork(self.context.cache)
 
-    def _settle(self, ids: Tensor) -> None:
+    def _sync_reader(self, ids: Tensor) -> None:
         """Removes tokens beyond `ids [1, N]` from the reader; it reads missing ones later."""
         excess = self.reader.get_seq_length() - ids.shape[1]
         if excess <= 0:
@@ -263,9 +263,9 @@ class Chat:
             self.reader = self._new_reader()
 
 
-def _listed(stop: str | Sequence[str]) -> Sequence[str]:
+def _stop_strings(stop: str | Sequence[str]) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else stop
 
 
-def _nowhere(piece: str) -> None:
+def _discard(piece: str) -> None:
     """Sink for pieces of an answer that is not streamed."""

@@ -78,13 +78,13 @@ class ContextPool:
             try:
                 context = self._in_memory(held)
             except BaseException:
-                self._end(held)
+                self._end_reading(held)
                 raise
         try:
             yield context
         finally:
             with self._changed:
-                self._end(held)
+                self._end_reading(held)
 
     # --- come and go ------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class ContextPool:
                 # Room is made with the lock released.
                 self._check_new(name, file)
             except ApiError:
-                self._give_back(held.size)
+                self._free(held.size)
                 raise
             self._held[name] = held
             for kind, key in keys.items():
@@ -201,7 +201,7 @@ class ContextPool:
                     if held.size <= reserved:
                         held.context, reserved = context, reserved - held.size
                 finally:
-                    self._give_back(reserved)
+                    self._free(reserved)
             self.to_memory += 1
             return held.context
         except ContextFileError as problem:
@@ -239,7 +239,7 @@ class ContextPool:
                 self._move_to_disk(written[0])
         self.nbytes += size
 
-    def _give_back(self, size: int) -> None:
+    def _free(self, size: int) -> None:
         self.nbytes -= size
         self._changed.notify_all()
 
@@ -253,7 +253,7 @@ class ContextPool:
                     held.context.save(file)
                 held.file = file
             held.context = None
-            self._give_back(held.size)
+            self._free(held.size)
             self.to_disk += 1
         except KvfoldError as problem:
             raise ApiError(
@@ -264,7 +264,7 @@ class ContextPool:
             self._forget_if_unused(held)
             self._changed.notify_all()
 
-    def _end(self, held: StoredContext) -> None:
+    def _end_reading(self, held: StoredContext) -> None:
         held.readers -= 1
         self._forget_if_unused(held)
         self._changed.notify_all()
@@ -274,7 +274,7 @@ class ContextPool:
             return
         if held.context is not None:
             held.context = None
-            self._give_back(held.size)
+            self._free(held.size)
         if held.file is not None:
             try:
                 held.file.unlink(missing_ok=True)
@@ -294,7 +294,7 @@ class ContextPool:
 def _check_removable(file: Path) -> None:
     """Raises ApiError for a file in a read-only folder."""
     if not os.access(file.parent, os.W_OK):
-        raise _stays(file, "the folder is only read")
+        raise _not_removed(file, "the folder is only read")
 
 
 def _remove(file: Path) -> None:
@@ -302,10 +302,10 @@ def _remove(file: Path) -> None:
     try:
         file.unlink(missing_ok=True)
     except OSError as problem:
-        raise _stays(file, problem) from problem
+        raise _not_removed(file, problem) from problem
 
 
-def _stays(file: Path, problem: object) -> ApiError:
+def _not_removed(file: Path, problem: object) -> ApiError:
     log.error("cannot remove %s: %s", file, problem)
     message = "the context's file cannot be removed: it stays"
     return ApiError(503, message, code="disk_failed", retry_after=60)

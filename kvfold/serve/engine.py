@@ -31,7 +31,7 @@ from kvfold.serve.context_folder import Folder
 from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.decoding import Finished, Started, answer
 from kvfold.serve.errors import ApiError
-from kvfold.serve.prompts import Prompts, key_bytes, of_key_bytes
+from kvfold.serve.prompts import Prompts, key_bytes, segments_of
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
 from kvfold.serve.sampling import Sampling
 from kvfold.serve.settings import ServerSettings
@@ -68,7 +68,9 @@ class Engine:
             self._check_wanted,
         )
         method = parse(settings.method)
-        self.taken = None if settings.methods is None else _names(method, *settings.methods)
+        self.allowed_methods = (
+            None if settings.methods is None else _names(method, *settings.methods)
+        )
         budget = settings.budget if method.takes_budget else None
         CompressedCache(model, method, budget, tokenizer=tokenizer)
         self._of_thread = local()
@@ -92,10 +94,10 @@ class Engine:
         Raises ApiError: before `Started` for a request that is refused, later if the client hung up
         or the server stops.
         """
-        self._begin(cancelled)
+        self._start_job(cancelled)
         sampling = Sampling.of(request)
-        with self._begun(request) as (cache, ids, cached):
-            most = self._most(len(ids), request)
+        with self._prepared(request) as (cache, ids, cached):
+            most = self._tokens_to_generate(len(ids), request)
             put(Started(len(ids), cached))
             done = answer(
                 self.model,
@@ -112,7 +114,7 @@ class Engine:
         return done
 
     @contextmanager
-    def _begun(
+    def _prepared(
         self, request: ChatRequest | CompletionRequest
     ) -> Iterator[tuple[CompressedCache, list[int], int]]:
         """The cache to generate with, all prompt tokens, and how many of these the cache holds.
@@ -121,7 +123,7 @@ class Engine:
         """
         if request.context_id is not None:
             with self.contexts.reading(request.context_id) as context:
-                turns = self._turns(request, context)
+                turns = self._turn_ids(request, context)
                 rest = list(chain(*turns))
                 self.prompts.check_length(len(rest))
                 ids = context.ids[0].tolist() + rest
@@ -134,13 +136,13 @@ class Engine:
         else:
             prompt = request.text_or_tokens
             if isinstance(prompt, str):
-                parts = self.prompts.split(self.prompts.theirs(prompt))
+                parts = self.prompts.split(self.prompts.client_text(prompt))
             ids = self.prompts.prompt(prompt)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt")
         self.prompts.check_length(len(ids))
         with ExitStack() as stack:
-            found = self._longest(ids, parts) if request.prefix_cache else None
+            found = self._longest_prefix(ids, parts) if request.prefix_cache else None
             if found is None:
                 yield CompressedCache(self.model, "full"), ids, 0
                 return
@@ -151,7 +153,7 @@ class Engine:
                 log.warning("a prompt begins with context %s, but %s", held.id, gone)
                 yield CompressedCache(self.model, "full"), ids, 0
             else:
-                turns = self._parted(request, rest)
+                turns = self._split_question(request, rest)
                 ids = context.ids[0].tolist() + rest
                 yield self._reader(context, turns), ids, context.ids.shape[1]
 
@@ -173,28 +175,34 @@ class Engine:
             end_turn(self.model, reader, ids)
         return reader
 
-    def _parted(self, request: ChatRequest | CompletionRequest, rest: list[int]) -> list[list[int]]:
+    def _split_question(
+        self, request: ChatRequest | CompletionRequest, rest: list[int]
+    ) -> list[list[int]]:
         """The tokens `rest` after a context, split before the last question of a conversation."""
         if not isinstance(request, ChatRequest) or len(request.messages) == 1:
             return [rest]
-        last = self.prompts.theirs(request.messages[-1].text)
+        last = self.prompts.client_text(request.messages[-1].text)
         question = len(self.prompts.ids(self.prompts.split(last, self.prompts.frame.after)))
         return [part for part in (rest[:-question], rest[-question:]) if part]
 
-    def _turns(self, request: ChatRequest | CompletionRequest, context: Context) -> list[list[int]]:
+    def _turn_ids(
+        self, request: ChatRequest | CompletionRequest, context: Context
+    ) -> list[list[int]]:
         """Token ids after the context that the request names, turn by turn, the question last."""
         if isinstance(request, ChatRequest):
             return self.prompts.turns(request.messages, context.frame)
         prompt = request.text_or_tokens
         if isinstance(prompt, str):
-            tokens = self.prompts.ids(self.prompts.split(self.prompts.theirs(prompt)))
+            tokens = self.prompts.ids(self.prompts.split(self.prompts.client_text(prompt)))
         else:
-            tokens = self.prompts.checked(prompt)
+            tokens = self.prompts.checked_ids(prompt)
         if not tokens:
             raise ApiError(400, "the prompt is empty", param="prompt")
         return [tokens]
 
-    def _longest(self, ids: list[int], parts: list[str]) -> tuple[StoredContext, list[int]] | None:
+    def _longest_prefix(
+        self, ids: list[int], parts: list[str]
+    ) -> tuple[StoredContext, list[int]] | None:
         """The longest stored context that is a prefix of the prompt, and the tokens after it.
 
         Prefixes are compared as tokens and as text: the last token of a document often merges with
@@ -205,11 +213,11 @@ class Engine:
         by_tokens = self.contexts.longest(TOKENS, token_bytes(ids))
         by_text = self.contexts.longest(TEXT, data)
         if by_text is not None and (by_tokens is None or by_tokens.stats.seen < by_text.stats.seen):
-            first, *others = of_key_bytes(data[by_text.keys[TEXT].length :])
+            first, *others = segments_of(data[by_text.keys[TEXT].length :])
             return by_text, self.prompts.ids([PARTING + first, *others])
         return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
 
-    def _most(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
+    def _tokens_to_generate(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
         """The number of tokens to generate.
 
         Raises ApiError if the request wants more than allowed.
@@ -236,16 +244,18 @@ class Engine:
 
         Raises ApiError for a text or method refused.
         """
-        self._begin(cancelled)
+        self._start_job(cancelled)
         self.contexts.check_new(request.id)
-        parts = self.prompts.split(self.prompts.frame.before, self.prompts.theirs(request.text))
+        parts = self.prompts.split(
+            self.prompts.frame.before, self.prompts.client_text(request.text)
+        )
         tokens = len(self.prompts.ids(parts))
         self.prompts.check_length(tokens)
         if not tokens:
             raise ApiError(400, "the text has no tokens", param="text")
         try:
             method = parse(request.method or self.settings.method)
-            self._check_taken(method)
+            self._check_allowed(method)
             if request.method is not None:
                 _check_no_files(method)
             budget = request.budget
@@ -270,10 +280,12 @@ class Engine:
         parts[-1] += PARTING
         return self.contexts.add(context, request.id, key_bytes(parts))
 
-    def _check_taken(self, method: Method) -> None:
+    def _check_allowed(self, method: Method) -> None:
         """Raises KvfoldError for a method that the server's settings do not allow."""
-        if self.taken is not None and not _names(method) <= self.taken:
-            raise KvfoldError(f"this server takes {', '.join(sorted(self.taken))}, not {method}")
+        if self.allowed_methods is not None and not _names(method) <= self.allowed_methods:
+            raise KvfoldError(
+                f"this server takes {', '.join(sorted(self.allowed_methods))}, not {method}"
+            )
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -284,7 +296,7 @@ class Engine:
         self._hook.remove()
         self.contexts.close()
 
-    def _begin(self, cancelled: Event) -> None:
+    def _start_job(self, cancelled: Event) -> None:
         """Notes the cancel flag of this thread's job, and sets its token count to zero."""
         self._of_thread.cancelled, self._of_thread.tokens = cancelled, 0
         self._check_wanted()

@@ -25,7 +25,7 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.request_schemas import Message
 
 # Separator of segments in prefix keys: a byte that UTF-8 text never has.
-CUT = b"\xff"
+SEPARATOR = b"\xff"
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Prompts:
     def _longest(self) -> int | None:
         return longest_token(self.tokenizer)
 
-    def theirs(self, text: str) -> str:
+    def client_text(self, text: str) -> str:
         """A client's text, marked so that its special tokens stay text unless allowed."""
         return content(text, self.special_tokens)
 
     def split(self, *pieces: str) -> list[str]:
-        """Segments of pieces of a prompt; clients' texts among them went through `theirs`."""
+        """Segments of pieces of a prompt; clients' texts among them went through `client_text`."""
         return segments(self.tokenizer, *pieces)
 
     def ids(self, parts: Sequence[str]) -> list[int]:
@@ -107,13 +107,13 @@ class Prompts:
             raise ApiError(400, "the model's chat template has no second turn", param="messages")
         split: list[list[str]] = []
         for index, message in enumerate(messages):
-            theirs = self.theirs(message.text)
+            text = self.client_text(message.text)
             if message.role == "assistant":
-                split.append(self.split(theirs))
+                split.append(self.split(text))
             else:
                 opening = frame.between if index else PARTING
                 assert opening is not None
-                split.append(self.split(opening, theirs, frame.after))
+                split.append(self.split(opening, text, frame.after))
         self._check_least(chain.from_iterable(split))
         ids = [self.ids(parts) for parts in split]
         # An answer ends the turn of the question before it.
@@ -132,24 +132,24 @@ class Prompts:
                     "the model has no chat template: it takes a single user's message",
                     param="messages",
                 )
-            return self.split(self.frame.before, self.theirs(first.text), self.frame.after)
-        theirs = [(message.role, self.theirs(message.text)) for message in messages]
+            return self.split(self.frame.before, self.client_text(first.text), self.frame.after)
+        turns = [(message.role, self.client_text(message.text)) for message in messages]
         try:
-            return conversation(self.tokenizer, theirs)
+            return conversation(self.tokenizer, turns)
         except TemplateError as problem:
             raise ApiError(400, f"the chat template refuses: {problem}", param="messages") from None
 
     def prompt(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a completion's prompt, with the special tokens that the tokenizer adds."""
         if isinstance(prompt, list):
-            return self.checked(prompt)
+            return self.checked_ids(prompt)
         bos = self.tokenizer.bos_token
         if self.special_tokens and bos and prompt.startswith(bos):
             return self.ids([prompt])
         before, after = own_tokens(self.tokenizer)
-        return [*before, *self.ids(self.split(self.theirs(prompt))), *after]
+        return [*before, *self.ids(self.split(self.client_text(prompt))), *after]
 
-    def checked(self, tokens: list[int]) -> list[int]:
+    def checked_ids(self, tokens: list[int]) -> list[int]:
         """Token ids sent by a client; raises ApiError for one beyond the vocabulary."""
         if max(tokens, default=0) >= self.vocabulary:
             raise ApiError(400, f"there is no token {max(tokens)}", param="prompt")
@@ -158,9 +158,9 @@ class Prompts:
 
 def key_bytes(parts: Sequence[str]) -> bytes:
     """Segments as bytes: the key of a prefix of a text is a prefix of the text's key."""
-    return CUT.join(part.encode() for part in parts)
+    return SEPARATOR.join(part.encode() for part in parts)
 
 
-def of_key_bytes(data: bytes) -> list[str]:
+def segments_of(data: bytes) -> list[str]:
     """The segments of `key_bytes`."""
-    return [part.decode() for part in data.split(CUT)]
+    return [part.decode() for part in data.split(SEPARATOR)]

@@ -141,7 +141,7 @@ class Header(_Part):
     origins: dict[str, str] = {}
 
 
-def together(of_ranks: tuple[LayerPart | OtherPart, ...]) -> LayerPart | OtherPart:
+def merged_over_ranks(of_ranks: tuple[LayerPart | OtherPart, ...]) -> LayerPart | OtherPart:
     """The header of a layer whose KV heads are split over tensor-parallel ranks, in rank order.
 
     Raises KvfoldError if ranks differ in a number that holds for all heads.
@@ -239,14 +239,16 @@ def opened(path: str | Path) -> Iterator[ContextFile]:
     """
     path = Path(path)
     try:
-        with _held(path) as place, safe_open(place, framework="pt") as file:
+        with _stable_path(path) as place, safe_open(place, framework="pt") as file:
             yield ContextFile(path, file)
     except (OSError, SafetensorError) as problem:
-        raise ContextFileError(f"cannot read {path}: {_what_is_wrong(path, problem)}") from problem
+        raise ContextFileError(
+            f"cannot read {path}: {_reason_unreadable(path, problem)}"
+        ) from problem
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[Path]:
+def _stable_path(path: Path) -> Iterator[Path]:
     """A path that refers to the file now at `path`, even if that is replaced meanwhile.
 
     safetensors opens a path twice: it could read the header of one file and tensors of another.
@@ -262,7 +264,7 @@ def _held(path: Path) -> Iterator[Path]:
         os.close(opened)
 
 
-def _what_is_wrong(path: Path, problem: Exception) -> str:
+def _reason_unreadable(path: Path, problem: Exception) -> str:
     """The reason a file cannot be opened, for the error message."""
     if not path.exists():
         return "there is no such file"

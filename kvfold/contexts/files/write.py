@@ -32,8 +32,8 @@ from kvfold.contexts.files.format import (
     OtherPart,
     RopePart,
     digest_of,
+    merged_over_ranks,
     metadata,
-    together,
 )
 from kvfold.contexts.files.identity import model_part, rope_part
 from kvfold.errors import KvfoldError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvfold.contexts.context import Context
 
 
-class Tensors:
+class FileTensors:
     """Tensors of a file by name, on the CPU; shared storage is stored once.
 
     `heads` are the KV heads that this rank holds; None: all.
@@ -83,11 +83,11 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A rank's share of a file: headers of its layers, and tensors."""
+class RankPart:
+    """A tensor-parallel rank's part of a file: headers of its layers, and tensors."""
 
     parts: list[LayerPart | OtherPart]
-    tensors: Tensors
+    tensors: FileTensors
 
 
 def save(context: Context, path: str | Path) -> None:
@@ -101,7 +101,7 @@ def save(context: Context, path: str | Path) -> None:
     cache = context.cache
     _check(cache)
     context.check()
-    tensors = Tensors(cache.ranks.own_heads)
+    tensors = FileTensors(cache.ranks.own_heads)
     parts = list(_layers(cache, tensors))
     rope, frequencies = rope_part(context.model)
     whole = {"ids": context.ids[0].int()}
@@ -111,16 +111,18 @@ def save(context: Context, path: str | Path) -> None:
     tensors.add("rope.", {}, frequencies)
     model = model_part(context.model, context.tokenizer)
     write = partial(_write, context, Path(path), model, rope)
-    cache.ranks.on_first(Share(parts, tensors), write)
+    cache.ranks.on_first(RankPart(parts, tensors), write)
 
 
 def _write(
-    context: Context, path: Path, model: ModelPart, rope: RopePart, shares: list[Share]
+    context: Context, path: Path, model: ModelPart, rope: RopePart, by_rank: list[RankPart]
 ) -> None:
-    """Writes the shares of all ranks, in rank order."""
+    """Writes the parts of all ranks, `by_rank` in rank order."""
     cache, limit = context.cache, context.cache.budget
-    stored = {name: t for share in shares for name, t in share.tensors.stored.items()}
-    parts = [together(of_ranks) for of_ranks in zip(*(s.parts for s in shares), strict=True)]
+    stored = {name: t for share in by_rank for name, t in share.tensors.stored.items()}
+    parts = [
+        merged_over_ranks(of_ranks) for of_ranks in zip(*(s.parts for s in by_rank), strict=True)
+    ]
     header = Header(
         written_by=kvfold.__version__,
         method=spelled_out(cache.method),
@@ -139,7 +141,7 @@ def _write(
         has_prefix=cache.phase.prefix is not None,
         layers=[part for part in parts if isinstance(part, LayerPart)],
         others=[part for part in parts if isinstance(part, OtherPart)],
-        same_as={name: other for s in shares for name, other in s.tensors.same_as.items()},
+        same_as={name: other for s in by_rank for name, other in s.tensors.same_as.items()},
         checksums={name: digest_of(tensor) for name, tensor in stored.items()},
         origins=origins(cache.method),
     )
@@ -189,7 +191,7 @@ def _check(cache: CompressedCache) -> None:
         )
 
 
-def _layers(cache: CompressedCache, tensors: Tensors) -> Iterator[LayerPart | OtherPart]:
+def _layers(cache: CompressedCache, tensors: FileTensors) -> Iterator[LayerPart | OtherPart]:
     """The header of each layer in turn, whose tensors are added to `tensors`."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, CompressedLayer):

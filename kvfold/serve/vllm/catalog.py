@@ -45,9 +45,9 @@ class ContextCatalog:
         """The prompt of a text, or of token ids, after a document."""
         card, prompt = self._card(asking.context_id), asking.text_or_tokens
         if isinstance(prompt, str):
-            ids = self.prompts.ids(self.prompts.split(self.prompts.theirs(prompt)))
+            ids = self.prompts.ids(self.prompts.split(self.prompts.client_text(prompt)))
         else:
-            ids = self.prompts.checked(prompt)
+            ids = self.prompts.checked_ids(prompt)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt")
         return Asked(card, ids)

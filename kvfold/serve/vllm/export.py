@@ -93,20 +93,20 @@ def entries(file: ContextFile, part: LayerPart, heads: range) -> Entries:
 
 
 def pages(
-    file: ContextFile, meta_model: MetaModel, heads: slice, level: EntryCounts
+    file: ContextFile, meta_model: MetaModel, heads: slice, counts: EntryCounts
 ) -> Iterator[Pages]:
     """KV heads `heads` of each layer in turn; raises what `check_plain` raises."""
     check_plain(file)
     header = file.header
-    kept = votes(file) if level.lost else torch.zeros(header.seen)
-    for part, count in zip(header.layers, level.layers, strict=True):
+    kept = votes(file) if counts.lost else torch.zeros(header.seen)
+    for part, count in zip(header.layers, counts.layers, strict=True):
         held = entries(file, part, range(len(part.kept))[heads])
-        keys = meta_model.move(part.index, held.keys, level.count - header.seen)
+        keys = meta_model.move(part.index, held.keys, counts.count - header.seen)
         sinks = _moving_sinks(file, part)
         if sinks:
             # As in the cache: sinks are moved up to the oldest recent token.
             first = (held.places >= 0) & (held.places < sinks)
-            up = meta_model.move(part.index, held.keys, level.count - part.kept[0])
+            up = meta_model.move(part.index, held.keys, counts.count - part.kept[0])
             keys = torch.where(first[..., None], up, keys)
         slots = voted(kept, held.places, count)[..., None]
         yield Pages(part.index, _chosen(keys, slots), _chosen(held.values, slots))

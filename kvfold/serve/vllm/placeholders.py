@@ -55,16 +55,16 @@ class Card:
         return len(self.tokens)
 
     @classmethod
-    def of(cls, name: str, file: ContextFile, level: EntryCounts) -> Card:
+    def of(cls, name: str, file: ContextFile, counts: EntryCounts) -> Card:
         """The card of an open file; raises what `check_plain` raises."""
         check_plain(file)
         header = file.header
         return cls(
             id=name,
             salt=salt(header),
-            tokens=_tokens(file, level.count),
+            tokens=_tokens(file, counts.count),
             seen=header.seen,
-            lost=level.lost,
+            lost=counts.lost,
             frame=Frame(header.before, header.after, header.between),
             vocabulary=header.model.vocabulary,
         )
@@ -85,14 +85,14 @@ def _tokens(file: ContextFile, count: int) -> list[int]:
 class Shelf:
     """Context files `<id>.kvfold` of a folder; a card is made once per version of its file.
 
-    `level` gives the entry counts that vLLM gets of a file, and raises KvfoldError if too many
+    `counts` gives the entry counts that vLLM gets of a file, and raises KvfoldError if too many
     entries would be lost. Raises KvfoldError if there is no such folder.
     """
 
     def __init__(
-        self, folder: str | Path, level: Callable[[Header], EntryCounts] = EntryCounts.of
+        self, folder: str | Path, counts: Callable[[Header], EntryCounts] = EntryCounts.of
     ) -> None:
-        self.folder, self.level = Path(folder), level
+        self.folder, self.counts = Path(folder), counts
         if not self.folder.is_dir():
             raise KvfoldError(f"there is no folder {self.folder} of contexts")
         self._cards: dict[str, tuple[tuple[int, int, int], Card]] = {}
@@ -121,7 +121,7 @@ class Shelf:
         known = self._cards.get(path.name)
         if known is None or known[0] != version:
             with opened(path) as file:
-                made = Card.of(path.name.removesuffix(SUFFIX), file, self.level(file.header))
+                made = Card.of(path.name.removesuffix(SUFFIX), file, self.counts(file.header))
                 known = version, made
             self._cards[path.name] = known
         return known[1]

@@ -91,11 +91,11 @@ class WorkerSide:
             return
         tails = []
         with opened(self.shelf.path(load.context)) as file:
-            level = self.shelf.level(file.header)
-            if salt(file.header) != load.salt or level.count != count:
+            counts = self.shelf.counts(file.header)
+            if salt(file.header) != load.salt or counts.count != count:
                 raise ContextFileError(f"{file.path} was replaced meanwhile: ask again")
             heads = share(len(file.header.layers[0].kept), self.rank, self.size)
-            for page in pages(file, self.meta_model, heads, level):
+            for page in pages(file, self.meta_model, heads, counts):
                 tails.append(_from(page, broken))
                 yield page
         self._tails[load.salt] = tails
