@@ -6,8 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfold.errors import KvfoldError
 from kvfold.store.buffer import slack
 from kvfold.store.dense import DenseStore
+from kvfold.store.encoding import Encode
+from kvfold.store.ragged import RaggedStore
 
 HOLE = (-1, None)
 
@@ -223,3 +226,21 @@ def test_what_was_handed_in_is_copied():
     store = DenseStore(keys, values)
     keys.zero_(), values.zero_()
     assert store.keys.eq(1).all() and store.values.eq(1).all()
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_an_append_that_is_refused_leaves_the_store_as_it_was(ragged):
+    with torch.inference_mode():
+        keys = torch.arange(2.0 * 6 * 4).view(1, 2, 6, 4)
+        slots = torch.tensor([[[0, 2, 5], [1, 3, 4]]])
+        store = DenseStore(keys, keys)
+        columns = store.positions
+        if ragged:
+            store = RaggedStore(keys, keys, columns, slots, Encode())
+        else:
+            store.keep(slots)
+    before = store.positions.clone(), [part.clone() for part in store.dense()]
+    with torch.no_grad(), pytest.raises(KvfoldError, match="inference_mode"):
+        store.append(keys[:, :, :1].clone(), keys[:, :, :1].clone(), first=6)
+    assert torch.equal(store.positions, before[0]) and store.length == before[0].shape[2]
+    assert all(torch.equal(a, b) for a, b in zip(store.dense(), before[1], strict=True))

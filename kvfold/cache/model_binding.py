@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvfold.attention import handshake
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.attention import is_routed
 from kvfold.hf.models import text_config
@@ -33,6 +34,7 @@ class ModelBinding:
         """
         lost = first and self.config is not None and not is_routed(self.config)
         if self.waiting or lost or not level:
+            handshake.forget()
             self.check_answered(lost=True)
         self.waiting = True
 

@@ -158,9 +158,10 @@ class DenseStore(Store):
         return self.keys, self.values
 
     def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        stored = self._keys.append(keys), self._values.append(values)
         if self._positions is not None:
             self._positions.follow(first, keys.shape[2])
-        return self._keys.append(keys), self._values.append(values)
+        return stored
 
     def reserve(self, room: int) -> tuple[Tensor, Tensor]:
         """Buffers of keys and values with `room` for more entries: write there, then append."""

@@ -170,10 +170,11 @@ class RaggedStore(Store):
         return ((slot >= first) & (slot < last)).unflatten(0, (self.rows, self.heads))
 
     def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        stored = self._keys.append(keys), self._values.append(values)
         if self._new == 0:
             self._first_new = first
         self._new += keys.shape[2]
-        return self._keys.append(keys), self._values.append(values)
+        return stored
 
     def keep(self, slots: Tensor) -> None:
         """Keeps the entries at `slots [B, H, K]`, −1 for holes, all that is encoded among them."""

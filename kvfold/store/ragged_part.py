@@ -82,8 +82,9 @@ class Part:
 
     def append(self, rows: Tensor) -> Tensor:
         """Adds `rows [B, H, S, D]`, one for every segment; returns the tail `[B, H, T, D]`."""
+        stored = self.tail.append(rows)
         self.alive = [count + rows.shape[2] for count in self.alive]
-        return self.tail.append(rows)
+        return stored
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries of every segment."""
