@@ -41,14 +41,14 @@ def command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help='A method, as in "kvzip:chunk=2000"; once for each.', show_default="nine"
+            help='A method, such as "kvzip:chunk=2000"; may be repeated.', show_default="nine"
         ),
     ] = None,
     budgets: Annotated[str, typer.Option(help='What to keep: "0.2 512 1GiB".')] = "0.2",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "4096",
     batches: Annotated[str, typer.Option(help="Rows in a batch.")] = "1",
     new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps in each round.")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of measurement.")] = 5,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's own")
     ] = None,
@@ -56,16 +56,16 @@ def command(
         str | None,
         typer.Option(help="float32, bfloat16 or float16.", show_default="the model's"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random weights and of prompts.")] = 0,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="kvpress or transformers-quantized; once for each."),
+        typer.Option(help="kvpress or transformers-quantized; may be repeated."),
     ] = None,
     peer_python: Annotated[
-        Path | None, typer.Option(help="The python of an environment that has kvpress.")
+        Path | None, typer.Option(help="Python interpreter of an environment with kvpress.")
     ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Each method once more, decoding by one graph.")
+        bool, typer.Option("--compile", help="Also each method with compiled decoding (one graph).")
     ] = False,
     throughput: Annotated[
         str | None,
@@ -74,10 +74,10 @@ def command(
         ),
     ] = None,
     memory_cap: Annotated[
-        str, typer.Option(help="Of weights and cache together, for --throughput.")
+        str, typer.Option(help="Bytes of weights and cache together, for --throughput.")
     ] = "2GiB",
     out: Annotated[
-        Path, typer.Option("--out", "-o", dir_okay=False, help="Records; run again, it goes on.")
+        Path, typer.Option("--out", "-o", dir_okay=False, help="File of records; a rerun resumes.")
     ] = Path("kvfold-bench.jsonl"),
     as_json: Json = False,
 ) -> None:

@@ -51,7 +51,7 @@ def command(
         typer.Option(
             "--out",
             "-o",
-            help="The file to write; of several documents, the folder.",
+            help="File to write; for several documents, a folder.",
             show_default="*.kvfold",
         ),
     ] = None,
@@ -62,16 +62,16 @@ def command(
     ] = None,
     encoding: Encoding = "utf-8",
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Read the document in pieces of this many tokens.")
+        int | None, typer.Option(min=1, help="Tokens of the document read per forward.")
     ] = None,
     compress: Annotated[
         Compress,
-        typer.Option(help="When: at the document's end, or per_chunk, which bounds the memory."),
+        typer.Option(help="Compress at the document's end, or per_chunk, which bounds memory."),
     ] = "at_end",
-    seed: Annotated[int, typer.Option(help="Fixes the choice of random methods.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random methods.")] = 0,
     ray: Annotated[
         str | None,
-        typer.Option(help="Share several documents out over the Ray cluster at this address."),
+        typer.Option(help="Compress several documents on the Ray cluster at this address."),
     ] = None,
     special_tokens: SpecialTokens = False,
     allow_longer: AllowLonger = False,

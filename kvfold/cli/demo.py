@@ -46,11 +46,11 @@ Known = dict[str, list[str]]
 
 def command(
     page: Annotated[
-        Path, typer.Option("--page", "-o", dir_okay=False, help="The page to write, HTML.")
+        Path, typer.Option("--page", "-o", dir_okay=False, help="HTML page to write.")
     ] = Path("kvfold-demo.html"),
-    seed: Annotated[int, typer.Option(help="Another document.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the document.")] = 0,
     budgets: Annotated[
-        str, typer.Option(help="Parts to keep; the middle one gets the picture.")
+        str, typer.Option(help="Ratios to keep; the middle one is drawn.")
     ] = "0.5 0.2 0.1",
 ) -> None:
     """Compress a document in many ways, ask questions, show what survived and what it cost."""

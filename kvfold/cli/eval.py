@@ -43,7 +43,7 @@ def command(
     ] = "snapkv,pyramidkv,kvzip",
     budgets: Annotated[str, typer.Option(help='What to keep: "0.2,512,1GiB".')] = "0.2",
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Of each task.", show_default="the benchmark's")
+        int | None, typer.Option(min=1, help="Samples per task.", show_default="the benchmark's")
     ] = None,
     lengths: Annotated[
         str | None,
@@ -56,7 +56,7 @@ def command(
     question_aware: Annotated[
         bool,
         typer.Option(
-            "--question-aware", help="Compress with the question in view, not before it exists."
+            "--question-aware", help="Compress with the question in view, not before it is known."
         ),
     ] = False,
     conversation: Annotated[
@@ -64,35 +64,44 @@ def command(
     ] = False,
     gold_history: Annotated[
         bool,
-        typer.Option("--gold-history", help="Later turns see right answers, not the model's own."),
+        typer.Option(
+            "--gold-history", help="Later turns read the right answers, not the model's own."
+        ),
     ] = False,
     data: Annotated[
         str | None,
-        typer.Option(help="A JSONL file, a folder of them, a hub dataset; a text for perplexity."),
+        typer.Option(
+            help="JSONL file, folder of them, or hub dataset; a text file for perplexity."
+        ),
     ] = None,
     haystack: Annotated[
         Path | None, typer.Option(help="Text to hide needles in: a file or a folder.")
     ] = None,
-    word_lists: Annotated[Path | None, typer.Option("--words", help="A folder of lists.")] = None,
+    word_lists: Annotated[
+        Path | None, typer.Option("--words", help="Folder of word lists.")
+    ] = None,
     shots: Annotated[Path | None, typer.Option(help="Solved examples, JSONL.")] = None,
-    questions: Annotated[int, typer.Option(min=1, help="About each shared context.")] = 4,
-    depths: Annotated[int, typer.Option(min=1, help="Places of a needle.")] = 11,
+    questions: Annotated[int, typer.Option(min=1, help="Questions per shared context.")] = 4,
+    depths: Annotated[int, typer.Option(min=1, help="Positions of a needle in the text.")] = 11,
     max_length: Annotated[
         int | None,
         typer.Option(
             min=2, help="Tokens of prompt and answer, at most.", show_default="what the model reads"
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of samples and of random methods.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of samples and of random methods.")] = 0,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes.", show_default="as many as cores, if models fit"),
+        typer.Option(
+            min=1, help="Worker processes.", show_default="as many as cores, if models fit"
+        ),
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(help="Spread the work over the Ray cluster at this address.")
+        str | None, typer.Option(help="Evaluate on the Ray cluster at this address.")
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", file_okay=False, help="Run again, it goes on.")
+        Path,
+        typer.Option("--out", "-o", file_okay=False, help="Folder of records; a rerun resumes."),
     ] = Path("kvfold-eval"),
     as_json: Json = False,
     *,

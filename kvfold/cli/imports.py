@@ -25,7 +25,7 @@ Modules = Annotated[
         metavar="MODULE",
         callback=_import,
         is_eager=True,
-        help="Also know the methods of this module: its name, or a .py file; may be repeated.",
+        help="Import methods of your own: a module's name or a .py file; may be repeated.",
     ),
 ]
 

@@ -44,22 +44,26 @@ PICTURES = ("attention.png", "variance.png", "lazy.png", "norms.png", "kept.png"
 def command(
     model: Annotated[str, typer.Option(help='A folder, a hub id, or "bundled".')] = "bundled",
     methods: Annotated[
-        str, typer.Option(help="Compared side by side, separated by commas.")
+        str, typer.Option(help="Methods to compare, separated by commas.")
     ] = "snapkv,pyramidkv,kvzip,d2o",
     budget: Annotated[str, typer.Option(help=BUDGET_HELP)] = "0.2",
-    prompt: Annotated[str | None, typer.Option(help="The text that is read.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to read.")] = None,
     file: Annotated[
-        Path | None, typer.Option(help="A text file with it; - is standard input.")
+        Path | None, typer.Option(help="A text file to read; - is standard input.")
     ] = None,
     encoding: Encoding = "utf-8",
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", file_okay=False, help="The folder.", show_default=f"a new {FOLDER}"
+            "--out",
+            "-o",
+            file_okay=False,
+            help="Folder to write to.",
+            show_default=f"a new {FOLDER}",
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Another text with needles; another choice of random methods.")
+        int, typer.Option(help="Seed of the generated text and of random methods.")
     ] = 0,
     allow_longer: AllowLonger = False,
     *,

@@ -27,14 +27,16 @@ MethodText = Annotated[str, typer.Option(help='A name of `kvfold methods`, or "s
 BUDGET_HELP = 'What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'
 BudgetText = Annotated[str | None, typer.Option(help=BUDGET_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Encoding = Annotated[str, typer.Option(help="Of the text files that are read.")]
+Encoding = Annotated[str, typer.Option(help="Encoding of text files.")]
 SpecialTokens = Annotated[
     bool,
-    typer.Option("--special-tokens", help="Texts may spell control tokens; else these stay text."),
+    typer.Option(
+        "--special-tokens", help="Parse special tokens spelled in texts; else they stay text."
+    ),
 ]
 AllowLonger = Annotated[
     bool,
-    typer.Option("--allow-longer", help="Read texts longer than those the model was trained on."),
+    typer.Option("--allow-longer", help="Read texts beyond the model's trained length."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 # Same as kvfold.generate's `Compress`; importing that would import torch before `--help`.
@@ -44,7 +46,9 @@ Compress = Literal["at_end", "per_chunk"]
 def loading(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Of the weights; auto: the checkpoint's.", rich_help_panel=ABOUT_MODEL),
+        typer.Option(
+            help="Of the weights; auto: as in the checkpoint.", rich_help_panel=ABOUT_MODEL
+        ),
     ] = "auto",
     device: Annotated[
         str | None,
@@ -66,13 +70,13 @@ def loading(
     ] = None,
     revision: Annotated[
         str | None,
-        typer.Option(help="SharedBuffer, tag or commit on the hub.", rich_help_panel=ABOUT_MODEL),
+        typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=ABOUT_MODEL),
     ] = None,
     trust_remote_code: Annotated[
         bool,
         typer.Option(
             "--trust-remote-code",
-            help="Run model code of the checkpoint.",
+            help="Run model code that comes with the checkpoint.",
             rich_help_panel=ABOUT_MODEL,
         ),
     ] = False,
@@ -123,27 +127,27 @@ def sampling(
     temperature: Annotated[
         float,
         typer.Option(
-            min=0, max=100, help="0: the likeliest token; above: drawn.",
+            min=0, max=100, help="0: greedy; above: sampling.",
             rich_help_panel=ABOUT_SAMPLING,
         ),
     ] = 0.0,
     top_p: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Draw among the likeliest that make up this probability.",
+            min=0, max=1, help="Sample among the likeliest of this total probability.",
             show_default="the model's", rich_help_panel=ABOUT_SAMPLING,
         ),
     ] = None,
     top_k: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Draw among so many of the likeliest; 0: all.",
+            min=0, help="Sample among this many of the likeliest tokens; 0: all.",
             show_default="the model's", rich_help_panel=ABOUT_SAMPLING,
         ),
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(help="Of drawn tokens and of random methods.", rich_help_panel=ABOUT_SAMPLING),
+        typer.Option(help="Seed of sampling and of random methods.", rich_help_panel=ABOUT_SAMPLING),
     ] = 0,
 ) -> SamplingOptions:  # fmt: skip
     """Sampling options of a command's answer; raises KvfoldError for those without effect."""

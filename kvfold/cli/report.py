@@ -20,7 +20,7 @@ def command(
         list[Path], typer.Argument(help="Folders that `kvfold eval` wrote, or files of records.")
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", file_okay=False, help="The folder to write into.")
+        Path, typer.Option("--out", "-o", file_okay=False, help="Folder to write to.")
     ] = Path("kvfold-report"),
     as_json: Json = False,
 ) -> None:

@@ -57,11 +57,11 @@ def command(
     ] = None,
     max_new_tokens: MaxNewTokens = 64,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Read the prompt in pieces of this many tokens.")
+        int | None, typer.Option(min=1, help="Tokens of the prompt read per forward.")
     ] = None,
     compress: Annotated[
         Compress,
-        typer.Option(help="When: at the prompt's end, or per_chunk, which bounds the memory."),
+        typer.Option(help="Compress at the prompt's end, or per_chunk, which bounds memory."),
     ] = "at_end",
     special_tokens: SpecialTokens = False,
     allow_longer: AllowLonger = False,

@@ -32,52 +32,55 @@ def command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="KVFOLD_API_KEY", help="Clients must send it; better set as variable."),
+        typer.Option(
+            envvar="KVFOLD_API_KEY", help="Key that clients must send; better set as a variable."
+        ),
     ] = None,
-    method: Annotated[
-        str, typer.Option(help="Of contexts that name none: as for `kvfold compress`.")
-    ] = "kvzip",
+    method: Annotated[str, typer.Option(help="Default method of contexts.")] = "kvzip",
     budget: Annotated[
-        str, typer.Option(help='The same: "512" tokens, "0.2" or "20%" of them, "2GiB".')
+        str, typer.Option(help='Default budget: "512" tokens, "0.2" or "20%" of them, "2GiB".')
     ] = "0.5",
     methods: Annotated[
         str | None,
         typer.Option(
-            help='Those that clients may name beside it: "snapkv,kvzip".', show_default="all"
+            help='Further methods that clients may name: "snapkv,kvzip".', show_default="all"
         ),
     ] = None,
     prefill_chunk: Annotated[
-        int, typer.Option(min=1, help="Read texts in pieces of this many tokens.")
+        int, typer.Option(min=1, help="Tokens of a text read per forward.")
     ] = 1024,
     memory: Annotated[
-        str, typer.Option(help="Contexts in memory; beyond it, the least used go to disk.")
+        str, typer.Option(help="Memory of contexts; beyond it, the least recently used go to disk.")
     ] = "4GiB",
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where contexts are found at the start, moved to, and left at the end.",
-            show_default="a private one, removed at the end",
+            help="Folder of context files: read at the start, kept at the end.",
+            show_default="a temporary one",
         ),
     ] = None,
-    contexts: Annotated[int, typer.Option(min=1, help="Contexts held, on disk included.")] = 1000,
+    contexts: Annotated[
+        int, typer.Option(min=1, help="Contexts at most, in memory and on disk.")
+    ] = 1000,
     workers: Annotated[
         int, typer.Option(min=1, help="Requests computed at a time, each in a thread.")
     ] = 1,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a worker.")] = 64,
-    body: Annotated[str, typer.Option(help="The largest request.")] = "32MiB",
-    values: Annotated[
-        int, typer.Option(min=1, help="Texts and numbers in the JSON of a request.")
-    ] = 2**18,
-    connections: Annotated[int, typer.Option(min=1, help="Connections open at a time.")] = 512,
+    body: Annotated[str, typer.Option(help="Largest body of a request.")] = "32MiB",
+    values: Annotated[int, typer.Option(min=1, help="Values in the JSON of a request at most.")] = 2
+    ** 18,
+    connections: Annotated[int, typer.Option(min=1, help="Open connections at most.")] = 512,
     client_timeout: Annotated[
         float,
-        typer.Option(help="Seconds for a client to send its headers, its body, to take answers."),
+        typer.Option(help="Seconds for a client to send headers, to send a body, to read output."),
     ] = 60.0,
     context_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="The longest text.", show_default="the model's own length"),
+        typer.Option(
+            min=1, help="Tokens of a text at most.", show_default="the model's own length"
+        ),
     ] = None,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 1024,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 1024,
     chat_budget: Annotated[
         int | None,
         typer.Option(
@@ -89,7 +92,7 @@ def command(
     special_tokens: SpecialTokens = False,
     allow_longer: AllowLonger = False,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that answers may go on after a stop.")
+        float, typer.Option(min=0, help="Seconds for running answers to end after a stop.")
     ] = 30.0,
     engine: Annotated[
         Literal["transformers", "vllm"],
