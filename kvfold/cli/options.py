@@ -147,7 +147,7 @@ def sampling(
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(help="Seed of sampling and of random methods.", rich_help_panel=ABOUT_SAMPLING),
+        typer.Option(help="Seed of sampling and random methods.", rich_help_panel=ABOUT_SAMPLING),
     ] = 0,
 ) -> SamplingOptions:  # fmt: skip
     """Sampling options of a command's answer; raises KvfoldError for those without effect."""
