@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that also says how much each entry received. `reference.py` is the truth."""
+"""Attention kernels over dense and ragged entries, some with column statistics.
+
+`reference.py` is the naive truth of every kernel; `dispatch.py` alone chooses among them.
+"""

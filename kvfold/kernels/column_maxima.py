@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same pass over blocks of queries, with the most attention that each chosen entry received."""
+"""Attention in blocks of queries, with the maximum weight that each scored entry receives (KVzip).
+
+Reference: `reference.attend_with_column_maxima`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def attend_with_column_maxima(
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T."""
     plain = softcap is None and sinks is None and counted is None
-    # To multiply what is scored once more is worth it where that is the smaller part.
+    # Two separate passes read the scored keys twice: faster while these are under half of all.
     if plain and 2 * int(scored.sum(-1).max()) < key.shape[2] and _follow(query, key, value, mask):
         return _attend_apart(query, key, value, scale), _maxima_apart(query, key, scale, scored)
     blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
@@ -47,9 +50,9 @@ def attend_with_column_maxima(
 
 
 def _follow(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether a CPU's own kernel can attend: float32 queries see all before them, and nothing else.
+    """True if the CPU's flash kernel can attend: float32, causal, queries at the end of the keys.
 
-    They must be the last of the entries, behind others.
+    Some entries must precede the queries' own, and nothing but causality may hide any.
     """
     queries, earlier = query.shape[2], key.shape[2] - query.shape[2]
     if query.device.type != "cpu" or query.dtype != torch.float32 or earlier <= 0:
@@ -65,12 +68,15 @@ def _follow(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> b
 
 
 def _attend_apart(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Output `[B, Hq, S, D]`: of earlier entries and of the queries' own, weighed by their sums."""
+    """Attention output `[B, Hq, S, D]` from two flash calls: earlier entries, the queries' own.
+
+    Both are joined by their log-sum-exps.
+    """
     flash = torch._scaled_dot_product_flash_attention_for_cpu
     batch, heads, stored, size = key.shape
     query_heads, queries = query.shape[1:3]
     earlier, groups = stored - queries, query_heads // heads
-    # Nothing is hidden there, so that the queries of a group may be rows of one head.
+    # Every query sees all earlier entries, so a group's queries can be rows of one head.
     rows = query.reshape(batch, heads, groups * queries, size)
     before, total_before = flash(rows, key[:, :, :earlier], value[:, :, :earlier], scale=scale)
     own_keys, own_values = (
@@ -82,7 +88,7 @@ def _attend_apart(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
 
 
 def _maxima_apart(query: Tensor, key: Tensor, scale: float, scored: Tensor) -> Tensor:
-    """Maxima `[B, H, T]` of softmax rows over the entries that are scored alone."""
+    """Maxima `[B, H, T]` of softmax rows over the `scored [B, T]` entries alone."""
     earlier = key.shape[2] - query.shape[2]
     grouped = (query * scale).unflatten(1, (key.shape[1], -1))
     maxima = key.new_zeros(key.shape[:3])
@@ -93,19 +99,19 @@ def _maxima_apart(query: Tensor, key: Tensor, scale: float, scored: Tensor) -> T
     return maxima
 
 
-def _maxima_of_row(query: Tensor, keys: Tensor, places: Tensor) -> Tensor:
-    """Maxima `[H, K]` of keys `[H, K, D]`, which queries `[H, G, S, D]` see from `places [K]` on.
+def _maxima_of_row(query: Tensor, keys: Tensor, first_seen_by: Tensor) -> Tensor:
+    """Maxima `[H, K]` that keys `[H, K, D]` receive from queries `[H, G, S, D]` of one row.
 
-    Places ascend; all queries see what lies at a place below 0.
+    Key k is visible from query `first_seen_by[k]` on, below 0 to all queries; `[K]`, ascending.
     """
     queries, most = query.shape[2], keys.new_zeros(keys.shape[:2])
-    room = keys.new_empty(query.shape[1] * min(BLOCK, queries) * len(places))
+    room = keys.new_empty(query.shape[1] * min(BLOCK, queries) * len(first_seen_by))
     for start in range(0, queries, BLOCK):
         end = min(start + BLOCK, queries)
-        whole, seen = (int((places < first).sum()) for first in (start, end))
+        whole, seen = (int((first_seen_by < first).sum()) for first in (start, end))
         if not seen:
             continue
-        later = places[whole:seen] > torch.arange(start, end)[:, None]
+        later = first_seen_by[whole:seen] > torch.arange(start, end)[:, None]
         for block, of_head, highest in zip(query[:, :, start:end], keys, most, strict=True):
             rows = block.flatten(0, 1)
             weights = room[: len(rows) * seen].view(-1, seen)
@@ -113,15 +119,15 @@ def _maxima_of_row(query: Tensor, keys: Tensor, places: Tensor) -> Tensor:
             weights.view(-1, end - start, seen)[..., whole:].masked_fill_(later, -torch.inf)
             torch.softmax(weights, -1, out=weights)
             if whole == 0:
-                weights.nan_to_num_(0.0)  # rows that see nothing of it
+                weights.nan_to_num_(0.0)  # rows that see no scored entry
             torch.maximum(highest[:seen], weights.amax(0), out=highest[:seen])
     return most
 
 
 def _voters(blocks: AttentionBlocks, at: Block, voting: Tensor) -> Tensor:
-    """Which rows `[G·S]` of a block count, by `voting [B, S]`, and may attend to anything.
+    """Mask `[G·S]` of a block's rows that count by `voting [B, S]` and see at least one entry.
 
-    Softmax makes an even row of one that an additive mask forbids everything.
+    A row that an additive mask hides completely comes out of softmax as uniform weights.
     """
     voters = voting[at.row, at.start : at.end].expand(blocks.groups, -1)
     mask = blocks.mask(at)
@@ -131,7 +137,7 @@ def _voters(blocks: AttentionBlocks, at: Block, voting: Tensor) -> Tensor:
 
 
 def _weights_among(blocks: AttentionBlocks, at: Block, scored: Tensor) -> Tensor:
-    """Rows `[G·S, seen]` of a softmax over `scored [seen]` alone, anew from the logits."""
+    """Softmax rows `[G·S, seen]` over the `scored [seen]` entries alone, from fresh logits."""
     logits = blocks.logits(at).masked_fill_(~scored, -torch.inf)
     mask = blocks.mask(at)
     if mask is not None and mask.dtype != torch.bool:

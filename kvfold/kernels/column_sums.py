@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, and what each entry received of it: by one of several kernels."""
+"""Attention with column sums (H2O, D2O): `dispatch.columns_path` chooses the kernel.
+
+Reference: `reference.attend_with_moments`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def attend_with_moments(
     counted: Tensor | None = None,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `reference.attend_with_moments`; without `squares` their sums are None."""
+    """As `reference.attend_with_moments`; the sums of squares are None without `squares`."""
     path = columns_path(
         query, value, softcap=softcap, sinks=sinks, masked=mask is not None, squares=squares
     )

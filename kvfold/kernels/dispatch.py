@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which path a call takes: Triton, torch's own GPU kernels, or plain torch, which always works."""
+"""The only chooser of kernels: Triton, torch's own GPU kernels, or plain torch as the fallback."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from kvfold.kernels.swapped_qk import COLUMNS
 Path = Literal["triton", "varlen", "flash", "torch"]
 HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)
-# Bytes of a row: programs hold whole rows in shared memory, and flash kernels know no larger heads.
+# Bytes of a row: Triton programs hold whole rows in shared memory; flash kernels take no more.
 LARGEST = 512
-# Triton runs on a CPU where it was told so before it was imported.
+# Triton's interpreter runs on a CPU if this variable was set before Triton was imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_available(tensor: Tensor) -> bool:
-    """Whether Triton is installed, and runs where `tensor` is: on a GPU, or interpreted."""
+    """True if Triton is installed and runs on the device of `tensor`: a GPU, or interpreted."""
     interpreted = INTERPRETED and tensor.device.type == "cpu"
     return (tensor.is_cuda or interpreted) and _installed("triton")
 
 
 def varlen_available(tensor: Tensor) -> bool:
-    """Whether torch's `varlen_attn` knows grouped queries, and takes such tensors."""
+    """True if torch's `varlen_attn` supports grouped queries and takes such tensors."""
     return _on_gpu_in_half(tensor) and _varlen_groups()
 
 
 def rows_path(query: Tensor, values: Tensor, *, softcap: float | None, masked: bool) -> Path:
-    """For `query [B, Hq, S, D]` over segments of plain entries, values `[…, Dv]`.
+    """Path for `query [B, Hq, S, D]` over segments of raw entries with values `[…, Dv]`.
 
-    Sinks and other entries join the result through its log-sum-exp: they do not matter here.
+    Sink logits and tail entries join the result through its log-sum-exp, on any path.
     """
     single = query.shape[2] == 1 and not masked
     on_cpu = query.device.type == "cpu" and not INTERPRETED
@@ -51,14 +51,14 @@ def rows_path(query: Tensor, values: Tensor, *, softcap: float | None, masked: b
 
 
 def packed_path(query: Tensor, *, value_size: int, masked: bool) -> Path:
-    """As `rows_path`, over segments of packed entries."""
+    """Path for `query [B, Hq, S, D]` over segments of packed entries."""
     single = query.shape[2] == 1 and not masked
     fits = single and _fits(query, value_size)
     return "triton" if fits and triton_available(query) else "torch"
 
 
 def pack_path(rows: Tensor, group: int) -> Path:
-    """For packing `rows [n, D]` in groups of this many numbers."""
+    """Path for packing `rows [n, D]` in groups of `group` numbers."""
     known = rows.dtype in KNOWN and group & (group - 1) == 0
     return "triton" if known and triton_available(rows) else "torch"
 
@@ -72,9 +72,10 @@ def columns_path(
     masked: bool,
     squares: bool,
 ) -> Path:
-    """For `query [B, Hq, S, D]` and value `[B, H, T, Dv]`; a mask is more than causality.
+    """Path for column sums of `query [B, Hq, S, D]` over value `[B, H, T, Dv]`.
 
-    Triton needs each query's log-sum-exp: `swapped_qk.causal_attention` has it with the output.
+    `masked`: more than causality hides entries. Triton needs each query's log-sum-exp, which
+    `swapped_qk.causal_attention` returns with the output.
     """
     size = query.shape[-1]
     known = softcap is None and sinks is None and not masked and _on_gpu_in_half(query)
@@ -86,7 +87,7 @@ def columns_path(
 
 
 def gather_path(keys: Tensor) -> Path:
-    """For copying kept entries of keys and values `[B, H, T, D]`."""
+    """Path for copying kept entries of keys and values `[B, H, T, D]`."""
     return "triton" if triton_available(keys) else "torch"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picking entries out of a layer, or numbers that belong to them."""
+"""Gathers by slot: entries of a layer, or numbers that belong to entries."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvfold.kernels.dispatch import gather_path
 
 
 def joined(rows: Sequence[Tensor]) -> Tensor:
-    """All `rows [B, …]` in one tensor; one alone is not copied."""
+    """Concatenation of all `rows [B, …]` along the batch axis; a single one is not copied."""
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
 def pick(numbers: Tensor, slots: Tensor, empty: int) -> Tensor:
-    """`numbers [B, …, T]`, one per entry, of the `slots [B, …, K]`; `empty` for a hole (−1)."""
+    """The `numbers [B, …, T]` at `slots [B, …, K]`, shape `[B, …, K]`; `empty` for a hole (−1)."""
     return numbers.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, empty)
 
 
 def take(entries: Tensor, slots: Tensor) -> Tensor:
-    """`entries [B, H, T, D]` in `slots [B, H, K]`: a copy `[B, H, K, D]`.
+    """Copy `[B, H, K, D]` of `entries [B, H, T, D]` at `slots [B, H, K]`.
 
-    A hole (−1) holds whatever lies first. Rows are copied whole: `gather` with an index for every
-    number takes ten times as long.
+    A hole (−1) holds the head's first entry. Rows are copied whole: `gather` with an index for
+    every number takes ten times as long.
     """
     size = entries.shape[-1]
     if not entries.numel():
@@ -35,10 +35,9 @@ def take(entries: Tensor, slots: Tensor) -> Tensor:
 
 
 def take_flat(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries of keys `[B, H, T, D]` and values `[B, H, T, Dv]` at the `slots [B, H, K]`.
+    """Flat copies `[n, D]` and `[n, Dv]` of the entries at `slots [B, H, K]`, head after head.
 
-    Copies `[N, D]` and `[N, Dv]`, one segment (a row's head) after the other; holes (−1), on the
-    left, leave nothing.
+    keys `[B, H, T, D]`, values `[B, H, T, Dv]`. Holes (−1), on the left, are skipped.
     """
     if gather_path(keys) == "triton":
         from kvfold.kernels.triton.gather import gather_rows
@@ -56,7 +55,7 @@ def _flat(entries: Tensor, slots: Tensor, real: Tensor) -> Tensor:
 
 
 def _rows(entries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory as rows `[·, D]`, and in which of them the entries at `slots [B, H, K]` are."""
+    """Memory as rows `[·, D]`, and the row index `[B, H, K]` of the entries at `slots`."""
     batch, heads, _, size = entries.shape
     entries = _of_whole_rows(entries)
     per_row, per_head, per_entry = (stride // size for stride in entries.stride()[:3])
@@ -69,7 +68,7 @@ def _rows(entries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_whole_rows(entries: Tensor) -> Tensor:
-    """The same, as a copy unless every stride is a multiple of a row."""
+    """`entries [B, H, T, D]`; copied unless every stride is a multiple of D."""
     size = entries.shape[3]
     if entries.stride(3) == 1 and all(stride % size == 0 for stride in entries.stride()[:3]):
         return entries
@@ -77,5 +76,5 @@ def _of_whole_rows(entries: Tensor) -> Tensor:
 
 
 def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What hides `hidden` when it is added to logits: −∞ there, 0 elsewhere."""
+    """Additive mask of `dtype`: −∞ where `hidden` is true, 0 elsewhere."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries packed into 2, 4 or 8 bits a number: keys per channel, values per token (KIVI)."""
+"""Quantized entries of 2, 4 or 8 bits a number: keys per channel, values per token (KIVI).
+
+Liu et al., arXiv 2402.02750.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from kvfold.kernels.views import Flat, Named
 
 
 def quantise(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of groups that lie along `dim`, and each group's scale and minimum.
+    """Codes, scale and minimum of groups that lie along `dim`.
 
     Codes are uint8 in the shape of `groups`; scale and minimum have length 1 along `dim` and the
     dtype of `groups`. A code is (x − minimum) / scale, rounded half to even.
@@ -25,9 +28,9 @@ def quantise(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tenso
     levels = 2**bits - 1
     exact = groups.to(torch.promote_types(groups.dtype, torch.float32))
     minimum, maximum = exact.amin(dim, keepdim=True), exact.amax(dim, keepdim=True)
-    # Codes are of the scale as it is stored, so that its rounding adds no error of its own.
+    # Codes use the scale as stored, so that its rounding adds no error of its own.
     scale = ((maximum - minimum) / levels).to(groups.dtype)
-    # A scale of 0 is a constant group's (or one narrower than the dtype can tell): code 0.
+    # The scale is 0 if a group is constant, or its range underflows the dtype: code 0.
     steps = (exact - minimum) / scale.masked_fill(scale == 0, 1)
     return steps.round_().clamp_(0, levels).to(torch.uint8), scale, minimum.to(groups.dtype)
 
@@ -39,14 +42,14 @@ def dequantise(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """Codes `[R, C]` in int32 words, 32/bits along `dim` (0 or 1) to a word, the first lowest."""
+    """Int32 words of codes `[R, C]`: 32/bits codes along `dim` (0 or 1) each, the first lowest."""
     per_word = 32 // bits
     grouped = codes.int().unflatten(dim, (codes.shape[dim] // per_word, per_word))
     return (grouped << _shifts(bits, dim, codes.device)).sum(dim + 1, dtype=torch.int32)
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """The uint8 codes `[R, C]` of `words` that were packed along `dim`."""
+    """Codes `[R, C]`, uint8, of int32 `words` packed along `dim` (0 or 1): inverse of `pack`."""
     if dim == 1:
         return _spread(words, bits)
     codes = (words.unsqueeze(1) >> _shifts(bits, dim, words.device)).to(torch.uint8)
@@ -59,9 +62,9 @@ def _shifts(bits: int, dim: int, device: torch.device) -> Tensor:
 
 
 def _spread(words: Tensor, bits: int) -> Tensor:
-    """Codes packed along the last axis: each byte is halved into two bytes, until one is one code.
+    """Codes packed along the last axis: bytes are split in halves until each holds one code.
 
-    Shifts by position would work on runs of only 32/bits numbers, and take twice the time.
+    A vector of shifts would work on runs of only 32/bits numbers, and take twice the time.
     """
     codes, width = words.view(torch.uint8), 8
     while width > bits:
@@ -94,7 +97,7 @@ def _pack_values(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, T
 
 @dataclass(frozen=True)
 class _Packed:
-    """Packed codes, and scale and minimum of each group of `group` numbers."""
+    """Packed codes of `bits` each, with scale and minimum of every group of `group` numbers."""
 
     words: Flat
     scale: Flat
@@ -103,6 +106,7 @@ class _Packed:
     group: int
 
     def extended(self, new: Self) -> Self:
+        """Each segment followed by that of `new`."""
         return dataclasses.replace(
             self,
             words=self.words.extended(new.words),
@@ -111,6 +115,7 @@ class _Packed:
         )
 
     def select(self, segments: list[int]) -> Self:
+        """A copy of these segments, in this order."""
         return dataclasses.replace(
             self,
             words=self.words.select(segments),
@@ -119,11 +124,13 @@ class _Packed:
         )
 
     def segment(self, i: int) -> Tensor:
+        """Dequantized entries `[n, D]` of segment i."""
         parts = (self.words, self.scale, self.minimum)
         return self._decoded(*(part.segment(i) for part in parts))
 
     @property
     def rows(self) -> Tensor:
+        """Dequantized entries `[sum of lengths, D]` of all segments."""
         return self._decoded(self.words.rows, self.scale.rows, self.minimum.rows)
 
     @property
@@ -131,7 +138,7 @@ class _Packed:
         return self.rows.split(self.lengths)
 
     def since(self, first: int) -> Tensor:
-        """Entries from `first` on `[S, n, D]` of segments that all have the same length."""
+        """Dequantized entries `[segments, n, D]` from `first` on; segments have equal lengths."""
         words, groups, surplus = self._at(first)
         parts = zip((self.words, self.scale, self.minimum), (words, groups, groups), strict=True)
         of_segments = (
@@ -143,35 +150,39 @@ class _Packed:
 
     @property
     def lengths(self) -> list[int]:
+        """Entries of each segment."""
         raise NotImplementedError
 
     def _at(self, entry: int) -> tuple[int, int, int]:
-        """The rows of words and of groups with this entry of a segment, and its place in them."""
+        """A segment's row of words and row of groups with `entry`, and its offset in the group."""
         raise NotImplementedError
 
     def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-        """Entries `[n, D]` of so many words and groups."""
+        """Dequantized entries `[n, D]` of these words, scales and minima."""
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
+        """Words, scale and minimum of all segments."""
         return [self.words.rows, self.scale.rows, self.minimum.rows]
 
     def named(self) -> Named:
+        """Words, scale and minimum of each segment, as views."""
         names = ("words", "scale", "minimum")
         return {name: list(getattr(self, name).segments) for name in names}
 
     @classmethod
     def from_named(cls, parts: Named, bits: int, group: int) -> Self:
-        """The same again, as a copy."""
+        """Copy from what `named` returned."""
         words, scale, minimum = (Flat.of(parts[name]) for name in ("words", "scale", "minimum"))
         return cls(words, scale, minimum, bits, group)
 
 
 @dataclass(frozen=True)
 class PackedKeys(_Packed):
-    """Groups are `group` consecutive entries of one channel; a segment is whole groups.
+    """Packed keys: a group is `group` consecutive entries of one channel.
 
-    words `[sum of lengths · bits / 32, D]` int32; scale and minimum `[sum of lengths / group, D]`.
+    A segment's length is a multiple of `group`. words `[sum of lengths · bits / 32, D]` int32;
+    scale and minimum `[sum of lengths / group, D]`.
     """
 
     @classmethod
@@ -205,14 +216,14 @@ class PackedKeys(_Packed):
 
 @dataclass(frozen=True)
 class PackedValues(_Packed):
-    """Groups are `group` consecutive channels of one entry.
+    """Packed values: a group is `group` consecutive channels of one entry.
 
     words `[sum of lengths, Dv · bits / 32]` int32; scale, minimum `[sum of lengths, Dv / group]`.
     """
 
     @classmethod
     def of(cls, segments: list[Tensor], bits: int, group: int) -> PackedValues:
-        """From each segment's values `[n, Dv]`; raises KvfoldError where groups do not fill Dv."""
+        """From each segment's values `[n, Dv]`; KvfoldError if `group` does not divide Dv."""
         lengths = [len(segment) for segment in segments]
         rows = torch.cat(segments)
         size = rows.shape[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A query per segment over packed entries, which a compiler makes numbers in registers only."""
+"""Decode attention over quantized entries; torch.compile fuses dequantization into the products."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvfold.kernels.packing import PackedKeys, PackedValues, dequantise
 from kvfold.kernels.single_query import softmax_beside
 from kvfold.kernels.views import RaggedView
 
-# What torch.compile takes: the name of a compiler, or one
+# The `backend` argument of torch.compile: a compiler's name, or the compiler
 Backend = str | Callable[..., Any]
 
 
 def both_packed(stored: RaggedView) -> tuple[PackedKeys, PackedValues] | None:
-    """What is packed; None where keys or values are stored otherwise."""
+    """Packed keys and packed values; None unless both are packed."""
     keys, values = stored.keys.encoded, stored.values.encoded
     if isinstance(keys, PackedKeys) and isinstance(values, PackedValues):
         return keys, values
@@ -27,12 +27,12 @@ def both_packed(stored: RaggedView) -> tuple[PackedKeys, PackedValues] | None:
 
 
 def reads_packed(stored: RaggedView) -> bool:
-    """Whether segments are packed, of one length, and on a CPU."""
+    """True if keys and values are packed, all segments are equally long, and on a CPU."""
     both = both_packed(stored)
     if both is None:
         return False
     keys, values = both
-    # Sizes of 0 and 1 would be constants of what is compiled.
+    # torch.compile specializes on sizes 0 and 1: a graph with them serves no other length.
     enough = keys.lengths[0] > keys.group and values.lengths[0] > 1
     even = stored.keys.even and stored.values.even
     return enough and even and stored.keys.tail.device.type == "cpu"
@@ -47,9 +47,9 @@ def attend_to_packed_segments(
     sinks: Tensor | None,
     backend: Backend,
 ) -> Tensor:
-    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` where `reads_packed(stored)`.
+    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`; needs `reads_packed(stored)`.
 
-    `backend` compiles the products with what is packed, for all lengths.
+    `backend` compiles the products with packed entries, once for all lengths. sinks `[Hq]`.
     """
     both = both_packed(stored)
     assert both is not None
@@ -76,7 +76,7 @@ def attend_to_packed_segments(
 
 
 def _tensors(packed: PackedKeys | PackedValues, segments: int) -> list[Tensor]:
-    """Words, scale and minimum `[S, …, …]`; the second axis, says a mark, is of any length."""
+    """Words, scale and minimum `[segments, …, …]`, the second axis marked as dynamic."""
     tensors = [rows.view(segments, -1, rows.shape[1]) for rows in packed.tensors()]
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 1)
@@ -87,20 +87,20 @@ def _tensors(packed: PackedKeys | PackedValues, segments: int) -> list[Tensor]:
 def _compiled(
     function: Callable[..., Tensor], bits: int, group: int, backend: Backend
 ) -> Callable[..., Tensor]:
-    def constant(*tensors: Tensor) -> Tensor:
+    def with_constants(*tensors: Tensor) -> Tensor:
         return function(*tensors, bits, group)
 
-    return torch.compile(constant, backend=backend)
+    return torch.compile(with_constants, backend=backend)
 
 
 def _products_with_keys(
     query: Tensor, words: Tensor, scale: Tensor, minimum: Tensor, bits: int, group: int
 ) -> Tensor:
-    """Products `[S, G, n]` of `query [S, G, D]` and packed keys, n in each segment.
+    """Products `[R, G, n]` of `query [R, G, D]` and packed keys, n in each of R segments.
 
-    words `[S, n·bits/32, D]`; scale and minimum `[S, n/group, D]`.
+    words `[R, n·bits/32, D]`; scale and minimum `[R, n/group, D]`.
     """
-    # The words of each group: [S, groups, group·bits/32, D].
+    # The words of each group: [R, groups, group·bits/32, D].
     words = words.unflatten(1, (-1, group * bits // 32))
     scale, minimum = scale[:, :, None], minimum[:, :, None]
     columns = [column[:, None, None] for column in _wide(query).unbind(1)]
@@ -114,9 +114,9 @@ def _products_with_keys(
 def _sum_of_values(
     weights: Tensor, words: Tensor, scale: Tensor, minimum: Tensor, bits: int, group: int
 ) -> Tensor:
-    """Sums `[S, G, Dv]` of packed values, weighted `[S, G, n]`.
+    """Sums `[R, G, Dv]` of packed values, weighted `[R, G, n]`, in each of R segments.
 
-    words `[S, n, Dv·bits/32]`; scale and minimum `[S, n, Dv/group]`.
+    words `[R, n, Dv·bits/32]`; scale and minimum `[R, n, Dv/group]`.
     """
     each = group * bits // 32
     scale, minimum = (of[..., None].expand(-1, -1, -1, each).flatten(2) for of in (scale, minimum))
@@ -129,9 +129,9 @@ def _sum_of_values(
 
 
 def _decoded(words: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> list[Tensor]:
-    """What codes stand for: the first of each word, the second, and so on; at least float32.
+    """Dequantized numbers: the first of each word, the second, and so on; at least float32.
 
-    Shifts are written out: a vector that is shifted by a vector takes three times as long.
+    One scalar shift each: a shift of a vector by a vector takes three times as long.
     """
     codes = [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
     return [_wide(dequantise(code, scale, minimum)) for code in codes]

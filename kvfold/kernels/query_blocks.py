@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over blocks of queries: softmax rows give output and column sums together."""
+"""Attention in blocks of queries, whose softmax rows give output and column sums in one pass.
+
+Reference: `reference.attend_with_column_sums`, `reference.attend_with_moments`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-# Another slice costs about as much as this many columns of a block.
+# Entries between two ranges worth a cut: another slice costs about as much as these.
 GAP = 256
-# For fewer queries than this, to look what could be spared takes longer than to do it.
+# Below this many queries, looking for hidden entries costs more than masking all of them.
 FEW = 16
 
 
@@ -54,7 +57,7 @@ def attend_with_moments(
 def _column_sums(
     blocks: AttentionBlocks, counted: Tensor | None, squares: Tensor | None = None
 ) -> Tensor:
-    """`[B, H, T]`; runs through the blocks, and adds squared group sums to `squares [B, H, T]`."""
+    """Column sums `[B, H, T]` over all blocks; adds squared group sums to `squares [B, H, T]`."""
     sums = blocks.per_entry()
     voting = blocks.voters(counted).to(sums.dtype)
     for at, weights in blocks:
@@ -69,9 +72,10 @@ def _column_sums(
 
 
 class Block(NamedTuple):
-    """Queries `start` to `end − 1` of a row and a KV head, which see its first `seen` entries.
+    """Queries `start` to `end − 1` of a row and a KV head, and the mask's extent for them.
 
-    What is hidden from any of them lies in the columns `hidden`.
+    None of them sees an entry from `seen` on; the `hidden` slot ranges hold every earlier entry
+    that is masked for any of them.
     """
 
     row: int
@@ -87,11 +91,12 @@ class Block(NamedTuple):
 
 
 class AttentionBlocks:
-    """Attention, a block of queries at a time: iterate once, then `out` is `[B, Hq, S, Dv]`.
+    """Attention, one block of queries at a time: iterate once, then `out` is `[B, Hq, S, Dv]`.
 
-    Yields each block with its weights `[G·S, seen]`, head by head, which last until the next; the
-    caller may change them. One KV head at a time, so that a block of rows stays in the processor's
-    cache between its softmax and the products that use it.
+    query `[B, Hq, S, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; other arguments as in
+    `reference.attend_with_column_sums`. Yields each block with its weights `[G·S, seen]`, head by
+    head; they are valid until the next block, and the caller may change them. One KV head at a
+    time keeps a block's rows in the processor's cache between softmax and products.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class AttentionBlocks:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        # Buffers are reused, so nothing here can be differentiated.
+        # The buffer is reused for every block, so gradients are impossible.
         query, self._key, self._value = query.detach(), key.detach(), value.detach()
         self._mask, self._softcap, self._sinks = mask, softcap, sinks
         heads, stored = key.shape[1:3]
@@ -150,7 +155,7 @@ class AttentionBlocks:
             return whole._replace(seen=seen, hidden=[slice(seen - (end - start), seen)])
         if whole.few:
             return whole
-        # Most masks hide little and at the ends, and applying them costs more than this look.
+        # Most masks hide few entries, at the ends: finding them costs less than masking all.
         is_bool = mask.dtype == torch.bool
         nothing, all_of_it = (0, 1) if is_bool else (-torch.inf, 0)
         of_rows = mask.view(torch.uint8) if is_bool else mask
@@ -163,18 +168,18 @@ class AttentionBlocks:
         return slice(at.head * self.groups, (at.head + 1) * self.groups)
 
     def per_entry(self) -> Tensor:
-        """Zeros `[B, H, T]` to gather statistics in."""
+        """Zeros `[B, H, T]` for statistics, float32 or float64."""
         return torch.zeros(self._key.shape[:3], dtype=self._dtype, device=self._key.device)
 
     def voters(self, counted: Tensor | None) -> Tensor:
-        """Which queries count, bool `[B, S]`; None: all of them."""
+        """Bool mask `[B, S]` of the queries that count; `counted` None: all of them."""
         if counted is not None:
             return counted
         shape = len(self._query), self._query.shape[3]
         return torch.ones(shape, dtype=torch.bool, device=self._query.device)
 
     def logits(self, at: Block) -> Tensor:
-        """Masked logits `[G·S, seen]` of a block, in the place of the last weights yielded."""
+        """Masked logits `[G·S, seen]` of a block; overwrites the weights yielded last."""
         rows = self._query[at.row, at.head, :, at.start : at.end].flatten(0, 1)
         keys = self._key[at.row, at.head, : at.seen]
         logits = self._room[: len(rows) * at.seen].view(len(rows), at.seen)
@@ -188,7 +193,7 @@ class AttentionBlocks:
         return logits
 
     def mask(self, at: Block) -> Tensor | None:
-        """The part `[G or 1, S, seen]` of the mask that is about a block; None: causal."""
+        """Part `[G or 1, S, seen]` of the mask for a block; None: causal."""
         if self._mask is None:
             return None
         of_row = self._mask[at.row if len(self._mask) > 1 else 0]
@@ -197,18 +202,18 @@ class AttentionBlocks:
 
 
 def spans(chosen: Tensor) -> list[slice]:
-    """Ranges that hold all that is true in `chosen [T]`, and as little else as is worth a cut."""
-    places = chosen.nonzero().flatten()
-    cuts = (places.diff() > GAP).nonzero().flatten()
-    starts = torch.cat([places[:1], places[cuts + 1]])
-    ends = torch.cat([places[cuts], places[-1:]]) + 1
+    """Ranges of slots that cover all true ones of `chosen [T]`; cut at gaps longer than `GAP`."""
+    slots = chosen.nonzero().flatten()
+    cuts = (slots.diff() > GAP).nonzero().flatten()
+    starts = torch.cat([slots[:1], slots[cuts + 1]])
+    ends = torch.cat([slots[cuts], slots[-1:]]) + 1
     return [slice(a, b) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
-def _hide(logits: Tensor, mask: Tensor | None, columns: list[slice]) -> None:
-    """Masks columns of logits `[G, S, seen]` in place; None: causal, in one square."""
+def _hide(logits: Tensor, mask: Tensor | None, ranges: list[slice]) -> None:
+    """Masks `ranges` of logits `[G, S, seen]` in place; mask None: causal, one square range."""
     queries = logits.shape[1]
-    for part in columns:
+    for part in ranges:
         if mask is None:
             above = torch.ones(queries, queries, dtype=torch.bool, device=logits.device).triu(1)
             logits[..., part].masked_fill_(above, -torch.inf)
@@ -219,12 +224,15 @@ def _hide(logits: Tensor, mask: Tensor | None, columns: list[slice]) -> None:
 
 
 def _has_blind_row(weights: Tensor) -> bool:
-    """Whether a row sees nothing: it is then NaN throughout, so one column tells."""
+    """True if a row of `weights [G·S, seen]` sees nothing: it is all NaN, so one column tells."""
     return bool(weights[:, 0].isnan().any())
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Rows `[G·S, T]`, in place; attention sinks `[G]` take their share and leave no column."""
+    """Softmax of logits `[G·S, T]`, in place if there are no sink logits.
+
+    Sink logits `[G]` join the denominator and are not returned.
+    """
     if sinks is None:
         return torch.softmax(logits, -1, out=logits)
     extra = sinks.to(logits.dtype).repeat_interleave(len(logits) // len(sinks))[:, None]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to segments of different lengths, one after the other: nothing is padded."""
+"""Attention to segments of different lengths (varlen), without padding.
+
+Reference: `reference.attend_with_column_sums` on each segment alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from kvfold.kernels.views import BLOCK, Flat, RaggedView
 if TYPE_CHECKING:
     from kvfold.kernels.triton.quantized import BothPacked
 
-QUERIES = 128
+QUERIES = 128  # of one block
 
 
 def attend_to_segments(
@@ -31,8 +34,9 @@ def attend_to_segments(
 ) -> Tensor:
     """Attention output `[B, Hq, S, Dv]` of `query [B, Hq, S, D]`.
 
-    `mask`, bool or additive `[B, 1 or Hq, S, n]`, is for the segments' last n entries; None: the
-    query is the segments' last S entries, and causality is all. Rows that see nothing are 0.
+    `mask`, bool or additive `[B, 1 or Hq, S, n]`, covers the last n entries of every segment. None:
+    causal, the queries being the last S entries of every segment. Rows that see nothing are 0.
+    sinks `[Hq]`.
     """
     if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
         mask = None
@@ -59,19 +63,19 @@ def _sees_everything(mask: Tensor) -> bool:
 
 
 def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
-    """A single query per row over entries as they came: segment by segment, then all tails."""
+    """Output `[B, Hq, 1, Dv]` over raw entries on a CPU: segment by segment, then all tails."""
     batch, query_heads, _, size = query.shape
     segments = len(stored.keys.alive)
     grouped = query.reshape(segments, 1, -1, size)
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, Flat) and isinstance(values, Flat)
     shares = _shares()
-    # Torch's kernel gives its threads whole heads: here, equal shares of a segment.
+    # Torch's kernel gives each thread whole heads, so equal shares of a segment pose as heads.
     rows = grouped.expand(-1, shares, -1, -1) if shares > 1 else grouped
     old = zip(rows.split(1), keys.in_shares(shares), values.in_shares(shares), strict=True)
     parts = [_fused(*each, None, scale) if each[1].numel() else _nothing(each[0]) for each in old]
     new = _fused(grouped.view(batch, -1, *grouped.shape[2:]), *_tails(stored), scale)
-    # Of every segment: its shares, then its tail.
+    # Parts of each segment along axis 1: its shares, then its tail.
     old_outs, old_totals = zip(*parts, strict=True)
     new_outs, new_totals = new[0].flatten(0, 1)[:, None], new[1].flatten(0, 1)[:, None]
     outs = torch.cat([torch.cat(old_outs), new_outs], 1)
@@ -80,7 +84,7 @@ def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
 
 
 def _one_step_even(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
-    """A single query per row over segments of one length, all of them at once."""
+    """Output `[B, Hq, 1, Dv]` over segments of one length, as batched products."""
     batch, query_heads, _, size = query.shape
     grouped = (query * scale).reshape(len(stored.keys.alive), -1, size)
     logits = [grouped @ keys.transpose(1, 2) for keys in stored.keys.rectangles()]
@@ -94,7 +98,7 @@ def _one_step_even(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of `query [1, P, G, D]` to no entry, and its log-sum-exp."""
+    """Output of `query [1, P, G, D]` over no entry, zeros, and its log-sum-exp, −∞."""
     return torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
 
 
@@ -106,7 +110,7 @@ def _one_step_of_rows(
     sinks: Tensor | None,
     path: Path,
 ) -> Tensor:
-    """As `_one_step`, all segments in one launch on a GPU; softcap and sinks too."""
+    """As `_one_step`, all segments in one launch on a GPU, with softcap and sink logits."""
     batch, _, _, size = query.shape
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, Flat) and isinstance(values, Flat)
@@ -130,9 +134,9 @@ def _one_step_of_rows(
 def _one_step_of_packed(
     query: Tensor, stored: RaggedView, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """As `_one_step_even`, in one launch on a GPU over all that is packed, which stays packed.
+    """As `_one_step_even`, over packed entries in one launch on a GPU; they are not unpacked.
 
-    Beside it are the entries of which the key or the value is not packed: few at any length.
+    Entries whose key or value is still raw are few at any length: plain torch attends to them.
     """
     from kvfold.kernels.triton.quantized import attend_to_packed
 
@@ -164,13 +168,13 @@ def _joined(
     newest: tuple[Tensor, Tensor],
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention `[B, Hq, 1, Dv]` from that to old and newest entries.
+    """Output `[B, Hq, 1, Dv]` over all entries, joined from those over `old` and `newest` ones.
 
-    Each is an output `[S, G, Dv]` with the log-sum-exp `[S, G]` of its logits.
+    Both are an output `[R, G, Dv]` and the log-sum-exp `[R, G]` of its logits, for R segments.
     """
     outs, totals = [old[0].float(), newest[0]], [old[1], newest[1]]
     if sinks is not None:
-        # They take their share of the weight and have nothing to give.
+        # Sink logits take a share of the weight, and have no values.
         outs.append(torch.zeros_like(newest[0]))
         groups = newest[1].shape[1]
         totals.append(sinks.float().view(-1, groups).repeat(len(query), 1))
@@ -186,7 +190,7 @@ def _attended(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention `[…, G, Dv]` of `query […, G, D]`, and the log-sum-exp `[…, G]`, float32."""
+    """Output `[…, G, Dv]` of `query […, G, D]`, and log-sum-exp `[…, G]`, float32."""
     logits = (query @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -196,7 +200,7 @@ def _attended(
 
 
 def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values `[B, H, T, D]` of the tails, and the mask of what is no entry there."""
+    """Tail keys and values `[B, H, T, D]`, and an additive mask of the padding on their left."""
     keys, values, alive = stored.keys.tail, stored.values.tail, stored.keys.alive
     width = keys.shape[2]
     if min(alive) == width:
@@ -210,7 +214,7 @@ def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
 def _hidden(
     alive: tuple[int, ...], width: int, room: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Additive mask `[B·H, room]` of tails of `width` whose last `alive` entries are real.
+    """Additive mask `[B·H, room]` of tails of `width` slots, the last `alive` of them entries.
 
     Cached, as it is the same for many steps.
     """
@@ -220,14 +224,14 @@ def _hidden(
 
 
 def _shares() -> int:
-    """Equal parts of a segment's whole blocks, enough for every thread."""
+    """Number of equal shares of a segment's whole blocks: one or more for every thread."""
     return min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
 
 
 def _fused(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention `[·, H, G, Dv]` and the log-sum-exp of its logits `[·, H, G]`."""
+    """Output `[·, H, G, Dv]` of `query [·, H, G, D]`, and the log-sum-exp `[·, H, G]`."""
     out, total = torch._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, attn_mask=mask, scale=scale
     )
@@ -235,8 +239,8 @@ def _fused(
 
 
 def _merged(outs: Tensor, totals: Tensor) -> Tensor:
-    """Parts of a segment `[·, P, G, Dv]`, weighted by their logits' log-sum-exp `[·, P, G]`."""
-    # The weights are in the precision of the sums: so is the mean, until it is whole.
+    """Output `[·, G, Dv]` from P parts' outputs `[·, P, G, Dv]` and log-sum-exps `[·, P, G]`."""
+    # The mean stays in the precision of the log-sum-exps until it is complete.
     return (outs * totals.softmax(1)[..., None]).sum(1).to(outs.dtype)
 
 
@@ -248,6 +252,7 @@ def _in_blocks(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Output `[B, Hq, S, Dv]`, segment by segment in blocks of queries: takes every case."""
     batch, query_heads, queries, size = query.shape
     segments = len(stored.keys.alive)
     groups = query_heads * batch // segments
@@ -273,7 +278,7 @@ def _in_blocks(
 
 
 def _hide(logits: Tensor, mask: Tensor) -> None:
-    """Applies a mask `[1 or G, S, n]` to the last n of `logits [G, S, T]`, in place."""
+    """Applies a mask `[1 or G, S, n]` to the last n slots of `logits [G, S, T]`, in place."""
     width = mask.shape[-1]
     if width == 0:
         return
@@ -285,14 +290,14 @@ def _hide(logits: Tensor, mask: Tensor) -> None:
 
 
 def _hide_later(logits: Tensor, queries: int, start: int) -> None:
-    """Causality for queries `start`… of a segment's last `queries` entries, in place."""
-    column = torch.arange(queries, device=logits.device)
-    later = column > column[start : start + logits.shape[1], None]
+    """Causal mask in place for a block of queries from `start` on; the last `queries` slots."""
+    slot = torch.arange(queries, device=logits.device)
+    later = slot > slot[start : start + logits.shape[1], None]
     logits[..., logits.shape[-1] - queries :].masked_fill_(later, -torch.inf)
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of `logits [G, S, T]`; attention sinks `[G]` take their share and leave no column."""
+    """Weights of `logits [G, S, T]`; sink logits `[G]` join the denominator only."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sinks is None:
         return logits.softmax(-1).nan_to_num_(0.0)
@@ -301,7 +306,7 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _mix(weights: Tensor, values: list[Tensor]) -> Tensor:
-    """Sum over the pieces of `values [n, Dv]`, weighted `[G, S, T]`."""
+    """Sum `[G, S, Dv]` over all pieces of `values [n, Dv]`, weighted `[G, S, T]`."""
     parts = weights.flatten(0, 1).split([len(piece) for piece in values], -1)
     mixed = parts[0] @ values[0]
     for part, piece in zip(parts[1:], values[1:], strict=True):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain torch, the whole matrix: small inputs only."""
+"""Naive attention with column statistics, the truth of every kernel.
+
+Plain torch over the whole weight matrix `[B, Hq, S, T]`: small inputs only.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ def attend_with_column_sums(
     sinks: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, Hq, S, Dv]` and the attention each entry received `[B, H, T]`.
+    """Attention output `[B, Hq, S, Dv]` and column sums `[B, H, T]` of the weights.
 
     query `[B, Hq, S, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; mask bool or additive
-    `[B or 1, Hq or 1, S, T]`, or None for a causal one aligned to the last key. Sums run
-    over the queries where `counted [B, S]` is true, mean over the query heads of a group; rows
-    with nothing to attend to are 0.
+    `[B or 1, Hq or 1, S, T]`, or None for a causal one aligned to the last key; `sinks [Hq]` are
+    sink logits. Column sums run over the queries where `counted [B, S]` is true (None: all), as
+    means over the query heads of a group. Rows that see nothing are 0.
     """
     out, sums, _ = attend_with_moments(
         query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks, counted=counted
@@ -42,7 +45,7 @@ def attend_with_moments(
     sinks: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_with_column_sums`, and the sums `[B, H, T]` of the squared group means."""
+    """As `attend_with_column_sums`, and the column sums `[B, H, T]` of the squared group means."""
     logits = _logits(query, key, scale, softcap)
     attention = _softmax(_masked(logits, mask), sinks)
     out = attention.to(value.dtype) @ value.repeat_interleave(_groups(query, key), 1)
@@ -64,13 +67,14 @@ def attend_with_column_maxima(
     scored: Tensor,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, Hq, S, Dv]` and the most attention each entry received `[B, H, T]`.
+    """Attention output `[B, Hq, S, Dv]` and column maxima `[B, H, T]` of scored entries (KVzip).
 
-    Arguments as for `attend_with_column_sums`. The output attends to all that the mask allows;
-    the maxima are those of a softmax over the allowed entries in `scored [B, T]` alone, without
-    sinks, over the queries where `counted [B, S]` is true and the query heads of a group. They
-    are 0 for all other entries, and a query that may attend to none in `scored` adds nothing.
-    An additive mask forbids what it pushes below half of its dtype's minimum.
+    Arguments as for `attend_with_column_sums`. The output is over all entries that the mask
+    allows. The maxima are of a second softmax, over the allowed entries in `scored [B, T]` alone
+    and without sink logits, taken over the queries where `counted [B, S]` is true and the query
+    heads of a group. They are 0 for entries that are not scored; a query that may attend to no
+    scored entry adds nothing. An additive mask hides an entry with less than half of its dtype's
+    minimum.
     """
     logits = _logits(query, key, scale, softcap)
     attention = _softmax(_masked(logits, mask), sinks)
@@ -87,13 +91,13 @@ def _groups(query: Tensor, key: Tensor) -> int:
 
 
 def _logits(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """`[B, Hq, S, T]`, before any mask."""
+    """Logits `[B, Hq, S, T]` before any mask."""
     logits = query @ key.repeat_interleave(_groups(query, key), 1).transpose(-1, -2) * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _allowed(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Where the mask lets a query attend, bool, broadcasts to the logits' shape."""
+    """Bool mask of the entries that queries may attend to; broadcasts to the logits' shape."""
     if mask is None:
         queries, stored = logits.shape[-2:]
         square = torch.ones(queries, stored, dtype=torch.bool, device=logits.device)
@@ -110,7 +114,10 @@ def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Attention sinks `[Hq]` take their share and leave no column; rows of only −∞ become 0."""
+    """Weights of logits `[B, Hq, S, T]`; rows of only −∞ become 0.
+
+    Sink logits `[Hq]` join the denominator and are not returned.
+    """
     if sinks is None:
         return logits.softmax(-1).nan_to_num(0.0)
     extra = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One new query per row."""
+"""Decode attention over dense entries: one query per row, with or without its row of weights.
+
+Reference: `reference.attend_with_column_sums`, whose column sums of one query are its weights.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW = 4  # queries of a head that a CPU multiplies faster than SDPA attends with them
+FEW = 4  # query heads of a group up to which two products beat SDPA on a CPU
 
 
 def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` to everything in key and value.
+    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]` over all entries, no mask.
 
-    The query heads of a group are rows of one head: keys `[B, H, T, D]` are read once.
+    key `[B, H, T, D]`, value `[B, H, T, Dv]`. The query heads of a group become rows of one head,
+    so that keys are read once.
     """
     batch, heads, _, size = key.shape
     grouped = query.view(batch, heads, -1, size)
     if query.device.type == "cpu" and query.dtype == torch.float32 and grouped.shape[2] <= FEW:
-        # As `attend_with_row`, without what a row, holes and sinks would take.
+        # As `attend_with_row`, without the costs of the row, of holes and of sink logits.
         columns = grouped.flatten(0, 1).transpose(1, 2) * scale
         weights = torch.bmm(key.flatten(0, 1), columns).transpose(1, 2).softmax(-1)
         mixed = torch.bmm(weights, value.flatten(0, 1))
@@ -39,11 +43,11 @@ def attend_with_row(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, Hq, 1, Dv]` and the row of weights `[B, Hq, 1, T]` it is made of.
+    """Attention output `[B, Hq, 1, Dv]` and its row of weights `[B, Hq, 1, T]`.
 
-    query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; hidden `[B, H or 1, G or 1,
-    T]` is added to the logits and must leave something to see. Weights are float32, or float64 for
-    such a query.
+    query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`. `hidden [B, H or 1, G or 1,
+    T]` is added to the logits; at least one entry must stay visible. sinks `[Hq]`. Weights are
+    float32, or float64 for a float64 query.
     """
     batch, _, _, size = query.shape
     heads = key.shape[1]
@@ -68,9 +72,9 @@ def attend_beside(
     scale: float,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_with_row`, and products `[B, H, T]` of the keys with `other [B, H, 1, D]`.
+    """As `attend_with_row`, and products `[B, H, T]` of the keys with `other [B, H, 1, D]` (D2O).
 
-    The keys are read once for both. hidden `[B, H, 1, T]` is added to the products as well.
+    One matmul reads the keys once for both. `hidden [B, H, 1, T]` is added to the products too.
     """
     batch, heads, stored, size = key.shape
     grouped = query.reshape(batch, heads, -1, size) * scale
@@ -90,7 +94,7 @@ def _weighted(logits: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tens
 
 
 def softmax_beside(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of logits `[B·H, G, T]`; attention sinks `[Hq]` take a share and leave no column."""
+    """Weights of logits `[B·H, G, T]`; sink logits `[Hq]` join the denominator only."""
     if sinks is None:
         return logits.softmax(-1)
     groups = logits.shape[1]
@@ -104,7 +108,7 @@ def products(few: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> T
 
     `hidden [B·H, G or 1, T]`, −∞ or 0, is added to them.
     """
-    # The few come second: on a CPU such a product is faster than its transpose.
+    # Keys come first: on a CPU this product is faster than its transpose.
     keys, columns = key.flatten(0, 1), few.flatten(0, 1).transpose(1, 2)
     if hidden is None:
         return torch.bmm(keys, columns * scale).transpose(1, 2)
@@ -112,19 +116,19 @@ def products(few: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> T
 
 
 def mean_of_heads(row: Tensor, groups: int) -> Tensor:
-    """A row of weights `[B, Hq, 1, T]`, averaged in so many equal `groups` of heads: `[B, g, T]`.
+    """Means `[B, groups, T]` of a row of weights `[B, Hq, 1, T]` over equal groups of heads.
 
-    Never the row itself: sums are added up in place. A product with 1/G, because in a decoding step
-    a reduction takes twice as long.
+    Always a copy, as callers accumulate in place. A product with 1/G: a reduction takes twice as
+    long in a decode step.
     """
     batch, heads, _, stored = row.shape
     each = heads // groups
     if torch.compiler.is_compiling():
         return row.view(batch, groups, each, stored).mean(2)
-    parts = _parts(batch * groups, each, row.dtype, row.device)
-    return torch.bmm(parts, row.reshape(-1, each, stored)).view(batch, groups, stored)
+    weights = _mean_weights(batch * groups, each, row.dtype, row.device)
+    return torch.bmm(weights, row.reshape(-1, each, stored)).view(batch, groups, stored)
 
 
 @lru_cache(maxsize=32)
-def _parts(groups: int, each: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _mean_weights(groups: int, each: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((groups, 1, each), 1 / each, dtype=dtype, device=device)

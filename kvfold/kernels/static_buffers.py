@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one query per row to buffers that are longer than what is in them: for graphs."""
+"""Decode attention over buffers of a fixed size, partly filled, for compiled graphs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def attend_to_buffers(
 ) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`.
 
-    keys `[B, H, T, D]` and values `[B, H, T, Dv]` count where `visible [B, H, T]`; elsewhere they
-    must be finite.
+    keys `[B, H, T, D]`, values `[B, H, T, Dv]`; slots where `visible [B, H, T]` is false are
+    masked, and must hold finite numbers. sinks `[Hq]`.
     """
     batch, query_heads, _, size = query.shape
-    # The query heads of a group become rows of one head: no key is read twice.
+    # The query heads of a group become rows of one head, so that keys are read once.
     grouped = query.reshape(batch, keys.shape[1], -1, size)
     mask = visible[:, :, None]
     if softcap is None and sinks is None:

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Column sums from a kernel that only returns rows': keys ask, and queries answer."""
+"""Column sums from flash attention's log-sum-exp, in a second pass with Q and K swapped."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Output and log-sum-exp, and more, of (query, key, value, dropout, is_causal, scale=…).
+# (query, key, value, dropout, is_causal, scale=…) → output, log-sum-exp, …
 flash = torch.ops.aten._scaled_dot_product_flash_attention
-# Kernels want head sizes that are multiples of 8; three columns hold a log-sum-exp.
+# Channels added to D: three hold a log-sum-exp; kernels need a head size that 8 divides.
 COLUMNS = 8
 
 
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, Hq, S, D]` and log-sum-exp `[B, Hq, S]`, aligned to the last key."""
-    # Where causality is not a square, kernels differ in what they align it to.
+    """Causal attention output `[B, Hq, S, D]` and log-sum-exp `[B, Hq, S]`.
+
+    query `[B, Hq, S, D]`, key and value `[B, H, T, D]`; the queries are the last S entries.
+    """
+    # Kernels align a causal mask that is not square differently, so the square is a call alone.
     old = key.shape[2] - query.shape[2]
     out, lse = flash(query, key[:, :, old:], value[:, :, old:], 0.0, True, scale=scale)[:2]
     if old == 0:
@@ -30,7 +33,7 @@ def causal_attention(
 def column_sums_from_two_flash_passes(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, counted: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, Hq, S, D]` and the attention each entry received `[B, H, T]`, float32.
+    """Attention output `[B, Hq, S, D]` and column sums `[B, H, T]` of its weights, float32.
 
     query `[B, Hq, S, D]`, key and value `[B, H, T, D]` in half precision; causal, aligned to the
     last key. Sums run over the queries where `counted [B, S]` is true, mean over the query heads of
@@ -39,24 +42,24 @@ def column_sums_from_two_flash_passes(
     heads, stored = key.shape[1:3]
     groups, queries = query.shape[1] // heads, query.shape[2]
     out, lse = causal_attention(query, key, value, scale)
-    # exp(q·k·scale − lse) summed over queries is the exp of a log-sum-exp, with −lse/scale as
-    # more columns of the queries, and ones as those of the keys.
-    answers = _with_columns(query, _in_three(-lse / scale, query.dtype, counted))
+    # A column sum of exp(q·k·scale − lse) is the exp of a log-sum-exp over queries: −lse/scale
+    # goes into more channels of the queries, ones into the same channels of the keys.
+    as_keys = _with_channels(query, _in_three(-lse / scale, query.dtype, counted))
     ones = torch.ones(3, dtype=key.dtype, device=key.device).expand(*key.shape[:3], 3)
-    asking = _with_columns(key, ones).repeat_interleave(groups, 1)
-    newest = asking[:, :, stored - queries :]
-    # In reverse order a key comes after the queries that see it: causal again.
-    received = _row_sums(newest.flip(2), answers.flip(2), True, scale).flip(2)
+    as_queries = _with_channels(key, ones).repeat_interleave(groups, 1)
+    newest = as_queries[:, :, stored - queries :]
+    # In reverse order a key comes after the queries that see it, so the mask is causal again.
+    received = _row_sums(newest.flip(2), as_keys.flip(2), True, scale).flip(2)
     if stored > queries:
-        older = _row_sums(asking[:, :, : stored - queries], answers, False, scale)
+        older = _row_sums(as_queries[:, :, : stored - queries], as_keys, False, scale)
         received = torch.cat([older, received], 2)
     return out, received.unflatten(1, (heads, groups)).mean(2)
 
 
 def _in_three(numbers: Tensor, dtype: torch.dtype, counted: Tensor | None) -> Tensor:
-    """Float32 `[B, Hq, S]` as `[B, Hq, S, 3]`, whose sum in `dtype` is as exact as float32.
+    """Float32 numbers `[B, Hq, S]` as three of `dtype` each, `[B, Hq, S, 3]`, exact in their sum.
 
-    Of queries that do not count it is so low that nothing is added.
+    Queries that do not count get half of the dtype's minimum: their weights underflow to 0.
     """
     high = numbers.to(dtype)
     middle = (numbers - high).to(dtype)
@@ -68,10 +71,10 @@ def _in_three(numbers: Tensor, dtype: torch.dtype, counted: Tensor | None) -> Te
     return torch.where(counted[:, None, :, None], three, nothing)
 
 
-def _with_columns(rows: Tensor, columns: Tensor) -> Tensor:
-    """`[B, H, T, D + 8]`: rows, columns, and zeros."""
-    zeros = rows.new_zeros(COLUMNS - columns.shape[-1]).expand(*rows.shape[:3], -1)
-    return torch.cat([rows, columns, zeros], -1)
+def _with_channels(rows: Tensor, channels: Tensor) -> Tensor:
+    """Rows `[B, H, T, D]`, then `channels [B, H, T, 3]` and zeros: `[B, H, T, D + 8]`."""
+    zeros = rows.new_zeros(COLUMNS - channels.shape[-1]).expand(*rows.shape[:3], -1)
+    return torch.cat([rows, channels, zeros], -1)
 
 
 def _row_sums(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A query per segment through torch's own kernel for sequences of different lengths."""
+"""Decode attention over raw segments with torch's own `varlen_attn`, on a GPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ except ImportError:  # torch before 2.10
 def attend_to_rows_varlen(
     query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[S, G, D]` and the logits' log-sum-exp `[S, G]`, float32.
+    """Attention output `[R, G, D]` and log-sum-exp `[R, G]`, float32, of R segments.
 
-    query `[S, G, D]`, keys and values `[N, D]` in half precision on a GPU, D a multiple of 8.
-    Segment s, of at most `longest` entries, is the rows from `starts[s]` to `starts[s + 1] − 1`,
-    int32. An empty segment gives 0 and −inf.
+    query `[R, G, D]`, keys and values `[n, D]` in half precision on a GPU, D a multiple of 8.
+    Segment i is the rows from `starts[i]` to `starts[i + 1] − 1`; starts `[R + 1]`, int32. The
+    longest segment has `longest` entries. An empty segment gives 0 and −inf.
     """
     segments = query.shape[0]
-    # A segment is a sequence of one query with G heads, over keys with one head.
+    # To varlen_attn a segment is a sequence: one query with G heads, keys with one head.
     one_each = torch.arange(segments + 1, dtype=starts.dtype, device=starts.device)
     out, lse = varlen_attn(
         query.contiguous(),
@@ -36,6 +36,6 @@ def attend_to_rows_varlen(
         scale=scale,
         enable_gqa=True,
     )
-    # Torch documents its log-sum-exp as [S, G], and returns [G, S]; it calls nothing +inf.
+    # Torch documents a log-sum-exp [R, G] but returns [G, R], with +inf for empty segments.
     empty = (starts.diff() == 0)[:, None]
     return out.masked_fill(empty[..., None], 0.0), lse.T.masked_fill(empty, -float("inf"))

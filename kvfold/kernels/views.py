@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels read of a ragged store: segments of raw or encoded entries, and a raw tail.
+"""Views of a ragged store that kernels read: segments of raw or encoded entries, and a raw tail.
 
 A segment is one row's KV head: segment `b·H + h` is row b's head h.
 """
@@ -17,22 +17,25 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvfold.kernels.triton.splits import Splits
 
-# Threads share a segment's whole blocks equally; the last, broken one stays in the tail.
+# Entries of a block: threads share whole blocks equally; a broken last block stays in the tail.
 BLOCK = 16
 
-# What a store holds, by name: one tensor for each segment
+# A store's tensors by name: one for each segment
 Named = dict[str, list[Tensor]]
 
 
 class Encoded(Protocol):
-    """Keys or values of several segments, one after the other; a segment is a row's KV head."""
+    """Keys or values of several segments, raw or encoded; a segment is a row's KV head.
+
+    Immutable: `extended` and `select` return new ones.
+    """
 
     @property
     def lengths(self) -> list[int]:
         """Entries of each segment."""
 
     def segment(self, i: int) -> Tensor:
-        """Entries `[lengths[i], D]`, decoded to the dtype they came in."""
+        """Entries `[lengths[i], D]` of segment i, decoded to the model's dtype."""
 
     @property
     def rows(self) -> Tensor:
@@ -40,31 +43,31 @@ class Encoded(Protocol):
 
     @property
     def segments(self) -> tuple[Tensor, ...]:
-        """The same, segment by segment."""
+        """Entries `[lengths[i], D]` of every segment i, decoded together."""
 
     def extended(self, new: Self) -> Self:
-        """Each segment followed by `new`'s; nothing is encoded a second time."""
+        """Each segment followed by that of `new`; no entry is encoded a second time."""
 
     def select(self, segments: list[int]) -> Self:
-        """A copy of these segments, in this order; one may come several times."""
+        """A copy of these segments, in this order; an index may repeat."""
 
     def tensors(self) -> list[Tensor]:
-        """Everything it owns."""
+        """All tensors, for counting bytes."""
 
     def named(self) -> Named:
-        """Everything it owns, as views."""
+        """All tensors by name, one for each segment, as views."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Entries as they came: `rows [sum of lengths, …]`."""
+    """Raw entries `rows [sum of lengths, …]`, one segment after the other."""
 
     rows: Tensor
     lengths: list[int]
 
     @classmethod
     def of(cls, segments: list[Tensor]) -> Flat:
-        """From each segment's entries `[n, …]`, which are copied."""
+        """A copy of each segment's entries `[n, …]`."""
         return cls(torch.cat(segments), [len(segment) for segment in segments])
 
     @cached_property
@@ -77,7 +80,7 @@ class Flat:
         return {}
 
     def in_shares(self, shares: int) -> tuple[Tensor, ...]:
-        """Each segment's entries in equal parts `[1, shares, n / shares, …]`."""
+        """Each segment's entries in equal shares `[1, shares, n / shares, …]`, as views."""
         known = self._in_shares
         if shares not in known:
             known[shares] = tuple(
@@ -88,37 +91,46 @@ class Flat:
 
     @cached_property
     def starts(self) -> Tensor:
-        """Where each segment begins, and where the last one ends: int32, on the rows' device."""
+        """First row of each segment, then the end of the last: int32 `[segments + 1]`."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.rows.device)
 
     @cached_property
     def splits(self) -> Splits:
-        """How a GPU's programs share the segments."""
+        """Division of the segments among a GPU's programs."""
         from kvfold.kernels.triton.splits import Splits
 
         return Splits.of(self.lengths, device=self.rows.device)
 
     def segment(self, i: int) -> Tensor:
+        """Entries `[lengths[i], …]` of segment i."""
         return self.segments[i]
 
     def extended(self, new: Flat) -> Flat:
+        """Each segment followed by that of `new`, as a copy."""
         both = zip(self.segments, new.segments, strict=True)
         rows = torch.cat([part for pair in both for part in pair])
         return Flat(rows, [a + b for a, b in zip(self.lengths, new.lengths, strict=True)])
 
     def select(self, segments: list[int]) -> Flat:
+        """A copy of these segments, in this order."""
         return Flat.of([self.segments[i] for i in segments])
 
     def tensors(self) -> list[Tensor]:
+        """The rows of all segments."""
         return [self.rows]
 
     def named(self) -> Named:
+        """The rows of each segment, as views."""
         return {"rows": list(self.segments)}
 
 
 @dataclass(frozen=True)
 class PartView:
-    """What one attention call reads of a part; it stays as it is when the part goes on."""
+    """Keys or values of all segments for one attention call; a later append does not change it.
+
+    encoded: the oldest entries, None if there are none. tail `[B, H, T, D]`: the newest ones, raw;
+    segment i owns its last `alive[i]` slots.
+    """
 
     encoded: Encoded | None
     tail: Tensor
@@ -126,17 +138,17 @@ class PartView:
 
     @property
     def even(self) -> bool:
-        """Whether all segments have equally many encoded entries, and newer ones."""
+        """True if all segments have equally many encoded entries, and equally many in the tail."""
         lengths = [] if self.encoded is None else self.encoded.lengths
         return len(set(self.alive)) == 1 and len(set(lengths)) <= 1
 
     @property
     def newest(self) -> Tensor:
-        """The entries `[B·H, n, D]` of even segments that are not encoded."""
+        """Tail entries `[B·H, n, D]`; only for even segments."""
         return self.tail[:, :, self.tail.shape[2] - self.alive[0] :].flatten(0, 1)
 
     def rectangles(self) -> list[Tensor]:
-        """The entries `[B·H, n, D]` of even segments in order, in one or two pieces."""
+        """All entries `[B·H, n, D]` in order, in one or two pieces; only for even segments."""
         tail = self.newest
         if self.encoded is None:
             return [tail]
@@ -147,7 +159,7 @@ class PartView:
         return self.alive[i] + (0 if self.encoded is None else self.encoded.lengths[i])
 
     def pieces(self, i: int) -> list[Tensor]:
-        """Segment i's entries `[n, D]` in order, in one or two pieces."""
+        """All entries `[n, D]` of segment i in order, in one or two pieces."""
         heads, width = self.tail.shape[1:3]
         newest = self.tail[i // heads, i % heads, width - self.alive[i] :]
         return [newest] if self.encoded is None else [self.encoded.segment(i), newest]
@@ -166,10 +178,10 @@ class PartView:
 
 @dataclass(frozen=True)
 class RaggedView:
-    """What one attention call reads: segment `b·H + h` is row b's KV head h.
+    """A ragged store for one attention call: segment `b·H + h` is row b's KV head h.
 
-    The last `new` entries of every segment are columns that came after the last compression,
-    padding included; all before them are tokens, and visible.
+    The last `new` entries of every segment came after the last compression, padding included. All
+    entries before them are tokens, and visible.
     """
 
     keys: PartView

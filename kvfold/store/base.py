@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Store` of a layer's entries: one interface over rectangles and ragged heads.
+"""`Store`: the interface of a layer's entries, for dense and ragged heads alike.
 
 Shapes: keys `[B, H, T, D]`, values `[B, H, T, Dv]`, columns `[B, H, T]`. Heads that hold fewer than
-T entries are filled up on the left, with column −1.
+T entries are padded on the left, with column −1.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from kvfold.kernels.views import Named
 
 
 class Store(ABC):
-    """Entries of one layer: what all stores offer.
+    """Interface of one layer's entries.
 
     `DenseStore` can also drop, change and place single entries; `RaggedStore` can encode its oldest
     ones. Code that needs this asks a `LayerState` for its `dense()` or its `ragged()` store.
 
-    Methods that modify: `append`, `keep`, `keep_own`, `crop`, `index`. After `keep` and `crop`
-    earlier views stay as they were; `index` copies. `fork` and `view` share: nothing is copied.
+    Modify the store: `append`, `keep`, `keep_own`, `crop`, `index`. Views taken before `keep` and
+    `crop` stay valid; `index` copies. `fork` and `view` share memory: nothing is copied.
     """
 
     kind: ClassVar[Literal["dense", "segments"]]  # in context files
     is_dense: ClassVar[bool]  # one rectangle, which the model's own attention can read
-    dead: int = 0  # evicted entries of each head that still take room
-    holes: bool = False  # whether any column is −1
+    dead: int = 0  # evicted entries of each head that still occupy a slot
+    holes: bool = False  # True if any slot is a hole
 
     @property
     def moved(self) -> bool:
-        """Whether entry i may be another column than i."""
+        """True if the column of slot i may differ from i."""
         return True
 
     @property
     def crowded(self) -> bool:
-        """Whether so much is dead that a copy is due."""
+        """True if so many slots are dead that a copy without them is due."""
         return False
 
     @property
     def pairs(self) -> bool:
-        """Whether entries are shared with another layer's."""
+        """True if two layers share their entries' directions (MiniCache)."""
         return False
 
     @property
     def new(self) -> tuple[int, int]:
-        """How many entries came since the last eviction, and the first one's column."""
+        """Number of entries appended since the last eviction, and the column of the first."""
         return 0, 0
 
     @property
@@ -59,55 +59,58 @@ class Store(ABC):
     @property
     @abstractmethod
     def keys(self) -> Tensor:
-        """Raw keys `[B, H, T, D]`: all of a dense store, the newest ones of a ragged store."""
+        """Raw keys `[B, H, T, D]`: all keys of a dense store, the tail of a ragged store."""
 
     @property
     @abstractmethod
     def values(self) -> Tensor:
-        """The values of the same entries."""
+        """Raw values `[B, H, T, Dv]` of the same entries."""
 
     @property
     @abstractmethod
     def positions(self) -> Tensor:
-        """Columns of the logical sequence `[B, H, T]`, int64, ascending; −1 for holes."""
+        """Columns of all entries `[B, H, T]`, int64, ascending; −1 for holes."""
 
     @property
     def fixed(self) -> Tensor | None:
-        """Entries `[B, H, T]` that cannot be evicted, since they are quantized; None: none are."""
+        """Bool mask `[B, H, T]` of encoded entries, which cannot be evicted; None: none."""
         return None
 
     @abstractmethod
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all entries, decoded."""
+        """Keys `[B, H, T, D]` and values `[B, H, T, Dv]` of all entries, decoded."""
 
     @abstractmethod
     def view(self) -> Any:
-        """What attention reads beside keys and values; it stays as it is when the store goes on."""
+        """Data that attention needs besides keys and values; a later append does not change it."""
 
     @abstractmethod
     def fork(self) -> Store:
-        """A store that goes on by itself and shares all that is stored."""
+        """A store that shares all present entries and grows by itself."""
 
     @abstractmethod
     def named(self) -> Named:
-        """All tensors by name, as views: one for each row's KV head."""
+        """All tensors by name, as views, one for each row's KV head; for context files."""
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Adds entries `[B, H, S, D]`, in columns from `first` on; returns `keys` and `values`."""
+        """Appends entries `[B, H, S, D]` of columns from `first` on; returns `keys` and `values`.
+
+        Raises KvfoldError outside `torch.inference_mode()` if the store was made inside of it.
+        """
 
     @abstractmethod
     def keep(self, slots: Tensor) -> None:
-        """Keeps the entries at `slots [B, H, K]`, ascending, −1 for holes; frees the others."""
+        """Evicts all entries but those at `slots [B, H, K]`, ascending, −1 for holes."""
 
     @property
     @abstractmethod
     def own(self) -> int:
-        """Entries of each head that came after those that a fork shares."""
+        """Entries of each head that were appended after the fork; 0 if this is no fork."""
 
     @abstractmethod
     def keep_own(self, slots: Tensor) -> None:
-        """Of a fork's own entries keeps those at `slots [B, H, K]`; what is shared stays."""
+        """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
 
     @abstractmethod
     def crop(self, count: int) -> None:
@@ -115,11 +118,12 @@ class Store(ABC):
 
     @abstractmethod
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Applies `rows`, a copying selection along the batch axis, to everything stored."""
+        """Applies `rows`, a copying selection along the batch axis, to all tensors."""
 
     @abstractmethod
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
-        """Bytes of keys and values, of what lies beside them, and of slack.
+        """Bytes of keys and values, of data besides them (columns, masks, norms), and of slack.
 
-        Tensors whose address is in `counted` were counted before; those of this store are added.
+        `counted` holds addresses of shared tensors that were counted before; this store's are
+        added to it.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor that grows along its third axis without being copied at every step."""
+"""A growing buffer: a tensor with room along its third axis, so that appends rarely copy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.kernels.gather import take
 
-ROOM = 12
+ROOM = 12  # least number of free slots after a copy
 
 
 class GrowingBuffer:
-    """`rows [B, H, T, …]`, and room for more."""
+    """A tensor `rows [B, H, T, …]` that grows along T, with room for more."""
 
     def __init__(self, rows: Tensor, room: int = ROOM) -> None:
         self.length = rows.shape[2]
@@ -25,11 +25,11 @@ class GrowingBuffer:
 
     @classmethod
     def gathered(cls, rows: Tensor, slots: Tensor, room: int = ROOM) -> GrowingBuffer:
-        """The entries of `rows [B, H, T, D]` at `slots [B, H, K]`."""
+        """A buffer of the entries of `rows [B, H, T, D]` at `slots [B, H, K]`."""
         grown = cls.__new__(cls)
         grown.length, grown.room = slots.shape[-1], room
         room = grown._capacity(grown.length) - grown.length
-        # The room is filled with whatever lies first, so that everything is one copy.
+        # The room is gathered too (from slot 0), so that one copy does all.
         grown._put(take(rows, F.pad(slots, (0, room))))
         return grown
 
@@ -39,16 +39,16 @@ class GrowingBuffer:
 
     @property
     def rows(self) -> Tensor:
-        """What is stored `[B, H, T, …]`."""
-        # Asked for several times in every step, and each view takes a microsecond.
+        """Stored rows `[B, H, T, …]`, as a view."""
+        # Read several times per step, and each new view takes a microsecond.
         if self.shown is None:
             self.shown = self._buffer[:, :, : self.length]
         return self.shown
 
     def append(self, rows: Tensor) -> Tensor:
-        """Adds `rows [B, H, S, …]`, and returns all that is stored `[B, H, T, …]`.
+        """Appends `rows [B, H, S, …]`; returns all stored rows `[B, H, T, …]`.
 
-        Raises KvfoldError outside the inference mode that the buffer was made in.
+        Raises KvfoldError outside `torch.inference_mode()` if the buffer was made inside of it.
         """
         end = self.length + rows.shape[2]
         if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
@@ -64,7 +64,7 @@ class GrowingBuffer:
         return shown
 
     def reserve(self, room: int) -> Tensor:
-        """The whole buffer `[B, H, ≥ T + room, …]`, which is 0 after what is stored."""
+        """The whole buffer `[B, H, ≥ T + room, …]`, zero after the stored rows."""
         old, end = self._buffer, self.length + room
         if end > old.shape[2]:
             self._put(old.new_empty(*old.shape[:2], end, *old.shape[3:]))
@@ -73,7 +73,7 @@ class GrowingBuffer:
         return self._buffer
 
     def crop(self, count: int) -> None:
-        """Drops the last `count`; gives room back where it is more than twice the usual."""
+        """Drops the last `count` rows; copies if more than twice the usual room is left."""
         self.length -= count
         self.shown = None
         usual = self._capacity(self.length) - self.length
@@ -85,7 +85,7 @@ class GrowingBuffer:
         self._put(select(self._buffer))
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of what is stored, and of the room left."""
+        """Bytes of the stored rows, and of the room."""
         whole = self._buffer.numel() * self._buffer.element_size()
         used = whole // self._buffer.shape[2] * self.length if whole else 0
         return used, whole - used
@@ -102,5 +102,5 @@ class GrowingBuffer:
 
 
 def slack(entries: int, least: int = ROOM) -> int:
-    """Room for entries to come: 12 or another number, or 1/64 of what is stored."""
+    """Free slots after a copy: 1/64 of the stored entries, but at least `least`."""
     return max(least, entries // 64)

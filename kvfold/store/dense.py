@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries in one rectangular buffer per layer, with room to grow."""
+"""`DenseStore`: a layer's entries in one rectangular buffer, with room to grow."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from kvfold.store.shared_buffer import SharedBuffer
 
 
 class DenseStore(Store):
-    """Keys `[B, H, T, D]`, values `[B, H, T, Dv]`, and where each entry came from.
+    """Keys `[B, H, T, D]`, values `[B, H, T, Dv]`, and the column of each entry.
 
-    `positions` are columns of the logical sequence, ascending, int32 `[B, H, T]`; they are only
-    held once something was evicted. Rows that keep fewer than T entries are filled up on the left
-    with position −1. While decoding, an entry that leaves keeps its place, with position −1 too:
-    `dead` counts these, one per head each, until the next copy leaves them out. `holes`: whether
-    any position is −1.
+    `positions` are columns, ascending, `[B, H, T]`; stored as int32 from the first eviction on.
+    Rows that keep fewer than T entries are padded on the left with column −1. An entry that is
+    evicted while decoding becomes a hole: its slot stays, with column −1. `dead` counts such slots
+    per head, until the next copy drops them. `holes` is true if any column is −1.
     """
 
     kind: ClassVar[Literal["dense"]] = "dense"
@@ -35,14 +34,14 @@ class DenseStore(Store):
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = GrowingBuffer(keys), GrowingBuffer(values)
         self._positions: EntryColumns | SharedColumns | None = None
-        self._hidden: HolesMask | None = None  # made when it is first asked for
-        self._norms: GrowingBuffer | None = None  # as well
-        self._marked = True  # whether positions tell what has left
+        self._hidden: HolesMask | None = None  # made at first use
+        self._norms: GrowingBuffer | None = None  # made at first use
+        self._marked = True  # False while evicted entries still have their columns in `_positions`
         self.dead, self.holes = 0, False
 
     @classmethod
     def from_named(cls, parts: Named, heads: int, dead: int) -> DenseStore:
-        """A copy of what was named, of which `dead` entries of each head are gone."""
+        """Copy from the tensors of `named`; `dead` slots of each head are holes."""
         tensors = {
             n: torch.stack(of_heads).unflatten(0, (-1, heads)) for n, of_heads in parts.items()
         }
@@ -54,13 +53,13 @@ class DenseStore(Store):
         return store
 
     def named(self) -> Named:
-        """What is stored, as views, by name: one tensor for each row's KV head."""
+        """Keys, values and columns by name, as views, one tensor for each row's KV head."""
         tensors = {"keys": self.keys, "values": self.values, "positions": self.stored_positions}
         return {n: list(rows.flatten(0, 1)) for n, rows in tensors.items() if rows is not None}
 
     @property
     def length(self) -> int:
-        """Entries of the longest row."""
+        """Slots T of every head, holes included."""
         return self._keys.length
 
     @property
@@ -75,23 +74,23 @@ class DenseStore(Store):
 
     @property
     def stored_positions(self) -> Tensor | None:
-        """Positions `[B, H, T]`, or None while entry i is column i."""
+        """Columns `[B, H, T]`, int32, −1 for holes; None while slot i is column i."""
         self._mark()
         return self.origins
 
     @property
     def origins(self) -> Tensor | None:
-        """As `stored_positions`, where what has left since the last copy keeps its own."""
+        """As `stored_positions`, but holes made since the last copy may still show their column."""
         return None if self._positions is None else self._positions.rows
 
     @property
     def moved(self) -> bool:
-        """Whether entry i may be another column than i."""
+        """True if the column of slot i may differ from i."""
         return self._positions is not None
 
     @property
     def positions(self) -> Tensor:
-        """Positions as int64 `[B, H, T]`."""
+        """Columns `[B, H, T]`, int64, −1 for holes."""
         stored = self.stored_positions
         if stored is not None:
             return stored.long()
@@ -100,17 +99,18 @@ class DenseStore(Store):
 
     @property
     def hidden(self) -> Tensor | None:
-        """0, and −∞ at holes `[B, H, T]`, to be added to logits; None where there are no holes."""
+        """Additive mask `[B, H, T]`: −∞ at holes, 0 elsewhere; None if there are no holes."""
         return self._hiding() if self.holes else None
 
     def entries(self, of: On) -> Tensor:
-        """The keys or the values `[B, H, T, D]`."""
+        """Keys or values `[B, H, T, D]`."""
         return self.keys if of == "keys" else self.values
 
     def norms(self, of: On, newest: Tensor) -> Tensor:
-        """Norms `[B, H, T]` of the keys or of the values, float32, with the `newest [B, H, 1]`.
+        """Norms `[B, H, T]` of keys or values, float32, of which `newest [B, H, 1]` is the last.
 
-        They are kept, since to read all entries again takes longer: ask for one of both only.
+        Norms are stored between steps, as computing them reads all entries. A store serves either
+        keys or values: call with the same `of` always.
         """
         if self._norms is None or self._norms.length != self.length - 1:
             self._norms = GrowingBuffer(norms_of(self.entries(of)))
@@ -119,7 +119,7 @@ class DenseStore(Store):
         return self._norms.rows
 
     def _hiding(self) -> Tensor:
-        """0, and −∞ at holes `[B, H, T]`; made anew where there is no more room behind."""
+        """Additive mask `[B, H, T]`: −∞ at holes, 0 elsewhere; made anew if its room is full."""
         if self._hidden is not None:
             shown = self._hidden.first(self._keys.length)
             if shown is not None:
@@ -128,19 +128,19 @@ class DenseStore(Store):
         return self._hidden.rows
 
     def _mark(self) -> None:
-        """Writes into the positions what has left: in a step that is not worth its time."""
+        """Sets the columns of new holes to −1; deferred, as a decode step does not need it."""
         if not self._marked:
             assert isinstance(self._positions, EntryColumns) and self._hidden is not None
             self._positions.clear(self._hidden.holes)
             self._marked = True
 
     def _forget(self) -> None:
-        """What was made of the entries no longer belongs to them."""
+        """Drops the mask and the norms, which no longer match the entries."""
         self._mark()
         self._hidden = self._norms = None
 
     def fork(self) -> DenseStore:
-        """One that goes on by itself, and shares all that is stored."""
+        """A store that shares all present entries and grows by itself."""
         self._mark()
         other = copy.copy(self)
         other._hidden = other._norms = None
@@ -150,11 +150,11 @@ class DenseStore(Store):
         return other
 
     def view(self) -> Tensor | None:
-        """What attention must know beside keys and values: the stored positions."""
+        """Columns `[B, H, T]`, int32, for attention's mask; None while slot i is column i."""
         return self.stored_positions
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H, T, D]`."""
+        """Keys `[B, H, T, D]` and values `[B, H, T, Dv]`, not copied."""
         return self.keys, self.values
 
     def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -164,29 +164,29 @@ class DenseStore(Store):
         return stored
 
     def reserve(self, room: int) -> tuple[Tensor, Tensor]:
-        """Buffers of keys and values with `room` for more entries: write there, then append."""
+        """Buffers of keys and values with room for `room` entries: write there, then append."""
         return self._keys.reserve(room), self._values.reserve(room)
 
     def drop(self, slot: Tensor) -> None:
-        """Marks one entry of each head, at `slot [B, H, 1]`, as gone; nothing is moved."""
+        """Evicts one entry of each head, at `slot [B, H, 1]`: a hole, nothing is moved."""
         if not isinstance(self._positions, EntryColumns):
             self._positions = EntryColumns(self.positions)
-        # In the buffer that the view belongs to.
+        # Written through the view into the mask's buffer.
         self._hiding().scatter_(2, slot, -torch.inf)
         self._marked = False
         self.dead, self.holes = self.dead + 1, True
 
     @property
     def crowded(self) -> bool:
-        """Whether so much is dead that a copy without it is due."""
+        """True if so many slots are dead that a copy without them is due."""
         return self.dead >= ROOM and self.dead >= slack(self.length - self.dead)
 
     def change(
         self, slot: Tensor, keys: Tensor, values: Tensor, norms: Tensor | None = None
     ) -> None:
-        """Puts keys `[B, H, 1, D]` and values `[B, H, 1, Dv]` in the place of those at `slot`.
+        """Overwrites the entries at `slot [B, H, 1]`: keys `[B, H, 1, D]`, values `[B, H, 1, Dv]`.
 
-        norms `[B, H, 1]` are those of what was asked for before; None: all are forgotten.
+        norms `[B, H, 1]` are the new entry's, of what `norms` stores; None: all norms are dropped.
         """
         index = slot[..., None].expand_as(keys)
         self.keys.scatter_(2, index, keys)
@@ -198,9 +198,9 @@ class DenseStore(Store):
             self._norms.rows.scatter_(2, slot, norms)
 
     def keep(self, slots: Tensor) -> None:
-        """Keeps the entries in `slots [B, H, K]`, ascending; −1 stands for a hole.
+        """Evicts all entries but those at `slots [B, H, K]`, ascending, −1 for holes.
 
-        Earlier views of the store stay intact: layers that share it may still read them.
+        Earlier views stay valid: layers that share this cache may still read them.
         """
         positions = pick(self.positions, slots, -1)
         self._positions = EntryColumns(positions)
@@ -211,11 +211,11 @@ class DenseStore(Store):
 
     @property
     def own(self) -> int:
-        """Entries of each head that came after what is shared."""
+        """Entries of each head that were appended after the fork; 0 if this is no fork."""
         return self._keys.own.length if isinstance(self._keys, SharedBuffer) else 0
 
     def keep_own(self, slots: Tensor) -> None:
-        """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
+        """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
         assert isinstance(self._keys, SharedBuffer) and isinstance(self._values, SharedBuffer)
         shared = self.length - self.own
         if not isinstance(self._positions, SharedColumns):
@@ -227,31 +227,31 @@ class DenseStore(Store):
         self._forget()
 
     def place(self, columns: Tensor) -> None:
-        """Says where each entry stands: `columns [B, H or 1, T]`, ascending, −1 for holes."""
+        """Sets the column of each entry: `columns [B, H or 1, T]`, ascending, −1 for holes."""
         self._forget()
         self._positions = EntryColumns(columns.expand(*self.keys.shape[:2], -1))
         self.holes = bool((columns < 0).any())
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
-        """Puts `keys` and `values` `[B, H, T, D]` in the place of those stored."""
+        """Overwrites all entries with keys `[B, H, T, D]` and values `[B, H, T, Dv]`, in place."""
         self.keys.copy_(keys)
         self.values.copy_(values)
         self._norms = None
 
     def crop(self, count: int) -> None:
-        """Drops the last `count` entries."""
+        """Drops the last `count` entries of every head."""
         self._forget()
         for part in self._parts():
             part.crop(count)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Applies `rows`, a copying selection along the batch axis, to everything stored."""
+        """Applies `rows`, a copying selection along the batch axis, to all tensors."""
         self._forget()
         for part in self._parts():
             part.index(rows)
 
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
-        """Bytes of keys and values, of what lies beside, and of slack; `counted` stays as it is."""
+        """Bytes of keys and values, of columns, mask and norms, and of slack; ignores `counted`."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
         beside = (self._positions, self._hidden, self._norms)
         of_each = [part.nbytes() for part in beside if part is not None]

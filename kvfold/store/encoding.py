@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How entries are stored once a turn has ended: as they came, packed, pruned, or in pairs."""
+"""`Encode`: the rule by which a ragged store encodes its oldest entries; this one keeps them raw.
+
+Subclasses quantize (KIVI), prune channels (ThinK) or pair layers (MiniCache).
+"""
 
 from __future__ import annotations
 
@@ -12,87 +15,90 @@ from kvfold.kernels.views import BLOCK, Encoded, Flat, Named
 
 
 class QueriedKeys(Protocol):
-    """A layer's keys and the last queries to them, as `Observation` shows them to a method."""
+    """Keys and window queries of a layer: the part of an `Observation` that encodings read."""
 
     @property
     def keys(self) -> Tensor:
-        """`[B, H, T, D]`."""
+        """Keys `[B, H, T, D]`."""
 
     @property
     def positions(self) -> Tensor:
-        """`[B, H, T]`, −1 for padding."""
+        """Positions of the entries `[B, H, T]`, −1 for padding."""
 
     @property
     def queries(self) -> Tensor | None:
-        """`[B, Hq, W, D]`."""
+        """Window queries `[B, Hq, W, D]`."""
 
     @property
     def query_positions(self) -> Tensor | None:
-        """`[B, W]`, −1 for padding."""
+        """Positions of the window queries `[B, W]`, −1 for padding."""
 
     def group_mean(self, per_query_head: Tensor) -> Tensor:
-        """`[B, Hq, …]` → `[B, H, …]`."""
+        """Mean over each group's query heads: `[B, Hq, …]` → `[B, H, …]`."""
 
 
-POSITION_BYTES = 4
+POSITION_BYTES = 4  # an entry's column, int32
 
 
 @dataclass(frozen=True)
 class EntrySize:
-    """Numbers of a key and of a value, and bytes of a number."""
+    """Size of an entry."""
 
-    key: int
-    value: int
-    number: int
+    key: int  # D
+    value: int  # Dv
+    number: int  # bytes of one number
 
     @property
     def whole(self) -> int:
-        """Bytes of an entry as it came, and of its position."""
+        """Bytes of a raw entry and of its column."""
         return (self.key + self.value) * self.number + POSITION_BYTES
 
 
 @dataclass(frozen=True)
 class Encode:
-    """How a layer's entries are stored; this one leaves them as they came, in whole blocks.
+    """Storage of a layer's oldest entries; this class keeps them raw, in whole blocks.
 
-    Counts are of a segment's oldest entries; the newer ones wait outside, as they came.
-    `raw` says whether the older ones lie there so as well, and may be evicted by later
-    turns, `pairs` whether two layers are encoded together.
+    Counts are of a segment's oldest entries; newer ones stay raw in the tail. `raw`: true if the
+    oldest entries are raw too, so that later prefills may evict them. `pairs`: true if two layers
+    are encoded together.
     """
 
     raw: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
 
     def of_layer(self, layer: int, layers: int) -> Encode | None:
-        """How the layer at this place is stored; None: as it came, without encoding."""
+        """Encoding of layer number `layer` of `layers`; None: its entries stay raw."""
         return self
 
     def fitting(self, room: float, size: EntrySize) -> int:
-        """Entries of a KV head that certainly fit into `room` bytes."""
+        """Number of entries of a KV head that certainly fit into `room` bytes."""
         return int(room // size.whole)
 
     def key_count(self, entries: int, encoded: int, decoding: bool) -> int:
-        """How many of `entries` keys are to be encoded, of which `encoded` are already."""
+        """Number of oldest keys to be encoded of a segment's `entries`; `encoded` already are."""
         return encoded if decoding else entries - entries % BLOCK
 
     def value_count(self, entries: int, encoded: int, decoding: bool) -> int:
-        """How many of `entries` values are to be encoded, of which `encoded` are already."""
+        """Number of oldest values to be encoded of a segment's `entries`; `encoded` already are."""
         return self.key_count(entries, encoded, decoding)
 
     def keys(
         self, segments: list[Tensor], seen: QueriedKeys | None, earlier: Encoded | None
     ) -> Encoded:
-        """Each segment's keys `[n, D]`, to follow `earlier`; at a turn's end with what was seen."""
+        """Encoded keys of each segment `[n, D]`, to be appended to `earlier`.
+
+        `seen` is the layer's observation when a prefill ends, None while decoding.
+        """
         return Flat.of(segments)
 
     def values(self, segments: list[Tensor]) -> Encoded:
-        """Each segment's values `[n, Dv]`."""
+        """Encoded values of each segment `[n, Dv]`."""
         return Flat.of(segments)
 
     def keys_from(self, parts: Named, size: int) -> Encoded:
-        """Copies of keys of head size `size` that were encoded so, from what they were named."""
+        """Copies of encoded keys of head size `size`, from the tensors of `Encoded.named`."""
         return Flat.of(parts["rows"])
 
     def values_from(self, parts: Named, size: int) -> Encoded:
-        """The same of values."""
+        """Copies of encoded values of head size `size`, from the tensors of `Encoded.named`."""
         return Flat.of(parts["rows"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where stored entries came from; columns to come are written ahead, as they are consecutive."""
+"""Columns of stored entries. New columns are consecutive, so the buffer's room holds them ahead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvfold.store.shared_buffer import SharedBuffer
 
 
 class EntryColumns(GrowingBuffer):
-    """Columns of the logical sequence, int32 `[B, H, T]`, −1 for holes.
+    """Columns of entries, int32 `[B, H, T]`, −1 for holes.
 
-    All the room is filled at once, so that a token that comes only makes the rows longer.
+    The room holds the columns to come, so that a new token only changes the length.
     """
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__(rows.int())
-        # In the room, slot i holds column i + offset, where it was filled.
+        # Slot i of the room holds column i + offset; None: the room is not filled.
         self._offset: int | None = None
 
     def follow(self, first: int, new: int) -> None:
@@ -35,7 +35,7 @@ class EntryColumns(GrowingBuffer):
         self.length, self.shown = end, None
 
     def clear(self, gone: Tensor) -> None:
-        """Makes holes where `gone [B, H, ≤ T]`; what was looked at before shows what it showed."""
+        """Sets columns to −1 where `gone [B, H, ≤ T]`; earlier views stay valid."""
         buffer = self._buffer.clone()
         buffer[:, :, : gone.shape[2]].masked_fill_(gone, -1)
         self._put(buffer)
@@ -48,14 +48,14 @@ class EntryColumns(GrowingBuffer):
 
 
 class HolesMask(GrowingBuffer):
-    """What is added to logits `[B, H, T]`: −∞ at holes, 0 elsewhere."""
+    """Additive mask `[B, H, T]`: −∞ at holes, 0 elsewhere."""
 
     def __init__(self, holes: Tensor, dtype: torch.dtype) -> None:
         super().__init__(as_added(holes, dtype))
         self.reserve(0)  # fills the room with 0
 
     def first(self, length: int) -> Tensor | None:
-        """What hides the first `length` entries `[B, H, length]`; None past the room."""
+        """Mask of the first `length` slots `[B, H, length]`; None if it exceeds the buffer."""
         shown = self.shown
         if shown is None or shown.size(2) != length:
             if length > self._buffer.size(2):
@@ -66,12 +66,12 @@ class HolesMask(GrowingBuffer):
 
     @property
     def holes(self) -> Tensor:
-        """Which entries are hidden, bool `[B, H, T]`."""
+        """Bool mask `[B, H, T]` of the holes."""
         return self.rows != 0
 
 
 class SharedColumns(SharedBuffer):
-    """Columns that go on from those of somebody else."""
+    """Columns of a fork: a shared read-only prefix, then its own, int32 `[B, H, T]`."""
 
     def follow(self, first: int, new: int) -> None:
         """Adds `new` entries to every head, in columns from `first` on."""
@@ -79,6 +79,7 @@ class SharedColumns(SharedBuffer):
         self.append(columns.expand(*self.trunk.shape[:2], new))
 
     def keep_own(self, slots: Tensor) -> None:
+        """Keeps, of its own columns, those at `slots [B, H, K]`."""
         self.own = GrowingBuffer(self.own.rows.gather(2, slots))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of stored entries, for what compares them while they leave one by one."""
+"""Norms of stored entries, for merges that compare entries at every decode eviction (D2O)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-On = Literal["keys", "values"]  # what is compared
+On = Literal["keys", "values"]  # the half of an entry that is compared
 
 
 def norms_of(entries: Tensor) -> Tensor:

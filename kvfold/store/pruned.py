@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys without the channels that the queries hardly use (ThinK)."""
+"""Pruned keys: each head drops the channels that its queries use least (ThinK).
+
+Xu et al., arXiv 2407.21018.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from kvfold.store.encoding import Encode, QueriedKeys
 
 
 def channel_scores(seen: QueriedKeys, queries: int) -> Tensor:
-    """Mean q² of the last `queries` queries times mean k² of all entries: `[B, H, D]` float32.
+    """Channel scores `[B, H, D]`, float32: mean q² of the last `queries` queries times mean k².
 
-    The queries' mean is also one over the heads of a group; padding does not count.
+    The mean of q² also runs over the query heads of a group; padding does not count.
     """
     assert seen.queries is not None and seen.query_positions is not None
     of_queries = _mean_square(
@@ -27,15 +30,15 @@ def channel_scores(seen: QueriedKeys, queries: int) -> Tensor:
 
 
 def _mean_square(rows: Tensor, real: Tensor) -> Tensor:
-    """`[B, H, n, D]` → `[B, H, D]`: mean of the squares where `real [B, 1 or H, n]`."""
+    """Mean squares `[B, H, D]` of `rows [B, H, n, D]` over the n where `real [B, 1 or H, n]`."""
     squares = rows.float().square().masked_fill(~real[..., None], 0.0)
     return squares.sum(2) / real.sum(2).clamp(min=1)[..., None]
 
 
 def kept_channels(scores: Tensor, ratio: float) -> Tensor:
-    """All but the ⌊D·ratio⌋ channels of lowest score, ascending: `[…, D]` → `[…, D']` int32.
+    """Channels `[…, D']`, int32, ascending: all but the ⌊D·ratio⌋ of lowest score `[…, D]`.
 
-    Of equal scores the earlier channel stays.
+    Of equal scores the earlier channel is kept.
     """
     size = scores.shape[-1]
     best = scores.argsort(dim=-1, descending=True, stable=True)
@@ -44,7 +47,10 @@ def kept_channels(scores: Tensor, ratio: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PrunedKeys:
-    """What is left of the keys `[sum of lengths, D']`, of which channels `[segments, D']`."""
+    """Kept channels of keys: `kept [sum of lengths, D']`, their `channels [segments, D']`, int32.
+
+    `size` is the head size D before pruning.
+    """
 
     kept: Flat
     channels: Tensor
@@ -52,48 +58,56 @@ class PrunedKeys:
 
     @classmethod
     def of(cls, segments: list[Tensor], channels: Tensor) -> PrunedKeys:
-        """From each segment's keys `[n, D]` and the channels to keep, ascending."""
+        """From segments' keys `[n, D]` and their channels to keep `[segments, D']`, ascending."""
         pairs = zip(segments, channels.long(), strict=True)
         kept = Flat.of([keys[:, of_segment] for keys, of_segment in pairs])
         return cls(kept, channels, segments[0].shape[1])
 
     @property
     def lengths(self) -> list[int]:
+        """Keys of each segment."""
         return self.kept.lengths
 
     @property
     def rows(self) -> Tensor:
+        """All keys `[sum of lengths, D]`, with zeros in pruned channels."""
         return torch.cat(self.segments)
 
     @property
     def segments(self) -> tuple[Tensor, ...]:
+        """Keys `[n, D]` of every segment, with zeros in pruned channels."""
         return tuple(self.segment(i) for i in range(len(self.lengths)))
 
     def segment(self, i: int) -> Tensor:
-        """Keys `[n, D]`, with zeros in the channels that were pruned."""
+        """Keys `[n, D]` of segment i, with zeros in pruned channels."""
         kept = self.kept.segment(i)
         keys = kept.new_zeros(len(kept), self.size)
         return keys.index_copy_(1, self.channels[i].long(), kept)
 
     def extended(self, new: PrunedKeys) -> PrunedKeys:
-        """Each segment followed by `new`'s, which has the same channels wherever it must."""
+        """Each segment followed by that of `new`; their channels differ only if it was empty."""
         return PrunedKeys(self.kept.extended(new.kept), new.channels, self.size)
 
     def select(self, segments: list[int]) -> PrunedKeys:
+        """A copy of these segments, in this order."""
         return PrunedKeys(self.kept.select(segments), self.channels[segments], self.size)
 
     def tensors(self) -> list[Tensor]:
+        """Kept channels of the keys, and their indices."""
         return [self.kept.rows, self.channels]
 
     def named(self) -> Named:
+        """Kept channels and their indices, one tensor for each segment, as views."""
         return {"kept": list(self.kept.segments), "channels": list(self.channels)}
 
 
 @dataclass(frozen=True)
 class Pruning(Encode):
-    """Every key but the `recent` newest loses `ratio` of its channels when a turn ends.
+    """ThinK's encoding: when a prefill ends, all keys but the `recent` newest are pruned.
 
-    A segment's channels are chosen once, with the first keys that lose any.
+    The share `ratio` of the channels is dropped, by scores of the last `queries` queries. A
+    segment's channels are chosen once, with its first pruned keys. Raises KvfoldError for a ratio
+    outside [0, 1), a negative `recent`, and fewer than 1 query.
     """
 
     ratio: float = 0.4

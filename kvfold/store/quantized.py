@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries packed into 2, 4 or 8 bits a number: keys per channel, values per token (KIVI)."""
+"""Quantized entries of 2, 4 or 8 bits a number: keys per channel, values per token (KIVI).
+
+Liu et al., arXiv 2402.02750. The codes and their layout are in `kernels/packing.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ from kvfold.store.encoding import POSITION_BYTES, Encode, EntrySize, QueriedKeys
 
 @dataclass(frozen=True)
 class Packing(Encode):
-    """Keys are packed `residual` at a time, values as soon as `residual` newer ones follow."""
+    """KIVI's encoding: keys are packed in blocks of `residual`, values once `residual` are newer.
+
+    Raises KvfoldError for other bits than 2, 4 and 8, for a `group` that does not fill words of 32
+    bits, and for a `residual` that is no multiple of `group`.
+    """
 
     key_bits: int = 4
     value_bits: int = 4
@@ -44,7 +51,7 @@ class Packing(Encode):
         codes = (size.key * self.key_bits + size.value * self.value_bits) / 8
         scales = 2 * size.number * (size.key + size.value) / self.group
         packed = codes + scales + POSITION_BYTES
-        # At most `residual` keys and values are whole when a turn has ended.
+        # At most `residual` keys and `residual` values are raw when a prefill has ended.
         beside = room - self.residual * (size.whole - packed)
         return max(super().fitting(room, size), int(beside // packed))
 

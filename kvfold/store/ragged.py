@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each row's KV head keeps its own number of entries, encoded or as they came."""
+"""`RaggedStore`: each row's KV head holds its own number of entries, encoded or raw."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from kvfold.store.encoding import Encode, QueriedKeys
 from kvfold.store.paired import Paired, Pairing, extend_pair
 from kvfold.store.ragged_part import Part
 
-# While decoding, values are encoded in lots: each lot copies what is encoded once.
+# Values encoded together while decoding: each such lot copies all encoded values once.
 LOT = 32
 
 
 class RaggedStore(Store):
-    """Keys, values, and the columns where they stood, one segment after the other.
+    """Keys, values and columns of a layer, one segment per row and KV head.
 
-    Columns are those of the last compression, int32; None while entry i is column i.
+    Columns are stored for the entries kept by the last compression, int32; None while slot i is
+    column i. The columns of newer entries are consecutive.
     """
 
     kind: ClassVar[Literal["segments"]] = "segments"
@@ -34,9 +35,9 @@ class RaggedStore(Store):
     def __init__(
         self, keys: Tensor, values: Tensor, positions: Tensor | None, slots: Tensor, encode: Encode
     ) -> None:
-        """Takes entries `[B, H, T, D]` with positions `[B, H, T]`, those at `slots [B, H, K]`.
+        """Copies entries at `slots [B, H, K]` of keys `[B, H, T, D]` and values `[B, H, T, Dv]`.
 
-        `positions` None: entry i is column i, and all are taken.
+        `positions [B, H, T]` are columns; None: slot i is column i, and all entries are taken.
         """
         self.rows, self.heads = keys.shape[:2]
         self.encode = encode
@@ -56,7 +57,7 @@ class RaggedStore(Store):
     def from_named(
         cls, parts: Named, heads: int, encode: Encode, new: int, first_new: int
     ) -> RaggedStore:
-        """A copy of what was named; the last `new` entries are columns from `first_new` on."""
+        """Copy from `named` tensors; the last `new` entries are columns from `first_new` on."""
         store = cls.__new__(cls)
         store.heads, store.encode = heads, encode
         of_keys, of_values = (
@@ -73,7 +74,7 @@ class RaggedStore(Store):
         return store
 
     def named(self) -> Named:
-        """What is stored, as views."""
+        """All tensors by name, as views, one for each segment."""
         parts = (
             {"columns": list(self._columns.split(self._counts))}
             if self._columns is not None
@@ -85,7 +86,7 @@ class RaggedStore(Store):
 
     @property
     def new(self) -> tuple[int, int]:
-        """How many entries came after the last compression, and the column of the first."""
+        """Number of entries appended since the last compression, and the column of the first."""
         return self._new, self._first_new
 
     def _settle(self, positions: Tensor | None, slots: Tensor) -> None:
@@ -98,12 +99,12 @@ class RaggedStore(Store):
 
     @property
     def keys(self) -> Tensor:
-        """The tail's keys `[B, H, T, D]`."""
+        """Raw keys `[B, H, T, D]` of the tail."""
         return self._keys.tail.rows
 
     @property
     def values(self) -> Tensor:
-        """The tail's values `[B, H, T, Dv]`."""
+        """Raw values `[B, H, T, Dv]` of the tail."""
         return self._values.tail.rows
 
     @property
@@ -112,15 +113,16 @@ class RaggedStore(Store):
         return max(self._counts) + self._new
 
     def fork(self) -> RaggedStore:
-        """One that goes on by itself, and shares all that is stored."""
+        """A store that shares all present entries and grows by itself."""
         other = copy.copy(self)
         other._keys, other._values = self._keys.fork(), self._values.fork()
         return other
 
     def view(self) -> RaggedView | None:
-        """What attention reads; it stays as it is when the store goes on.
+        """View for attention; a later append does not change it.
 
-        None while all that was seen is in the tail: keys and values are all there is to read.
+        None while every entry is raw in the tail and nothing was evicted: `keys` and `values` are
+        then complete.
         """
         parts = (self._keys.encoded, self._values.encoded)
         if self._columns is None and not any(any(p.lengths) for p in parts if p is not None):
@@ -128,16 +130,16 @@ class RaggedStore(Store):
         return self.segments()
 
     def segments(self) -> RaggedView:
-        """What is stored, also while all of it is in the tail."""
+        """View of all segments, also while every entry is in the tail."""
         return RaggedView(self._keys.view(), self._values.view(), self._new)
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H, T, D]`, decoded, shorter segments filled up on the left."""
+        """Decoded keys `[B, H, T, D]` and values `[B, H, T, Dv]`, padded on the left."""
         return self._keys.rectangle(self.length), self._values.rectangle(self.length)
 
     @property
     def positions(self) -> Tensor:
-        """Columns of the entries `[B, H, T]` int64, −1 where a shorter segment is filled up."""
+        """Columns of the entries `[B, H, T]`, int64, −1 where a shorter segment is padded."""
         device, length = self.keys.device, self.length
         out = torch.full((len(self._counts), length), -1, device=device)
         out[:, length - self._new :] = torch.arange(
@@ -153,12 +155,12 @@ class RaggedStore(Store):
 
     @property
     def pairs(self) -> bool:
-        """Whether entries are shared with another layer's."""
+        """True if two layers share their entries' directions (MiniCache)."""
         return self.encode.pairs
 
     @property
     def fixed(self) -> Tensor | None:
-        """Entries `[B, H, T]` of which the key or the value is encoded; None where all are raw."""
+        """Bool mask `[B, H, T]` of entries whose key or value is encoded; None if all are raw."""
         if self.encode.raw:
             return None
         views = (self._keys.view(), self._values.view())
@@ -177,7 +179,10 @@ class RaggedStore(Store):
         return stored
 
     def keep(self, slots: Tensor) -> None:
-        """Keeps the entries at `slots [B, H, K]`, −1 for holes, all that is encoded among them."""
+        """Evicts all entries but those at `slots [B, H, K]`, −1 for holes.
+
+        All encoded entries must be among them.
+        """
         length = self.length
         complete = self._columns is None and slots.shape[-1] == length and bool((slots >= 0).all())
         positions = None if complete else self.positions
@@ -187,11 +192,11 @@ class RaggedStore(Store):
 
     @property
     def own(self) -> int:
-        """Entries of each head that came after what is shared."""
+        """Entries of each head that were appended after the fork; 0 if this is no fork."""
         return self._keys.own
 
     def keep_own(self, slots: Tensor) -> None:
-        """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
+        """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
         shared, own = self.positions.split([self.length - self.own, self.own], -1)
         columns = torch.cat([shared, own.gather(2, slots)], -1)
         self._keys.keep_own(slots)
@@ -200,7 +205,7 @@ class RaggedStore(Store):
         self._settle(columns, every.masked_fill(columns < 0, -1))
 
     def due(self, decoding: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values `[n, D]` of each segment that are to be encoded now."""
+        """Keys `[n, D]` and values `[n, Dv]` of each segment that are to be encoded now."""
 
         def value_count(entries: int, encoded: int) -> int:
             count = self.encode.value_count(entries, encoded, decoding)
@@ -213,7 +218,10 @@ class RaggedStore(Store):
         return self._keys.due(key_count), self._values.due(value_count)
 
     def encode_due(self, decoding: bool, seen: QueriedKeys | None = None) -> bool:
-        """Encodes what is due; at a turn's end with what its attention saw. Whether any was."""
+        """Encodes the entries that are due; true if there were any.
+
+        `seen` is the layer's observation when a prefill ends, None while decoding.
+        """
         keys, values = self.due(decoding)
         first = self._keys.encoded is None
         if first or any(map(len, keys)):
@@ -223,7 +231,7 @@ class RaggedStore(Store):
         return any(map(len, keys + values))
 
     def encode_with(self, second: RaggedStore, decoding: bool) -> bool:
-        """Encodes what is due here and in the other layer of the pair. Whether any was."""
+        """Encodes the entries that are due in both layers of a pair; true if there were any."""
         assert isinstance(self.encode, Pairing)
         mine, theirs = self.due(decoding), second.due(decoding)
         parts = ((self._keys, second._keys), (self._values, second._values))
@@ -238,19 +246,19 @@ class RaggedStore(Store):
         return any(len(rows) for of_part in mine for rows in of_part)
 
     def share_with(self, first: RaggedStore) -> None:
-        """Makes this second layer of a pair share memory with the first again, after a copy."""
+        """Lets this second layer of a pair share directions with the first again, after a copy."""
         for own, other in ((self._keys, first._keys), (self._values, first._values)):
             assert isinstance(own.encoded, Paired) and isinstance(other.encoded, Paired)
             own.encoded = replace(own.encoded, shared=other.encoded.shared)
 
     def crop(self, count: int) -> None:
-        """Drops the last `count` entries, all of them new."""
+        """Drops the last `count` entries of every head, all appended since the last compression."""
         self._new -= count
         self._keys.crop(count)
         self._values.crop(count)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Applies `rows`, a copying selection along the batch axis, to everything stored."""
+        """Applies `rows`, a copying selection along the batch axis, to all tensors."""
         order = rows(torch.arange(self.rows, device=self.keys.device)).tolist()
         segments = [row * self.heads + head for row in order for head in range(self.heads)]
         self._keys.index(rows, segments)
@@ -262,7 +270,7 @@ class RaggedStore(Store):
         self.rows = len(order)
 
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
-        """Bytes of keys and values, of positions, of slack; tensors in `counted` were counted."""
+        """Bytes of keys and values, of columns, and of slack; skips addresses in `counted`."""
         stored = slack = 0
         for part in (self._keys, self._values):
             used, room = part.tail.nbytes()
@@ -282,16 +290,15 @@ class RaggedStore(Store):
 
 
 def _divided(slots: Tensor, counts: list[int], old: list[int]) -> tuple[Tensor, Tensor]:
-    """Slots `[B, H, K]`, holes on the left, of each segment's oldest entries and of the others.
+    """Slots `[B, H, K]` of each segment's oldest entries, and of the newer ones; holes on the left.
 
-    Segment i has `counts[i]` entries, of which `old[i]` go into the first part.
+    Segment i has `counts[i]` entries; its oldest `old[i]` are in the first result.
     """
     width = slots.shape[-1]
     new = torch.tensor([n - m for n, m in zip(counts, old, strict=True)], device=slots.device)
     new = new.view(*slots.shape[:2], 1)
-    place = torch.arange(width, device=slots.device)
-    newest = slots.masked_fill(place < width - new, -1)
-    # Moved to the right, where the newest ones were.
-    before = place - new
-    oldest = pick(slots, before, -1)
+    index = torch.arange(width, device=slots.device)
+    newest = slots.masked_fill(index < width - new, -1)
+    # The oldest move to the right end, where the newest were.
+    oldest = pick(slots, index - new, -1)
     return oldest, newest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys, or the values, of all segments: old entries encoded, new ones as they came."""
+"""`Part`: keys or values of all segments, the oldest encoded, the newest in a raw tail."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from kvfold.kernels.views import Encoded, Named, PartView
 from kvfold.store.buffer import GrowingBuffer
 from kvfold.store.shared_buffer import SharedBuffer
 
-# The tail is small beside what is encoded, and so must its slack be.
+# Free slots of the tail: few, as the tail is small beside the encoded entries.
 ROOM = 16
 
 
 class Part:
-    """Segment `b·H + h` is row b's KV head h: encoded entries, then the newest `alive` of a tail.
+    """Keys or values of all segments: encoded entries, then a raw tail `[B, H, T, D]`.
 
-    The tail `[B, H, T, D]` ends with the newest entry of every segment.
+    Segment i = `b·H + h` is row b's KV head h. It owns the last `alive[i]` slots of its tail, which
+    ends with its newest entry.
     """
 
     def __init__(self, rows: Tensor, slots: Tensor) -> None:
-        """Takes the entries of `rows [B, H, T, D]` at `slots [B, H, K]`, holes (−1) on the left."""
+        """Copies entries of `rows [B, H, T, D]` at `slots [B, H, K]`; holes (−1) on the left."""
         self.encoded: Encoded | None = None
         self._take(rows, slots)
 
     @classmethod
     def begun(cls, encoded: Encoded, rows: Tensor, slots: Tensor) -> Part:
-        """What is encoded already, and the entries of `rows` at `slots` after it."""
+        """A part of `encoded` entries, followed by those of `rows` at `slots`."""
         part = cls(rows, slots)
         part.encoded = encoded
         return part
 
     @classmethod
     def from_named(cls, parts: Named, heads: int, encoded: Callable[[Named, int], Encoded]) -> Part:
-        """A copy of what was named; `encoded` makes, for a head size, the old entries of it."""
+        """Copy from the tensors of `named`; `encoded(named, size)` makes the encoded entries."""
         part, tail = cls.__new__(cls), parts["tail"]
         part.alive = [len(newest) for newest in tail]
         width, size = max(part.alive), tail[0].shape[-1]
@@ -50,7 +51,7 @@ class Part:
         return part
 
     def named(self) -> Named:
-        """What is stored, as views: of each segment of the tail only its own entries."""
+        """All tensors by name, one for each segment, as views; the tails without padding."""
         rows = self.tail.rows
         width = rows.shape[2]
         segments = zip(rows.flatten(0, 1), self.alive, strict=True)
@@ -63,17 +64,17 @@ class Part:
         self.tail = GrowingBuffer.gathered(rows, slots, ROOM)
 
     def fork(self) -> Part:
-        """One that goes on by itself, and shares all that is stored."""
+        """A part that shares all present entries and grows by itself."""
         other = copy.copy(self)
         other.alive, other.tail = list(self.alive), SharedBuffer(self.tail.rows)
         return other
 
     def view(self) -> PartView:
-        """What attention reads."""
+        """View for one attention call."""
         return PartView(self.encoded, self.tail.rows, list(self.alive))
 
     def rectangle(self, length: int) -> Tensor:
-        """All entries decoded `[B, H, length, D]`, shorter segments filled up on the left."""
+        """All entries, decoded, `[B, H, length, D]`; shorter segments padded on the left."""
         seen, rows = self.view(), self.tail.rows
         out = rows.new_zeros(len(self.alive), length, rows.shape[-1])
         for i in range(len(self.alive)):
@@ -81,7 +82,7 @@ class Part:
         return out.unflatten(0, rows.shape[:2])
 
     def append(self, rows: Tensor) -> Tensor:
-        """Adds `rows [B, H, S, D]`, one for every segment; returns the tail `[B, H, T, D]`."""
+        """Appends `rows [B, H, S, D]` to every segment; returns the tail `[B, H, T, D]`."""
         stored = self.tail.append(rows)
         self.alive = [count + rows.shape[2] for count in self.alive]
         return stored
@@ -92,7 +93,10 @@ class Part:
         self.alive = [alive - count for alive in self.alive]
 
     def keep(self, slots: Tensor, length: int) -> None:
-        """Keeps the encoded entries, and of the tail those at `slots [B, H, K]` of a rectangle."""
+        """Keeps all encoded entries, and of the tail those at `slots [B, H, K]`.
+
+        Slots count in `rectangle(length)`.
+        """
         width = self.tail.length
         first = width - torch.tensor(self.alive, device=slots.device).view(*slots.shape[:2], 1)
         in_tail = slots - length + width
@@ -100,18 +104,18 @@ class Part:
 
     @property
     def own(self) -> int:
-        """Entries of every segment that came after what is shared."""
+        """Entries of every segment that were appended after the fork; 0 if this is no fork."""
         return self.tail.own.length if isinstance(self.tail, SharedBuffer) else 0
 
     def keep_own(self, slots: Tensor) -> None:
-        """Keeps, of the entries after those that are shared, those at `slots [B, H, K]`."""
+        """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
         assert isinstance(self.tail, SharedBuffer)
         gone = self.own - slots.shape[-1]
         self.tail.keep_own(slots)
         self.alive = [count - gone for count in self.alive]
 
     def due(self, count: Callable[[int, int], int]) -> list[Tensor]:
-        """Each segment's oldest rows `[n, D]` of the tail, up to `count(entries, encoded)`."""
+        """Each segment's oldest tail entries `[n, D]`, up to `count(entries, encoded)` in all."""
         encoded = [0] * len(self.alive) if self.encoded is None else self.encoded.lengths
         new = [count(n + alive, n) - n for n, alive in zip(encoded, self.alive, strict=True)]
         rows = self.tail.rows
@@ -125,11 +129,11 @@ class Part:
         ]
 
     def accept(self, new: Encoded) -> None:
-        """Takes over what was due, encoded."""
+        """Moves the entries that were due from the tail to the encoded ones; `new` encodes them."""
         self.become(new if self.encoded is None else self.encoded.extended(new))
 
     def become(self, encoded: Encoded) -> None:
-        """Takes over all that is encoded now: what was before, and what was due."""
+        """Replaces the encoded entries by `encoded`; drops from the tail those it includes."""
         seen = self.view()
         lengths = zip(range(len(self.alive)), encoded.lengths, strict=True)
         self.alive = [seen.length(i) - length for i, length in lengths]
@@ -138,7 +142,7 @@ class Part:
         self.encoded = encoded
 
     def index(self, rows: Callable[[Tensor], Tensor], segments: list[int]) -> None:
-        """Applies `rows`, a copying selection along the batch axis, that picks `segments`."""
+        """Applies `rows`, a copying selection along the batch axis that selects `segments`."""
         self.tail.index(rows)
         self.alive = [self.alive[i] for i in segments]
         if self.encoded is not None:

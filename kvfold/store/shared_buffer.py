@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that go on from rows of somebody else's, which are shared and stay as they are."""
+"""Fork of a buffer: a shared read-only prefix, then rows of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfold.store.buffer import GrowingBuffer
 
 
 class SharedBuffer(GrowingBuffer):
-    """`trunk [B, H, T, …]`, which is never written to, and rows of its own after it."""
+    """A shared `trunk [B, H, T, …]`, which is never written to, followed by a buffer of its own."""
 
     shown = None  # rows are put together anew for each look
 
@@ -22,12 +22,12 @@ class SharedBuffer(GrowingBuffer):
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        """Rows of the trunk and of its own."""
+        """Number of rows of the trunk and of its own."""
         return self.trunk.shape[2] + self.own.length
 
     @property
     def rows(self) -> Tensor:
-        """All of them `[B, H, T, …]`, put together for as long as they are looked at."""
+        """All rows `[B, H, T, …]`, concatenated at every call."""
         return torch.cat([self.trunk, self.own.rows], 2) if self.own.length else self.trunk
 
     def append(self, rows: Tensor) -> Tensor:
@@ -35,13 +35,13 @@ class SharedBuffer(GrowingBuffer):
         return self.rows
 
     def reserve(self, room: int) -> Tensor:
-        """A copy of all rows, and `room` for more: what is written there is to be appended."""
+        """A copy of all rows with zeros for `room` more; rows written there must be appended."""
         rows = self.rows
         more = rows.new_zeros(*rows.shape[:2], room, *rows.shape[3:])
         return torch.cat([rows, more], 2)
 
     def crop(self, count: int) -> None:
-        """Drops the last `count`, which must be its own."""
+        """Drops the last `count` rows, which must be its own."""
         self.own.crop(count)
 
     def keep_own(self, slots: Tensor) -> None:

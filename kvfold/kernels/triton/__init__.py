@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for NVIDIA GPUs, each with the meaning of a plain-torch function; triton is optional."""
+"""Triton kernels for NVIDIA GPUs, each with the meaning of a plain-torch function.
+
+Triton is optional: only `kernels/dispatch.py` decides to import this package.
+"""
 
 from kvfold.kernels.triton.column_sums import column_moments, column_sums
 from kvfold.kernels.triton.gather import gather_rows

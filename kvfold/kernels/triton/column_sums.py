@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much attention each entry received, in one pass after attention, from its log-sum-exps."""
+"""Column sums of attention weights, in one pass after attention, from its log-sum-exps.
+
+Reference: `kernels.reference.attend_with_moments`.
+"""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -25,11 +28,11 @@ def column_sums(
     visible: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """Sums `[B, H, T]` over queries, mean over the query heads of a group, float32.
+    """Column sums `[B, H, T]` over queries, mean over the query heads of a group, float32.
 
-    query `[B, Hq, S, D]`, key `[B, H, T, D]`; `lse [B, Hq, S]` of the logits that a query sees:
-    causal, aligned to the last key, and of those the `visible [B, T]`. Only the queries where
-    `counted [B, S]` is true count, and a query that sees nothing (−inf) does not.
+    query `[B, Hq, S, D]`, key `[B, H, T, D]`; `lse [B, Hq, S]` is the log-sum-exp of the logits
+    that a query sees: causal, aligned to the last key, and `visible [B, T]` (None: all). Queries
+    count where `counted [B, S]` is true (None: all); those that see nothing (lse −inf) do not.
     """
     return _columns(query, key, lse, scale, softcap, visible, counted, squared=False)[0]
 
@@ -44,7 +47,7 @@ def column_moments(
     visible: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `column_sums`, and the sums `[B, H, T]` of the squared group means."""
+    """As `column_sums`, and the column sums `[B, H, T]` of the squared group means."""
     return _columns(query, key, lse, scale, softcap, visible, counted, squared=True)
 
 
@@ -145,15 +148,15 @@ def _add_up(
         for member in range(GROUPS):
             query_head = head * GROUPS + member
             of_head = query + row * query_row_step + query_head * query_head_step
-            places = asking.to(tl.int64)[:, None] * query_step + dim[None, :]
+            offsets = asking.to(tl.int64)[:, None] * query_step + dim[None, :]
             inside = (asking < queries)[:, None] & (dim < size)[None, :]
-            q = tl.load(of_head + places, inside, 0.0).to(DOT)
+            q = tl.load(of_head + offsets, inside, 0.0).to(DOT)
             of_head = lse + (row * heads * GROUPS + query_head) * queries
             total = tl.load(of_head + asking, voting, float("-inf"))
             products = tl.dot(k, tl.trans(q), input_precision="tf32x3")
             logits = logits_of(products, scale, softcap, CAPPED)
             weights = tl.exp2(logits - (total * LOG2_E)[None, :])
-            # What sees nothing has no share to give.
+            # Queries that see nothing have no weights.
             of_group += tl.where(seen & (total > float("-inf"))[None, :], weights, 0.0)
         received += tl.sum(of_group, 1)
         if SQUARED:

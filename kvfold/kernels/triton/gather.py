@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept entries, one segment after the other, keys and values in one launch."""
+"""Flat copies of kept entries, segment after segment, keys and values in one launch.
+
+Reference: the plain-torch path of `kernels.gather.take_flat`.
+"""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -15,10 +18,10 @@ ENTRIES = 32
 
 
 def gather_rows(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The entries of keys `[B, H, T, D]` and values `[B, H, T, Dv]` at `slots [B, H, K]`.
+    """Flat keys `[n, D]`, values `[n, Dv]` and segment starts `[B·H + 1]`, int64.
 
-    Keys `[total, D]`, values `[total, Dv]` and where each segment starts, int64 `[B·H + 1]`; its
-    holes (−1) are on the left. Fetches the total from the device.
+    keys `[B, H, T, D]`, values `[B, H, T, Dv]`, `slots [B, H, K]` with holes (−1) on the left,
+    which are skipped. Waits for the device, to learn n.
     """
     batch, heads, width = slots.shape
     starts = slots.new_zeros(batch * heads + 1, dtype=torch.int64)
@@ -71,10 +74,10 @@ def _gather(
 ):
     segment = tl.program_id(0).to(tl.int64)
     row, head = segment // heads, segment % heads
-    place = tl.program_id(1) * N + tl.arange(0, N)
-    slot = tl.load(slots + segment * width + place, place < width, -1).to(tl.int64)
-    # The last slot is the last entry of the segment.
-    to = tl.load(starts + segment + 1) - width + place
+    index = tl.program_id(1) * N + tl.arange(0, N)
+    slot = tl.load(slots + segment * width + index, index < width, -1).to(tl.int64)
+    # The last of a segment's slots is its last entry: holes are on the left.
+    to = tl.load(starts + segment + 1) - width + index
     key_at = row * key_row_step + head * key_head_step + slot * key_step
     _copy_rows(keys, flat_keys, key_at, to, slot >= 0, size, D)
     value_at = row * value_row_step + head * value_head_step + slot * value_step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantises and packs in one pass; layout and codes are those of `kernels/packing.py`."""
+"""Quantization and packing in one pass; codes and layout as in `kernels/packing.py`."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Groups that a program packs.
+# Groups that one program packs
 LINES = 32
 
 
@@ -38,7 +38,7 @@ def pack_values(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Te
 def _packed(
     rows: Tensor, words: Tensor, groups: tuple[int, int], bits: int, group: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fills `words`; a group's numbers lie `step` apart in `rows`."""
+    """Words, scale and minimum of `groups`; fills `words`. A group's numbers lie `step` apart."""
     scale, minimum = rows.new_empty(groups), rows.new_empty(groups)
     lines = scale.numel()
     if lines:
@@ -77,13 +77,13 @@ def _pack(
     at = (block * (GROUP * STEP) + lane)[:, None] + (tl.arange(0, GROUP) * STEP)[None, :]
     numbers = tl.load(rows + at, real, 0.0).to(tl.float32)
     low, high = tl.min(numbers, 1), tl.max(numbers, 1)
-    # Division as IEEE has it: the usual one of the GPU is off by a bit, and codes would differ.
+    # IEEE division: the GPU's default is off by a bit, and codes would differ from plain torch.
     levels = tl.full([LINES], LEVELS, tl.float32)
     scale = tl.div_rn(high - low, levels).to(scales.dtype.element_ty)
     wide = scale.to(tl.float32)
     divisor = tl.where(wide == 0, 1.0, wide)[:, None] + tl.zeros([LINES, GROUP], tl.float32)
     steps = tl.div_rn(numbers - low[:, None], divisor)
-    # Adding 1.5 · 2²³ leaves no bits for fractions: rounds half to even.
+    # Adding 1.5 · 2²³ leaves no bits for fractions, and so rounds half to even.
     steps = (steps + 12582912.0) - 12582912.0
     codes = tl.minimum(tl.maximum(steps, 0.0), LEVELS).to(tl.int32)
     codes = tl.reshape(codes, [LINES, WORDS, PER_WORD])

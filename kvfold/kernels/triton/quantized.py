@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A query per segment over packed entries, which become numbers in registers only."""
+"""Decode attention over quantized entries, which are dequantized in registers only.
+
+Reference: plain attention over `PackedKeys.rows` and `PackedValues.rows`.
+"""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -21,9 +24,10 @@ from kvfold.kernels.triton.splits import BLOCK, Splits
 
 @dataclass(frozen=True)
 class BothPacked:
-    """The entries of which key and value are packed: the first `lengths` `[S]` of each segment.
+    """Extent of the entries whose key and value are both packed, in R segments.
 
-    `key_starts` and `value_starts` `[S]` count the entries of all segments before.
+    They are the first `lengths[i]` of segment i; its packed keys begin at entry `key_starts[i]`,
+    its packed values at `value_starts[i]`. All `[R]`, int64.
     """
 
     key_starts: Tensor
@@ -33,9 +37,9 @@ class BothPacked:
 
     @classmethod
     def of(cls, keys: Sequence[int], values: Sequence[int], device: torch.device) -> BothPacked:
-        """Of segments with so many packed keys and values.
+        """From the number of packed keys and of packed values in each segment.
 
-        Worth keeping: it takes copies to the device, and holds until something is packed.
+        Keep the result: it costs copies to the device, and is valid until more is packed.
         """
         lengths = [min(both) for both in zip(keys, values, strict=True)]
 
@@ -59,9 +63,10 @@ def attend_to_packed(
     *,
     both: BothPacked | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[S, G, Dv]` of `query [S, G, D]` and log-sum-exp `[S, G]`, float32.
+    """Attention output `[R, G, Dv]` of `query [R, G, D]`, and log-sum-exp `[R, G]`, float32.
 
-    Attends to the entries of which key and value are packed; without any: 0 and −inf.
+    Attends to the entries of R segments whose key and value are both packed; a segment without
+    any gives 0 and −inf. The output has the query's dtype.
     """
     _, groups, size = query.shape
     if both is None:
@@ -108,7 +113,7 @@ def attend_to_packed(
 
 @triton.jit
 def _numbers(words, step, low, inside, shifts, BITS: tl.constexpr):
-    """Codes in words, moved to the axis along which `shifts` lie, and what they stand for."""
+    """Dequantized numbers of `words`: its codes spread along the axis of `shifts`."""
     codes = (words >> shifts) & ((1 << BITS) - 1)
     lowest = tl.load(low, inside, 0.0)
     wide = codes.to(tl.float32) * tl.load(step, inside, 0.0).to(tl.float32)

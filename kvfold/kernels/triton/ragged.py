@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A query per segment over entries as they came: each is read once, by one of many programs."""
+"""Decode attention over raw segments: every entry is read once, by one of many programs.
+
+Reference: plain attention over each segment alone.
+"""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -11,7 +14,7 @@ from torch import Tensor
 from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
 from kvfold.kernels.triton.splits import BLOCK, Splits
 
-# Rows that a tensor core multiplies at least.
+# Smallest number of rows in a tensor core's product
 ROWS = 16
 
 
@@ -26,11 +29,11 @@ def attend_to_rows(
     ends: Tensor | None = None,
     splits: Splits | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[S, G, Dv]` and the logits' log-sum-exp `[S, G]`, float32.
+    """Attention output `[R, G, Dv]` and log-sum-exp `[R, G]`, float32, of R segments.
 
-    query `[S, G, D]`, keys `[N, D]`, values `[N, Dv]`. Segment s is the rows from `starts[s]`
-    to `ends[s] − 1`, by default `starts[s + 1] − 1`. An empty segment gives 0 and −inf. Without
-    `splits` the lengths are fetched from the device at every call.
+    query `[R, G, D]`, keys `[n, D]`, values `[n, Dv]`. Segment i is the rows from `starts[i]` to
+    `ends[i] − 1`, by default `starts[i + 1] − 1`. An empty segment gives 0 and −inf. The output has
+    the query's dtype. Without `splits` every call fetches the lengths from the device.
     """
     segments, groups, size = query.shape
     ends = starts[1:] if ends is None else ends

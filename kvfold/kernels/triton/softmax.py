@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax in base 2 over logits that come a block at a time."""
+"""Online softmax in base 2, one block of logits at a time."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -13,14 +13,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def dot_dtype(like: torch.Tensor) -> tl.dtype:
-    """What products are made of: the tensor's own dtype, but the interpreter knows no bfloat16."""
+    """Operand dtype of `tl.dot`: the tensor's own; float32 in the interpreter (no bfloat16)."""
     half = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     return half.get(like.dtype, tl.float32) if like.is_cuda else tl.float32
 
 
 @triton.jit
 def logits_of(products, scale, softcap, CAPPED: tl.constexpr):
-    """Logits in base 2: scaled, and bent below `softcap` where there is one."""
+    """Logits in base 2: scaled, and capped at `softcap` if CAPPED."""
     logits = products * scale
     if CAPPED:
         # softcap · tanh(logits / softcap)
@@ -30,9 +30,10 @@ def logits_of(products, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def add_block(logits, values, most, total, mixed, DOT: tl.constexpr):
-    """One more block of logits `[G, N]` and values `[N, Dv]`; a row of logits is not all −inf.
+    """Running softmax state after one more block of logits `[G, N]` and values `[N, Dv]`.
 
-    Running state: the highest logit and the sum of weights `[G]`, the weighted values `[G, Dv]`.
+    State: highest logit `[G]`, sum of weights `[G]`, weighted values `[G, Dv]`. No row of logits
+    may be all −inf.
     """
     highest = tl.maximum(most, tl.max(logits, 1))
     fade = tl.exp2(most - highest)
@@ -46,7 +47,7 @@ def add_block(logits, values, most, total, mixed, DOT: tl.constexpr):
 def store_part(
     mixed, most, total, parts, sums, row, groups, size, G: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Writes a part's mean `[G, Dv]` and log-sum-exp `[G]` at `row`; nothing seen: 0 and −inf."""
+    """Writes a part's output `[G, Dv]` and log-sum-exp `[G]` at `row`; 0 and −inf if empty."""
     head, column = tl.arange(0, G), tl.arange(0, SIZE)
     at = row * groups + head
     seen = total > 0

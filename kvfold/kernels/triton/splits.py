@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode kernel's work: parts of segments, for as many programs, and how they become one."""
+"""Split-K of a decode kernel: segments cut into parts, one per program, and their merge."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -13,18 +13,19 @@ from torch import Tensor
 
 from kvfold.kernels.triton.softmax import LN_2, LOG2_E
 
-# Entries that a program reads at a time.
+# Entries that a program reads at a time
 BLOCK = 64
-# About four for each multiprocessor of a large GPU; a part has at least two blocks.
+# Programs of a launch: about four per multiprocessor of a large GPU; a part has two blocks or more.
 PROGRAMS = 512
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Item i is part `part[i]`, of `size` entries, of segment `segment[i]`; all int32.
+    """Parts of R segments, of `size` entries each; item i is part `part[i]` of `segment[i]`.
 
-    Segment s has the items from `first[s]` to `first[s + 1] − 1`. What lies beyond a segment's end
-    adds nothing: splits made for the room that segments have serve them until it is full.
+    Segment s has the items from `first[s]` to `first[s + 1] − 1`; first `[R + 1]`, all int32.
+    Entries beyond a segment's end add nothing, so splits made for a buffer's capacity serve until
+    it is full.
     """
 
     segment: Tensor
@@ -36,7 +37,7 @@ class Splits:
     def of(
         cls, lengths: list[int], size: int | None = None, device: torch.device | str | None = None
     ) -> Splits:
-        """Parts of `size` entries, whole blocks, that cover segments of these lengths."""
+        """Parts of `size` entries, a multiple of BLOCK, that cover segments of these lengths."""
         if size is None:
             size = max(2 * BLOCK, BLOCK * -(-sum(lengths) // (PROGRAMS * BLOCK)))
         assert size % BLOCK == 0
@@ -48,13 +49,13 @@ class Splits:
         return cls(segment, part, first, size)
 
     def room(self, groups: int, size: int) -> tuple[Tensor, Tensor]:
-        """Where the parts' means `[items, G, Dv]` and log-sum-exps `[items, G]` are written."""
+        """Uninitialized buffers for parts: outputs `[items, G, Dv]`, log-sum-exps `[items, G]`."""
         items, device = len(self.segment), self.segment.device
         parts = torch.empty(items, groups, size, dtype=torch.float32, device=device)
         return parts, torch.empty(items, groups, dtype=torch.float32, device=device)
 
     def merged(self, parts: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Means `[S, G, Dv]` and log-sum-exps `[S, G]` of segments, from what `room` holds."""
+        """Outputs `[R, G, Dv]` and log-sum-exps `[R, G]` of segments, from `room`'s buffers."""
         segments, (_, groups, size) = len(self.first) - 1, parts.shape
         out = parts.new_empty(segments, groups, size, dtype=dtype)
         lse = parts.new_empty(segments, groups)
@@ -80,7 +81,7 @@ def _merge(parts, sums, first, out, lse, groups, size, ITEMS: tl.constexpr, SIZE
         inside = (item < end)[:, None] & (column < size)[None, :]
         part = tl.load(parts + row[:, None] * size + column[None, :], inside, 0.0)
         highest = tl.maximum(most, tl.max(part_sum, 0))
-        # Parts that saw nothing have no highest logit to subtract.
+        # Empty parts have no highest logit to subtract.
         level = tl.where(highest == float("-inf"), 0.0, highest)
         fade, weights = tl.exp2(most - level), tl.exp2(part_sum - level)
         total = total * fade + tl.sum(weights, 0)
