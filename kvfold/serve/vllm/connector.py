@@ -76,21 +76,26 @@ class KvfoldConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
+        """Tokens of the request's context beyond those cached; True if loaded asynchronously."""
         return self.scheduler_side.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Notes the pages that vLLM has allocated for the request."""
         self.scheduler_side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        """The work of this step, for the workers."""
         return Metadata(self.scheduler_side.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Forgets the request; its pages can be freed at once."""
         self.scheduler_side.forget(request)
         return False, None
 
     # --- in a worker -----------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Writes the contexts of this step into the pages, before the forward pass."""
         step = self._get_connector_metadata().step
         for name, blocks in step.refused.items():
             self._refused.add(name)
@@ -115,10 +120,12 @@ class KvfoldConnector(KVConnectorBase_V1):
         self._failed.update(load.blocks)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        """No finished sends; ids of refused requests, reported as finished loads."""
         refused, self._refused = self._refused, set()
         return None, refused or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Pages whose load failed; vLLM fails the requests that hold them."""
         failed, self._failed = self._failed, set()
         return failed
 

@@ -57,6 +57,7 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
         return Shelf(folder, Parts.of(os.environ[VARIABLE], block).level)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        """Forgets the request; its pages of all groups can be freed at once."""
         return self.request_finished(request, [])
 
     def load_failed(self, load: ContextLoad, problem: Exception) -> None:
@@ -64,6 +65,7 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
         raise problem
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Refused requests, as loads that have finished and failed."""
         _, refused = self.get_finished(finished_req_ids)
         failed = refused or set()
         return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
