@@ -68,6 +68,7 @@ def in_words(stages: Stages) -> str:
         parts = [f"observes {_observed(stages)}", _sizes(stages)]
         forced = _forced(stages)
         parts += [f"always keeps {forced}"] if forced else []
+    parts += [f"selects by {_name(stages.select)}"] if stages.select else []
     parts += [f"{_name(stages.merge)}"] if stages.merge else []
     parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
     if stages.score is not None:
