@@ -24,10 +24,10 @@ from kvfold import KvfoldError
 from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files import write
 from kvfold.contexts.files.format import digest
-from kvfold.serve.context_folder import Folder
+from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.errors import ApiError
-from kvfold.serve.longest_prefix import Key, Prefixes
+from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
 from kvfold.serve.stored_context import size_of
 from tests.serving import until
 from tests.test_cli import word_tokenizer
@@ -59,7 +59,7 @@ def holder(model: Any, tokenizer: Any, made: Any, tmp_path: Path) -> Iterator[An
     holders = []
 
     def new(room: float, most: int = 100, folder: Path | None = None) -> ContextPool:
-        holders.append(ContextPool(load, Folder(folder), int(room * size_of(made[0])), most))
+        holders.append(ContextPool(load, ContextFolder(folder), int(room * size_of(made[0])), most))
         return holders[-1]
 
     yield new
@@ -217,7 +217,7 @@ def test_a_context_deleted_while_it_is_written_leaves_nothing(holder, made, monk
         contexts.delete("c0")
         go.set()
         adding.result(10)
-    assert in_memory(contexts) == ["c1"] and not contexts._leaving
+    assert in_memory(contexts) == ["c1"] and not contexts._deleted
     assert not list(contexts.folder.path.iterdir()) and contexts.nbytes == counted(contexts)
 
 
@@ -361,7 +361,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path):
         path.touch()
     for path in (old, other):
         os.utime(path, (time.time() - 7200,) * 2)
-    Folder(tmp_path)
+    ContextFolder(tmp_path)
     assert not old.exists() and new.exists() and other.exists()
 
 
@@ -381,13 +381,13 @@ BYTES = st.binary(max_size=4).map(lambda data: bytes(b % 2 for b in data))
 @given(st.lists(st.tuples(BYTES, st.booleans()), max_size=12), BYTES)
 @settings(max_examples=200, deadline=None)
 def test_the_longest_is_found(keys, tail):
-    prefixes, held = Prefixes(), []
+    prefixes, held = PrefixIndex(), []
     for i, (key, stays) in enumerate(keys):
-        prefixes.add(Key.of(key), str(i))
+        prefixes.add(PrefixKey.of(key), str(i))
         held.append((key, str(i)))
         if not stays:
             gone = held.pop(len(held) // 2)
-            prefixes.remove(Key.of(gone[0]), gone[1])
+            prefixes.remove(PrefixKey.of(gone[0]), gone[1])
     for data in (tail, tail + b"\0", b"\1" + tail):
         fits = [(len(k), int(n)) for k, n in held if data.startswith(k) and len(k) < len(data)]
         assert prefixes.longest(data) == (str(max(fits)[1]) if fits else None)

@@ -25,7 +25,7 @@ from kvfold.serve.vllm.config_checks import check_engine, context_of
 from kvfold.serve.vllm.equalize import EntryCounts
 from kvfold.serve.vllm.export import pages
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.per_layer.scheduler import Group, PartsSchedulerSide
+from kvfold.serve.vllm.per_layer.scheduler import CacheGroup, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import Parts, skipped
 from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
 from kvfold.serve.vllm.request import CONTEXT, Asked
@@ -636,7 +636,7 @@ def test_layers_get_the_last_entries_into_their_own_pages(shelf, meta_model, tmp
     level = own.counts(read_header(own.path("even")))
     assert (level.count, level.layers) == (40, (40, 40, 24, 24))
     scheduler_side = PartsSchedulerSide(own, CompatibilityCheck(own, meta_model, "float32"), BLOCK)
-    scheduler_side.groups = [Group([0, 1], 1.0), Group([2, 3], 0.6)]
+    scheduler_side.groups = [CacheGroup([0, 1], 1.0), CacheGroup([2, 3], 0.6)]
     request = request_for(card)
     assert scheduler_side.matched(request, 0) == (40, False)
     scheduler_side.allocated(request, [[1, 2, 3], [0, 5, 4]], 40)

@@ -25,17 +25,17 @@ class Connection(H11Protocol):
     def __init__(self, most: int, timeout: float, **options: Any) -> None:
         super().__init__(**options)
         self.most, self.timeout = most, timeout
-        self._head: asyncio.TimerHandle | None = None
-        self._taking: asyncio.TimerHandle | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._output_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the timeout for headers, or refuses the connection."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            transport.write(_full(self.most))
+            transport.write(_too_many(self.most))
             transport.close()
         else:
-            self._head = self.loop.call_later(self.timeout, transport.close)
+            self._header_timer = self.loop.call_later(self.timeout, transport.close)
 
     def data_received(self, data: bytes) -> None:
         """Stops the timeout once headers are complete, and starts it for the next request.
@@ -45,23 +45,26 @@ class Connection(H11Protocol):
         super().data_received(data)
         answered = self.cycle is not None and self.cycle.response_complete
         if self.conn.their_state is not h11.IDLE and not answered:
-            self._head = _stopped(self._head)
-        elif self._head is None and not self.transport.is_closing():
-            self._head = self.loop.call_later(self.timeout, self.transport.close)
+            self._header_timer = _cancelled(self._header_timer)
+        elif self._header_timer is None and not self.transport.is_closing():
+            self._header_timer = self.loop.call_later(self.timeout, self.transport.close)
 
     def pause_writing(self) -> None:
         """Output is pending: starts the timeout for reading it."""
         super().pause_writing()
-        self._taking = self.loop.call_later(self.timeout, self.transport.abort)
+        self._output_timer = self.loop.call_later(self.timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Output was read: stops that timeout."""
         super().resume_writing()
-        self._taking = _stopped(self._taking)
+        self._output_timer = _cancelled(self._output_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops both timeouts."""
-        self._head, self._taking = _stopped(self._head), _stopped(self._taking)
+        self._header_timer, self._output_timer = (
+            _cancelled(self._header_timer),
+            _cancelled(self._output_timer),
+        )
         super().connection_lost(exc)
 
 
@@ -70,14 +73,14 @@ def limited(most: int, timeout: float) -> Callable[..., asyncio.Protocol]:
     return partial(Connection, most, timeout)
 
 
-def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
     """Cancels a timer, if any; returns None to store in its place."""
     if timer is not None:
         timer.cancel()
     return None
 
 
-def _full(most: int) -> bytes:
+def _too_many(most: int) -> bytes:
     """The raw 503 answer to a connection beyond the limit."""
     body = json.dumps(ApiError(503, f"the server has its {most} connections").body()).encode()
     head = (

@@ -20,7 +20,7 @@ SUFFIX = ".kvfold"
 UNFINISHED, STALE = re.compile(r"\..+\.kvfold\.[0-9a-f]{32}\.tmp"), 3600.0
 
 
-class Folder:
+class ContextFolder:
     """Context files `<id>.kvfold` in `named`, or in a temporary folder if that is None.
 
     Raises KvfoldError if `named` cannot be created or listed.

@@ -19,9 +19,9 @@ from threading import Condition, Lock
 
 from kvfold.contexts.context import Context
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.serve.context_folder import Folder
+from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.errors import ApiError
-from kvfold.serve.longest_prefix import Key, Prefixes
+from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
 from kvfold.serve.stored_context import StoredContext, size_of
 
 TOKENS, TEXT = "tokens", "text"
@@ -36,16 +36,16 @@ class ContextPool:
     """
 
     def __init__(
-        self, load: Callable[[Path], Context], folder: Folder, memory: int, most: int
+        self, load: Callable[[Path], Context], folder: ContextFolder, memory: int, most: int
     ) -> None:
         self.load, self.folder, self.memory, self.most = load, folder, memory, most
         self.nbytes = 0
         self.to_disk = self.to_memory = 0
         self._changed = Condition(Lock())
-        # Least recently used first; and deleted contexts that are still read or moved.
+        # Least recently used first; and those deleted that are still read or moved.
         self._held: OrderedDict[str, StoredContext] = OrderedDict()
-        self._leaving: dict[str, StoredContext] = {}
-        self._prefixes = {TOKENS: Prefixes(), TEXT: Prefixes()}
+        self._deleted: dict[str, StoredContext] = {}
+        self._prefixes = {TOKENS: PrefixIndex(), TEXT: PrefixIndex()}
 
     # --- what is there ----------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class ContextPool:
         """
         keys = {TOKENS: key_of_tokens(context.ids[0].tolist())}
         if text is not None:
-            keys[TEXT] = Key.of(text)
+            keys[TEXT] = PrefixKey.of(text)
         name = name or f"ctx-{uuid.uuid4().hex}"
         held = StoredContext(name, context.stats(), size_of(context), keys, context, file)
         with self._changed:
@@ -138,7 +138,7 @@ class ContextPool:
             del self._held[name]
             for kind, key in held.keys.items():
                 self._prefixes[kind].remove(key, name)
-            self._leaving[name] = held
+            self._deleted[name] = held
             self._forget_if_unused(held)
 
     def adopt(self) -> Iterator[Exception]:
@@ -172,7 +172,7 @@ class ContextPool:
         return self._held[name]
 
     def _check_new(self, name: str | None, file: Path | None = None) -> None:
-        taken = name is not None and (name in self._held or name in self._leaving)
+        taken = name is not None and (name in self._held or name in self._deleted)
         if taken or (name is not None and file is None and self.folder.file(name).exists()):
             raise ApiError(409, f"there is a context {name!r} already", code="context_exists")
         if len(self._held) >= self.most:
@@ -270,7 +270,7 @@ class ContextPool:
         self._changed.notify_all()
 
     def _forget_if_unused(self, held: StoredContext) -> None:
-        if not held.idle or self._leaving.get(held.id) is not held:
+        if not held.idle or self._deleted.get(held.id) is not held:
             return
         if held.context is not None:
             held.context = None
@@ -280,7 +280,7 @@ class ContextPool:
                 held.file.unlink(missing_ok=True)
             except OSError as problem:
                 log.warning("cannot remove the file of context %s: %s", held.id, problem)
-        del self._leaving[held.id]
+        del self._deleted[held.id]
 
     @contextmanager
     def _released(self) -> Iterator[None]:
@@ -311,9 +311,9 @@ def _not_removed(file: Path, problem: object) -> ApiError:
     return ApiError(503, message, code="disk_failed", retry_after=60)
 
 
-def key_of_tokens(ids: list[int]) -> Key:
+def key_of_tokens(ids: list[int]) -> PrefixKey:
     """The prefix key of token ids."""
-    return Key.of(token_bytes(ids))
+    return PrefixKey.of(token_bytes(ids))
 
 
 def token_bytes(ids: list[int]) -> bytes:

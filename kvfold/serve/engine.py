@@ -27,7 +27,7 @@ from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import PARTING, Frame
 from kvfold.hf.models import text_config, trained_length
 from kvfold.methods.base import Composition, FileName, Method, parse
-from kvfold.serve.context_folder import Folder
+from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.decoding import Finished, Started, answer
 from kvfold.serve.errors import ApiError
@@ -57,8 +57,8 @@ class Engine:
     ) -> None:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         config, frame = text_config(model), Frame.of(tokenizer)
-        self.positions = None if settings.allow_longer else trained_length(model)
-        limits = [n for n in (settings.context_tokens, self.positions) if n is not None]
+        self.max_length = None if settings.allow_longer else trained_length(model)
+        limits = [n for n in (settings.context_tokens, self.max_length) if n is not None]
         self.prompts = Prompts(
             tokenizer,
             frame,
@@ -75,11 +75,11 @@ class Engine:
         CompressedCache(model, method, budget, tokenizer=tokenizer)
         self._of_thread = local()
         self._hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
-        self.abandoned = 0
+        self.abandoned_tokens = 0
         self.workers = Workers(settings.workers, settings.queue)
         self.contexts = ContextPool(
             partial(kvfold.load, model=model, tokenizer=tokenizer),
-            Folder(settings.folder),
+            ContextFolder(settings.folder),
             settings.memory,
             settings.contexts,
         )
@@ -227,12 +227,12 @@ class Engine:
             raise ApiError(
                 400, f"at most {allowed} tokens are generated, not {wanted}", param="max_tokens"
             )
-        left = allowed if self.positions is None else self.positions - prompt
+        left = allowed if self.max_length is None else self.max_length - prompt
         if left < (wanted or 1):
             raise ApiError(
                 400,
-                f"the model reads and writes {self.positions} tokens: {prompt} of the prompt leave "
-                f"{max(0, left)}, and {wanted or 1} are asked for",
+                f"the model reads and writes {self.max_length} tokens: {prompt} of the prompt "
+                f"leave {max(0, left)}, and {wanted or 1} are asked for",
                 code="context_length_exceeded",
             )
         return wanted or min(allowed, left, request.usual_tokens or allowed)
@@ -312,7 +312,7 @@ class Engine:
         """Raises ApiError if the client hung up or the server's grace is over."""
         cancelled = getattr(self._of_thread, "cancelled", None)
         if cancelled is not None and cancelled.is_set():
-            self.abandoned += self._of_thread.tokens
+            self.abandoned_tokens += self._of_thread.tokens
             self._of_thread.tokens = 0
             raise stopping()
 

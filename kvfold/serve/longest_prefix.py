@@ -7,30 +7,30 @@ import hashlib
 from typing import NamedTuple
 
 
-class Key(NamedTuple):
+class PrefixKey(NamedTuple):
     """A prefix: its length in bytes and its BLAKE2b digest."""
 
     length: int
     digest: bytes
 
     @classmethod
-    def of(cls, data: bytes) -> Key:
+    def of(cls, data: bytes) -> PrefixKey:
         """The key of all of `data`."""
         return cls(len(data), hashlib.blake2b(data).digest())
 
 
-class Prefixes:
+class PrefixIndex:
     """Prefix keys with the names stored under each; a look-up hashes its bytes once in total."""
 
     def __init__(self) -> None:
         # length → digest → names, the newest last
         self._named: dict[int, dict[bytes, list[str]]] = {}
 
-    def add(self, key: Key, name: str) -> None:
+    def add(self, key: PrefixKey, name: str) -> None:
         """Adds `name` under `key`."""
         self._named.setdefault(key.length, {}).setdefault(key.digest, []).append(name)
 
-    def remove(self, key: Key, name: str) -> None:
+    def remove(self, key: PrefixKey, name: str) -> None:
         """Removes `name` from `key`; raises KeyError if it was not added."""
         of_length = self._named[key.length]
         of_length[key.digest].remove(name)

@@ -84,7 +84,7 @@ class _LiveGauges(Collector):
         yield CounterMetricFamily(
             "kvfold_abandoned_tokens",
             "Tokens read or generated for clients that hung up before their answer was whole.",
-            self.engine.abandoned,
+            self.engine.abandoned_tokens,
         )
         yield GaugeMetricFamily("kvfold_queue_depth", "Requests that wait.", workers.waiting)
         yield GaugeMetricFamily("kvfold_running", "Requests at work.", workers.running)

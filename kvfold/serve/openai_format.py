@@ -31,7 +31,7 @@ DONE = "data: [DONE]\n\n"
 log = logging.getLogger(__name__)
 
 
-class Writer:
+class ChatWriter:
     """JSON of one answer to a conversation; `counted` is called with its last event."""
 
     prefix = "chatcmpl"
@@ -75,7 +75,7 @@ class Writer:
         return ChatChunk(**self.about, choices=[choice])
 
 
-class TextWriter(Writer):
+class CompletionWriter(ChatWriter):
     """JSON of a completion; its white space is kept, as the text continues the prompt's."""
 
     prefix = "cmpl"
@@ -102,7 +102,7 @@ class TextWriter(Writer):
         return Completion(**self.about, choices=[], usage=self.usage(done))
 
 
-async def whole(job: WorkerJob, writer: Writer) -> BaseModel:
+async def whole(job: WorkerJob, writer: ChatWriter) -> BaseModel:
     """The complete answer; raises what its generation raises."""
     text = ""
     while not isinstance(came := await job.next(), Finished):
@@ -111,7 +111,7 @@ async def whole(job: WorkerJob, writer: Writer) -> BaseModel:
     return writer.whole(text, came)
 
 
-async def events(job: WorkerJob, writer: Writer, with_usage: bool) -> AsyncIterator[str]:
+async def events(job: WorkerJob, writer: ChatWriter, with_usage: bool) -> AsyncIterator[str]:
     """Server-sent events of an answer; closing the iterator ends its generation."""
     try:
         for chunk in writer.first():

@@ -11,7 +11,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import stock_layers as others
-from kvfold.serve.longest_prefix import Key
+from kvfold.serve.longest_prefix import PrefixKey
 from kvfold.serve.response_schemas import ContextDetail
 
 
@@ -34,7 +34,7 @@ class StoredContext:
     id: str
     stats: Stats
     size: int
-    keys: dict[str, Key]
+    keys: dict[str, PrefixKey]
     context: Context | None
     file: Path | None
     created: int = field(default_factory=lambda: int(time.time()))

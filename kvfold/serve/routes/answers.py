@@ -17,7 +17,7 @@ from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
 from kvfold.serve.limits import RESERVATION
 from kvfold.serve.metrics import Metrics
-from kvfold.serve.openai_format import TextWriter, Writer, events, whole
+from kvfold.serve.openai_format import ChatWriter, CompletionWriter, events, whole
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
 from kvfold.serve.response_schemas import ChatCompletion, Completion
 from kvfold.serve.routes.hangup import unless_gone
@@ -31,7 +31,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
 class EventStream(StreamingResponse):
     """Response of server-sent events; the job ends with it, also if the client hangs up."""
 
-    def __init__(self, job: WorkerJob, writer: Writer, with_usage: bool) -> None:
+    def __init__(self, job: WorkerJob, writer: ChatWriter, with_usage: bool) -> None:
         self.job = job
         super().__init__(
             events(job, writer, with_usage),
@@ -52,7 +52,7 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
     made = APIRouter(prefix="/v1", route_class=Route)
 
     async def answer(
-        request: Request, asked: ChatRequest | CompletionRequest, kind: type[Writer]
+        request: Request, asked: ChatRequest | CompletionRequest, kind: type[ChatWriter]
     ) -> Any:
         if asked.model != engine.name:
             message = f"there is no model {asked.model!r}: this server has {engine.name!r}"
@@ -75,11 +75,11 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
     @made.post("/chat/completions", response_model=ChatCompletion, responses=STREAM)
     async def chat_completions(request: Request, body: ChatRequest) -> Any:
         """Answers a conversation."""
-        return await answer(request, body, Writer)
+        return await answer(request, body, ChatWriter)
 
     @made.post("/completions", response_model=Completion, responses=STREAM)
     async def completions(request: Request, body: CompletionRequest) -> Any:
         """Continues a prompt."""
-        return await answer(request, body, TextWriter)
+        return await answer(request, body, CompletionWriter)
 
     return made

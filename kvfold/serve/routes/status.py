@@ -19,7 +19,7 @@ from kvfold.serve.response_schemas import Health, Model, ModelList
 def router(engine: Engine, metrics: Metrics) -> APIRouter:
     """Routes of the model list and for monitoring."""
     made = APIRouter()
-    model = Model(id=engine.name, created=int(time.time()), max_model_len=engine.positions)
+    model = Model(id=engine.name, created=int(time.time()), max_model_len=engine.max_length)
 
     @made.get("/v1/models", response_model=ModelList)
     def models() -> Any:

@@ -35,7 +35,7 @@ PLAIN = {
 
 
 @dataclass(frozen=True)
-class Entries:
+class LayerEntries:
     """A layer as stored: keys, values `[H, T, D]`; `places [H, T]`: token numbers, −1 for holes."""
 
     keys: Tensor
@@ -44,7 +44,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Pages:
+class LayerPages:
     """A layer for vLLM: keys `[M, H, D]` float32, values `[M, H, Dv]`."""
 
     layer: int
@@ -75,7 +75,7 @@ def check_plain(file: ContextFile) -> None:
         raise KvfoldError(f"keys were moved by {header.rope.moved} positions already")
 
 
-def entries(file: ContextFile, part: LayerPart, heads: range) -> Entries:
+def entries(file: ContextFile, part: LayerPart, heads: range) -> LayerEntries:
     """The stored entries of KV heads `heads` of a layer."""
     names = [name for name in part.by_head if name not in BY_HEAD]
     by_head: Named = {
@@ -89,12 +89,12 @@ def entries(file: ContextFile, part: LayerPart, heads: range) -> Entries:
     else:
         store = RaggedStore.from_named(by_head, len(heads), Encode(), part.new, part.first_new)
         keys, values = store.dense()
-    return Entries(keys[0], values[0], store.positions[0])
+    return LayerEntries(keys[0], values[0], store.positions[0])
 
 
 def pages(
     file: ContextFile, meta_model: MetaModel, heads: slice, counts: EntryCounts
-) -> Iterator[Pages]:
+) -> Iterator[LayerPages]:
     """KV heads `heads` of each layer in turn; raises what `check_plain` raises."""
     check_plain(file)
     header = file.header
@@ -109,7 +109,7 @@ def pages(
             up = meta_model.move(part.index, held.keys, counts.count - part.kept[0])
             keys = torch.where(first[..., None], up, keys)
         slots = voted(kept, held.places, count)[..., None]
-        yield Pages(part.index, _chosen(keys, slots), _chosen(held.values, slots))
+        yield LayerPages(part.index, _chosen(keys, slots), _chosen(held.values, slots))
 
 
 def _chosen(rows: Tensor, slots: Tensor) -> Tensor:

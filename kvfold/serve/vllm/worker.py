@@ -13,7 +13,7 @@ import torch
 
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.serve.vllm.export import Pages, pages
+from kvfold.serve.vllm.export import LayerPages, pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import Shelf, salt
 from kvfold.serve.vllm.scheduler import ContextLoad
@@ -56,7 +56,7 @@ class WorkerSide:
     ) -> None:
         self.shelf, self.meta_model, self.dtype, self.block = shelf, meta_model, dtype, block
         self.rank, self.size = rank, size
-        self._tails: OrderedDict[str, list[Pages]] = OrderedDict()
+        self._tails: OrderedDict[str, list[LayerPages]] = OrderedDict()
 
     def fill(self, layers: Mapping[int, Any], load: ContextLoad) -> None:
         """Writes the entries of `load` into vLLM's attention `layers`, keyed by layer index.
@@ -79,7 +79,7 @@ class WorkerSide:
             time.perf_counter() - started,
         )
 
-    def _pages(self, load: ContextLoad, count: int) -> Iterator[Pages]:
+    def _pages(self, load: ContextLoad, count: int) -> Iterator[LayerPages]:
         """The entries of each layer in turn: all `count`, or only those of the last, partial page.
 
         The latter come from memory. Raises ContextFileError if the file was replaced.
@@ -103,12 +103,12 @@ class WorkerSide:
             self._tails.popitem(last=False)
 
 
-def _from(page: Pages, first: int) -> Pages:
+def _from(page: LayerPages, first: int) -> LayerPages:
     """A copy of a layer's entries from index `first` on."""
-    return Pages(page.layer, page.keys[first:].clone(), page.values[first:].clone())
+    return LayerPages(page.layer, page.keys[first:].clone(), page.values[first:].clone())
 
 
-def _write(layer: Any, page: Pages, slots: list[int], dtype: torch.dtype) -> None:
+def _write(layer: Any, page: LayerPages, slots: list[int], dtype: torch.dtype) -> None:
     """Writes the last `len(slots)` entries of a layer into vLLM's cache slots.
 
     Raises KvfoldError.

@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.connector import KvfoldConnector
 from kvfold.serve.vllm.per_layer.pages import PartSpec
-from kvfold.serve.vllm.per_layer.scheduler import Group, PartsSchedulerSide
+from kvfold.serve.vllm.per_layer.scheduler import CacheGroup, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
 from kvfold.serve.vllm.placeholders import Shelf
 from kvfold.serve.vllm.scheduler import ContextLoad
@@ -42,7 +42,9 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if self.scheduler_side is not None:
             self.scheduler_side.groups = [
-                Group([extract_layer_index(n) for n in group.layer_names], group.kv_cache_spec.part)
+                CacheGroup(
+                    [extract_layer_index(n) for n in group.layer_names], group.kv_cache_spec.part
+                )
                 for group in groups
             ]
 

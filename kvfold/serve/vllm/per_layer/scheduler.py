@@ -14,7 +14,7 @@ from kvfold.serve.vllm.scheduler import ContextLoad, SchedulerSide
 
 
 @dataclass(frozen=True)
-class Group:
+class CacheGroup:
     """A cache group: indices of layers that hold the same part."""
 
     layers: list[int]
@@ -24,7 +24,7 @@ class Group:
 class PartsSchedulerSide(SchedulerSide):
     """Scheduler side that assigns slots per layer of `groups`."""
 
-    groups: Sequence[Group] = ()
+    groups: Sequence[CacheGroup] = ()
 
     def load(
         self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]
