@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file per method; `base.py` says what a method is, `stages/` holds what they share."""
+"""Methods, one file each; `base.py` defines a method, `stages/` holds the stages they share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class _Package(ModuleType):
-    """The package, which may still be called as the function it once was."""
+    """The package as a module that can be called, as `kvfold.methods()` was once a function."""
 
     def __call__(self) -> dict[str, Any]:
-        """The same as `kvfold.list_methods()`; warns."""
+        """`kvfold.list_methods()`, with a DeprecationWarning."""
         from kvfold.methods.registry import list_methods
 
         warnings.warn(

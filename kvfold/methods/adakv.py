@@ -15,16 +15,17 @@ from kvfold.methods.stages.select.forced import Forced
 @register("adakv", paper="arXiv 2407.11550")
 @dataclass(frozen=True)
 class AdaKV(Method):
-    """SnapKV's votes, with a layer's budget shared among its heads by what each has at the top.
+    """SnapKV's votes, with a layer's budget shared among its heads by their number of top votes.
 
     1. The last `window` queries vote, as in SnapKV.
-    2. A layer's best votes over all its heads give each head as many entries as it has among them,
-       beside the window, and at least the part `floor` of the mean.
+    2. The votes of all heads of a layer are ranked together. Besides the window, a head keeps as
+       many entries as it has among the best, and at least the share `floor` of the mean.
 
-    `rule="floor"` guarantees that part and then spends exactly the budget; `"blend"` is the
-    released code, which mixes with the uniform shares and rounds. `normalize`, in that code but
-    off, weighs each head by how much of its votes its best entries hold. After another method,
-    as in "pyramidkv + adakv", it shares that method's budgets among heads by its scores.
+    `rule="floor"` guarantees that share and spends exactly the budget; `"blend"` is the released
+    code, which mixes the result with uniform sizes and rounds. `normalize`, in that code but off by
+    default, weighs each head by the share of its votes that its best entries hold. After another
+    method, as in "pyramidkv + adakv", it shares that method's sizes among heads by that method's
+    scores. Raises KvfoldError for a `floor` outside [0, 1].
     Source: Feng et al., algorithms 1 and 2; FFY0/AdaKV `monkeypatch/snapkv_utils.py`.
     """
 

@@ -20,15 +20,15 @@ from kvfold.methods.stages.select.forced import Forced
 class Auto(Method):
     """No budget: the fewest entries that keep each layer's attention output within a tolerance.
 
-    1. The last `window` queries stand for those to come. Leaving out an entry of weight a and value
-       v moves their output o by about a·‖v − o‖; pooled over neighbours by `kernel`, this ranks the
-       entries of all heads.
-    2. By bisection, the lowest go as long as the layer's output for these queries, computed without
-       them, differs by at most `tolerance` of its norm. This is the predicted error.
-    3. Heads keep what of the ranking is theirs; first tokens and the window always stay.
+    1. The last `window` queries stand for future ones. Evicting an entry of weight a and value v
+       moves their output o by about a·‖v − o‖. This change, max-pooled over `kernel` neighbours,
+       ranks the entries of all heads together.
+    2. Bisection finds the fewest entries for which the layer's output for these queries changes by
+       at most `tolerance` of its norm. That change is the predicted error.
+    3. Each head keeps its entries among these. The first `sinks` tokens and the window always stay.
 
-    `measure` holds out as many older queries, of which the choice knows nothing, and reports the
-    error that they meet. kvfold's own method; docs/auto.md says how well both agree.
+    `measure` holds out `window` older queries, which play no part in the choice, and reports the
+    error for them too. kvfold's own method; docs/auto.md compares both errors.
     """
 
     takes_budget: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class Auto(Method):
         )
 
     def _errors(self, observation: Observation, kept: Tensor) -> Tensor:
-        """Predicted and, if asked for, measured error `[B, 1 or 2]`."""
+        """Predicted error and, with `measure`, the measured one: `[B, 1 or 2]`."""
         newest = relative_change(observation, kept, slice(-self.window, None))
         if not self.measure:
             return newest[:, None]

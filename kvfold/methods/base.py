@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method is: a frozen dataclass that names its stages; "a:x=1 + b" strings."""
+"""`Method` and `Stages`: a method is a frozen dataclass that names its stages.
+
+Texts such as "a:x=1 + b" are parsed here, and methods written as texts.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +28,33 @@ from kvfold.store.encoding import Encode
 
 
 class FileName(str):
-    """An option that names a file, "none" for no file; clients of a server may not give one."""
+    """An option that names a file, "none" for no file; a server refuses it from clients."""
 
 
-# Of the options of methods: more tokens than any text has, and what scores are computed in.
+# Largest options of methods: an int32 token count, a float32 score
 LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
 
 # Observation → scores [B, H, T], higher = keep
 Score = Callable[[Observation], Tensor]
-# Observation of a layer's attention to every token → slots [B, K] of those the next layer computes
+# Observation of a layer with every token → slots [B, K] of the tokens that the next layer computes
 TokenPruning = Callable[[Observation], Tensor]
 # (scores [B, H, T], forced [B, H, T], positions [B, H, T] with −1 for padding, entries to keep
 # [B, H], forced ones included) → slots [B, H, K] ascending, −1 for holes
 Select = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # (total entries over all layers, tokens seen, layers) → entries per layer
 Schedule = Callable[[int, int, int], list[int]]
-# (scores [B, H, T] with −inf for what is no candidate, entries per head [B]) → [B, H]
+# (scores [B, H, T] with −inf for entries that are no candidates, mean entries per head [B]) →
+# entries per head [B, H]
 Heads = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Each layer's size comes from what it observed, without a budget.
+    """Allocation without a budget: each layer's size follows from its own observation.
 
-    `size`: Observation → `[B]`, or `[B, H]` with `per_head`; forced entries count. `error` turns
-    what was observed and what stays `[B, H, T]` into the relative error `[B, 1 or 2]` of the
-    layer's output, predicted and measured.
+    `size`: Observation → entries per head `[B]`, or `[B, H]` with `per_head`, forced ones included.
+    `error`: (Observation, kept entries bool `[B, H, T]`) → relative error `[B, 1 or 2]` of the
+    layer's output, predicted and measured; None: not reported.
     """
 
     size: Callable[[Observation], Tensor]
@@ -60,13 +64,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Across:
-    """Sizes that need every layer first.
+    """Allocation across layers: sizes that depend on a statistic of every layer.
 
-    `statistic` turns an Observation into whatever `share` needs of a layer; `share` takes all
-    layers' statistics, the budget per head and layer `[B]` and the tokens seen `[B]`, and returns
-    each layer's entries per head, `[B]`, or `[B, H]` with `per_head`. The budget is whole entries,
-    int64; with `unrounded` it is what it was before it was rounded down, float64. A layer that gets
-    `UNLIMITED` (methods/stages/allocate/rounding.py) is never compressed.
+    `statistic`: Observation → tensor of any shape that `share` understands. `share`: (statistics of
+    all layers, budget per head and layer `[B]`, tokens seen `[B]`) → entries per head of each
+    layer, `[B]`, or `[B, H]` with `per_head`. The budget is int64; with `unrounded` it is float64,
+    before rounding down. A layer of size `UNLIMITED` (methods/stages/allocate/rounding.py) is never
+    compressed.
     """
 
     statistic: Callable[[Observation], Tensor]
@@ -77,36 +81,30 @@ class Across:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages a method sets; what it leaves at None or at its default it does not do.
+    """The stages of a method; a stage at None or at its default does nothing.
 
-    `score` None keeps every entry. `allocate` sizes the layers, evenly where it is None beside a
-    score; `heads` shares a layer's size among its heads. `select` turns scores and counts into
-    slots, where it is not the highest scores that stay. `merge` saves something of what is
-    evicted, and `merge_one` the same, cheaply, of the one entry that leaves while decoding.
-    `encode` is how entries are stored.
-    `decode` "hold" runs the same stages after every generated token and keeps the size reached at
-    the end of the prefill; "once" compresses at the first generated token instead of the prefill's
-    end; "append" lets generated tokens come on top. `positions` "reindex" lets the sinks move up to
-    the recent tokens, as StreamingLLM does. `token_pruning` runs
-    between the layers of a forward.
-    `inexact` says why the entries kept differ from the budget, where they do.
-    `method` is the text of the method that they are of, which a cache fills in.
+    `decode`: "append" adds generated tokens to the kept entries; "hold" evicts after every
+    generated token, down to the size reached when the prefill ended; "once" compresses at the first
+    generated token instead of the prefill's end. `positions` "reindex" rotates sinks up to the
+    recent tokens (StreamingLLM). Raises IllegalComposition for stages that exclude one another.
     """
 
-    needs: Needs = field(default_factory=Needs)
-    score: Score | None = None
-    allocate: Schedule | Measured | Across | None = None
-    heads: Heads | None = None
-    select: Select | None = None
-    forced: Forced = field(default_factory=Forced)
-    merge: MergeStage | None = None
-    merge_one: MergeOneStage | None = None
-    encode: Encode | None = None
+    needs: Needs = field(default_factory=Needs)  # data to observe during forwards
+    score: Score | None = None  # None: every entry is kept
+    allocate: Schedule | Measured | Across | None = (
+        None  # layers' sizes; None with a score: uniform
+    )
+    heads: Heads | None = None  # a layer's size shared among its heads
+    select: Select | None = None  # slots to keep; None: those of the highest scores
+    forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score
+    merge: MergeStage | None = None  # changes kept entries by evicted ones
+    merge_one: MergeOneStage | None = None  # `merge` of the one entry that decode eviction evicts
+    encode: Encode | None = None  # how the oldest entries are stored
     decode: Literal["append", "hold", "once"] = "append"
     positions: Literal["original", "reindex"] = "original"
-    token_pruning: TokenPruning | None = None
-    inexact: str = ""
-    method: str = ""
+    token_pruning: TokenPruning | None = None  # runs between the layers of a forward
+    inexact: str = ""  # reason why kept entries differ from the budget, "" if they do not
+    method: str = ""  # the method's text, filled in by the cache
 
     def __post_init__(self) -> None:
         if self.score is not None and self.allocate is None:
@@ -155,7 +153,7 @@ class Stages:
 
     @property
     def runs_own_forwards(self) -> bool:
-        """True for methods whose own forwards read a first prompt (KVzip, PyramidInfer)."""
+        """True if the method reads a prompt with forwards of its own (KVzip, PyramidInfer)."""
         return self.token_pruning is not None or self.needs.reconstruction is not None
 
     def _same_in_all_heads(self) -> bool:
@@ -171,19 +169,19 @@ class Method:
     paper: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     takes_budget: ClassVar[bool] = True
-    # A KV head's scores, its statistic, and what is saved of its entries come from it alone.
+    # True if no stage mixes KV heads; tensor parallelism is exact only then
     by_head: ClassVar[bool] = False
 
     def stages(self) -> Stages:
-        """The stages of this method."""
+        """The stages of this method; raises KvfoldError if a subclass does not define them."""
         raise KvfoldError(f"{type(self).__name__} names no stages")
 
     def brings(self) -> Stages:
-        """The stages it adds to other methods in a composition."""
+        """The stages that it adds to other methods in a composition."""
         return self.stages()
 
     def sizes(self) -> Stages | None:
-        """The stages it adds where another method selects; None: it goes with no other one."""
+        """The stages that it adds to a method that scores; None: as `brings`."""
         return None
 
     def __str__(self) -> str:
@@ -198,7 +196,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Composition(Method):
-    """Several methods, each bringing stages that the others leave free."""
+    """Several methods at once; each adds stages that the others do not set."""
 
     parts: tuple[Method, ...] = ()
     name: ClassVar[str] = "composition"
@@ -207,7 +205,7 @@ class Composition(Method):
 
     @property
     def takes_budget(self) -> bool:  # type: ignore[override]
-        """Whether the part that sizes the layers does."""
+        """True if the part that sizes the layers takes a budget."""
         parts = zip(self.parts, self._brought(), strict=True)
         sizing = [(part, brought.allocate) for part, brought in parts if brought.allocate]
         unevenly = [part for part, allocate in sizing if allocate is not uniform]
@@ -215,11 +213,11 @@ class Composition(Method):
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
-        """Whether all parts are."""
+        """True if no part mixes KV heads."""
         return all(part.by_head for part in self.parts)
 
     def stages(self) -> Stages:
-        """All parts' stages; raises IllegalComposition where two parts set the same one."""
+        """Stages of all parts; raises IllegalComposition if two parts set the same stage."""
         merged: dict[str, Any] = {"needs": Needs()}
         owner: dict[str, Method] = {}
         for part, brought in zip(self.parts, self._brought(), strict=True):
@@ -230,7 +228,7 @@ class Composition(Method):
                 if name == "inexact" and name in merged:
                     merged[name] += f"; {value}"
                     continue
-                # Even sizes give way to a part that sizes layers.
+                # A uniform allocation yields to a part that sizes layers otherwise.
                 if value is uniform and name in merged:
                     continue
                 if name in owner and merged[name] is not uniform:
@@ -244,11 +242,11 @@ class Composition(Method):
                 f"{self} finds its sizes without a budget, so there is none to hold while "
                 "decoding: choose decode=append where it is offered"
             )
-        # All at once: half of a composition may be illegal where the whole is not.
+        # Checked only here: a part of a legal composition may be illegal alone.
         return Stages(**merged)
 
     def _brought(self) -> list[Stages]:
-        """What each part brings; where none of it scores, a part that can score comes whole."""
+        """Stages that each part adds; if none scores, a part that can adds all of its stages."""
         brought = [part.brings() for part in self.parts]
         able = [part for part in self.parts if type(part).brings is not Method.brings]
         if able and not any(stages.score for stages in brought):
@@ -264,12 +262,12 @@ class Composition(Method):
 
 
 def called(method: Method) -> str:
-    """The method's registered name, not one that its class inherits; else the class's own."""
+    """Registered name of the method; the class's name if it is not registered itself."""
     return str(vars(type(method)).get("name") or type(method).__name__)
 
 
 def spelled_out(method: Method) -> str:
-    """The text from which `parse` makes this method even when defaults have changed."""
+    """Text with every option, from which `parse` makes this method even if defaults change."""
     if isinstance(method, Composition):
         return " + ".join(map(spelled_out, method.parts))
     options = [f"{f.name}={_as_text(getattr(method, f.name))}" for f in dataclasses.fields(method)]
@@ -277,12 +275,12 @@ def spelled_out(method: Method) -> str:
 
 
 def is_registered(method: Method) -> bool:
-    """Whether `spelled_out` gives a text from which another process can make the method."""
+    """True if another process can make the method from its `spelled_out` text."""
     return all(registered(called(part)) is type(part) for part in _parts(method))
 
 
 def origins(method: Method) -> dict[str, str]:
-    """The modules of those of its parts that are not kvfold's own, by the parts' names."""
+    """Module of each part that is not kvfold's own, by the part's name."""
     modules = {called(part): type(part).__module__ for part in _parts(method)}
     return {name: of for name, of in modules.items() if not of.startswith("kvfold.")}
 
@@ -305,10 +303,10 @@ def _set_stages(stages: Stages) -> dict[str, Any]:
 
 
 def parse(spec: str | Method) -> Method:
-    """A method from a text such as "snapkv:window=16,kernel=5"; "+" composes.
+    """Method of a text such as "snapkv:window=16,kernel=5"; "+" composes. A method is returned.
 
-    Raises KvfoldError for an unknown name or option, a value of the wrong kind or a number that no
-    tensor holds, and IllegalComposition where two parts bring the same stage.
+    Raises KvfoldError for an unknown name or option, a value of the wrong kind or a number outside
+    int32 or float32, and IllegalComposition if two parts add the same stage.
     """
     if isinstance(spec, Method):
         _check_numbers(spec)
@@ -326,7 +324,7 @@ def parse(spec: str | Method) -> Method:
 
 
 def _check_numbers(method: Method) -> None:
-    """Raises KvfoldError, naming the option, for a number that int32 or float32 does not hold."""
+    """Raises KvfoldError, naming the option, for a number outside int32 or float32."""
     for part in _parts(method):
         for option in dataclasses.fields(part):
             value = getattr(part, option.name)
@@ -340,9 +338,9 @@ def _check_numbers(method: Method) -> None:
 
 
 def listed(text: str) -> list[str]:
-    """The methods in "snapkv:window=16,kernel=5, knorm:skip_layers=0,1, h2o + merge".
+    """Method texts in a list such as "snapkv:window=16,kernel=5, knorm:skip_layers=0,1, h2o".
 
-    A comma parts methods where a name follows it, and not an option or a number.
+    A comma separates methods if a method's name follows it, not an option or a number.
     """
     parts = re.split(r",(?=\s*[a-z]\w*\s*(?:[:,+]|$))", text)
     found = (re.sub(r"\s+,", ",", part.strip(" ,")) for part in parts)
@@ -355,7 +353,7 @@ def _parse_one(text: str) -> Method:
         raise KvfoldError('an empty method name: write for example "snapkv:window=16"')
     method = preset(name.strip())
     values: dict[str, Any] = {}
-    # A comma before a bare number goes on with a list: "skip_layers=0,1" is "skip_layers=0/1".
+    # A comma before a bare number continues a list: "skip_layers=0,1" is "skip_layers=0/1".
     options = re.sub(r",(?=\s*\d+\s*(,|$))", "/", options)
     for option in filter(None, (o.strip() for o in options.split(","))):
         key, equals, value = (s.strip() for s in option.partition("="))

@@ -14,17 +14,17 @@ from kvfold.methods.stages.select.forced import Forced
 @register("cam", paper="")
 @dataclass(frozen=True)
 class CaM(Method):
-    """Keeps first and recent tokens; the value of one that leaves is spread over those after it.
+    """Keeps first and recent tokens; an evicted token's value is added to the kept ones after it.
 
-    Its `targets` next kept tokens receive it, or by chance do not: the more attention it received
-    beside them, the likelier. `deterministic` uses the expectation instead. The `newest` one of
-    the tokens that leave at once is spread, as released; at the end of a prompt, where many leave
-    with the same targets, spreading all of them (0) drowns these. In a composition it brings the
-    spreading alone.
+    The next `targets` kept tokens receive it with a probability: the token's attention relative to
+    theirs, at most 1. `deterministic` adds the expectation instead. Of the tokens evicted at once,
+    only the `newest` are spread, one as in the released code; 0 spreads all. When a prompt ends,
+    many are evicted that have the same targets, and all of their values would drown these. In a
+    composition it adds the merging only. Raises KvfoldError for options below their least value.
 
-    What it spreads at a prompt's end changes next to nothing: the loss of what follows by −0.000 at
-    kept 0.1, 95 % interval −0.002 to +0.002, beside streaming_llm_original (SmolLM2-135M-Instruct,
-    n=60, docs/results/merging.md).
+    Spreading at a prompt's end changes next to nothing: the loss of the text that follows changes
+    by −0.000 at kept 0.1, 95 % interval −0.002 to +0.002, against streaming_llm_original
+    (SmolLM2-135M-Instruct, n=60, docs/results/merging.md).
     Source: Zhang et al., CaM, ICML 2024; zyxxmu/cam `kv_cache_cam.py`.
     """
 
@@ -40,7 +40,7 @@ class CaM(Method):
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
-        """Whether nothing is drawn: a draw goes by the head's number."""
+        """True if deterministic: random draws depend on the head's index."""
         return self.deterministic
 
     def stages(self) -> Stages:

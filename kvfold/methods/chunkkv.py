@@ -18,13 +18,14 @@ from kvfold.methods.stages.select.top import top
 class ChunkKV(Method):
     """Keeps whole chunks of consecutive tokens, so that phrases survive.
 
-    1. The last `window` queries vote, as in SnapKV, without pooling; or, after another method, as
-       in "knorm + chunkkv", that method scores.
+    1. The last `window` queries vote, as in SnapKV, without pooling. After another method, as in
+       "knorm + chunkkv", that method scores instead.
     2. Chunks of `length` tokens are ranked by their mean score, summed over the KV heads.
-    3. Whole chunks stay while they fit; the rest of the budget goes to the best tokens of the next.
+    3. Whole chunks are kept while they fit. The best tokens of the next chunk fill the budget.
 
-    kvpress keeps whole chunks only, and so misses its budget, and chooses row 0's chunks for every
-    row of a batch. `shared=false` ranks chunks in each KV head by itself.
+    `shared=false` ranks chunks in each KV head alone. Different from kvpress: it keeps whole chunks
+    only, so that its size misses the budget, and it uses row 0's chunks for the whole batch.
+    Raises KvfoldError for a window or a length below 1.
     Source: Liu et al., section 3; NVIDIA/kvpress `chunkkv_press.py`.
     """
 
@@ -55,7 +56,11 @@ class ChunkKV(Method):
 def whole_chunks(
     scores: Tensor, forced: Tensor, positions: Tensor, counts: Tensor, length: int, shared: bool
 ) -> Tensor:
-    """Slots `[B, H, K]` of the best chunks, the last of them in part; forced entries stay first."""
+    """Slots `[B, H, K]` of forced entries and of the best chunks, the last chunk in part.
+
+    scores, forced and positions `[B, H, T]`; counts `[B, H]`, forced entries included. Ascending,
+    −1 for holes.
+    """
     real = positions >= 0
     open_ = real & ~forced
     values = scores.masked_fill(~open_, 0)
@@ -66,11 +71,11 @@ def whole_chunks(
     members = none.scatter_add(2, chunk, open_.to(values.dtype))
     sums = none.scatter_add(2, chunk, values)
     means = (sums / members.clamp(min=1)).masked_fill(members == 0, -torch.inf)
-    # Entries in the order of their chunk's mean, then by their own score; equal ones by position.
+    # Order: by the chunk's mean, then by the entry's own score, then by position.
     by_value = values.argsort(dim=-1, descending=True, stable=True)
     rank_of_chunk = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     rank = rank_of_chunk.gather(2, chunk).gather(2, by_value)
     order = by_value.gather(2, rank.argsort(dim=-1, stable=True))
-    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    ranked = torch.zeros_like(values).scatter(2, order, -place.to(values.dtype))
+    index = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    ranked = torch.zeros_like(values).scatter(2, order, -index.to(values.dtype))
     return top(with_forced(ranked, forced, positions), counts)

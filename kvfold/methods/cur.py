@@ -17,11 +17,11 @@ Leverage = Literal["kv_product", "kv_avg", "key", "value"]
 @register("cur", paper="arXiv 2509.15038")
 @dataclass(frozen=True)
 class CUR(Method):
-    """Keeps entries whose keys and values are long beside those of their neighbours.
+    """Keeps entries whose keys and values have large norms, compared with their neighbours'.
 
-    The squared norms of keys, and of values, are divided by their sums over `local` consecutive
-    entries (0: over all), and combined: their product, their mean, or one of them. The first
-    `sinks` tokens stay.
+    An entry's leverage is its squared norm divided by the sum over `local` consecutive entries (0:
+    all entries), for keys and for values. `leverage` combines both: their product, their mean, or
+    one of them. The first `sinks` tokens stay. Raises KvfoldError for negative numbers.
     Source: CurDKV, section 3; NVIDIA/kvpress `cur_press.py`.
     """
 
@@ -42,7 +42,7 @@ class CUR(Method):
 
 
 def local_leverage(observation: Observation, leverage: Leverage, local: int) -> Tensor:
-    """Shares of squared norms inside their window of entries, combined `[B, H, T]`, of sum 1."""
+    """Leverage scores `[B, H, T]`, float32, from shares of squared norms; their sum is 1."""
     real = observation.positions >= 0
     of_keys = _shares(observation.keys, real, local)
     of_values = _shares(observation.values, real, local)
@@ -56,9 +56,9 @@ def local_leverage(observation: Observation, leverage: Leverage, local: int) -> 
 
 
 def _shares(entries: Tensor, real: Tensor, local: int) -> Tensor:
-    """Each entry's part `[B, H, T]` of its window's squared norms; padding has none."""
+    """Share `[B, H, T]` of each entry `[B, H, T, D]` in its window's squared norms; padding: 0."""
     squares = entries.float().square().sum(-1).masked_fill(~real, 0)
-    number = (real.cumsum(-1) - 1).clamp(min=0)  # among the real entries of its head
-    window = number // (local or entries.shape[2])
+    index = (real.cumsum(-1) - 1).clamp(min=0)  # among the real entries of its head
+    window = index // (local or entries.shape[2])
     sums = torch.zeros_like(squares).scatter_add(2, window, squares).gather(2, window)
     return squares / sums.clamp(min=torch.finfo(squares.dtype).tiny)

@@ -29,22 +29,26 @@ from kvfold.methods.stages.select.forced import Forced, Share
 )
 @dataclass(frozen=True)
 class D2O(Method):
-    """More entries for layers of dense attention; what is evicted joins what it resembles most.
+    """More entries for layers of dense attention; evicted entries merge into the most similar kept.
 
-    1. A layer's budget falls with the variance of its column sums (`allocation`, `norm`).
-    2. It keeps the first `sinks` tokens, the newest ones (`recent`, a part of its budget), and
-       those that received most attention.
-    3. An evicted token is merged into the nearest kept one by cosine of keys (`similarity`) where
-       that reaches a threshold per head, a moving average by `beta`; otherwise it is lost.
-       "independent" merges keys by keys and values by values, each with a threshold (Table 9).
+    1. A layer's size falls with the variance of its column sums (`allocation`, `norm`).
+    2. It keeps the first `sinks` tokens, the newest ones (`recent`, a share of its size), and
+       those with the largest column sums.
+    3. An evicted entry is merged into the kept entry of highest cosine (`similarity`: of keys or of
+       values) if that cosine reaches the head's threshold, a moving average with weight `beta`;
+       otherwise it is lost. "independent" merges keys by keys and values by values, with a
+       threshold each (Table 9).
 
-    `skip_layers`, from the end where negative, stay whole inside the budget. `decode="append"`
-    compresses the prompt only.
+    `skip_layers` stay whole inside the budget; negative ones count from the end. `decode="append"`
+    compresses the prompt only. Raises KvfoldError for `beta` and `recent` outside [0, 1], negative
+    sinks, and the released spending with another allocation than the released one.
+
     `d2o_official` holds the released code's values, and spends as it does: layers 0, 1 and the last
-    stay whole beside the budget, the others keep their part of it, rounded down; stats say how much
-    that is. It differs in this: the prompt is compressed at its end, not when the first token is
-    generated; attention is of KV heads, the mean of their query heads, summed in float32;
-    thresholds begin anew with every sequence; a layer of F = 0 does not switch compression off.
+    stay whole and do not count in the budget, the others keep their share of it, rounded down;
+    stats show the sum. Different from the released code: the prompt is compressed at its end, not
+    when the first token is generated; column sums are of KV heads, as means over their query heads,
+    in float32; thresholds begin anew with every sequence; a layer of F = 0 does not switch
+    compression off.
 
     Merging raised the loss by 0.070 at kept 0.1, by 0.037 at 0.2, 95 % intervals above 0
     (SmolLM2-135M-Instruct, n=60, docs/results/merging.md).
@@ -71,7 +75,7 @@ class D2O(Method):
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
-        """Whether each head has a threshold of its own."""
+        """True if each head has a threshold of its own."""
         return self.decide == "head"
 
     def stages(self) -> Stages:

@@ -18,18 +18,20 @@ class DBudgetKV(Method):
     """No budget: the oldest tokens go until the newest query's attention changes too much.
 
     1. Tokens are ranked by position: the first `sinks` always stay, older ones rank lower.
-    2. The least important go as long as the norm of the last query's attention, averaged over
-       heads, loses at most `threshold`; all heads of a layer keep the same number.
+    2. The lowest are evicted while the norm of the last query's attention, averaged over heads,
+       loses at most the share `threshold`; all heads of a layer keep the same number.
     3. `keep_layers` keep everything.
 
-    The released code takes sinks out of both norms, without which one strong sink lets nearly
-    everything go; `include_sinks` (preset `dbudgetkv_literal`) is what the paper writes. `rows` is
-    its k, the last queries to average: each sees what came before it here, and the tokens after it
-    as well in the released code. `ranking="attention"` is its ablation and close to the released
-    default: tokens with fewest votes of the last 8 queries go first, those 8 stay, sinks may go.
-    Each KV head ranks by the mean of its query heads here, where the released code stores and ranks
-    every query head by itself: with groups of several, other and more tokens stay here. The code's
-    threshold is 0.05 and no layer stays whole, the paper's are the defaults here.
+    Sinks count in neither norm, as in the released code: one strong sink would let nearly all
+    tokens be evicted. With `include_sinks` (preset `dbudgetkv_literal`) they count, as the paper
+    writes. `rows` is its k, the number of last queries to average. `ranking="attention"` is its
+    ablation, close to the released default: tokens with the fewest votes of the last 8 queries go
+    first, those 8 stay, sinks may go.
+
+    Different from the released code: a query sees only the tokens before it, there also later ones;
+    each KV head ranks by the mean of its query heads, there every query head by itself, so that
+    with groups of several other and more tokens stay here. The defaults are the paper's; the code
+    has a threshold of 0.05 and keeps no layer whole. Raises KvfoldError for numbers out of range.
     Source: Ni et al., section 3.2; Patrick-Ni/ReFreeKV `modified_models/dynamic_metrics.py`.
     """
 

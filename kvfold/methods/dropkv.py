@@ -11,7 +11,7 @@ from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.stages.score.observation_window import check_window, pool
 from kvfold.methods.stages.select.forced import Forced
 
-EPSILON = 1e-6  # beside 1 − p, for an entry that takes all of a query's attention
+EPSILON = 1e-6  # added to 1 − p, which is 0 for an entry with all of a query's attention
 
 
 @register("dropkv")
@@ -19,11 +19,12 @@ EPSILON = 1e-6  # beside 1 − p, for an entry that takes all of a query's atten
 class DropKV(Method):
     """Keeps the entries whose removal, alone, would change the attention output most.
 
-    1. Without entry j of weight p, a query's output o moves by p / (1 − p) · (o − v): exact.
-    2. Squares are summed over the last `window` queries, averaged over the query heads of a KV
-       head, and average-pooled with `kernel`.
+    1. Evicting an entry of weight p and value v moves a query's output o by p / (1 − p) · (o − v),
+       exactly.
+    2. The squared changes are summed over the last `window` queries, averaged over the query heads
+       of a KV head, and average-pooled with `kernel`.
 
-    `auto` uses the same change without 1 / (1 − p), as a root, and max-pooled.
+    `auto` scores by the same change without 1 / (1 − p), takes the root, and max-pools.
     Source: DropKV, OpenReview; NVIDIA/kvpress, branch of the same name.
     """
 
@@ -43,14 +44,17 @@ class DropKV(Method):
 
 
 def removal_change(observation: Observation, window: int, kernel: int) -> Tensor:
-    """Squared change of the output by each entry's removal `[B, H, T]`, float32."""
-    # Neighbours must not be parted by padding.
+    """Squared change of the attention output by each entry's eviction `[B, H, T]`, float32.
+
+    Sum over the last `window` queries, mean over the query heads of a group, pooled.
+    """
+    # Padding first, so that it separates no neighbours in the pooling.
     observation, order = observation.padding_first()
     values = observation.values.float()
     rows = observation.window_attention(window).float()
     rows = rows.unflatten(1, (values.shape[1], -1))  # [B, H, G, W, T]
     outputs = rows @ values[:, :, None]
-    # ‖v − o‖², without a tensor of windows times entries times channels.
+    # ‖v − o‖² expanded, as the differences would be a tensor [B, H, G, W, T, D].
     distance = values.square().sum(-1)[:, :, None, None] + outputs.square().sum(-1, keepdim=True)
     distance = distance - 2 * outputs @ values[:, :, None].transpose(-1, -2)
     moved = (rows / ((1 - rows).clamp(min=0) + EPSILON)).square() * distance.clamp(min=0)

@@ -8,7 +8,7 @@ from kvfold.methods.base import Method, Stages, register
 @register("full", paper="")
 @dataclass(frozen=True)
 class Full(Method):
-    """Keeps everything: the full cache that all others are measured against."""
+    """Keeps every entry: the full cache, to which all other methods are compared."""
 
     takes_budget: ClassVar[bool] = False
     by_head: ClassVar[bool] = True

@@ -16,9 +16,10 @@ from kvfold.methods.stages.select.forced import Forced, Share
 class H2O(Method):
     """Keeps recent tokens and heavy hitters: those that received most attention so far.
 
-    Sums run on while decoding, and one token leaves for each that comes. `recent` is the part of
-    the budget held for the newest tokens (the paper's half). `decode="append"` compresses the
-    prompt only; `normalize="visible_queries"` divides by the queries that could see a token.
+    Column sums grow while decoding, and every new token evicts one. `recent` is the share of the
+    size for the newest tokens, the paper's half by default. `decode="append"` compresses the
+    prompt only; `normalize="visible_queries"` divides by the number of queries that could see a
+    token. Raises KvfoldError for a `recent` outside [0, 1].
     Source: Zhang et al., section 4.2; FMInference/H2O `h2o_hf/utils_real_drop`.
     """
 

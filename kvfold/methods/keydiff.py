@@ -14,8 +14,8 @@ from kvfold.methods.observation import Observation
 class KeyDiff(Method):
     """Keeps the keys that differ most from the average key of their head.
 
-    Keys are compared by direction, after RoPE; no queries, sinks or window. The paper applies it
-    block by block while a prompt is read: `prefill_chunk` with `compress="per_chunk"`.
+    Keys are compared by direction, after RoPE. It uses no queries, sinks or window. The paper
+    evicts block by block during the prefill: `prefill_chunk` with `compress="per_chunk"`.
     Source: Park et al., section 3; NVIDIA/kvpress `keydiff_press.py`.
     """
 
@@ -26,7 +26,7 @@ class KeyDiff(Method):
 
 
 def dissimilarity(observation: Observation) -> Tensor:
-    """−cos(k, mean direction of the head's keys) `[B, H, T]`; 0 for a key of zeros."""
+    """Scores −cos(k, mean direction of the head's keys) `[B, H, T]`, float32; 0 for a zero key."""
     real = (observation.positions >= 0)[..., None]
     directions = F.normalize(observation.keys.float(), dim=-1).masked_fill(~real, 0)
     anchor = directions.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)

@@ -9,16 +9,17 @@ from kvfold.store.quantized import Packing
 @register("kivi", paper="arXiv 2402.02750")
 @dataclass(frozen=True)
 class KIVI(Method):
-    """Packs keys per channel and values per token into 2, 4 or 8 bits; recent tokens stay whole.
+    """Quantizes keys per channel and values per token to 2, 4 or 8 bits; recent tokens stay raw.
 
     1. `group` consecutive tokens of a key channel, or channels of a value, share scale and minimum.
-    2. Keys are packed `residual` tokens at a time, so 0 to `residual` − 1 of the newest are whole.
-    3. Values are packed once `residual` newer ones follow, while decoding in lots of 32: up to 31
-       more than the authors' are then whole, and counted as such in the bytes.
+    2. Keys are packed in blocks of `residual` tokens, so 0 to `residual` − 1 of the newest are raw.
+    3. Values are packed once `residual` newer ones follow; while decoding 32 at a time, so that up
+       to 31 more than in the authors' code are raw. The bytes in stats include them.
 
-    `key_bits` and `value_bits` 0 mean `bits`. The authors recommend 2 bits for models whose heads
-    do not share keys, 4 for grouped ones; a constant group, which their code divides by zero, is
-    code 0 here, and scales are computed in float32.
+    `key_bits` and `value_bits` 0 mean `bits`. The authors recommend 2 bits for multi-head models, 4
+    for grouped-query ones. A constant group, for which their code divides by zero, is code 0 here,
+    and scales are computed in float32. Raises KvfoldError for other bits and for groups that fill
+    no 32-bit words.
     Source: Liu et al., section 3; jy-yuan/KIVI `quant/new_pack.py`, `models/llama_kivi.py`.
     """
 

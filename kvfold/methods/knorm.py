@@ -13,9 +13,10 @@ from kvfold.methods.stages.select.forced import Forced
 @register("knorm", paper="arXiv 2406.11430")
 @dataclass(frozen=True)
 class KNorm(Method):
-    """Keeps the keys of lowest L2 norm: they are the ones that receive high attention.
+    """Keeps the keys of lowest L2 norm, as these receive high attention.
 
-    `skip_layers=0/1` is the authors' setting: those layers stay whole, inside the same total.
+    `skip_layers=0/1` is the authors' setting: those layers stay whole, inside the same total. The
+    last `protect_recent` tokens stay. Raises KvfoldError if that is negative.
     Source: Devoto et al., section 3; alessiodevoto/l2compress.
     """
 

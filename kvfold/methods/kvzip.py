@@ -17,27 +17,31 @@ INSTRUCTION = (
     "Given the context, answer to the following question or request without explanation.\n\n"
 )
 NO_FILE = FileName("none")
-PREVIOUS = 8  # tokens of the part before, after REPEAT_FROM
+PREVIOUS = 8  # last tokens of the preceding part, quoted after REPEAT_FROM
 
 
 @register("kvzip", paper="arXiv 2505.23416")
 @dataclass(frozen=True)
 class KVzip(Method):
-    """Keeps what the model looks at when it repeats the text, whatever is asked afterwards.
+    """Keeps the entries that the model attends to most while it repeats the text.
 
     1. The text is read, and then repeated by teacher forcing in parts of `chunk` tokens, each as
        the answer to a prompt that asks for it.
-    2. An entry scores the most attention that any query of its group gives it meanwhile.
-    3. The best entries of all layers and heads stay; what opens the chat stays beside the budget.
+    2. An entry's score is the maximum attention weight from any query of its group meanwhile.
+    3. The best entries of all layers and heads are kept, for any later question. The opening of the
+       chat template is kept too, and does not count in the budget.
 
-    `level="pair"` is this one pool, `"uniform"` keeps equally many in every head, `"head"` keeps
-    whole heads by their highest score. The paper takes head scores once from another sample:
-    `head_scores` names a file of them (.safetensors or .pt, one tensor [L, H]; no comma or plus in
-    its name), and nothing is repeated then; without it they come from the text itself.
-    `instruction` puts the released code's sentence before the document, kept beside the budget.
-    `strict` is the released rule: of all N pairs those that score strictly above the `int(r·N)`-th
-    best, one less where no two are equal. Without it exactly `floor(r·n)` of n tokens stay in the
-    mean of all heads. Attention is scored in float32, where that code takes the model's dtype.
+    `level="pair"` ranks all entries in this one pool, `"uniform"` keeps equally many in every head,
+    `"head"` keeps or empties whole heads by their highest score. The paper computes head scores
+    once on another sample: `head_scores` names a file of them (.safetensors or .pt, one tensor [L,
+    H]; no comma or plus in its name), and nothing is repeated. Without it they come from the text
+    itself. `instruction` puts the released code's sentence before the document; it does not count
+    in the budget.
+
+    `strict` is the released rule: of all N pairs it keeps those that score above the `int(r·N)`-th
+    best, one less if no two are equal. Without it exactly `floor(r·n)` of n tokens are kept in the
+    mean over all heads. Scores are float32; the released code uses the model's dtype. Raises
+    KvfoldError for a `chunk` below 1, and for `strict` or `head_scores` at another level.
     Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`.
     """
 
@@ -84,6 +88,6 @@ class KVzip(Method):
 
 
 def most_attention(observation: Observation) -> Tensor:
-    """The most attention each entry received while the text was repeated, `[B, H, T]`."""
+    """Maximum attention `[B, H, T]` that each entry received during the reconstruction."""
     assert observation.reconstruction is not None
     return observation.reconstruction

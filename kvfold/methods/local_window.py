@@ -10,7 +10,7 @@ from kvfold.methods.stages.score.position import recency
 @register("local_window", paper="")
 @dataclass(frozen=True)
 class LocalWindow(Method):
-    """Keeps the most recent tokens, while reading and while decoding."""
+    """Keeps the most recent tokens, when a prefill ends and while decoding."""
 
     by_head: ClassVar[bool] = True
 

@@ -12,15 +12,15 @@ from kvfold.methods.stages.merge.value_spread import spread_values
 @register("merge", paper="")
 @dataclass(frozen=True)
 class Merge(Method):
-    """Saves something of the tokens that another method evicts: "h2o + merge:rule=d2o".
+    """Merges the tokens that another method evicts into kept ones: "h2o + merge:rule=d2o".
 
-    "d2o" merges each into the kept token it resembles most, "cam" spreads the values of all of
-    them over the kept tokens that follow. Both with their papers' values.
+    "d2o" merges an evicted entry into the most similar kept one; "cam" adds the values of all
+    evicted entries to the kept ones after them. Both use their papers' values.
 
     Neither helped here. SmolLM2-135M-Instruct, 60 passages of novels, 700 tokens compressed, loss
     of the next 120: "h2o + merge" is 0.071 above h2o at kept 0.1 and 0.032 at 0.2, "knorm + merge"
     0.027 and 0.018 above knorm, 95 % intervals above 0; "cam" breaks the model (+5.5), as the
-    values of all that leave a prompt at once drown those they are added to
+    values of all entries evicted when a prompt ends drown those they are added to
     (docs/results/merging.md).
     """
 
@@ -29,7 +29,7 @@ class Merge(Method):
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
-        """Whether nothing is drawn, as CaM does, by the head's number."""
+        """True for "d2o": the random draws of "cam" depend on the head's index."""
         return self.rule == "d2o"
 
     def stages(self) -> Stages:

@@ -9,16 +9,17 @@ from kvfold.store.paired import Pairing
 @register("minicache", paper="arXiv 2405.14366")
 @dataclass(frozen=True)
 class MiniCache(Method):
-    """Neighbouring layers share one direction an entry, and each keeps its own lengths.
+    """Neighbouring layers share one direction per entry; each layer keeps its own magnitudes.
 
-    1. From the share `start` of the layers on, two at a time are merged: an entry's two directions
-       become the one `t` of the way from the first layer's to the second's.
-    2. The share `gamma` of the entries whose directions differ most stays as it came.
+    1. From the share `start` of all layers on, layers are paired: the two directions of an entry
+       are replaced by the one at `t` of the way from the first layer's to the second's.
+    2. The share `gamma` of the entries, those whose directions differ most, is retained unmerged.
     3. Generated entries are merged `block` at a time.
 
-    Keys and values are merged apart, each KV head with the same one of the other layer. The authors
-    published no code: a fixed share instead of a threshold on the angle follows
-    Zefan-Cai/KVCache-Factory `minicache.py`, and the blocks are ours.
+    Keys and values are merged separately, each KV head with the same head of the other layer. The
+    authors published no code: a fixed share instead of a threshold on the angle follows
+    Zefan-Cai/KVCache-Factory `minicache.py`, and the blocks are ours. Raises KvfoldError for shares
+    outside [0, 1] and blocks below 1.
     Source: Liu et al., section 4.
     """
 

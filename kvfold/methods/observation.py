@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method gets to see of one layer."""
+"""`Observation`: a layer's data for a method's stages; `Needs`: the parts of it a method reads."""
 
 from __future__ import annotations
 
@@ -15,35 +15,30 @@ from kvfold.store.entry_norms import On
 
 @dataclass(frozen=True)
 class ContextReconstruction:
-    """How a text is repeated to the model: in parts of `chunk` tokens, asked for in words.
+    """Options of KVzip's reconstruction: forwards that let the model repeat the text in parts."""
 
-    `later` parts are asked for with the `previous` tokens before them. `instruction` stands before
-    the text and is kept beside the budget. With a file of `head_scores` nothing is repeated.
-    """
-
-    chunk: int
-    first: str
-    later: str
-    previous: int
-    instruction: str = ""
-    head_scores: str | None = None
+    chunk: int  # tokens of a part
+    first: str  # prompt that asks for the first part
+    later: str  # prompt that asks for a later part, before the `previous` tokens
+    previous: int  # last tokens of the preceding part that a later prompt quotes
+    instruction: str = ""  # text before the context; it does not count in the budget
+    head_scores: str | None = None  # file of head scores; nothing is repeated then
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What must be remembered while the model runs; nothing is computed that nobody asked for."""
+    """Data that a method's stages read; the layers observe nothing else."""
 
-    window: int = 0  # the turn's last queries
-    column_sums: bool = False  # attention that each entry received, summed over all queries
-    column_squares: bool = False  # the same, squared before it is summed
-    reconstruction: ContextReconstruction | None = (
-        None  # most attention received while the text is repeated
-    )
-    only_attention: bool = False  # the score looks at nothing else, and not at its layer's number
-    norms: On | None = None  # of these, for single entries that leave
+    window: int = 0  # last queries of the prefill
+    column_sums: bool = False  # attention that each entry received, summed over queries
+    column_squares: bool = False  # squared attention that each entry received, summed over queries
+    # maximum attention that each entry received during the reconstruction
+    reconstruction: ContextReconstruction | None = None
+    only_attention: bool = False  # the score reads attention data only, and not `layer`
+    norms: On | None = None  # norms of keys or of values, for `merge_one`
 
     def joined(self, other: Needs) -> Needs:
-        """What serves both."""
+        """Union of the needs of two methods."""
         return Needs(
             max(self.window, other.window),
             self.column_sums or other.column_sums,
@@ -56,35 +51,39 @@ class Needs:
 
 @dataclass(frozen=True)
 class Observation:
-    """One layer as its attention saw it.
+    """One layer's entries, window queries and attention statistics; a field is None unless needed.
 
-    Where a score looks at attention only, layers of one shape are shown as one after a generated
-    token: their rows one after the other, and no entries (T is 0 in keys, values and positions).
+    In decode eviction, layers of one shape are joined for scores with `only_attention`: their rows
+    follow one another in B, and keys, values and positions hold no entries (T is 0).
     """
 
     keys: Tensor  # [B, H, T, D], after RoPE
     values: Tensor  # [B, H, T, Dv]
-    # [B, H, T], an entry's number among its row's tokens, −1 for padding and holes; int64, or int32
-    # after a generated token, where a hole may keep its number
+    # [B, H, T], int64, −1 for padding and holes; in decode eviction int32, and a hole made since
+    # the last copy may still show its position
     positions: Tensor
     queries: Tensor | None = None  # [B, Hq, W, D], the last W of the prefill, W = Needs.window
     query_positions: Tensor | None = None  # [B, W], −1 for padding
-    attention: Tensor | None = None  # [B, Hq, 1, T], the single query's row, where it was watched
-    column_sums: Tensor | None = None  # [B, H, T], over all queries, of the mean over the group
-    column_squares: Tensor | None = None  # [B, H, T], the same of squares
-    # [B, H, T], the most attention received while the context was repeated, over the group
-    reconstruction: Tensor | None = None
-    tokens_seen: Tensor | None = None  # [B], padding left out
+    attention: Tensor | None = None  # [B, Hq, 1, T], weights of a decode step's query
+    column_sums: Tensor | None = None  # [B, H, T], over queries, of the mean over the group
+    column_squares: Tensor | None = None  # [B, H, T], over queries, of the mean's square
+    reconstruction: Tensor | None = (
+        None  # [B, H, T], maximum over the group and all queries (KVzip)
+    )
+    tokens_seen: Tensor | None = None  # [B], without padding
     budget: Tensor | None = None  # [B], entries that each head of a row may keep
-    layer: int = 0  # among `layers`
+    layer: int = 0  # index among `layers`
     layers: int = 1
     scale: float = 1.0  # of the logits
     softcap: float | None = None
-    sinks: Tensor | None = None  # [Hq], logits of attention sinks (GPT-OSS)
-    seed: int = 0  # of this draw
+    sinks: Tensor | None = None  # [Hq], sink logits (GPT-OSS)
+    seed: int = 0  # of this eviction's random draws
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
-        """The same with each row's padding to the left, and the order `[B, H, T]` that did it."""
+        """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
+
+        The order is None if padding is on the left already.
+        """
         padding = self.positions < 0
         if not bool((padding[..., 1:] & ~padding[..., :-1]).any()):
             return self, None
@@ -107,11 +106,11 @@ class Observation:
 
     @property
     def window(self) -> int:
-        """How many queries were remembered."""
+        """Number of window queries W; 0 if there are none."""
         return 0 if self.queries is None else self.queries.shape[2]
 
     def at(self, slots: Tensor) -> Observation:
-        """The same with the entries at `slots [B, H, K]` only; −1 is a hole."""
+        """Observation of the entries at `slots [B, H, K]` only, −1 for holes; no statistics."""
         return dataclasses.replace(
             self,
             keys=take(self.keys, slots),
@@ -124,7 +123,7 @@ class Observation:
         )
 
     def window_attention(self, last: int) -> Tensor:
-        """Attention rows `[B, Hq, W, T]` of the last `last` queries, float32; 0 for padding."""
+        """Attention weights `[B, Hq, last, T]` of the last queries, float32; 0 for padding."""
         if last == 1 and self.attention is not None:
             return self.attention
         assert self.queries is not None and self.query_positions is not None
@@ -136,8 +135,8 @@ class Observation:
         logits = logits.view(batch, heads, -1, window, stored)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        columns = self.positions[:, :, None, None, :]
-        hidden = (columns < 0) | (columns > at[:, None, None, :, None])
+        entries = self.positions[:, :, None, None, :]
+        hidden = (entries < 0) | (entries > at[:, None, None, :, None])
         logits = logits.masked_fill(hidden, -torch.inf).view(batch, query_heads, window, stored)
         if self.sinks is not None:
             extra = self.sinks.float().view(1, -1, 1, 1).expand(batch, -1, window, 1)
@@ -147,7 +146,7 @@ class Observation:
         return rows.masked_fill((at < 0)[:, None, :, None], 0.0)
 
     def group_mean(self, per_query_head: Tensor) -> Tensor:
-        """`[B, Hq, …]` → `[B, H, …]`: mean over the query heads that share a KV head."""
+        """Mean over the query heads of each group: `[B, Hq, …]` → `[B, H, …]`."""
         heads = self.keys.shape[1]
         grouped: Tensor = per_query_head.unflatten(1, (heads, -1))
         return grouped.mean(2)

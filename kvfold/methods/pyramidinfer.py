@@ -13,14 +13,14 @@ from kvfold.methods.stages.select.token_pruning import survivors
 class PyramidInfer(Method):
     """Deeper layers compute fewer tokens of the prompt, so that work and cache shrink together.
 
-    1. The newest tokens (`recent`, a part of the prompt) always go on to the next layer.
-    2. Of the tokens before them a part goes on that falls with depth, from 1 to `least`, along a
+    1. The newest tokens (`recent`, a share of the prompt) always go on to the next layer.
+    2. Of the tokens before them a share goes on that falls with depth, from 1 to `least`, along a
        cosine: those that the newest attend to most, one set for all heads.
     3. A layer stores the keys and values of the tokens that reached it.
 
-    It changes what the prompt's forward computes, so it drives the model's layers itself, through
-    kvfold.generate or kvfold.compress; later turns and generated tokens come on top, whereas the
-    authors' code also thins out generated ones in blocks.
+    The prompt's forward itself changes, so kvfold.generate and kvfold.compress run it layer by
+    layer. Entries of later prefills and of generated tokens are all kept; the authors' code also
+    thins out generated ones in blocks. Raises KvfoldError for options out of range.
     Source: Yang et al., section 3; mutonix/pyramidinfer `modeling_llama.py`, `configs`.
     """
 

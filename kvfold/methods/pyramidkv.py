@@ -16,13 +16,13 @@ ROUNDED_STEP = "the released schedule rounds its step down, so that upper layers
 @register("pyramidkv", paper="arXiv 2406.02069", presets={"official": {"rounding": "official"}})
 @dataclass(frozen=True)
 class PyramidKV(Method):
-    """SnapKV's votes, with budgets that fall from the bottom layer to the top one.
+    """SnapKV's votes, with sizes that fall from the bottom layer to the top one.
 
     Votes are max-pooled over `kernel` neighbours, as in the released code; the paper sums attention
-    and names no pooling (`kernel=1`).
-    The top layer keeps `1/beta` of the mean beside the window, the bottom one what is left of
-    twice the mean. `rounding="exact"` spends exactly the budget; `"official"` reproduces the
-    released integers, which spend more than they are given.
+    and names no pooling (`kernel=1`). Sizes are an arithmetic sequence: besides the window, the top
+    layer keeps `1/beta` of the mean, the bottom one twice the mean less that. `rounding="exact"`
+    spends exactly the budget; `"official"` reproduces the released integers, which exceed it.
+    Raises KvfoldError for a window or `beta` below 1.
     Source: Cai et al., section 4.2; Zefan-Cai/KVCache-Factory `pyramidkv_utils.py`.
     """
 

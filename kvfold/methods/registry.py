@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods by name: kvfold's own, those of installed packages, and those that a module registers."""
+"""Registry of methods by name: kvfold's own, those of plugins, and those of imported modules."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvfold.errors import KvfoldError
 if TYPE_CHECKING:
     from kvfold.methods.base import Method
 
-# The package of kvfold's own methods.
+# Package of kvfold's own methods
 OWN = "kvfold.methods"
-# Entry points of this group name modules, or classes in them, that register methods.
+# Entry-point group: its entries name modules, or classes in them, that register methods
 PLUGINS = "kvfold.methods"
 
 M = TypeVar("M", bound="type[Method]")
@@ -33,7 +33,7 @@ M = TypeVar("M", bound="type[Method]")
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered name: a method class and, for a preset, the values that differ."""
+    """One registered name: a method class and, for a preset, the option values that differ."""
 
     cls: type[Method]
     values: dict[str, Any] = field(default_factory=dict)
@@ -47,11 +47,12 @@ _own_loaded = False
 def register(
     name: str, *, paper: str = "", presets: dict[str, dict[str, Any]] | None = None
 ) -> Callable[[M], M]:
-    """Class decorator: makes a method known by `name`, and each preset by `name_preset`.
+    """Class decorator that registers a method as `name`, and each preset as `name_preset`.
 
     The class is a frozen dataclass derived from `Method`, whose fields all have defaults; the first
-    line of its docstring is its summary. Raises KvfoldError for anything else, and for a name that
-    another class has; a class that is defined again, as by a reload, takes its own place.
+    line of its docstring is its summary. `paper` is for example "arXiv 2404.14469". Raises
+    KvfoldError for any other class, and for a name that another class has. A class that is defined
+    again, as by a reload, replaces its earlier self.
     """
     if not isinstance(name, str):
         raise KvfoldError('register takes the name first: write @register("my_method")')
@@ -60,7 +61,7 @@ def register(
         entries = {name: Entry(cls)}
         entries |= {f"{name}_{of}": Entry(cls, values) for of, values in (presets or {}).items()}
         _check_class(name, cls)
-        _load_own()  # first, whatever is imported when
+        _load_own()  # so that no other class can take the name of an own method first
         for each in entries:
             _check_name(each, cls)
         cls.name, cls.paper, cls.summary = name, paper, _summary(cls)
@@ -77,7 +78,7 @@ def list_methods() -> dict[str, type[Method]]:
 
 
 def preset(name: str) -> Method:
-    """The method registered as `name`, with that name's values."""
+    """The method registered as `name`, with its preset's values; KvfoldError if unknown."""
     known = _registry()
     if registered(name) is None:
         near = difflib.get_close_matches(name, known, n=1)
@@ -88,7 +89,7 @@ def preset(name: str) -> Method:
 
 
 def registered(name: str) -> type[Method] | None:
-    """The class that has a name, plugins included; None where nothing has it."""
+    """The class registered as `name`, plugins included; None if there is none."""
     if name not in _registry():
         _load_plugins()
     entry = _registry().get(name)
@@ -96,10 +97,10 @@ def registered(name: str) -> type[Method] | None:
 
 
 def import_methods(module: str) -> None:
-    """Imports a module, by its name or the path of a .py file, for the methods that it registers.
+    """Imports a module, by its name or the path of a .py file, so that it registers its methods.
 
-    Names are looked up in the working directory too. Raises KvfoldError where the module is not
-    found, fails, or registers nothing.
+    Names are looked up in the working directory too. Raises KvfoldError if the module is not found,
+    fails, or registers nothing.
     """
     before, loaded = set(_registry()), set(sys.modules)
     try:
@@ -118,12 +119,12 @@ def import_methods(module: str) -> None:
 
 
 def imported_methods() -> tuple[str, ...]:
-    """What `import_methods` was given, for other processes to import as well."""
+    """Modules and absolute paths given to `import_methods`, for other processes to import too."""
     return tuple(_IMPORTED)
 
 
 def _registry() -> dict[str, Entry]:
-    """Every registered name, those of kvfold's own methods among them."""
+    """Every registered name, once kvfold's own methods are loaded."""
     _load_own()
     return _REGISTRY
 
@@ -144,7 +145,7 @@ def _load_own() -> None:
 
 
 def _check_class(name: str, cls: type) -> None:
-    """Raises KvfoldError for a class that is no method that a text could name."""
+    """Raises KvfoldError for a class or a name that `register` does not accept."""
     from kvfold.methods.base import Method
 
     reason = None
@@ -169,7 +170,7 @@ def _has_default(option: dataclasses.Field[Any]) -> bool:
 
 
 def _summary(cls: type) -> str:
-    """The docstring's first line; the class's name where it has none but a dataclass's own."""
+    """First line of the class's docstring; its name if it has only a dataclass's own docstring."""
     text = (cls.__doc__ or "").strip()
     return (
         text.splitlines()[0] if text and not text.startswith(f"{cls.__name__}(") else cls.__name__
@@ -177,22 +178,22 @@ def _summary(cls: type) -> str:
 
 
 def _check_name(name: str, cls: type[Method]) -> None:
-    """Raises KvfoldError where `name` is another class's."""
+    """Raises KvfoldError if `name` belongs to another class."""
     held = _REGISTRY.get(name)
-    if held is not None and _place(held.cls) != _place(cls):
+    if held is not None and _defined_at(held.cls) != _defined_at(cls):
         raise KvfoldError(
-            f"the method name {name!r} is taken by {'.'.join(_place(held.cls))}: choose another "
-            f"one for {'.'.join(_place(cls))}"
+            f"the method name {name!r} is taken by {'.'.join(_defined_at(held.cls))}: choose "
+            f"another one for {'.'.join(_defined_at(cls))}"
         )
 
 
-def _place(cls: type) -> tuple[str, str]:
+def _defined_at(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
 
 
 @cache
 def _load_plugins() -> None:
-    """Loads what installed packages offer, once; what fails is left out with a warning."""
+    """Loads the methods of installed packages, once; warns about a plugin that fails."""
     for plugin in metadata.entry_points(group=PLUGINS):
         try:
             plugin.load()
@@ -213,7 +214,7 @@ def _by_name(module: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file, known by the file's name so that other processes can find it."""
+    """Module of a file, imported under the file's stem; KvfoldError if that name is taken."""
     known = sys.modules.get(path.stem)
     if known is not None:
         if Path(getattr(known, "__file__", None) or "") == path.resolve():

@@ -13,17 +13,19 @@ from kvfold.methods.stages.score.stability import low_mean_unless_unstable
 @register("roco", paper="arXiv 2402.06262")
 @dataclass(frozen=True)
 class RoCo(Method):
-    """Drops the token of lowest mean attention among those whose attention is stable.
+    """Evicts the token of lowest mean attention among those whose attention is stable.
 
-    1. Each entry's attention is averaged over the queries that could see it; its standard deviation
-       tells how stable it is.
-    2. Of a budget of k, `int(protect_std_ratio·k) + 1` entries of highest deviation are protected,
+    1. Each entry's attention is averaged over the queries that could see it. A low standard
+       deviation means stable.
+    2. Of a size of k, `int(protect_std_ratio·k) + 1` entries of highest deviation are protected,
        the last `protect_recent` tokens before all others.
-    3. Of the rest the lowest mean leaves, one for each generated token; at the prompt's end all
-       that are too many leave at once (`decode="append"`: only then).
+    3. Of the rest those of lowest mean are evicted: one for each generated token, and all that
+       exceed the size when the prompt ends (`decode="append"`: only then).
 
-    The released code never evicts from the prompt while decoding, or prunes it piece by piece as it
-    is read; here it is read whole, counted, and compressed once. Variances are clamped at 0.
+    The released code either never evicts from the prompt while decoding, or prunes it piece by
+    piece during the prefill; here the whole prompt is read, and compressed once. Variances are
+    clamped at
+    0. Raises KvfoldError for options out of range.
     Source: Ren and Zhu, section 3; DRSY/EasyKV `easykv/easykv.py`.
     """
 

@@ -25,17 +25,18 @@ from kvfold.methods.stages.select.forced import Forced
 class SimLayerKV(Method):
     """Lazy layers, which attend to little but the first and last tokens, keep only those.
 
-    1. A layer is lazy where more than `threshold` of its attention, averaged over heads, goes to
-       the first `sinks` tokens and the last `window`; presets hold the thresholds of models.
-    2. Lazy layers are trimmed to these tokens, all others keep everything.
+    1. A layer is lazy if more than `threshold` of its attention, averaged over heads, goes to the
+       first `sinks` tokens and the last `window`; presets hold the thresholds of models.
+    2. Lazy layers keep these tokens only, all others keep everything.
 
-    `when="first_decode"`, the paper's main setting, asks the first generated token's query, and
-    trims after it; `"last_query"` the prompt's last one, so that decoding starts trimmed;
-    `"prefill"` the last `n_last`, each for the `recent` tokens before it, as in the released code.
-    What is not longer than sinks and window is left alone; that code keeps tokens twice then.
-    In a composition it sizes layers, and another method chooses what a lazy one keeps, as in
-    "simlayerkv + snapkv". Other strategies are the paper's to compare with: as many layers, or
-    entries in a pyramid.
+    `when` names the queries that decide. "first_decode", the paper's main setting: the first
+    generated token's, after which the layer is trimmed. "last_query": the prompt's last one, so
+    that decoding starts trimmed. "prefill": the last `n_last`, each for the `recent` tokens before
+    it, as in the released code. A sequence no longer than sinks and window stays whole; the
+    released code keeps some of its tokens twice. In a composition it sizes the layers, and the
+    other method chooses the entries of a lazy one, as in "simlayerkv + snapkv". Other strategies
+    are the paper's baselines: equally many layers at random, or equally many entries in a pyramid.
+    Raises KvfoldError for options out of range, and for strategies that do not go with `when`.
     Source: Zhang et al., sections 5 and 6.4; sail-sg/SimLayerKV `LongBench/SimLayerKV_llama.py`.
     """
 
@@ -60,7 +61,7 @@ class SimLayerKV(Method):
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
-        """Whether only the sizes of single layers go by all heads."""
+        """True for "lazy": heads are averaged only in the size of their own layer."""
         return self.strategy == "lazy"
 
     def stages(self) -> Stages:

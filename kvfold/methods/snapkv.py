@@ -22,12 +22,14 @@ from kvfold.methods.stages.select.forced import Forced
 class SnapKV(Method):
     """The prompt's last queries vote for the tokens to keep; votes are pooled over neighbours.
 
-    1. The last `window` queries attend to all earlier tokens; their attention is summed.
+    1. The attention of the last `window` queries to each earlier token is summed: its votes.
     2. The mean over the query heads of a KV head is pooled with `kernel`.
-    3. Each KV head keeps the tokens with most votes, and the window, inside the budget.
+    3. Each KV head keeps the window and the tokens with most votes, inside the budget.
 
-    Generated tokens come on top. Defaults are the paper's LongBench setting; `snapkv_official`
-    holds the official class defaults, `snapkv_kvpress` the peer's.
+    Generated tokens are added to that. Defaults are the paper's LongBench setting;
+    `snapkv_official` holds the released code's class defaults, `snapkv_kvpress` those of kvpress,
+    which pools before the mean. Raises KvfoldError for a window below 1 and a kernel that is not
+    odd.
     Source: Li et al., section 4; FasterDecoding/SnapKV `snapkv_utils.py`.
     """
 

@@ -18,10 +18,11 @@ from kvfold.methods.stages.select.forced import Forced
 class StreamingLLM(Method):
     """Keeps the first tokens and the most recent ones, with consecutive positions.
 
-    `positions="reindex"` is the paper's: at every step the kept tokens are seen at consecutive
-    positions. `positions="original"` is the baseline of most compression papers, and with
-    `decode="append"` their prefill-only form. `sinks` first tokens count in the budget; where a
-    part of the text is fewer, all sinks stay and nothing beside them but the newest in its step.
+    `positions="reindex"` is the paper's: at every step the kept tokens have consecutive positions.
+    `positions="original"` is the baseline of most compression papers, with `decode="append"` their
+    prefill-only form. The `sinks` first tokens count in the budget. If the budget is below them,
+    all sinks stay, and besides them only the newest token during its own step. Raises KvfoldError
+    for negative sinks.
     Source: Xiao et al., section 3.2; mit-han-lab/streaming-llm `kv_cache.py`.
     """
 

@@ -10,14 +10,15 @@ from kvfold.store.pruned import Pruning
 @register("think", paper="arXiv 2407.21018")
 @dataclass(frozen=True)
 class ThinK(Method):
-    """Drops the key channels that the prompt's last queries use least; values stay whole.
+    """Drops the key channels that the prompt's last queries use least; values stay raw.
 
     1. A channel's score is the mean q² of the last `queries` queries times the mean k² of all keys.
-    2. Each KV head loses `ratio` of its channels, for good.
-    3. The `recent` newest keys and generated ones stay whole.
+    2. Each KV head drops the share `ratio` of its channels, once and for all later keys.
+    3. The `recent` newest keys and generated ones stay raw.
 
-    Only the keys shrink, so a whole entry loses `ratio` / 2. The authors' code repeats keys to all
-    query heads and prunes each; here the queries of a group are averaged for its one KV head.
+    Only keys shrink, so an entry loses `ratio` / 2. The authors' code repeats keys to all query
+    heads and prunes each; here the queries of a group are averaged for its one KV head. Raises
+    KvfoldError for options out of range.
     Source: Xu et al., section 3; SalesforceAIResearch/ThinK `kv_pruning_utils.py`.
     """
 

@@ -12,8 +12,10 @@ from kvfold.methods.stages.select.forced import Forced
 @register("tova", paper="arXiv 2401.06104")
 @dataclass(frozen=True)
 class TOVA(Method):
-    """Drops the token that the newest query attends to least, one set for all heads of a layer.
+    """Evicts the token that the newest query attends to least, the same in all heads of a layer.
 
+    `per_head` evicts in each KV head by its own attention; `keep_last` never evicts the newest
+    token.
     Source: Oren et al., section 3.2; schwartz-lab-NLP/TOVA `tova_cache.py`.
     """
 
@@ -22,7 +24,7 @@ class TOVA(Method):
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
-        """Whether each head goes by its own attention."""
+        """True if each KV head evicts by its own attention."""
         return self.per_head
 
     def stages(self) -> Stages:
