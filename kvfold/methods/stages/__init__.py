@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages that methods are made of: score, allocate, select, merge."""
+"""Stages of methods: score, allocate, select, merge. Pure functions of an `Observation`."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocation: a total → integer entries per layer, sinks and windows included, exact in sum."""
+"""Allocation stages: a total → entries per layer, forced ones included, with an exact sum."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D2O's budgets: layers whose attention is dense keep more."""
+"""D2O's allocation: layers whose attention is dense keep more."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Spending = Literal["exact", "official"]
 
 
 def column_variance(observation: Observation) -> Tensor:
-    """Unbiased variance of a row's column sums over its real entries, `[B, H]` float32.
+    """Unbiased variance `[B, H]`, float32, of the column sums over a row's entries.
 
-    Dense attention has a low variance; a single entry has 0. (D2O, arXiv 2406.13035, equation 4.)
+    Dense attention has a low variance; a single entry has 0. D2O, arXiv 2406.13035, equation 4.
     """
     assert observation.column_sums is not None
     real = observation.positions >= 0
@@ -42,17 +42,17 @@ def by_density(
     shape: Shape = "softmax",
     skip_layers: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Entries per head that each row keeps in each layer, `[B]` per layer.
+    """Sizes `[B]`, entries per head, of each layer.
 
-    `statistics` are the layers' variances `[B, H]`, `budget [B]` the entries per layer and head,
-    `seen [B]` the tokens. With F from `densities`, a layer's part is softmax(−F), the same for all,
-    in proportion to 1/variance, or "exponential", e^−F of the mean: the paper's formula, which
-    does not spend the whole total. All others add up to budget × layers. No layer gets more
-    than was seen, and what overflows goes to the others in proportion to their parts. Layers in
-    `skip_layers`, counted from the end where negative, stay whole inside the total. A row whose
-    budget is at least what was seen is shared evenly: nothing has to go.
+    `statistics` are the layers' variances `[B, H]`, `budget [B]` the mean entries per layer and
+    head, `seen [B]` the tokens. F comes from `densities`. A layer's share by `shape`: "softmax" is
+    softmax(−F); "uniform" is the same for all; "reciprocal" is in proportion to 1/variance;
+    "exponential" is e^−F of the mean, the paper's formula, which leaves a part of the total. All
+    others add up to budget × layers. No layer gets more than the tokens seen; the excess goes to
+    the others in proportion to their shares. Layers in `skip_layers` stay whole inside the total;
+    negative ones count from the end. A row whose budget is at least its tokens gets uniform sizes.
 
-    Raises BudgetError where the skipped layers alone exceed the total.
+    Raises BudgetError if the skipped layers alone exceed the total.
     Source: D2O, equation 5 and section 5.4 (Table 4); AIoT-MLSys-Lab/d2o.
     """
     layers = len(statistics)
@@ -88,12 +88,13 @@ def as_released(
     recent: float = 0.5,
     skip_layers: Sequence[int] = (),
 ) -> list[Tensor]:
-    """What the released code keeps of a layer, `[B]` entries per head: not the budget in sum.
+    """Sizes `[B]` of each layer as in the released code; their sum is not the budget.
 
-    Shapes as in `by_density`, but that `budget [B]` need not be whole. With ρ its part of what was
-    seen, a layer's part is softmax(−F)·L·ρ over all L layers, within 0.01 and 1; of its entries the
-    `recent` ones and the others are rounded down apart. Layers in `skip_layers` take part in the
-    softmax and are then never compressed. A row whose budget is what was seen or more keeps that.
+    Shapes as in `by_density`, but `budget [B]` may be fractional. With ρ = budget / seen, a layer
+    keeps the share softmax(−F)·L·ρ of its entries, between 0.01 and 1, the softmax over all L
+    layers. Its `recent` entries and its others are rounded down separately. Layers in `skip_layers`
+    take part in the softmax and are never compressed. A row whose budget is at least its tokens
+    keeps that many.
 
     Source: AIoT-MLSys-Lab/d2o.
     """
@@ -107,7 +108,7 @@ def as_released(
 
 
 def inexact_because(spending: Spending, shape: Shape, skip_layers: Sequence[int]) -> str:
-    """Why the layers' sizes do not add up to the budget; empty where they do."""
+    """Reason why the layers' sizes do not add up to the budget; "" if they do."""
     if shape == "exponential":
         return "the exponential parts do not add up to the whole budget"
     if spending == "exact":
@@ -118,11 +119,11 @@ def inexact_because(spending: Spending, shape: Shape, skip_layers: Sequence[int]
 
 
 def densities(statistics: list[Tensor], norm: Norm) -> Tensor:
-    """F of each layer and row `[L, B]` float64, low where attention is dense.
+    """F of each layer and row `[L, B]`, float64; low where attention is dense.
 
-    "none" is the mean over heads of the variance, in which the softmax saturates; "across_layers"
-    brings it to 0 … 1 over the layers; "official" brings each layer's heads to 0 … 1 and takes
-    their mean, so that it compares how unequal the heads are.
+    "none" is the variance's mean over heads, which saturates the softmax. "across_layers" scales
+    that to 0 … 1 over the layers. "official" scales each layer's heads to 0 … 1 and takes their
+    mean, so that it measures how unequal the heads are.
     """
     variances = torch.stack(statistics).double()
     if norm == "official":
@@ -136,17 +137,17 @@ def densities(statistics: list[Tensor], norm: Norm) -> Tensor:
 
 
 def _logits(statistics: list[Tensor], norm: Norm, shape: Shape) -> Tensor:
-    """Logarithms of the layers' parts, `[L, B]`."""
+    """Logarithms `[L, B]` of the layers' shares."""
     if shape == "uniform":
         return torch.zeros_like(densities(statistics, "none"))
     if shape == "reciprocal":
-        # Free of scale, so it needs no norm, whose 0 for the densest layer would leave no other.
+        # Not normalized: the densest layer's 0 would take the whole budget.
         return -densities(statistics, "none").clamp(min=1e-30).log()
     return -densities(statistics, norm)
 
 
 def _filled(logits: list[float], total: float, most: int) -> list[float]:
-    """`total` in proportion to exp(logits), none above `most`; what overflows is shared again."""
+    """Shares of `total` in proportion to exp(logits), none above `most`; excess is shared again."""
     shares, left = [0.0] * len(logits), list(range(len(logits)))
     while left:
         peak = max(logits[i] for i in left)

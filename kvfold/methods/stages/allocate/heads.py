@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's entries shared among its heads."""
+"""Allocation of a layer's size among its heads (AdaKV)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def adaptive(
     rule: Rule = "floor",
     normalize: bool = False,
 ) -> Tensor:
-    """Each head's number of entries among its layer's best: int64 `[B, H]`.
+    """Sizes int64 `[B, H]` of the heads: their number of entries among the layer's best.
 
-    scores `[B, H, T]`, −inf for what is no candidate; `per_head [B]` is the mean over the heads,
-    beside what is forced to stay. `rule="floor"` gives each head `int(per_head·floor)` entries and
-    the rest to the best of all heads; rows add up to `H·per_head` as long as there are so many
-    candidates. `rule="blend"` shares everything out by score and mixes the result with the
-    uniform one, rounding each half to even, so that a row may miss its sum by H/2. `normalize`
-    weighs each head by the part of its scores, taken as not negative, that its own best `per_head`
-    entries hold. Of equal scores the earlier head and then the earlier entry wins.
+    scores `[B, H, T]`, −inf for entries that are no candidates; `per_head [B]` is the mean size,
+    without forced entries. `rule="floor"` gives each head `int(per_head·floor)` entries and the
+    rest to the best of all heads; rows add up to `H·per_head` if there are so many candidates.
+    `rule="blend"` allocates everything by score and mixes the result with the uniform one, rounding
+    half to even, so that a row may miss its sum by H/2. `normalize` weighs each head by the share
+    of its scores (assumed to be 0 or more) that its best `per_head` entries hold. Of equal scores
+    the earlier head, then the earlier entry wins.
 
-    Feng et al., algorithm 1 (arXiv 2407.11550); FFY0/AdaKV `monkeypatch/snapkv_utils.py`.
+    Source: Feng et al., algorithm 1 (arXiv 2407.11550); FFY0/AdaKV `monkeypatch/snapkv_utils.py`.
     """
     ordered = scores.sort(dim=-1, descending=True, stable=True).values
     if normalize:
@@ -44,10 +44,13 @@ def adaptive(
 
 
 def _shared_out(ordered: Tensor, least: Tensor, total: Tensor) -> Tensor:
-    """The first `least [B, 1]` of each head and then the best of all heads, `total [B]` in sum."""
+    """Sizes `[B, H]`: the best `least [B, 1]` of each head, then the best of all up to `total [B]`.
+
+    `ordered [B, H, T]` are scores in descending order.
+    """
     safe = torch.minimum(least, (ordered > -torch.inf).sum(-1))
-    places = torch.arange(ordered.shape[-1], device=ordered.device)
-    open_ = ordered.masked_fill(places < safe[..., None], -torch.inf).flatten(1)
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    open_ = ordered.masked_fill(rank < safe[..., None], -torch.inf).flatten(1)
     candidates = (open_ > -torch.inf).sum(-1)
     rest = torch.minimum(total - safe.sum(-1), candidates)
     order = open_.argsort(dim=-1, descending=True, stable=True)

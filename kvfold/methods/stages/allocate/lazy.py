@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that attend to little but the first and the last tokens keep only those."""
+"""Allocation by lazy layers, which attend to little but the first and last tokens (SimLayerKV).
+
+Zhang et al., arXiv 2410.13846.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,13 @@ from kvfold.methods.stages.select.forced import Forced
 Mass = Callable[[Observation], Tensor]
 Lazy = Callable[[Observation], Tensor]
 Range = Literal["all", "bottom", "top"]
-PYRAMID_BETA = 20  # the shape of PyramidKV
+PYRAMID_BETA = 20  # PyramidKV's default
 
 
 def mass_of_last_query(observation: Observation, *, sinks: int, window: int) -> Tensor:
-    """Attention `[B]` of the newest query, itself included, to the first and last entries.
+    """Attention mass `[B]` of the newest query on the first `sinks` and the last `window` entries.
 
-    The first `sinks` tokens and the last `window` stored ones; mean over all query heads.
-    (SimLayerKV, equation 2.)
+    The query's own entry is among them; mean over all query heads. SimLayerKV, equation 2.
     """
     edges = Forced(sinks=sinks, recent=window).mask(observation.positions, _stored(observation))
     row = observation.window_attention(1)[:, :, 0]
@@ -33,10 +35,10 @@ def mass_of_last_query(observation: Observation, *, sinks: int, window: int) -> 
 
 
 def mass_of_last_queries(observation: Observation, *, sinks: int, last: int, recent: int) -> Tensor:
-    """Attention `[B]` of the last `last` queries to the first tokens and to those just before each.
+    """Attention mass `[B]` of the last queries on the first tokens and on those just before each.
 
-    The `recent` ones before a query do not hold the query's own; mean over queries and query
-    heads. (SimLayerKV, equation 1, as in the released prefill code.)
+    The `recent` tokens before a query do not include its own; mean over `last` queries and all
+    query heads. SimLayerKV, equation 1, as in the released prefill code.
     """
     assert observation.query_positions is not None
     rows: Tensor = observation.window_attention(last).unflatten(
@@ -58,10 +60,10 @@ def is_lazy(
     kept: int,
     keep_last_layer: bool = False,
 ) -> Tensor:
-    """Which rows find this layer lazy, bool `[B]`: more `mass` at the edges than `threshold`.
+    """True `[B]` for rows in which this layer is lazy: its `mass` exceeds `threshold`.
 
-    Never where no more than the `kept` entries at the edges are stored: the mass would say
-    nothing there.
+    False if no more than the `kept` first and last entries are stored, where the mass says nothing,
+    and for the last layer with `keep_last_layer`.
     """
     longer = _stored(observation) > kept
     if keep_last_layer and observation.layer == observation.layers - 1:
@@ -70,15 +72,15 @@ def is_lazy(
 
 
 def lazy_size(observation: Observation, lazy: Lazy, *, kept: int) -> Tensor:
-    """Entries per head `[B]`: `kept` where the layer is `lazy`, everything elsewhere."""
+    """Sizes `[B]`, entries per head: `kept` if the layer is `lazy`, else all stored entries."""
     return _stored(observation).masked_fill(lazy(observation), kept)
 
 
-# --- what the paper compares with: the same number of entries, in other layers ------------------
+# --- the paper's baselines: the same number of entries, in other layers -------------------------
 
 
 def laziness(observation: Observation, lazy: Lazy) -> Tensor:
-    """What the functions below must know of a layer, int64 `[B, 3]`: lazy, entries stored, seed."""
+    """Statistic of a layer for the functions below, int64 `[B, 3]`: lazy, entries stored, seed."""
     stored = _stored(observation)
     return torch.stack(
         [lazy(observation).long(), stored, torch.full_like(stored, observation.seed)], -1
@@ -88,16 +90,16 @@ def laziness(observation: Observation, lazy: Lazy) -> Tensor:
 def random_layers(
     layers: list[Tensor], budget: Tensor, observation: Tensor, *, kept: int, among: Range = "all"
 ) -> list[Tensor]:
-    """As many layers as are lazy, but drawn at random, keep `kept` entries: `[B]` of each layer.
+    """Sizes `[B]` of each layer: as many random layers keep `kept` entries as layers are lazy.
 
-    layers: `laziness` of each, whatever `budget` there is and was `seen`. `among` draws from all
-    layers, the bottom half or the top half; where a half has fewer, all of it. The draw is one for
-    the whole batch, each row taking its first ones. (SimLayerKV, section 6.4.)
+    layers: `laziness` of each; the other arguments are not used. `among` draws from all layers, the
+    bottom half or the top half; a half with fewer layers is taken whole. One draw serves the batch:
+    each row takes as many of its first layers as it needs. SimLayerKV, section 6.4.
     """
     lazy, stored, seed = _by_layer(layers)
     half = len(layers) // 2
-    places = torch.arange(len(layers))
-    drawn = {"all": places, "bottom": places[:half], "top": places[half:]}[among]
+    indices = torch.arange(len(layers))
+    drawn = {"all": indices, "bottom": indices[:half], "top": indices[half:]}[among]
     generator = torch.Generator().manual_seed(int(seed[0, 0]))
     rank = torch.full((len(layers), 1), len(layers))
     rank[drawn, 0] = torch.randperm(len(drawn), generator=generator)
@@ -108,10 +110,10 @@ def random_layers(
 def pyramid_layers(
     layers: list[Tensor], budget: Tensor, observation: Tensor, *, kept: int
 ) -> list[Tensor]:
-    """As many entries as lazy layers would leave, in an arithmetic sequence that falls with depth.
+    """Sizes `[B]` of each layer: as many entries in all as with lazy layers, falling with depth.
 
-    layers: `laziness` of each, whatever `budget` there is and was `seen`. Returns `[B]` of each
-    layer, at least `kept` where so many are stored. (SimLayerKV, section 6.4.)
+    layers: `laziness` of each; the other arguments are not used. The sizes are an arithmetic
+    sequence, at least `kept` if so many are stored. SimLayerKV, section 6.4.
     """
     lazy, stored, _ = _by_layer(layers)
     totals = torch.where(lazy > 0, stored.clamp(max=kept), stored).sum(0)

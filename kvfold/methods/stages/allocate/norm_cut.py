@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries go until the attention that is left has lost a given part of its norm."""
+"""Allocation without a budget: evict until attention has lost a share of its norm (DBudgetKV)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def norm_cut(
     keep_layers: tuple[int, ...] = (0, 1),
     ranking: Ranking = "position",
 ) -> Tensor:
-    """Entries per head `[B]` whose attention keeps all but `threshold` of its norm.
+    """Sizes `[B]`, entries per head, at which attention keeps all but `threshold` of its norm.
 
-    Candidates leave from the least important on: by position the oldest that is no sink, by
+    Candidates are evicted from the least important on: by position the oldest that is no sink, by
     attention the one with the fewest votes of the last `VOTERS` queries. The norm is that of the
-    last query's attention to the candidates, or with `include_sinks` to all entries; `rows` takes
-    the mean over several last queries, of those that attend to an entry. Norms are averaged over
-    the query heads, so that all heads lose equally many. `keep_layers` lose nothing.
+    last query's attention to the candidates, or with `include_sinks` to all entries. With several
+    `rows` the last queries' attention to an entry is averaged over those that see it. Norms are
+    averaged over the query heads, so all heads keep equally many. `keep_layers` evict nothing.
 
-    Ni et al., algorithm 1 (arXiv 2502.16886); Patrick-Ni/ReFreeKV `dynamic_metrics.py`.
+    Source: Ni et al., algorithm 1 (arXiv 2502.16886); Patrick-Ni/ReFreeKV `dynamic_metrics.py`.
     """
     observation, _ = observation.padding_first()
     stored = (observation.positions >= 0).sum(-1).amax(-1)
@@ -53,16 +53,16 @@ def by_attention(observation: Observation) -> Tensor:
 
 
 def by_position(observation: Observation, sinks: int) -> Tensor:
-    """Importance `[B, H, T]`: the newer, the higher; +inf for sinks and padding."""
+    """Importance `[B, H, T]`: the position, higher for newer tokens; +inf for sinks and padding."""
     return observation.positions.double().masked_fill(observation.positions < sinks, torch.inf)
 
 
 def evictable(
     attention: Tensor, importance: Tensor, threshold: float, include_kept: bool
 ) -> Tensor:
-    """How many of each head's least important entries may go `[B]`.
+    """Number `[B]` of each head's least important entries that may be evicted.
 
-    attention `[B, Hq, T]`; importance `[B, H, T]`, +inf for what stays in any case, which counts
+    attention `[B, Hq, T]`; importance `[B, H, T]`, +inf for entries that always stay, which count
     in the norm only with `include_kept`. The most important candidate stays as well.
     """
     squares = attention.double().square()
@@ -70,13 +70,13 @@ def evictable(
     stays = importance == torch.inf
     if not include_kept:
         squares = squares.masked_fill(stays.repeat_interleave(groups, 1), 0.0)
-    # Reversed, so that of equal ones the later goes first, as it does when the rest is selected.
+    # Reversed, so that of equal ones the later is evicted first, as the selection does.
     order = importance.argsort(dim=-1, descending=True, stable=True).flip(-1)
     ascending = squares.gather(2, order.repeat_interleave(groups, 1))
     norms = ascending.flip(-1).cumsum(-1).flip(-1).sqrt().mean(1)
     gone = torch.arange(norms.shape[-1], device=norms.device)
     candidates = (~stays).sum(-1).amin(-1, keepdim=True)
-    # Not divided by the norm, which is 0 where nothing but sinks is attended to.
+    # Not divided by the norm, which is 0 if only sinks receive attention.
     within = norms[:, :1] - norms <= threshold * norms[:, :1]
     return (gone * (within & (gone < candidates))).amax(-1)
 

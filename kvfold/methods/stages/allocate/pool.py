@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pool of entries over all layers and heads."""
+"""Allocation by one ranking of entries over all layers and heads (KVzip)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvfold.methods.stages.allocate.rounding import ROUNDING
 def pooled(
     scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None, *, strict: bool = False
 ) -> list[Tensor]:
-    """How many of a row's best entries lie in each layer and head, whatever was `seen`.
+    """Sizes int64 `[B, H]` of each layer: the number of a row's best entries in each head.
 
-    scores: of each layer, `[B, H, T]`, −inf for what is no candidate; `per_head [B]` is the mean
-    over layers and heads, whole or not. Returns int64 `[B, H]` of each layer, in sum `per_head`
-    times all heads, rounded down, or all candidates if they are fewer; of equal scores the earlier
-    layer, head and entry wins. `strict` keeps only what lies above the last of them, as the
-    official code does: one entry less without ties, and fewer with them.
+    scores: `[B, H, T]` of each layer, −inf for entries that are no candidates; `per_head [B]` is
+    the mean size over layers and heads, possibly fractional. Sizes add up to `per_head` times all
+    heads, rounded down, or to all candidates if these are fewer. Of equal scores the earlier layer,
+    head and entry wins. `strict` keeps only scores above the last of these, as the official code
+    does: one entry less without ties, and fewer with them. `seen` is not used.
 
-    Kim et al., section 3 (arXiv 2505.23416); snu-mllab/KVzip `attention/score.py`.
+    Source: Kim et al., section 3 (arXiv 2505.23416); snu-mllab/KVzip `attention/score.py`.
     """
     pool = _joined([layer.flatten(1) for layer in scores])
     candidates = (pool > -torch.inf).sum(-1)
@@ -40,10 +40,11 @@ def pooled(
 
 
 def whole_heads(scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None) -> list[Tensor]:
-    """The heads of highest maximum keep every candidate, the others none, whatever was `seen`.
+    """Sizes `[B, H]` of each layer: heads with the highest maxima keep all candidates, others none.
 
     Shapes as in `pooled`. As many heads are kept as fit into `per_head` times all heads; of equal
-    ones the earlier. Entries scored +inf stay in every head and decide nothing.
+    ones the earlier. Entries scored +inf stay in every head and do not count as its maximum. `seen`
+    is not used.
     """
     open_ = [layer.isfinite() for layer in scores]
     forced = _joined([(layer == torch.inf).sum(-1) for layer in scores])
@@ -62,7 +63,7 @@ def whole_heads(scores: list[Tensor], per_head: Tensor, seen: Tensor | None = No
 
 
 def _joined(layers: list[Tensor]) -> Tensor:
-    """Side by side on the first one's device: a model's layers may be spread over several."""
+    """Layers `[B, …]`, possibly on several devices, concatenated along axis 1 on the first one's."""
     return torch.cat([layer.to(layers[0].device) for layer in layers], 1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets that fall with depth."""
+"""Allocation that falls with depth (PyramidKV)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvfold.methods.stages.allocate.uniform import uniform
 
 
 def pyramid(total: int, seen: int, layers: int, window: int, beta: float) -> list[int]:
-    """Arithmetic sequence from the bottom layer to the top one, `window` entries on top of each.
+    """Sizes of the layers: an arithmetic sequence from bottom to top, plus `window` entries each.
 
-    With `base` entries per layer beside the window, the top layer gets `base / beta` and the
+    With `base` entries per layer besides the window, the top layer gets `base / beta` and the
     bottom one `2·base − base / beta`; the sum is exact. A total below the windows is shared
-    evenly. (PyramidKV, arXiv 2406.02069, section 4.2.)
+    evenly. Source: PyramidKV, arXiv 2406.02069, section 4.2.
     """
     inside = total - layers * window
     if inside < 0:
@@ -26,9 +26,9 @@ def pyramid(total: int, seen: int, layers: int, window: int, beta: float) -> lis
 
 
 def pyramid_official(total: int, seen: int, layers: int, window: int, beta: int) -> list[int]:
-    """The official code's integers, whose sum exceeds `total` because the step is floored.
+    """Sizes of the layers as in the official code, whose floored step makes them exceed `total`.
 
-    (Zefan-Cai/KVCache-Factory, `pyramidkv_utils.py`.)
+    Source: Zefan-Cai/KVCache-Factory, `pyramidkv_utils.py`.
     """
     capacity = total // layers
     base = capacity - window

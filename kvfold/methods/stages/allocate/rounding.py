@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From real-valued shares to integers with an exact sum."""
+"""Rounding of real-valued shares to integers with an exact sum."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-ROUNDING = 1e-9  # added before rounding down, so that a part that is a whole number stays one
-UNLIMITED = 2**31 - 1  # entries of a layer that keeps everything, while decoding as well
+ROUNDING = 1e-9  # added before rounding down, so that whole numbers survive float errors
+UNLIMITED = 2**31 - 1  # size of a layer that keeps everything, while decoding too
 
 
 def largest_remainder(shares: Sequence[float], total: int, most: int | None = None) -> list[int]:
-    """Integers near `shares` that add up to `total`; ties go to the earlier place.
+    """Integers near `shares` that add up to `total`; ties go to the earlier index.
 
-    No integer exceeds `most`: what overflows goes to the next places that have room, and is lost
-    only when none has.
+    No integer exceeds `most`: the excess goes to the first indices with room, and is lost only if
+    none has room.
     """
     counts = [math.floor(share + ROUNDING) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))
@@ -24,9 +24,9 @@ def largest_remainder(shares: Sequence[float], total: int, most: int | None = No
 
 
 def raised(counts: Sequence[int], least: int, whole: int) -> list[int]:
-    """The same sum with no place below `least`, as far as others can give what they have above it.
+    """Counts of the same sum, with none below `least` as far as the others can give.
 
-    They give in proportion to that; places of `whole` or more give nothing.
+    Counts give in proportion to their surplus over `least`; those of `whole` or more give nothing.
     """
     giving = [i for i, count in enumerate(counts) if least < count < whole]
     above = sum(counts[i] - least for i in giving)

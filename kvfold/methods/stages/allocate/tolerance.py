@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fewest entries that keep a layer's output within a tolerance."""
+"""Allocation without a budget: the fewest entries that keep a layer's output within a tolerance."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvfold.methods.stages.score.output_error import change_alone, relative_chan
 def fewest_within(
     observation: Observation, tolerance: float, window: int, kernel: int, sinks: int
 ) -> Tensor:
-    """Entries per head `[B, H]`, forced ones included, that a layer needs.
+    """Sizes `[B, H]` of a layer, forced entries included.
 
-    Entries of all heads are ranked together by `change_alone`; by bisection, as many of the lowest
-    go as leave the output of the last `window` queries within `tolerance` of what it is.
+    Entries of all heads are ranked together by `change_alone`. Bisection evicts as many of the
+    lowest as keep the relative change of the last `window` queries' output within `tolerance`.
     """
     batch, heads, stored = observation.positions.shape
     forced = _forced(observation, window, sinks)
@@ -40,7 +40,7 @@ def fewest_within(
 
 
 def _forced(observation: Observation, window: int, sinks: int) -> Tensor:
-    """The entries that stay whatever they weigh `[B, H, T]`."""
+    """Bool mask `[B, H, T]` of the sinks and the window, which always stay."""
     real = observation.positions >= 0
     age = real.flip(-1).cumsum(-1).flip(-1)
     return real & ((age <= window) | (observation.positions < sinks))

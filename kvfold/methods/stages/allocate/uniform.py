@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same for every layer."""
+"""Uniform allocation: the same size for every layer."""
 
 from kvfold.errors import BudgetError
 from kvfold.methods.stages.allocate.rounding import largest_remainder
 
 
 def uniform(total: int, seen: int, layers: int) -> list[int]:
-    """`total` entries over `layers` layers as evenly as integers allow, whatever was `seen`."""
+    """Sizes of the layers, as equal as integers allow; their sum is `total`. `seen` is not used."""
     return largest_remainder([total / layers] * layers, total)
 
 
 def uniform_with_skipped(total: int, seen: int, layers: int, skipped: tuple[int, ...]) -> list[int]:
-    """`skipped` layers stay whole, the others share what is left of `total`."""
+    """Sizes of the layers: `skipped` ones keep all `seen` tokens, the others share the rest.
+
+    Raises BudgetError if the skipped layers exceed `total`.
+    """
     rest = [layer for layer in range(layers) if layer not in skipped]
     whole = layers - len(rest)
     if not rest or total < whole * seen:

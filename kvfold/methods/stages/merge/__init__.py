@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging: evicted entries change the kept ones they resemble (D2O) or precede (CaM)."""
+"""Merge stages: evicted entries change the kept ones they resemble (D2O) or precede (CaM)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a merging gets to see of one layer's eviction."""
+"""Inputs and results of merge stages: a layer's eviction, and changes of its kept entries."""
 
 from __future__ import annotations
 
@@ -11,58 +11,42 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Eviction:
-    """Entries before the eviction, and which of them stay.
+    """A layer's entries before an eviction, and the slots of those that stay."""
 
-    keys `[B, H, T, D]`, values `[B, H, T, Dv]`; positions `[B, H, T]`, −1 for padding; slots
-    `[B, H, K]` of the entries that stay, ascending, −1 for a hole; column sums `[B, H, T]` where
-    the method observes them; `state [B, H]` float32, what this merging returned the last
-    time, None at first; seed of this draw.
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    slots: Tensor
-    column_sums: Tensor | None = None
-    state: Tensor | None = None
-    seed: int = 0
+    keys: Tensor  # [B, H, T, D]
+    values: Tensor  # [B, H, T, Dv]
+    positions: Tensor  # [B, H, T], −1 for padding
+    slots: Tensor  # [B, H, K] of the entries that stay, ascending, −1 for a hole
+    column_sums: Tensor | None = None  # [B, H, T]; None unless the method observes them
+    state: Tensor | None = None  # [B, H], float32, returned by the last merge; None at first
+    seed: int = 0  # of this eviction's random draws
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """The one entry of each head that leaves after a generated token, at `slot [B, H, 1]`.
+    """A layer's entries in a decode eviction, which evicts one entry of each head."""
 
-    hidden `[B, H, T]` is −∞ there and where entries left before, 0 elsewhere. norms `[B, H, T]`,
-    float32, are those of the keys or values where the method needs them, and products `[B, H, T]`
-    those of the keys with the one that leaves: None where nobody has them. Everything else is as
-    in an `Eviction`.
-    """
-
-    keys: Tensor
-    values: Tensor
-    hidden: Tensor
-    slot: Tensor
-    state: Tensor | None = None
-    norms: Tensor | None = None
-    products: Tensor | None = None
+    keys: Tensor  # [B, H, T, D]
+    values: Tensor  # [B, H, T, Dv]
+    hidden: Tensor  # [B, H, T], −∞ at holes and at `slot`, 0 elsewhere
+    slot: Tensor  # [B, H, 1] of the evicted entry
+    state: Tensor | None = None  # [B, H], as in an `Eviction`
+    norms: Tensor | None = None  # [B, H, T], float32, of keys or values, by `Needs.norms`
+    products: Tensor | None = None  # [B, H, T], of all keys with the evicted one, or None
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one kept entry of each head turns into: keys `[B, H, 1, D]` and values `[B, H, 1, Dv]`.
+    """New content of one kept entry of each head."""
 
-    At `slot [B, H, 1]` of the entries before the eviction; `state` as for an `Eviction`; norms
-    `[B, H, 1]` of what changed where those of all entries were given.
-    """
-
-    slot: Tensor
-    keys: Tensor
-    values: Tensor
-    state: Tensor | None
-    norms: Tensor | None = None
+    slot: Tensor  # [B, H, 1], among the entries before the eviction
+    keys: Tensor  # [B, H, 1, D]
+    values: Tensor  # [B, H, 1, Dv]
+    state: Tensor | None  # [B, H], as in an `Eviction`
+    norms: Tensor | None = None  # [B, H, 1] of the new content, if all norms were given
 
 
 # Eviction → kept keys [B, H, K, D], kept values [B, H, K, Dv], state [B, H] or None
 MergeStage = Callable[[Eviction], tuple[Tensor, Tensor, Tensor | None]]
-# What leaves layers whose single entries have one shape → a change for each of them
+# Decode evictions of layers whose entries have one shape → a change for each layer
 MergeOneStage = Callable[[Sequence[Leaving]], list[Change]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D2O's merging: an evicted entry joins the kept entry that it resembles most."""
+"""D2O's merge: an evicted entry is merged into the most similar kept entry."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Merging = Literal["softmax", "average", "official", "none"]
 Similarity = Literal["keys", "values", "independent"]
 Decide = Literal["head", "head_mean"]
 
-TILE_BYTES = 16 * 2**20  # the most that similarities, or evicted entries, take at a time
+TILE_BYTES = 16 * 2**20  # largest temporary tensor of similarities, or of evicted entries
 
 
 def merging(
     weights: Merging, similarity: Similarity, beta: float, decide: Decide
 ) -> dict[str, Any]:
-    """The stages that merge what is evicted; none where `weights` is "none".
+    """Merge stages of a method, as arguments of `Stages`; none if `weights` is "none".
 
-    "independent" merges keys by keys and values by values, which no single entry does in one step.
+    "independent" merges keys by keys and values by values; it has no `merge_one`.
     """
     if weights == "none":
         return {}
@@ -52,17 +52,16 @@ def merge_similar(
     weights: Weights = "softmax",
     decide: Decide = "head",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Kept keys `[B, H, K, D]` and values `[B, H, K, Dv]` after merging, thresholds `[B, H]`.
+    """Kept keys `[B, H, K, D]` and values `[B, H, K, Dv]` after merging, and thresholds `[B, H]`.
 
-    1. u is the cosine (of keys, or of values as `on` says) of each evicted entry and the kept entry
-       nearest to it.
+    1. u is the highest cosine of an evicted entry with any kept one, of keys or of values (`on`).
     2. A head's threshold is the mean u of its first eviction, and later moves by `beta` towards
-       the mean u of each eviction. NaN stands for a head that has not evicted yet.
-    3. Evicted entries whose u reaches the moved threshold are merged into the nearest kept entry,
-       keys and values with the same weights; all others are lost.
+       the mean u of each eviction. It is NaN for a head that has not evicted yet.
+    3. Evicted entries whose u reaches the moved threshold are merged into that kept entry, keys and
+       values with the same weights. All others are lost.
 
     `weights`: "softmax" is equation 12, e for the kept entry and exp(u) for each evicted one,
-    divided by their sum; "average" weighs all the same; "official" weighs 1 and u but divides by
+    divided by their sum; "average" weighs all equally; "official" weighs 1 and u but divides by
     their number, so that merged entries shrink. `decide="head_mean"` compares the mean u of all
     heads' i-th evicted entries with one threshold, as the released code does.
     Source: D2O (arXiv 2406.13035), section 4.2.2, equations 9 to 12; AIoT-MLSys-Lab/d2o.
@@ -87,10 +86,10 @@ def merge_apart(
     weights: Weights = "softmax",
     decide: Decide = "head",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `merge_similar`, but keys go by the cosines of keys and values by those of values.
+    """As `merge_similar`, but keys merge by cosines of keys, and values by cosines of values.
 
-    An entry's key and value may join two different entries, or one of them none; thresholds
-    `[B, H, 2]` are those of keys and of values. (D2O, Table 9.)
+    An entry's key and value may merge into different entries, or one of them into none. Thresholds
+    `[B, H, 2]` are of keys and of values. D2O, Table 9.
     """
     before = (None, None) if eviction.state is None else eviction.state.unbind(-1)
     apart = partial(merge_similar, beta=beta, weights=weights, decide=decide)
@@ -109,7 +108,7 @@ def merge_one(
     weights: Weights = "softmax",
     decide: Decide = "head",
 ) -> list[Change]:
-    """`merge_similar` of the one entry that leaves each layer while decoding: one may change."""
+    """`merge_similar` of the one entry that each head of each layer evicts while decoding."""
     nearest, found = [], []
     for each in leaving:
         own = _entries(each.keys, each.values, each.slot)
@@ -117,7 +116,7 @@ def merge_one(
         similarity, slot = _nearest_to_one(stored, chosen, each)
         nearest.append(slot)
         found.append((similarity, *own, *_entries(each.keys, each.values, slot)))
-    # Single entries of all layers are few numbers still.
+    # One entry per head: all layers are computed together.
     similarity, own_key, own_value, kept_key, kept_value = map(joined, zip(*found, strict=True))
     judged = similarity
     if decide == "head_mean":
@@ -145,7 +144,7 @@ def merge_one(
 
 
 def _states(leaving: Sequence[Leaving]) -> Tensor | None:
-    """Thresholds of all layers `[L·B, H, 1]`, NaN where there is none; None: there is none."""
+    """Thresholds of all layers `[L·B, H, 1]`, NaN for layers without one; None if none has one."""
     states = [each.state for each in leaving]
     known = next((state for state in states if state is not None), None)
     if known is None:
@@ -155,13 +154,13 @@ def _states(leaving: Sequence[Leaving]) -> Tensor | None:
 
 
 def _blended(kept: Tensor, evicted: Tensor, share: Tensor) -> Tensor:
-    """The kept entry `[B, H, 1, D]` with a `share [B, H, 1, 1]` of the evicted one in it."""
+    """Mix `[B, H, 1, D]` of the kept entry and a `share [B, H, 1, 1]` of the evicted one."""
     exact = share.dtype
     return torch.lerp(kept.to(exact), evicted.to(exact), share).to(kept.dtype)
 
 
 def _exact(similarity: Tensor, entries: Tensor) -> Tensor:
-    """In the precision in which entries are added up, so that weights have it as well."""
+    """Similarities in the precision in which entries are summed, as weights must have it too."""
     return similarity.to(torch.promote_types(entries.dtype, torch.float32))
 
 
@@ -175,7 +174,7 @@ def _entries(keys: Tensor, values: Tensor, slot: Tensor) -> tuple[Tensor, Tensor
 def _reached(
     similarity: Tensor, candidates: Tensor, state: Tensor | None, beta: float, decide: Decide
 ) -> tuple[Tensor, Tensor]:
-    """Which of the candidates are merged, bool `[B, H, E]`, and the thresholds `[B, H]`."""
+    """Bool mask `[B, H, E]` of the candidates to merge, and the moved thresholds `[B, H]`."""
     judged, counted = similarity, candidates
     if decide == "head_mean":
         judged = _head_mean(similarity, candidates)
@@ -185,10 +184,10 @@ def _reached(
 
 
 def evicted_slots(eviction: Eviction) -> Tensor:
-    """Slots `[B, H, E]` of the real entries that go, ascending; −1 on the left where fewer go."""
+    """Slots `[B, H, E]` of evicted entries, ascending; −1 on the left in heads that evict fewer."""
     slots, positions = eviction.slots, eviction.positions
     stored = positions.shape[-1]
-    # Holes write into one more column, which is cut off.
+    # Holes write into an extra slot, which is cut off.
     gone = F.pad(positions >= 0, (0, 1)).scatter(2, slots.where(slots >= 0, stored), False)
     gone = gone[..., :stored].byte()
     counts = gone.sum(-1, keepdim=True)
@@ -205,7 +204,11 @@ def _wide(slots: Tensor, entries: Tensor) -> Tensor:
 
 
 def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Highest cosine of each evicted entry and the first kept one that has it, `[B, H, E]` both."""
+    """Highest cosine of each evicted entry, and the index of the first kept entry that has it.
+
+    Both `[B, H, E]`. stored `[B, H, T, D]`, evicted slots `[B, H, E]`, kept `[B, H, K, D]`; holes
+    among the kept are false in `real [B, H, K]`.
+    """
     others = F.normalize(kept.float(), dim=-1).transpose(-1, -2)
     best = []
     for part in evicted.split(_per_tile(real.numel()), -1):
@@ -217,7 +220,7 @@ def _nearest(stored: Tensor, evicted: Tensor, kept: Tensor, real: Tensor) -> tup
 
 
 def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tensor, Tensor]:
-    """As `_nearest` for the entry `own [B, H, 1, D]` that leaves, among those not hidden."""
+    """As `_nearest` for the one evicted entry `own [B, H, 1, D]`, among entries not hidden."""
     norms = norms_of(stored) if leaving.norms is None else leaving.norms
     along = leaving.products
     if along is None:
@@ -227,7 +230,7 @@ def _nearest_to_one(stored: Tensor, own: Tensor, leaving: Leaving) -> tuple[Tens
 
 
 def _per_tile(numbers: int) -> int:
-    """Evicted entries per tile, when each of them takes that many float32 numbers."""
+    """Evicted entries per tile, if each takes `numbers` float32 numbers."""
     return max(1, TILE_BYTES // (4 * max(1, numbers)))
 
 
@@ -238,9 +241,9 @@ def _head_mean(similarity: Tensor, candidates: Tensor) -> Tensor:
 
 
 def _threshold(judged: Tensor, counted: Tensor, before: Tensor | None, beta: float) -> Tensor:
-    """Equation 10, `[B, H]` float32; as it was, or NaN, where nothing is evicted."""
+    """Thresholds `[B, H]`, float32, by equation 10; unchanged (or NaN) if a head evicts nothing."""
     counts = counted.sum(-1)
-    # In float64, so that the mean of equal similarities is that similarity, which reaches it.
+    # In float64, so that equal similarities reach their own mean.
     mean = judged.double().masked_fill(~counted, 0.0).sum(-1) / counts
     old = mean if before is None else torch.where(before.isnan(), mean, before.double())
     return torch.where(counts > 0, beta * mean + (1 - beta) * old, old).float()
@@ -248,37 +251,37 @@ def _threshold(judged: Tensor, counted: Tensor, before: Tensor | None, beta: flo
 
 @dataclass(frozen=True)
 class _Merge:
-    """Evicted slots, the kept entry nearest to each, whether it is merged; all `[B, H, E]`."""
+    """Merge of evicted entries into kept ones; all tensors `[B, H, E]`."""
 
-    evicted: Tensor
-    nearest: Tensor
-    merged: Tensor
-    similarity: Tensor
+    evicted: Tensor  # slots, −1 for none
+    nearest: Tensor  # index of the most similar kept entry
+    merged: Tensor  # bool: the evicted entry is merged, else lost
+    similarity: Tensor  # cosine with that kept entry
     weights: Weights
 
     def into(self, kept: Tensor, stored: Tensor) -> Tensor:
         """`kept [B, H, K, D]` with the merged entries of `stored [B, H, T, D]` added."""
         return self._added(kept, stored, self.nearest.where(self.merged, kept.shape[2]))
 
-    def _added(self, kept: Tensor, stored: Tensor, places: Tensor) -> Tensor:
-        """Weighted sums; `places [B, H, E]` past the last kept entry are thrown away."""
+    def _added(self, kept: Tensor, stored: Tensor, targets: Tensor) -> Tensor:
+        """Weighted means `[B, H, K, D]`; `targets [B, H, E]` index kept entries, K: not merged."""
         batch, heads, size, width = kept.shape
         exact = self.similarity.dtype
         own, each, counted = self._weights()
         sums = F.pad(own * kept.to(exact), (0, 0, 0, 1))
         step = _per_tile(batch * heads * width)
-        tiles = (t.split(step, -1) for t in (self.evicted, places, each))
-        for part, place, weight in zip(*tiles, strict=True):
+        tiles = (t.split(step, -1) for t in (self.evicted, targets, each))
+        for part, target, weight in zip(*tiles, strict=True):
             entries = take(stored, part).to(exact) * weight[..., None]
-            sums.scatter_add_(2, _wide(place, kept), entries)
+            sums.scatter_add_(2, _wide(target, kept), entries)
         total = kept.new_full((batch, heads, size + 1), own, dtype=torch.float64)
-        total = total.scatter_add(2, places, counted.double()).to(exact)
-        touched = torch.zeros_like(total, dtype=torch.bool).scatter(2, places, True)
+        total = total.scatter_add(2, targets, counted.double()).to(exact)
+        touched = torch.zeros_like(total, dtype=torch.bool).scatter(2, targets, True)
         blended = (sums / total[..., None])[:, :, :size].to(kept.dtype)
         return torch.where(touched[..., :size, None], blended, kept)
 
     def _weights(self) -> tuple[float, Tensor, Tensor]:
-        """Of the kept entry and of each evicted one, and what the latter add to the divisor."""
+        """Weight of the kept entry, weights of evicted ones, and what these add to the divisor."""
         equal = torch.ones_like(self.similarity)
         if self.weights == "softmax":
             return math.e, self.similarity.exp(), self.similarity.exp()

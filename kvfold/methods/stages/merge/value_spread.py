@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CaM's merging: the value of an evicted entry is spread over the kept entries that follow it."""
+"""CaM's merge: the value of an evicted entry is spread over the kept entries after it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kvfold.kernels.gather import pick, take
 from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.merge.most_similar import evicted_slots
 
-TILE_BYTES = 16 * 2**20  # the most that evicted values take at a time
-# SplitMix64's step and multipliers, as signed integers.
+TILE_BYTES = 16 * 2**20  # largest temporary tensor of evicted values
+# SplitMix64's step and multipliers, as signed integers
 STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 def spread_values(
     eviction: Eviction, *, targets: int = 32, deterministic: bool = False, newest: int = 0
 ) -> tuple[Tensor, Tensor, None]:
-    """Kept keys `[B, H, K, D]` as they were and values `[B, H, K, Dv]` with what evicted ones add.
+    """Kept keys `[B, H, K, D]`, unchanged, and values `[B, H, K, Dv]` with evicted values added.
 
-    An evicted entry's targets are the next `targets` kept entries by position: all there are where
-    fewer follow, and where none follows it is lost. With A its column sum and those of its m
-    targets, p = clamp(A / mean(A of targets), 0, 1), where 0/0 is 0; each target's value gains
-    M·v/m with M ~ Bernoulli(p) per head, or with `deterministic` its expectation p·v/m. M depends
-    on the seed, the head and the evicted entry's position only. With `newest` only that many of
-    the latest entries evicted from each head are spread, 0 spreads all.
+    An evicted entry's targets are the next `targets` kept entries by position, or all m that follow
+    if fewer; without any it is lost. With column sums A, p = clamp(A of the entry / mean A of its
+    targets, 0, 1), where 0/0 is 0. Each target's value gains M·v/m with M ~ Bernoulli(p) per head,
+    or with `deterministic` the expectation p·v/m. M depends on the seed, the head and the evicted
+    entry's position only. `newest` spreads only that many of the latest entries evicted from each
+    head; 0 spreads all.
     Source: CaM (Zhang et al., ICML 2024); zyxxmu/cam `kv_cache_cam.py`, which spreads the newest.
     """
     keys, values = take(eviction.keys, eviction.slots), take(eviction.values, eviction.slots)
@@ -34,21 +34,21 @@ def spread_values(
     kept = values.shape[2]
     if not evicted.shape[-1] or not kept:
         return keys, values, None
-    # Ascending, holes on the left: what follows a position is a span of kept entries.
-    places = pick(eviction.positions, eviction.slots, -1)
-    where = pick(eviction.positions, evicted, 0)
-    first = torch.searchsorted(places, where)
+    # Ascending, holes on the left: the kept entries after a position are a span.
+    kept_positions = pick(eviction.positions, eviction.slots, -1)
+    positions = pick(eviction.positions, evicted, 0)
+    first = torch.searchsorted(kept_positions, positions)
     last = (first + targets).clamp(max=kept)
     weight = _chances(eviction, evicted, first, last)
     if not deterministic:
-        weight = (_uniform(eviction.seed, where) < weight).double()
+        weight = (_uniform(eviction.seed, positions) < weight).double()
     weight = weight.masked_fill(evicted < 0, 0.0) / (last - first).clamp(min=1)
     add = _to_one_span if evicted.shape[-1] == 1 else _to_spans
     return keys, add(values, eviction.values, evicted, weight, first, last), None
 
 
 def _chances(eviction: Eviction, evicted: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """p `[B, H, E]` float64."""
+    """Probabilities p `[B, H, E]`, float64; targets are the kept entries `first` to `last − 1`."""
     assert eviction.column_sums is not None
     sums = eviction.column_sums.double()
     before = F.pad(pick(sums, eviction.slots, 0).cumsum(-1), (1, 0))
@@ -65,10 +65,10 @@ def _weighted(values: Tensor, evicted: Tensor, weight: Tensor, exact: torch.dtyp
 def _to_one_span(
     kept: Tensor, values: Tensor, evicted: Tensor, weight: Tensor, first: Tensor, last: Tensor
 ) -> Tensor:
-    """One evicted entry per head: only its span of the kept values is touched."""
+    """Kept values after one evicted entry per head: only its span is written."""
     exact = torch.promote_types(kept.dtype, torch.float32)
     width = int((last - first).max())
-    # Near the end the span is moved to the left, so that no place is written twice.
+    # Near the end the span is moved to the left, so that no slot is written twice.
     span = torch.arange(width, device=kept.device) + first.clamp(max=kept.shape[2] - width)
     inside = (span >= first) & (span < last)
     chosen = take(kept, span)
@@ -80,9 +80,12 @@ def _to_one_span(
 def _to_spans(
     kept: Tensor, values: Tensor, evicted: Tensor, weight: Tensor, first: Tensor, last: Tensor
 ) -> Tensor:
-    """Each addition enters at its span's first entry and leaves behind its last one."""
+    """Kept values after several: running sums, to which a span's first entry adds its value.
+
+    The entry after its last one subtracts it again.
+    """
     batch, heads, size, width = kept.shape
-    # What leaves must cancel what entered: float64, and a count says where nothing is left.
+    # Both must cancel: sums are float64, and a count of open spans tells where none is left.
     gain = kept.new_zeros((batch, heads, size + 1, width), dtype=torch.float64)
     active = torch.zeros((batch, heads, size + 1), dtype=torch.long, device=kept.device)
     step = max(1, TILE_BYTES // (8 * batch * heads * width))
@@ -90,17 +93,17 @@ def _to_spans(
         tile = slice(part, part + step)
         added = _weighted(values, evicted[..., tile], weight[..., tile], torch.float64)
         for edge, sign in ((first, 1), (last, -1)):
-            place = edge[..., tile]
-            gain.scatter_add_(2, place[..., None].expand_as(added), sign * added)
-            active.scatter_add_(2, place, sign * (weight[..., tile] > 0).long())
+            index = edge[..., tile]
+            gain.scatter_add_(2, index[..., None].expand_as(added), sign * added)
+            active.scatter_add_(2, index, sign * (weight[..., tile] > 0).long())
     changed = (kept.double() + gain.cumsum(2)[:, :, :size]).to(kept.dtype)
     return torch.where((active.cumsum(-1)[..., :size] > 0)[..., None], changed, kept)
 
 
 def _uniform(seed: int, positions: Tensor) -> Tensor:
-    """Numbers in [0, 1) float64, fixed by the seed, the head and each of `positions [B, H, E]`.
+    """Random numbers in [0, 1) `[B, H, E]`, float64, fixed by the seed, the head and the position.
 
-    A hash instead of a generator: no other position's number has to be drawn for it.
+    A hash instead of a generator: no other position's number has to be drawn first.
     """
     heads = torch.arange(positions.shape[1], device=positions.device)
     per_head = _mixed(_mixed(torch.full_like(heads, seed)) + heads)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores: an `Observation` → `[B, H, T]` float32, higher = keep."""
+"""Score stages: an `Observation` → scores `[B, H, T]`, float32, higher = keep."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention received, summed over every query since the entry was stored."""
+"""Score by accumulated attention: column sums over every query since an entry was stored (H2O)."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores from the keys alone."""
+"""Score by key norm (KNorm)."""
 
 from torch import Tensor
 
@@ -7,6 +7,6 @@ from kvfold.methods.observation import Observation
 
 
 def negative_norm(observation: Observation) -> Tensor:
-    """−‖k‖₂ of each entry: keys of low norm receive high attention."""
+    """Scores −‖k‖₂ `[B, H, T]`, float32: keys of low norm receive high attention."""
     norms: Tensor = observation.keys.float().norm(dim=-1)
     return -norms

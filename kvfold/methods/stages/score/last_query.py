@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the newest query."""
+"""Score by the newest query's attention (TOVA)."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from kvfold.methods.observation import Observation
 
 
 def newest_row(observation: Observation, per_head: bool) -> Tensor:
-    """The last query's attention `[B, H, T]`: mean over all query heads, or over each group."""
+    """Attention `[B, H, T]` of the last query: mean over all query heads, or over each group."""
     heads = observation.keys.shape[1]
     mean = mean_of_heads(observation.window_attention(1), heads if per_head else 1)
     return mean.expand(-1, heads, -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Votes of the last queries, pooled so that neighbours are kept together."""
+"""Score by votes of the observation window, pooled over neighbours (SnapKV)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Pooling = Literal["max", "avg"]
 def window_votes(
     observation: Observation, window: int, kernel: int, pooling: Pooling, pool_first: bool = False
 ) -> Tensor:
-    """Attention of the last `window` queries to all earlier entries, summed, group mean, pooled.
+    """Votes `[B, H, T]`: attention of the last `window` queries, summed, group mean, pooled.
 
-    The window's own entries score 0: they are forced to stay. `pool_first` pools each query head
-    before the group mean, as kvpress does. (SnapKV: FasterDecoding/SnapKV `snapkv_utils.py`.)
+    The window's own entries score 0, as they are forced. `pool_first` pools each query head before
+    the group mean, as kvpress does. Source: FasterDecoding/SnapKV `snapkv_utils.py`.
     """
     observation, order = observation.padding_first()
     votes = observation.window_attention(window).sum(2)[..., :-window]
@@ -37,9 +37,10 @@ def window_votes(
 
 
 def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None = None) -> Tensor:
-    """1-D pooling along the last axis, length kept: padding counts as lying outside.
+    """Pooled scores of the same shape, along the last axis; `padding` counts as outside.
 
-    `avg` pads with zeros and always divides by `kernel`; `max` pads with −∞.
+    "avg" pads with zeros and always divides by `kernel`; "max" pads with −∞. Raises KvfoldError for
+    a kernel that is not odd and positive.
     """
     check_window(1, kernel)
     if kernel == 1 or scores.shape[-1] == 0:
@@ -47,7 +48,7 @@ def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None =
     outside = -torch.inf if pooling == "max" else 0.0
     if padding is not None:
         scores = scores.masked_fill(padding, outside)
-    # From any entry this width reaches all of them: a wider kernel sees no more.
+    # This width reaches every entry from any other: a wider kernel pools the same.
     width = min(kernel, 2 * scores.shape[-1] - 1)
     if pooling == "max":
         return F.max_pool1d(scores, width, 1, width // 2)
@@ -55,7 +56,7 @@ def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None =
 
 
 def check_window(window: int, kernel: int) -> None:
-    """Raises KvfoldError for a window or kernel that no method can work with."""
+    """Raises KvfoldError for a window below 1 query, or a kernel that is not odd and positive."""
     if window < 1:
         raise KvfoldError(f"an observation window is at least 1 query, not {window}")
     if kernel < 1 or kernel % 2 == 0:

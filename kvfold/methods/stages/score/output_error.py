@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much leaving entries out changes a layer's attention output, for observed queries."""
+"""Change of a layer's attention output by evictions, for the window queries (auto)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from kvfold.methods.stages.score.observation_window import pool
 
 
 def change_alone(observation: Observation, window: int, kernel: int) -> Tensor:
-    """What leaving out each entry alone does to the outputs of the last `window` queries.
+    """Change `[B, H, T]`, float32, of the last `window` queries' outputs by each entry's eviction.
 
-    Neighbours share the highest of it, `kernel` at a time: an answer is read on from where it was
-    found.
-
-    Without entry j, whose weight is a, an output o becomes (o − a·v) / (1 − a): it moves by about
-    a·‖v − o‖. `[B, H, T]` float32, root of the squares summed over queries and a group's heads.
+    Without entry j of weight a and value v, an output o becomes (o − a·v) / (1 − a): it moves by
+    about a·‖v − o‖. Root of the squares summed over queries and a group's heads, max-pooled over
+    `kernel` neighbours, so that the text around an important token is kept too.
     """
-    observation, order = observation.padding_first()  # what padding parts are neighbours
+    observation, order = observation.padding_first()  # so that it separates no neighbours
     rows = _grouped(observation.window_attention(window), observation)
     values = observation.values.float()
     outputs = rows @ values
@@ -31,15 +29,16 @@ def change_alone(observation: Observation, window: int, kernel: int) -> Tensor:
 
 
 def relative_change(observation: Observation, kept: Tensor, queries: slice) -> Tensor:
-    """‖change‖ / ‖output‖ of the layer `[B]` when only `kept [B, H, T]` stay, over those queries.
+    """Relative change ‖change‖ / ‖output‖ `[B]` of the layer if only `kept [B, H, T]` stay.
 
-    Outputs are the heads' attention outputs side by side, before the output projection.
+    Over the window queries in the slice `queries`. Outputs are the heads' attention outputs
+    concatenated, before the output projection.
     """
     rows = _grouped(observation.window_attention(observation.window)[:, :, queries], observation)
     values = observation.values.float()
     outputs = rows @ values
     staying = rows * kept[:, :, None]
-    # What leaves gives its weight to the rest; an attention sink keeps its share.
+    # Evicted entries give their weight to the rest; sink logits keep theirs.
     rest = (1 - (rows - staying).sum(-1, keepdim=True)).clamp(min=1e-6)
     change = staying @ values / rest - outputs
     return _norm(change) / _norm(outputs).clamp(min=1e-12)
@@ -50,6 +49,6 @@ def _norm(outputs: Tensor) -> Tensor:
 
 
 def _grouped(rows: Tensor, observation: Observation) -> Tensor:
-    """`[B, Hq, W, T]` → `[B, H, G·W, T]`."""
+    """Rows of a group under its KV head: `[B, Hq, W, T]` → `[B, H, G·W, T]`."""
     grouped: Tensor = rows.unflatten(1, (observation.keys.shape[1], -1))
     return grouped.flatten(2, 3)

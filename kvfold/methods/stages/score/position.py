@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that look at nothing but the position."""
+"""Scores by position alone."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from kvfold.methods.observation import Observation
 
 
 def recency(observation: Observation) -> Tensor:
-    """The newer, the higher."""
+    """Scores `[B, H, T]`, float32: the position, so that newer entries score higher."""
     return observation.positions.float()
 
 
 def uniform_noise(observation: Observation) -> Tensor:
-    """Uniform random scores, fixed by the seed, the head, and each token's number in its row."""
+    """Uniform random scores `[B, H, T]`, fixed by the seed, the head and the position."""
     heads = observation.positions.shape[1]
-    place = observation.positions.clamp(min=0)
+    positions = observation.positions.clamp(min=0)
     generator = torch.Generator().manual_seed(observation.seed)
-    # Token after token, so that a longer row in the batch changes nothing for a shorter one.
-    noise = torch.rand(int(place.max()) + 1, heads, generator=generator).T.to(place.device)
-    return noise.expand(len(place), -1, -1).gather(2, place)
+    # Drawn token by token, so that a longer row in the batch changes nothing for a shorter one.
+    noise = torch.rand(int(positions.max()) + 1, heads, generator=generator).T.to(positions.device)
+    return noise.expand(len(positions), -1, -1).gather(2, positions)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean attention, with entries protected whose attention is not stable."""
+"""Score by mean attention, with entries of unstable attention protected (RoCo)."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ from kvfold.methods.observation import Observation
 def low_mean_unless_unstable(
     observation: Observation, *, protect_recent: int = 10, protect_std_ratio: float = 0.3
 ) -> Tensor:
-    """Mean attention over the queries that could see an entry; above 1 for protected ones.
+    """Mean attention `[B, H, T]`, float32, over the queries that could see an entry.
 
-    Float32 `[B, H, T]`. Of a budget of k entries, the `int(protect_std_ratio·k) + 1` whose
-    attention deviates most are protected, the last `protect_recent` before all others and the
-    newest of these first. With k + 1 entries stored, what scores lowest is what RoCo evicts:
-    the lowest mean among the k − int(protect_std_ratio·k) smallest deviations.
+    Protected entries score above 1: of a budget of k, the `int(protect_std_ratio·k) + 1` whose
+    attention deviates most, the last `protect_recent` before all others and the newest of these
+    first. With k + 1 entries stored, the lowest score is the entry that RoCo evicts: the lowest
+    mean among the k − int(protect_std_ratio·k) smallest deviations.
 
-    Ren and Zhu, section 3 (arXiv 2402.06262); DRSY/EasyKV `easykv/easykv.py`.
+    Source: Ren and Zhu, section 3 (arXiv 2402.06262); DRSY/EasyKV `easykv/easykv.py`.
     """
     assert observation.column_sums is not None and observation.column_squares is not None
     assert observation.tokens_seen is not None and observation.budget is not None
@@ -30,18 +30,18 @@ def low_mean_unless_unstable(
     # No deviation of attention exceeds 1/2.
     deviation = torch.where(age <= protect_recent, 1.0 + protect_recent - age, deviation)
     protected = _highest(
-        deviation.masked_fill(~stored, -1.0), _places(observation.budget, protect_std_ratio)
+        deviation.masked_fill(~stored, -1.0), _protected(observation.budget, protect_std_ratio)
     )
     return torch.where(protected, 2.0 + deviation, mean)
 
 
-def _places(budget: Tensor, ratio: float) -> Tensor:
-    """Protected entries `[B]`, never more than the budget."""
+def _protected(budget: Tensor, ratio: float) -> Tensor:
+    """Number of protected entries `[B]`, at most the budget."""
     return torch.minimum((budget.double() * ratio).long() + 1, budget)
 
 
 def _highest(values: Tensor, counts: Tensor) -> Tensor:
-    """Where the `counts[B]` highest `values[B, H, T]` are; of equal ones the earlier."""
+    """Bool mask `[B, H, T]` of the `counts [B]` highest `values`; of equal ones the earlier."""
     order = values.argsort(dim=-1, descending=True, stable=True)
     first = torch.arange(values.shape[-1], device=values.device) < counts.view(-1, 1, 1)
     return torch.zeros_like(values, dtype=torch.bool).scatter(2, order, first.expand_as(values))

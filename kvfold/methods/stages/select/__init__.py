@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection: scores, counts and a forced set → ascending slots to keep."""
+"""Selection stages: scores, counts and forced entries → ascending slots to keep."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a layer observed to the slots that stay."""
+"""Choice of the entries to keep, or of the one to evict, from a layer's observation."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kvfold.methods.stages.select.top import lowest, top
 
 @dataclass(frozen=True)
 class Chosen:
-    """Slots `[B, H, K]` ascending, −1 for holes; whether more was forced than the budget allows."""
+    """Entries that a layer keeps."""
 
-    slots: Tensor
-    over_budget: bool
+    slots: Tensor  # [B, H, K], ascending, −1 for holes
+    over_budget: bool  # True if more entries are forced than the budget allows
 
 
 def choose(
     stages: Stages, observation: Observation, places: Tensor, forced: Tensor, counts: Tensor
 ) -> Chosen:
-    """Which of the entries stay.
+    """Slots of the entries to keep when a prefill ends.
 
-    places `[B, H, T]` number each row's tokens, −1 for padding; forced `[B, H, T]` stay beside
-    those that the method forces; counts, `[B]` or `[B, H]`, are the entries to keep, forced ones
-    included.
+    `places [B, H, T]` are positions, −1 for padding; `forced [B, H, T]` entries are kept as well as
+    those that the method forces; `counts`, `[B]` or `[B, H]`, are the entries to keep, forced ones
+    included. Raises KvfoldError as `scores_of`, and for scores that are NaN.
     """
     per_row = counts if counts.dim() == 1 else counts.amax(-1)
     forced = forced | stages.forced.mask(places, per_row)
@@ -56,10 +56,10 @@ def leaving(
     forced: Tensor | None,
     capacity: Tensor,
 ) -> Tensor:
-    """The slot `[B, H, 1]` that leaves where every head stores one entry more than `capacity [B]`.
+    """Slot `[B, H, 1]` to evict in heads that store one entry more than `capacity [B]`.
 
-    places and forced `[B, H, T]` are as for `choose`, which would keep all the others; `seen` tells
-    the budget.
+    places and forced `[B, H, T]` as for `choose`, which would keep all other slots. The observation
+    holds the budget.
     """
     staying = places < 0
     if stages.forced:
@@ -70,7 +70,7 @@ def leaving(
 
 
 def leaving_beside(stages: Stages, observation: Observation, staying: Tensor) -> Tensor:
-    """As `leaving`, where all that cannot leave is `staying [B, H, T]`."""
+    """As `leaving`, where `staying [B, H, T]` marks all slots that cannot be evicted."""
     scores = scores_of(stages, observation, staying.shape[1])
     return _checked_lowest(stages, scores.masked_fill(staying, torch.inf))
 
@@ -78,9 +78,9 @@ def leaving_beside(stages: Stages, observation: Observation, staying: Tensor) ->
 def leaving_between(
     stages: Stages, scores: Tensor, hidden: Tensor | None, first: int, last: int
 ) -> Tensor:
-    """As `leaving`, by finite scores `[B, H, T]`, where the `first` and the `last` slots stay.
+    """As `leaving`, by finite scores `[B, H, T]`, where the `first` and `last` slots stay.
 
-    hidden `[B, H, T]` is −∞ where an entry is gone, 0 elsewhere; None: nothing is.
+    `hidden [B, H, T]` is −∞ at holes, 0 elsewhere; None: no holes.
     """
     between = slice(first, scores.shape[-1] - last)
     scores = scores[..., between]
@@ -90,18 +90,18 @@ def leaving_between(
 
 
 def _checked_lowest(stages: Stages, scores: Tensor, first: int = 0) -> Tensor:
-    """The slot `[B, H, 1]` of the lowest score, slots counted from `first`."""
+    """Slot `[B, H, 1]` of the lowest score, counted from `first`; KvfoldError if it is NaN."""
     slot = lowest(scores, first)
     if not torch.compiler.is_compiling():
-        # NaN counts as lowest of all, so the lowest ones tell whether there are any.
+        # NaN sorts lowest, so the lowest scores show if there is any.
         check_numbers(stages, scores.gather(-1, slot - first if first else slot))
     return slot
 
 
 def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
-    """Scores `[B, H, T]` of the stored heads: the mean over the heads that share a latent.
+    """Scores `[B, heads, T]` of the stored heads: means over the KV heads that share a latent.
 
-    Raises KvfoldError, naming the method, for scores of another shape or kind.
+    Raises KvfoldError, naming the method, for scores of another shape or dtype.
     """
     assert stages.score is not None
     scores = stages.score(observation)
@@ -118,7 +118,7 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
 
 
 def check_numbers(stages: Stages, scores: Tensor) -> None:
-    """Raises KvfoldError, naming the method, where scores are NaN."""
+    """Raises KvfoldError, naming the method, if any score is NaN."""
     if bool(scores.isnan().any()):
         raise KvfoldError(
             f"{stages.method} scores entries with NaN, which cannot be ranked: look for 0/0, and "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must stay: sinks, recent tokens, spans that the user protects."""
+"""Forced entries: sinks, recent tokens, and spans that the user protects."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvfold.methods.stages.allocate.rounding import ROUNDING
 
 @dataclass(frozen=True)
 class Share:
-    """A number of tokens given as a part of the entries that are kept."""
+    """A number of tokens, as a share of the entries to keep."""
 
     of_kept: float
 
 
 @dataclass(frozen=True)
 class Forced:
-    """The first `sinks` tokens, the last `recent` stored ones, and `spans` of token indices.
+    """The first `sinks` tokens, the last `recent` stored entries, and `spans` of positions.
 
-    Indices count a row's tokens without its padding. `recent` may be a `Share` of what is kept:
-    such a window never asks for more than the budget leaves it.
+    `recent` may be a `Share` of the entries to keep; it never takes more than sinks and spans
+    leave.
     """
 
     sinks: int = 0
@@ -31,12 +31,12 @@ class Forced:
     spans: tuple[tuple[int, int], ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything is forced."""
+        """True if any entry is forced."""
         return bool(self.sinks or self.recent or self.spans)
 
     @property
     def least(self) -> int:
-        """The entries that any budget must hold, overlaps counted once."""
+        """Number of entries that any budget must hold; overlaps count once, a `Share` is 0."""
         count = end = 0
         for start, stop in sorted([(0, self.sinks), *self.spans]):
             count += max(0, stop - max(start, end))
@@ -44,10 +44,10 @@ class Forced:
         return count + (0 if isinstance(self.recent, Share) else self.recent)
 
     def ends(self, kept: int) -> tuple[int, int] | None:
-        """How many of the first and of the last of `kept + 1` entries are forced to stay.
+        """Number of first and of last entries that are forced among `kept + 1`.
 
-        None where others are as well, or all. Rows must have no padding and have kept as many
-        before, so that what is missing among their entries lies between these ends.
+        None if entries between are forced as well, or all. Rows must have no padding and must have
+        kept as many before, so that all evicted entries lie between these ends.
         """
         recent = self.recent
         if isinstance(recent, Share):
@@ -55,9 +55,9 @@ class Forced:
         return None if self.spans or self.sinks + recent > kept else (self.sinks, recent)
 
     def mask(self, places: Tensor, counts: Tensor) -> Tensor:
-        """Which stored entries are forced, bool `[B, H, T]`.
+        """Bool mask `[B, H, T]` of forced entries.
 
-        `places [B, H, T]` number each row's tokens, −1 for padding; `counts [B]` are to be kept.
+        `places [B, H, T]` are positions, −1 for padding; `counts [B]` are the entries to keep.
         """
         stored = places >= 0
         forced = places < self.sinks
@@ -71,12 +71,12 @@ class Forced:
             room = (counts - forced.sum(-1).amax(-1)).clamp(min=0)
             share = (counts.double() * self.recent.of_kept + ROUNDING).long()
             recent = torch.minimum(share, room)
-        # Counted from the right end, so that padding never uses up recent tokens.
+        # Counted from the right over stored entries only, so that padding uses up no recent ones.
         age = stored.flip(-1).cumsum(-1).flip(-1)
         return forced | (stored & (age <= recent.view(-1, 1, 1)))
 
     def least_of(self, places: Tensor) -> Tensor:
-        """Entries of each head that are forced whatever is kept, `[B]`; `places` as for `mask`."""
+        """Number of entries `[B]` per head that are forced at any size; `places` as for `mask`."""
         none = torch.zeros(len(places), dtype=torch.long, device=places.device)
         return self.mask(places, none).sum(-1).amax(-1)
 
@@ -86,5 +86,5 @@ def _part(kept: int, share: Share) -> int:
 
 
 def with_forced(scores: Tensor, forced: Tensor, places: Tensor) -> Tensor:
-    """Scores with forced entries above all others and padding below all others."""
+    """Scores `[B, H, T]` with +∞ at forced entries and −∞ at padding."""
     return torch.where(forced, torch.inf, scores).masked_fill(places < 0, -torch.inf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens go on to the next layer (PyramidInfer)."""
+"""Token pruning between layers (PyramidInfer)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def survivors(
 ) -> Tensor:
     """Slots `[B, K]` of the tokens that the next layer computes, ascending, −1 for holes.
 
-    The newest 1 + ⌊recent · n⌋ of a row's n tokens always do. Of those before, its context, a part
-    that falls with depth from 1 to `least` does: those to which the newest pay most attention, mean
-    over heads, the newest query weighing `newest_weight` times the oldest. A context of at most
-    `least_context` tokens is left alone, and so are all but every `interval`-th layer.
-    (PyramidInfer, arXiv 2405.12532, section 3; mutonix/pyramidinfer `modeling_llama.py`.)
+    The newest 1 + ⌊recent · n⌋ of a row's n tokens go on. Of the tokens before them, the context, a
+    share that falls with depth from 1 to `least` goes on: those with most attention from the
+    newest, mean over heads, where the newest query weighs `newest_weight` times the oldest. The
+    first `sinks` go on too. A context of at most `least_context` tokens is not pruned, and only
+    every `interval`-th layer prunes.
+    Source: PyramidInfer, arXiv 2405.12532, section 3; mutonix/pyramidinfer `modeling_llama.py`.
     """
     assert observation.tokens_seen is not None
     depth = (math.cos(math.pi * observation.layer / observation.layers) + 1) / 2
@@ -53,7 +54,7 @@ def survivors(
 
 
 def _attention_of_newest(observation: Observation, row: int, window: int, weight: float) -> Tensor:
-    """Weighted attention of a row's last `window` queries `[T]`, mean over heads, in blocks."""
+    """Weighted mean attention `[T]` of a row's last `window` queries, over all heads, in blocks."""
     one = slice(row, row + 1)
     assert observation.queries is not None and observation.query_positions is not None
     weights = torch.linspace(1, weight, window, device=observation.keys.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest scores win; of equal ones the earlier position."""
+"""Selection by score: the highest are kept; of equal ones the earlier position."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch import Tensor
 
 
 def top(scores: Tensor, counts: Tensor) -> Tensor:
-    """Slots of the `counts`, `[B]` or `[B, H]`, highest `scores [B, H, T]`, ascending.
+    """Slots `[B, H, max(counts)]` of the highest `scores [B, H, T]`, ascending.
 
-    `[B, H, max(counts)]`: heads that keep fewer are filled up with −1 on the left.
+    `counts`, `[B]` or `[B, H]`, are the entries to keep; heads that keep fewer than the most are
+    padded with −1 on the left.
     """
     most = int(counts.max())
     stored = scores.shape[-1]
@@ -23,19 +24,19 @@ def top(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def _all_but_lowest(scores: Tensor) -> Tensor:
-    """The step of every decode-time eviction, without a sort: of equal scores the latest goes."""
+    """Slots `[B, H, T − 1]` of all but the lowest score, the latest of equal ones; no sort."""
     last = scores.shape[-1] - 1
     slots = torch.arange(last, device=scores.device).expand(*scores.shape[:2], last)
     return slots + (slots >= lowest(scores))
 
 
 def lowest(scores: Tensor, first: int = 0) -> Tensor:
-    """Slot `[B, H, 1]` of each head's lowest score, of equal ones the latest.
+    """Slot `[B, H, 1]` of each head's lowest score; of equal ones the latest.
 
-    The scores `[B, H, T]` are those of slots from `first` on.
+    `scores [B, H, T]` belong to the slots from `first` on.
     """
     if torch.compiler.is_compiling():
-        # Two passes that run on vectors, as one over what is flipped does not.
+        # Two vectorized passes: a single one over a flipped tensor is not vectorized.
         slots = torch.arange(first, first + scores.shape[-1], device=scores.device)
         least = scores == scores.amin(-1, keepdim=True)
         return slots.where(least, -1).amax(-1, keepdim=True)
