@@ -10,7 +10,7 @@ import torch
 import kvfold
 from kvfold.cache import decode
 from kvfold.cache import layer as layer_module
-from kvfold.cache.gather import Waiting
+from kvfold.cache.waiting import Waiting
 from kvfold.kernels.gather import take
 from kvfold.kernels.single_query import (
     FEW,

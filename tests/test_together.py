@@ -18,7 +18,7 @@ from kvfold import (
     UnsupportedModel,
     parse,
 )
-from kvfold.cache.gather import Waiting
+from kvfold.cache.waiting import Waiting
 from tests.budgets import SMALL, needs_driver
 from tests.models import build
 from tests.models import continuation as steps_of

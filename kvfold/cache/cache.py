@@ -20,7 +20,6 @@ from kvfold.attention.padding import Padding, announce, forget_announced
 from kvfold.budget import Budget
 from kvfold.cache import setup, trial
 from kvfold.cache.count import stats_of
-from kvfold.cache.gather import Waiting
 from kvfold.cache.history import History
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
@@ -30,6 +29,7 @@ from kvfold.cache.spans import spans_of
 from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
 from kvfold.cache.tensor_parallel import ranks_of
+from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
@@ -352,7 +352,9 @@ class CompressedCache(Cache, ToldOfForwards):
 
     def share_pairs(self) -> None:
         """Lets paired layers, copied one after the other, share again what they have in common."""
-        paired = [state.ragged() for state in self.states if state.store and state.store.pairs]
+        paired = [
+            state.ragged_store() for state in self.states if state.store and state.store.pairs
+        ]
         for first, second in zip(paired[::2], paired[1::2], strict=True):
             second.share_with(first)
 

@@ -24,9 +24,11 @@ from kvfold.kernels.single_query import mean_of_heads
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.merge.base import Leaving
 from kvfold.methods.stages.select.choose import leaving, leaving_between, scores_of
+from kvfold.store.dense import DenseStore
 from kvfold.store.entry_norms import norms_of
 
 Calls = dict[LayerState, AttentionCall]
+Stores = dict[LayerState, DenseStore]
 
 
 def evicts_one(state: LayerState, new: int) -> bool:
@@ -52,7 +54,7 @@ def predicted_slot(state: LayerState, call: AttentionCall) -> int | None:
     """
     if state.plan.stages.needs.norms != "keys" or call.softcap is not None:
         return None
-    ends, keys = state.forced_ends(), state.dense().keys
+    ends, keys = state.forced_ends(), state.dense_store().keys
     stored = keys.shape[2]
     if ends is None or sum(ends) >= stored or call.key.shape != keys.shape:
         return None
@@ -75,49 +77,50 @@ def evict_one(calls: Calls) -> None:
     Layers of one shape are treated together: the numbers are so small that many layers take hardly
     longer than one.
     """
-    slots = _leaving_slots(calls)
+    stores = {state: state.dense_store() for state in calls}
+    slots = _leaving_slots(calls, stores)
     stages = next(iter(slots)).plan.stages
     for state, slot in slots.items():
-        state.dense().drop(slot)
+        stores[state].drop(slot)
         state.surplus = 0
         state.evicted_at = state.settled = state.sequence.seen
         if stages.positions == "reindex":
             state.let_sinks_move()
     merge = stages.merge_one
     if merge is not None:
-        for alike in _grouped(slots, _entry_kind):
-            changes = merge(_merge_inputs(alike, slots, calls))
+        for alike in _grouped(slots, lambda state: _entry_kind(stores[state])):
+            changes = merge(_merge_inputs(alike, slots, calls, stores))
             for state, change in zip(alike, changes, strict=True):
-                state.dense().change(change.slot, change.keys, change.values, change.norms)
+                stores[state].change(change.slot, change.keys, change.values, change.norms)
                 state.merging = change.state
     for state in slots:
-        if state.stored().crowded:
+        if stores[state].crowded:
             state.copy_alive()
 
 
 # --- which entries leave --------------------------------------------------------------------
 
 
-def _leaving_slots(calls: Calls) -> dict[LayerState, Tensor]:
+def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
     """The slot `[B, H, 1]` of each layer's leaving entries."""
     slots: dict[LayerState, Tensor] = {}
 
     def kind(state: LayerState) -> tuple[object, ...]:
-        call, store = calls[state], state.dense()
+        call, store = calls[state], stores[state]
         row, stored = call.row, store.keys
         assert row is not None
         ends = state.forced_ends()
         return ends, row.shape, row.device, call.key.shape[1], stored.shape[1], store.holes
 
     for alike in _grouped(calls, kind):
-        ends, heads = alike[0].forced_ends(), alike[0].stored().keys.shape[1]
+        ends, heads = alike[0].forced_ends(), stores[alike[0]].keys.shape[1]
         if ends is None:
             slots |= {state: _leaving_slot(state, calls[state]) for state in alike}
             continue
         scores = _scores(alike, [calls[state] for state in alike])
         # Scores shared by all heads: their holes are the same, so decide once.
         differing = heads if scores.stride(1) else 1
-        masks = [mask for state in alike if (mask := state.dense().hidden) is not None]
+        masks = [mask for state in alike if (mask := stores[state].hidden) is not None]
         hidden = joined([mask[:, :differing] for mask in masks]) if masks else None
         chosen = leaving_between(alike[0].plan.stages, scores[:, :differing], hidden, *ends)
         chosen = chosen.expand(-1, heads, -1)
@@ -167,7 +170,7 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
     if needs.column_sums:
         sums = mean_of_heads(call.row, call.key.shape[1])
         add_moments(state, sums, sums.square() if needs.column_squares else None)
-    store = state.dense()
+    store = state.dense_store()
     positions = store.origins if state.sequence.valid is None else None
     if positions is None or positions.shape[1] != call.key.shape[1]:
         return dataclasses.replace(observation_of(state, call), budget=state.capacity)
@@ -202,10 +205,10 @@ def _merges_one(state: LayerState) -> bool:
 
 
 def _merge_inputs(
-    alike: list[LayerState], slots: dict[LayerState, Tensor], calls: Calls
+    alike: list[LayerState], slots: dict[LayerState, Tensor], calls: Calls, of_states: Stores
 ) -> list[Leaving]:
     """What the merge stage sees of layers whose single entries have one shape."""
-    stores = [state.dense() for state in alike]
+    stores = [of_states[state] for state in alike]
     of = alike[0].plan.stages.needs.norms
     norms: Sequence[Tensor | None] = [None] * len(alike)
     if of is not None:
@@ -238,9 +241,8 @@ def _products(
     ]
 
 
-def _entry_kind(state: LayerState) -> tuple[object, ...]:
+def _entry_kind(store: DenseStore) -> tuple[object, ...]:
     """What single entries of two layers must have in common to be one tensor."""
-    store = state.dense()
     keys, values = store.keys, store.values
     return keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.gather import Waiting
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.phase import Phase
 from kvfold.cache.state import LayerState
+from kvfold.cache.waiting import Waiting
 from kvfold.errors import BudgetError
 from kvfold.hf.models import read_tokens
 from kvfold.methods.base import Stages

@@ -18,12 +18,12 @@ from kvfold.attention.attend import (
 from kvfold.attention.call import AttentionCall
 from kvfold.attention.handshake import changed
 from kvfold.attention.mask import valid_columns
-from kvfold.cache.columns import LogicalSequence
 from kvfold.cache.decode import evict_after_token, evict_one, evicts_one, predicted_slot
+from kvfold.cache.encode import encode_due
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.observe import add_maxima, add_moments, observation_at, observation_of
 from kvfold.cache.prefill import end_prefill, size_and_evict
-from kvfold.cache.quantize import quantize_due
+from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.single_query import attend_single
@@ -67,7 +67,7 @@ class CompressedLayer(CacheLayerMixin):
         state, new = self.state, key_states.shape[2]
         if state.store is None:
             self.lazy_initialization(key_states, value_states)
-            stored = state.dense().dense()
+            stored = state.dense_store().dense()
         else:
             own = state.phase.frozen or state.phase.own is not None
             if new > 1 and not own and state.store.dead:
@@ -160,7 +160,7 @@ class CompressedLayer(CacheLayerMixin):
         assert store is not None
         if state.surplus == 1 and evicts_one(state, call.query.shape[2]):
             predicted = predicted_slot(state, call)
-            out, call = attend_and_watch_row(call, state.dense(), seen, mask, predicted)
+            out, call = attend_and_watch_row(call, state.dense_store(), seen, mask, predicted)
         elif phase.reconstruction is not None:
             counted, scored = self._counted(call), phase.reconstruction.scored
             out, call = attend_and_maximize(call, store, seen, mask, counted=counted, scored=scored)
@@ -228,7 +228,7 @@ class CompressedLayer(CacheLayerMixin):
             state.late = False
             size_and_evict(state, observation_of(state, call))
         elif stages.encode is not None and not state.stored().is_dense:
-            quantize_due(state, decoding=True)
+            encode_due(state, decoding=True)
 
     def _shows_all(self, call: AttentionCall) -> bool:
         """Whether a single query without a mask attends to all of a store that was evicted."""
@@ -252,7 +252,7 @@ class CompressedLayer(CacheLayerMixin):
         state.turns += 1
         state.settled = state.seen
         if columns.shape[1] < valid.shape[1]:
-            state.dense().place(columns[:, None])
+            state.dense_store().place(columns[:, None])
             state.evicted_at = state.seen
 
     def end_reading(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill eviction: a layer is brought to its budget when a prefill ends.
 
-Functions of (state, observation): allocate → choose → merge → keep → quantize.
+Functions of (state, observation): allocate → choose → merge → keep → encode.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
+from kvfold.cache.encode import encode_due
 from kvfold.cache.plan import with_forced_room
-from kvfold.cache.quantize import quantize_due
 from kvfold.cache.state import LayerState, alive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.gather import pick
@@ -43,7 +43,7 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     if own_forwards:
         _check_started(state)
         if stages.encode is not None:
-            _quantize_all(state, observation)
+            _encode_all(state, observation)
         return
     if stages.decode == "once":
         state.late = True
@@ -58,7 +58,7 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
 def size_and_evict(state: LayerState, observation: Observation) -> None:
     """Evicts to the size that the layer finds by itself; without a score, quantizes only."""
     if state.plan.stages.score is None:
-        _quantize_all(state, observation)
+        _encode_all(state, observation)
     else:
         evict_to(state, observation, size_of(state, observation))
 
@@ -172,9 +172,9 @@ def _keep_everything(
     _note_surplus(state, (places >= 0).sum(-1), counts)
     if state.sequence.valid is not None and state.surplus == 0 and state.stored().is_dense:
         # As holes, padding takes no part where single entries leave from now on.
-        state.dense().place(state.columns())
+        state.dense_store().place(state.columns())
     if state.plan.stages.encode is not None:
-        _quantize_all(state, observation)
+        _encode_all(state, observation)
     if state.stored().dead:
         # The recent window may reach further back from now on, and is counted in slots.
         state.copy_alive()
@@ -196,7 +196,7 @@ def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bo
     else:
         state.keep_dense(slots)
         if merged is not None:
-            state.dense().replace(*merged)
+            state.dense_store().replace(*merged)
     state.note_eviction()
 
 
@@ -220,11 +220,11 @@ def _keep_ragged(
         state.store = RaggedStore(*entries, positions, taken, encode)
     # Raw entries need no second look at them, which is a copy.
     kept = observation.at(slots) if state.plan.stages.encode is not None else None
-    quantize_due(state, decoding=False, observation=kept)
+    encode_due(state, decoding=False, observation=kept)
     state.select_per_entry(slots)
 
 
-def _quantize_all(state: LayerState, observation: Observation) -> None:
+def _encode_all(state: LayerState, observation: Observation) -> None:
     """Evicts nothing but padding, and quantizes."""
     _keep(state, observation, alive(state.places()), ragged=True)
 
@@ -272,7 +272,7 @@ def _check_heads(state: LayerState, observation: Observation) -> None:
 def _is_everything(state: LayerState, slots: Tensor) -> bool:
     """Whether entry i is column i, before and after."""
     store = state.stored()
-    untouched = store.is_dense and state.dense().stored_positions is None
+    untouched = store.is_dense and state.dense_store().stored_positions is None
     whole = untouched and slots.shape[-1] == store.length
     return state.plan.ranks.all((slots >= 0).all() & whole)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
-from kvfold.cache.columns import LogicalSequence
+from kvfold.cache.sequence import LogicalSequence
 
 
 class QueryWindow:

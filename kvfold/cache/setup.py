@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache
 from kvfold.attention import function as function  # registers the attention function
 from kvfold.budget import Budget
 from kvfold.cache import trial
-from kvfold.cache.gather import Waiting
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.phase import Phase
@@ -21,6 +20,7 @@ from kvfold.cache.plan import Plan
 from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
+from kvfold.cache.waiting import Waiting
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.forward_hooks import preparing, watch

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from kvfold.cache.columns import LogicalSequence
-from kvfold.cache.gather import Waiting
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
 from kvfold.cache.query_window import QueryWindow
+from kvfold.cache.sequence import LogicalSequence
+from kvfold.cache.waiting import Waiting
 from kvfold.hf.rotation import Rotation
 from kvfold.kernels.gather import pick
 from kvfold.store.base import Store
@@ -75,12 +75,12 @@ class LayerState:
         assert self.store is not None
         return self.store
 
-    def dense(self) -> DenseStore:
+    def dense_store(self) -> DenseStore:
         """The store of a layer all of whose heads hold equally many entries."""
         assert isinstance(self.store, DenseStore)
         return self.store
 
-    def ragged(self) -> RaggedStore:
+    def ragged_store(self) -> RaggedStore:
         """The store of a layer whose heads differ, or whose entries are quantized."""
         assert isinstance(self.store, RaggedStore)
         return self.store
@@ -194,12 +194,12 @@ class LayerState:
 
     def copy_alive(self) -> None:
         """Copies what is alive in a dense store: nobody else looks at what is stored then."""
-        store = self.dense()
+        store = self.dense_store()
         self.keep_dense(alive(store.positions))
 
     def keep_dense(self, slots: Tensor) -> None:
         """Keeps the entries at `slots [B, H, K]` of a dense store, and what belongs to them."""
-        self.dense().keep(slots)
+        self.dense_store().keep(slots)
         self.select_per_entry(slots)
 
     def select_per_entry(self, slots: Tensor) -> None:
@@ -213,24 +213,24 @@ class LayerState:
         stages = self.plan.stages
         if stages.positions == "reindex" and self.sinks is None:
             first, count = self._first_slots(), stages.forced.sinks
-            self.sinks = ReindexedSinks(self.dense(), first, count, self.rotation)
+            self.sinks = ReindexedSinks(self.dense_store(), first, count, self.rotation)
 
     def settle_sinks(self) -> None:
         """Moves re-indexed sinks to where all that is stored puts them."""
         if self.sinks is not None:
-            self.sinks.follow(self.dense(), self._first_slots(), self._evicted_per_row())
+            self.sinks.follow(self.dense_store(), self._first_slots(), self._evicted_per_row())
 
     def return_sinks(self) -> None:
         """Puts re-indexed sinks back as they were given, until more entries have left."""
         if self.sinks is not None:
-            self.sinks.restore(self.dense(), self._first_slots())
+            self.sinks.restore(self.dense_store(), self._first_slots())
             self.sinks = None
 
     def keys_as_given(self) -> Tensor:
         """Stored keys `[B, H, T, D]` before any sink was moved."""
         if self.sinks is None:
             return self.stored().keys
-        return self.sinks.as_given(self.dense(), self._first_slots())
+        return self.sinks.as_given(self.dense_store(), self._first_slots())
 
     def _first_slots(self) -> Tensor | None:
         """The slot of each row's first token `[B, H, 1]`; None without padding, where it is 0."""
@@ -240,7 +240,7 @@ class LayerState:
 
     def _evicted_per_row(self) -> Tensor:
         """Tokens seen but not stored `[B]`, where all heads store the same."""
-        store = self.dense()
+        store = self.dense_store()
         if self.sequence.valid is None:
             return self.seen_per_row() - (store.length - store.dead)
         return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)

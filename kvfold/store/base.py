@@ -20,7 +20,7 @@ class Store(ABC):
     """Interface of one layer's entries.
 
     `DenseStore` can also drop, change and place single entries; `RaggedStore` can encode its oldest
-    ones. Code that needs this asks a `LayerState` for its `dense()` or its `ragged()` store.
+    ones. Code that needs this asks a `LayerState` for its `dense_store()` or its `ragged_store()`.
 
     Modify the store: `append`, `keep`, `keep_own`, `crop`, `index`. Views taken before `keep` and
     `crop` stay valid; `index` copies. `fork` and `view` share memory: nothing is copied.

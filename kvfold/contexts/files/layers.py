@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.cache.columns import LogicalSequence
 from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW, LayerState
 from kvfold.contexts.files.format import LayerPart
 from kvfold.kernels.views import Named

@@ -67,7 +67,7 @@ class StaticBuffers(StaticLayer):
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
         super().__init__()
-        store = layer.state.dense()
+        store = layer.state.dense_store()
         self.first = store.keys.shape[2]
         # As views they would bring the shapes of what they are views of into the graph.
         self.keys, self.values = (buffer.data for buffer in store.reserve(room))

@@ -47,7 +47,7 @@ class StaticRagged(StaticLayer):
     @property
     def store(self) -> RaggedStore:
         """Where the layer's entries are."""
-        return self.layer.state.ragged()
+        return self.layer.state.ragged_store()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

@@ -7,12 +7,12 @@ from kvfold.cache.state import LayerState
 from kvfold.methods.observation import Observation
 
 
-def quantize_due(state: LayerState, decoding: bool, observation: Observation | None = None) -> None:
+def encode_due(state: LayerState, decoding: bool, observation: Observation | None = None) -> None:
     """Encodes what the layer has due; layers of a pair together, once both have attended.
 
     `observation` is of the entries kept, at a prefill's end.
     """
-    store, waiting = state.ragged(), state.waiting
+    store, waiting = state.ragged_store(), state.waiting
     if not store.pairs:
         if store.encode_due(decoding, observation):
             state.evicted_at = state.seen
@@ -20,5 +20,5 @@ def quantize_due(state: LayerState, decoding: bool, observation: Observation | N
         waiting.first_of_pair = state
     else:
         first, waiting.first_of_pair = waiting.first_of_pair, None
-        if first.ragged().encode_with(store, decoding):
+        if first.ragged_store().encode_with(store, decoding):
             first.evicted_at = state.evicted_at = state.seen
