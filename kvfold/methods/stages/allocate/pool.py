@@ -63,7 +63,7 @@ def whole_heads(scores: list[Tensor], per_head: Tensor, seen: Tensor | None = No
 
 
 def _joined(layers: list[Tensor]) -> Tensor:
-    """Layers `[B, …]`, possibly on several devices, concatenated along axis 1 on the first one's."""
+    """Layers `[B, …]`, on several devices perhaps, joined along axis 1 on the first one's."""
     return torch.cat([layer.to(layers[0].device) for layer in layers], 1)
 
 
