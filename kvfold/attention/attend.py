@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to a layer's store, by kernels that observe what the method asked for.
+"""Attention over a layer's store, by kernels that observe what the method needs.
 
 Each function takes an `AttentionCall` and returns the output `[B, S, Hq, Dv]`; those that observe
 return the call with its observations as well.
@@ -34,7 +34,7 @@ def attend_stock(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention that the model was loaded with; `mask [B, ·, S, T]` is of what is stored."""
+    """Output of the model's own attention implementation; `mask [B, ·, S, T]` over the store."""
     attend = stock_attention(kind, module)
     return attend(module, call.query, call.key, call.value, mask, **options)
 
@@ -49,9 +49,12 @@ def attend_to_view(
     options: dict[str, Any],
     holes: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention that observes nothing; `seen` columns, `mask` as the model made it for them."""
+    """Output `[B, S, Hq, Dv]` over a store's `view`; observes nothing.
+
+    `mask` is the model's, over all `seen` columns.
+    """
     if isinstance(view, RaggedView):
-        # Of a logical mask, the part that is about the segments' last columns.
+        # The logical mask's part for the segments' newest columns.
         newest = None if mask is None else mask[..., seen - view.new : seen]
         out = attend_to_segments(
             call.query, view, newest, scale=call.scale, softcap=call.softcap, sinks=call.sinks
@@ -70,7 +73,7 @@ def attend_and_sum(
     counted: Tensor | None,
     squares: bool,
 ) -> Observed:
-    """Observes column sums, and sums of squares; of the queries that are `counted [B, S]`."""
+    """Observes column sums, and with `squares` their squares, over queries `counted [B, S]`."""
     key, value, stored_mask = _dense(call, store, seen, mask)
     out, sums, of_squares = attend_with_moments(
         call.query,
@@ -95,7 +98,7 @@ def attend_and_maximize(
     counted: Tensor | None,
     scored: Tensor,
 ) -> Observed:
-    """Observes column maxima, of attention shared out among the `scored [B, N]` columns."""
+    """Observes column maxima of a softmax over the `scored [B, N]` columns alone (KVzip)."""
     key, value, stored_mask = _dense(call, store, seen, mask)
     out, maxima = attend_with_column_maxima(
         call.query,
@@ -118,7 +121,7 @@ def attend_and_watch_row(
     mask: Tensor | None,
     predicted: int | None,
 ) -> Observed:
-    """Observes the row of a single query; with a slot `predicted` to leave, its products too."""
+    """Observes a single query's attention weights; with a `predicted` slot, its products too."""
     hidden = _hidden(call, store, seen, mask)
     if predicted is None:
         out, row = attend_with_row(
@@ -142,7 +145,7 @@ def attend_and_watch_row(
 def _dense(
     call: AttentionCall, store: Store, seen: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values `[B, H, T, D]`, decoded, and the mask of these."""
+    """Decoded keys `[B, H, T, D]` and values `[B, H, T, Dv]`, and their mask."""
     if store.is_dense:
         view = store.view()
         assert not isinstance(view, RaggedView)
@@ -154,7 +157,7 @@ def _dense(
 def _hidden(
     call: AttentionCall, store: DenseStore, seen: int, mask: Tensor | None
 ) -> Tensor | None:
-    """What hides entries from a single query: an addend `[B, H or 1, ·, T]`."""
+    """Additive mask `[B, H or 1, ·, T]` for a single query; None if nothing is hidden."""
     if mask is None:
         hidden = store.hidden
         return None if hidden is None else hidden[:, :, None]

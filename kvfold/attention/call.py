@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention call: what went in, and what was observed of it."""
+"""One attention call: its inputs and its observations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class PredictedEviction(NamedTuple):
     """The slot expected to leave every head, and dot products `[B, H, T]` of all keys with its key.
 
-    Computed in the same matmul as the logits; D2O compares the leaving key with all others.
+    Computed in the same matmul as the logits; D2O compares the evicted key with all others.
     """
 
     slot: int
@@ -21,19 +21,17 @@ class PredictedEviction(NamedTuple):
 class AttentionCall(NamedTuple):  # made in every layer of every step
     """Inputs of one attention call, and the observations that the method asked for.
 
-    query `[B, Hq, S, D]`; key and value `[B, H, T, D]`; scale of the logits; softcap; attention
-    sinks `[Hq]`. Observed: the row `[B, Hq, 1, T]` of a single query; column sums, squares and
-    maxima `[B, H, T]`; a predicted eviction. None where nobody asked.
+    Observations are None unless the method needs them.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
+    query: Tensor  # [B, Hq, S, D]
+    key: Tensor  # [B, H, T, D]
+    value: Tensor  # [B, H, T, Dv]
+    scale: float  # of the logits
     softcap: float | None = None
-    sinks: Tensor | None = None
-    row: Tensor | None = None
-    sums: Tensor | None = None
-    squares: Tensor | None = None
-    maxima: Tensor | None = None
+    sinks: Tensor | None = None  # [Hq], sink logits
+    row: Tensor | None = None  # [B, Hq, 1, T], weights of a single query
+    sums: Tensor | None = None  # [B, H, T], column sums
+    squares: Tensor | None = None  # [B, H, T], column sums of squares
+    maxima: Tensor | None = None  # [B, H, T], column maxima
     predicted: PredictedEviction | None = None

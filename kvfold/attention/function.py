@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention function that transformers calls; stock attention where no cache layer waits."""
+"""The attention function that transformers calls; stock attention if no cache layer is pending."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`kind` is the stock attention that kvfold builds on."""
+    """Attention output `[B, S, Hq, Dv]` and weights; `kind` is the stock attention beneath.
+
+    query `[B, Hq, S, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`. Raises UnsupportedModel as
+    `handshake.claim`, and for a second attention to the same keys.
+    """
     pending = handshake.pending
     if pending.graph_layer is not None:
         layer = pending.graph_layer
@@ -38,7 +42,7 @@ def _attention(
             raise handshake.changed(module)
         attend = stock_attention(kind, module)
         return attend(module, query, key, value, attention_mask, **options)
-    # Never part of a graph, which would not find what a layer handed out.
+    # Never part of a graph, in which the handshake's references would be lost.
     attend_eagerly = _attend_outside_of_graphs if is_dynamo_compiling() else _attend_to_stored
     return attend_eagerly(kind, module, query, key, value, attention_mask, mark, options)
 
@@ -53,7 +57,7 @@ def _attend_to_stored(
     mark: Any,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention to what a layer handed out, which `mark`ed the keys if others attend to them."""
+    """Attention over a pending layer's store; `mark` is that of keys shared between layers."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             out, weights = _attend_to_stored(kind, module, query, key, value, mask, mark, options)
@@ -74,7 +78,7 @@ _attend_outside_of_graphs = torch.compiler.disable(_attend_to_stored)
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """An attention output whose gradient is refused: entries are kept without their history."""
+    """Attention output that refuses a gradient, as stored entries have no autograd history."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:

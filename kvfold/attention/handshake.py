@@ -35,10 +35,10 @@ class AttendingLayer(Protocol):
     latents: bool  # keys are made from its entries, inside the forward
 
     def view(self) -> Any:
-        """What is stored now."""
+        """View of the store."""
 
     def is_source_of(self, key: Tensor) -> bool:
-        """Whether keys `[B, H, T, D]` have been expanded from its latents."""
+        """True if keys `[B, H, T, D]` were expanded from its latents."""
 
     def attend(
         self,
@@ -48,7 +48,7 @@ class AttendingLayer(Protocol):
         mask: Tensor | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention output `[B, S, Hq, Dv]`; observes, and evicts where it is time."""
+        """Attention output `[B, S, Hq, Dv]`; observes, and evicts when due."""
 
     def attend_as_guest(
         self,
@@ -63,7 +63,7 @@ class AttendingLayer(Protocol):
 
 
 class GraphLayer(Protocol):
-    """A layer inside a compiled graph: its attention is to what it holds."""
+    """A layer inside a compiled graph, which attends to its own buffers."""
 
     def attend(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]`."""
@@ -86,7 +86,7 @@ pending = _Pending()
 def hand_out(keys: Tensor, values: Tensor, index: int, layer: AttendingLayer) -> Tensor:
     """Remembers keys and values on their way to attention; returns the keys to give the model.
 
-    Shared keys are returned as a marked alias, so that what is stored can be copied and saved.
+    Shared keys are returned as a marked alias, so that the stored tensor itself can be copied.
     """
     pending.index, pending.layer, pending.graph_layer = index, layer, None
     pending.keys, pending.values, pending.done = weakref.ref(keys), weakref.ref(values), None
@@ -98,26 +98,26 @@ def hand_out(keys: Tensor, values: Tensor, index: int, layer: AttendingLayer) ->
 
 
 def expect(layer: GraphLayer) -> None:
-    """The next attention is that of a layer in a compiled graph."""
+    """Announces that the next attention is that of `layer`, in a compiled graph."""
     pending.graph_layer = layer
 
 
 def forget() -> None:
-    """Clears what an update left whose attention never came."""
+    """Clears the pending layer, after an update without attention."""
     pending.index = pending.layer = pending.graph_layer = None
     pending.keys = pending.values = pending.done = None
 
 
 def was_done(key: Tensor) -> bool:
-    """Whether these keys were attended to already."""
+    """True if these keys were attended to already."""
     return pending.done is not None and pending.done() is key
 
 
 def claim(module: nn.Module, key: Tensor, value: Tensor) -> AttendingLayer | None:
-    """The layer that waits, where these keys and values are what it handed out, once.
+    """The pending layer, if it handed out these keys and values; it is pending no longer.
 
     None for attention without a cache, and for keys that another layer marked. Raises
-    UnsupportedModel where keys or values were changed on the way.
+    UnsupportedModel if keys or values were changed on the way.
     """
     index, layer, handed, values = pending.index, pending.layer, pending.keys, pending.values
     pending.index = pending.layer = pending.keys = pending.values = None
@@ -139,7 +139,7 @@ def claim(module: nn.Module, key: Tensor, value: Tensor) -> AttendingLayer | Non
 
 
 def changed(module: nn.Module) -> UnsupportedModel:
-    """The refusal of a model that changes keys, values or the mask, or attends to them twice."""
+    """Error for a model that changes keys, values or the mask, or attends to them twice."""
     return UnsupportedModel(
         f"{type(module).__name__} attends several times after one cache update, or changes keys, "
         "values or the mask between the two: kvfold cannot tell what its entries receive"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the logical mask, which speaks of tokens seen, to the mask of what is stored."""
+"""Masks of stored entries, from the model's logical masks over all columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def valid_columns(mask: Tensor) -> Tensor | None:
-    """Which columns of a logical mask `[B, ·, S, N]` are tokens `[B, N]`; None: all are."""
+    """Bool mask `[B, N]` of the token columns in a logical mask `[B, ·, S, N]`; None: all."""
     last = mask[:, 0, -1]
     valid = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
     # A copy: a view would keep the whole mask alive.
@@ -22,11 +22,11 @@ def physical_mask(
     seen: int,
     holes: bool | None = None,
 ) -> Tensor | None:
-    """The logical mask `[B, 1 or Hq, S, N]` → the mask of what is stored `[B, Hq, S, T]`.
+    """Mask of stored entries `[B, Hq, S, T]` from a logical mask `[B, 1 or Hq, S, N]`.
 
-    `positions [B, H, T]` are those of the keys handed out, None while nothing was evicted; the
-    last of the `query [B, Hq, S, D]` is at column `seen − 1`. `holes`: whether a position is −1,
-    where it is known. None means that causality is all.
+    `positions [B, H, T]` are the columns of the stored keys, None while slot i is column i; the
+    last of the `query [B, Hq, S, D]` is at column `seen − 1`. `holes` is true if any column is −1;
+    None: unknown. A result of None means causal.
     """
     if positions is None:
         return mask
@@ -37,7 +37,7 @@ def physical_mask(
     if mask is None and new == 1 and not holes:
         return None
     if new > 1 and not holes and _only_causal(mask, new, seen):
-        # What is older than the queries is seen by all of them, whatever each head has kept of it.
+        # Every query sees all older entries, so the columns that each head has kept do not matter.
         causal = _lower_right(new, stored, positions.device)[None, None]
         if mask is None or mask.dtype == torch.bool:
             return causal
@@ -62,7 +62,7 @@ def physical_mask(
 
 
 def _only_causal(mask: Tensor | None, new: int, seen: int) -> bool:
-    """Whether a logical mask hides nothing but the future from the last `new` tokens."""
+    """True if a logical mask is causal for the last `new` tokens, and hides nothing else."""
     if mask is None:
         return True
     if mask.shape[1] > 1:
@@ -72,5 +72,5 @@ def _only_causal(mask: Tensor | None, new: int, seen: int) -> bool:
 
 
 def _lower_right(new: int, stored: int, device: torch.device) -> Tensor:
-    """Causality `[S, T]` of queries that are the last of what is stored."""
+    """Causal mask `[S, T]` of queries that are the last S stored entries."""
     return torch.ones(new, stored, dtype=torch.bool, device=device).tril(stored - new)

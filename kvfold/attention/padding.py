@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding that a cache cannot take, refused before any layer stores a token of the forward.
+"""Checks of padding that a cache cannot handle, before any layer stores a token of the forward.
 
-transformers asks a cache for the sizes of a mask, and then, in the same thread and with the
-padding at hand, its attention implementation for the mask itself: the first announces what the
-second checks.
+transformers asks a cache for the mask's sizes, and then, in the same thread, the attention
+implementation for the mask itself. The first call announces the forward (`announce`), the second,
+which has the padding, checks it (`check_announced`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ ON_THE_LEFT = (
 
 
 def check_last(mask: Tensor) -> None:
-    """Raises KvfoldError where a row of `mask [B, N]`, a prompt to be answered, ends in padding."""
+    """Raises KvfoldError if a row of a prompt's `mask [B, N]` ends in padding."""
     if not bool(mask[:, -1].all()):
         raise KvfoldError(ON_THE_LEFT)
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What padding a forward of `new` tokens may have.
+    """Rules for the padding of a forward of `new` tokens.
 
-    Columns inside a row that are padding are no tokens to layers that attend to everything, but
-    take room in a sliding window and change a recurrent state: `slides` says that the model `name`
-    has such layers.
+    Full-attention layers ignore padding between tokens, but it takes room in a sliding window and
+    changes a recurrent state. `slides`: true if the model `name` has such layers.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Padding:
     slides: bool
 
     def check(self, mask: Tensor) -> None:
-        """`mask [B, N]`, bool, of all tokens seen and the new ones; raises KvfoldError."""
+        """Raises KvfoldError for forbidden padding; `mask [B, N]`, bool, over all columns."""
         if self.new == 1 and not self.slides:
             return
         ends = mask[:, :-1] & ~mask[:, 1:]  # tokens that padding follows
@@ -65,24 +64,24 @@ _announced = _Announced()
 
 
 def announce(padding: Padding) -> None:
-    """The next mask made in this thread is of this forward."""
+    """Announces the forward of the next mask made in this thread."""
     _announced.padding = padding
 
 
 def forget_announced() -> None:
-    """Its mask is made by now: the next one is of another forward."""
+    """Withdraws an announcement, once the forward's mask must have been made."""
     _announced.padding = None
 
 
 def check_announced(mask: Tensor | None) -> None:
-    """Checks the padding `[B, N]` of which a mask is about to be made, if it was announced."""
+    """Checks the announced forward's padding `[B, N]`; raises KvfoldError as `Padding.check`."""
     padding, _announced.padding = _announced.padding, None
     if padding is not None and mask is not None:
         padding.check(mask)
 
 
 def leading_padding(model: Any, input_ids: Tensor) -> Tensor:
-    """The mask `[B, N]` of ids that come without one: pad tokens before the first other token."""
+    """Mask `[B, N]` of ids without one: pad tokens before the first other token are padding."""
     config = model.generation_config
     eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     pad = config.pad_token_id

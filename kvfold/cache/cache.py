@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one cache: a transformers `Cache` that stays small."""
+"""`CompressedCache`: a transformers `Cache` whose layers keep a budget of entries."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from kvfold.methods.observation import ContextReconstruction
 
 
 class CompressedCache(Cache, ToldOfForwards):
-    """A KV cache that keeps what `method` chooses within `budget`.
+    """A KV cache that keeps the entries that `method` chooses, within `budget`.
 
     Args:
         model: the model that will use it; its attention is routed through kvfold.
         method: a `Method`, or a text such as "snapkv:window=16".
-        budget: entries per layer and KV head (int), the part of the tokens seen to keep (float),
+        budget: entries per layer and KV head (int), the share of the tokens seen to keep (float),
             or a size ("2GiB"); see `Budget`.
         tokenizer: the model's, for methods that let it repeat the text (KVzip).
-        protect: spans `(start, stop)` of token indices that are never evicted, padding not counted;
-            `kvfold.span` finds one from text.
+        protect: spans `(start, stop)` of positions that are never evicted; `kvfold.span` finds one
+            from text.
         seed: fixes the choice of random methods.
 
-    Raises BudgetError for a budget that is missing, superfluous, or below what must be kept;
-    UnsupportedModel for a model that would be answered wrongly; KvfoldError for a bad method.
+    Raises BudgetError for a budget that is missing, superfluous, or below the forced entries;
+    UnsupportedModel for a model whose answers would be wrong; KvfoldError for a bad method.
 
-    Of a model that several processes share by its heads, each one's cache holds its own heads, and
-    all must do the same at the same time; `cache/tensor_parallel.py` says what they exchange.
+    Under tensor parallelism each process's cache holds its own KV heads, and all must do the same
+    at the same time; see `cache/tensor_parallel.py`.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class CompressedCache(Cache, ToldOfForwards):
         self.tokenizer = tokenizer
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
-        self.cannot_be_dropped = False  # kvfold.generate has made sure
+        self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
         self.history = History()
         self._forward = OpenForward()
-        self.per_chunk: int | None = None  # a prompt was compressed after each so many tokens
+        self.per_chunk: int | None = None  # tokens after which a prompt was compressed, each time
 
     @property
     def compressed_layers(self) -> list[CompressedLayer]:
@@ -96,26 +96,26 @@ class CompressedCache(Cache, ToldOfForwards):
 
     @property
     def states(self) -> list[LayerState]:
-        """What the compressed layers hold, in order."""
+        """States of the compressed layers, in order."""
         return [layer.state for layer in self.compressed_layers]
 
     @property
     def reconstruction(self) -> ContextReconstruction | None:
-        """How the first turn's text is still to be repeated; None when it was, or need not be."""
+        """Reconstruction that is due when the first prefill ends; None if done or not needed."""
         if any(state.turns for state in self.states):
             return None
         return self.method.stages().needs.reconstruction
 
     @property
     def runs_own_forwards(self) -> bool:
-        """Whether the first prompt, still to be read, takes more than the model's own forward."""
+        """True if the first prompt is still to be read and needs the method's own forwards."""
         pruned = self.method.stages().token_pruning is not None and self.get_seq_length() == 0
         return pruned or self.reconstruction is not None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values of one layer; returns what its attention is to see."""
+        """Stores keys `[B, H, S, D]` and values `[B, H, S, Dv]`; returns those to attend to."""
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             handshake.forget()
@@ -127,9 +127,9 @@ class CompressedCache(Cache, ToldOfForwards):
     def _store(
         self, layer: CompressedLayer, index: int, key_states: Tensor, value_states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Stores one layer's entries.
+        """Stores one layer's entries and hands them out to attention.
 
-        Raises UnsupportedModel where the last ones did not come to attention.
+        Raises UnsupportedModel if attention never claimed the last ones.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -144,9 +144,9 @@ class CompressedCache(Cache, ToldOfForwards):
     _store_outside_of_graphs = torch.compiler.disable(_store)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Columns that the next forward's mask covers, and the first of them.
+        """Number of columns that the next forward's mask covers, and the first of them.
 
-        Raises UnsupportedModel where layers hold different numbers of tokens; none is changed.
+        Raises UnsupportedModel if layers hold different numbers of tokens; changes nothing.
         """
         lengths = layer_lengths(self)
         if len(lengths) > 1:
@@ -159,31 +159,31 @@ class CompressedCache(Cache, ToldOfForwards):
 
     @torch.compiler.disable
     def forward_begins(self) -> None:
-        """Raises KvfoldError where the last one failed when layers had taken in its tokens."""
+        """Raises KvfoldError if the last forward failed after layers had stored its tokens."""
         self._forward.begin(self.get_seq_length(), self._is_level)
 
     def _is_level(self) -> bool:
-        """Whether all layers have stored, and attended to, the same tokens."""
+        """True if all layers have stored, and attended to, the same tokens."""
         return not self.binding.waiting and len(layer_lengths(self)) == 1
 
     @torch.compiler.disable
     def forward_returned(self, ids: Tensor | None) -> None:
-        """The tokens of the last forward count as read, by their `ids [B, S]` where it had some."""
+        """Closes the last forward, and adds its `ids [B, S]`, if it had any, to the history."""
         if ids is not None and self._forward.begun is not None:
             self.history = self.history.plus(ids, self._forward.begun)
         self._forward.close()
 
     def forward_failed(self, seen: int) -> None:
-        """A forward that began at `seen` columns stored tokens before it failed."""
+        """Notes that a forward that began at `seen` columns stored tokens and then failed."""
         self._forward.begun = seen
 
     @property
     def broke_off(self) -> bool:
-        """Whether a forward failed between layers, which no longer hold the same tokens."""
+        """True if a forward failed between layers, which no longer hold the same tokens."""
         return self._forward.states_moved or not self._is_level()
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Stores what one recurrent layer's convolution goes on from."""
+        """Stores one recurrent layer's convolution state."""
         self._forward.move_states()
         return super().update_conv_state(*args, **kwargs)
 
@@ -192,14 +192,15 @@ class CompressedCache(Cache, ToldOfForwards):
         self._forward.move_states()
         return super().update_recurrent_state(*args, **kwargs)
 
-    # --- turns ------------------------------------------------------------------------------
+    # --- prefills ---------------------------------------------------------------------------
 
     @contextmanager
     def reading(self, until: int | None = None) -> Iterator[None]:
-        """Several forwards that make up one turn: nothing is compressed until the block ends.
+        """Joins several forwards into one prefill: nothing is compressed until the block ends.
 
-        With `until`, the logical length at which the turn is complete, the forward that reaches it
-        compresses, even after the block. After an error inside the block nothing is compressed.
+        With `until`, the number of columns at which the prefill is complete, the forward that
+        reaches it compresses, even after the block. After an error inside the block nothing is
+        compressed.
         """
         self.phase.reading, self.phase.until = until is None, until or 0
         try:
@@ -214,9 +215,9 @@ class CompressedCache(Cache, ToldOfForwards):
                 layer.end_reading()
 
     def to_budget(self, budget: Budget | float | str) -> CompressedCache:
-        """A copy in which a turn that is being read ends now, compressed to another budget.
+        """A copy whose open prefill ends now, compressed to another budget.
 
-        This cache goes on reading. Raises KvfoldError once anything is compressed.
+        This cache stays as it is. Raises KvfoldError outside the first prefill's `reading()` block.
         """
         if not self.phase.reading or any(state.turns for state in self.states):
             raise KvfoldError("a cache takes another budget only while its first turn is read")
@@ -231,7 +232,7 @@ class CompressedCache(Cache, ToldOfForwards):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Nothing is evicted inside the block, and its tokens can be cropped away afterwards."""
+        """Evicts nothing inside the block, so that its tokens can be cropped afterwards."""
         before, self.phase.frozen = self.phase.frozen, True
         outer = self._before_freezing
         if outer is None:
@@ -254,7 +255,7 @@ class CompressedCache(Cache, ToldOfForwards):
         }
 
     def activate_past_recording(self) -> None:
-        """Asked for by assisted decoding, which takes tokens back: only a frozen cache can."""
+        """Called by assisted decoding, which crops tokens; KvfoldError unless frozen."""
         if not self.phase.frozen:
             raise KvfoldError(
                 "assisted decoding takes rejected tokens back, which a cache that evicts cannot: "
@@ -263,11 +264,11 @@ class CompressedCache(Cache, ToldOfForwards):
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last `-tokens_to_remove` tokens.
+        """Drops the last `-tokens_to_remove` tokens.
 
-        Raises KvfoldError, and changes nothing, where entries were evicted or encoded since, and
-        for models with recurrent layers, or with sliding windows that have slid, anywhere but to
-        where a `frozen()` block began.
+        Raises KvfoldError, and changes nothing, if entries were evicted or encoded since. Models
+        with recurrent layers, or with sliding windows that have slid, only go back to where a
+        `frozen()` block began.
         """
         self.check_crop(tokens_to_remove)
         length = self.get_seq_length() + tokens_to_remove
@@ -283,7 +284,7 @@ class CompressedCache(Cache, ToldOfForwards):
                 self.layers[i] = copy.deepcopy(saved[i])
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises KvfoldError where `crop` would."""
+        """Raises KvfoldError if `crop` would."""
         for layer in self.compressed_layers:
             layer.check_crop(tokens_to_remove)
         if self._saved_at(self.get_seq_length() + tokens_to_remove) is None and not all(
@@ -295,12 +296,12 @@ class CompressedCache(Cache, ToldOfForwards):
             )
 
     def _saved_at(self, length: int) -> dict[int, Any] | None:
-        """The other layers as a `frozen()` block that began at `length` tokens found them."""
+        """Copies of the other layers, made when a `frozen()` block began at `length`; else None."""
         at, saved = self._before_freezing or (-1, None)
         return saved if at == length else None
 
     def reset(self) -> None:
-        """Forgets everything: the cache is as new."""
+        """Empties the cache."""
         super().reset()
         self.phase.reset()
         self.states[0].waiting.reset()
@@ -344,37 +345,37 @@ class CompressedCache(Cache, ToldOfForwards):
         self._take_along(lambda x: x[indices.to(x.device)])
 
     def _take_along(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Applies `rows`, a selection along the batch axis, to what layers have in common."""
+        """Applies `rows`, a selection along the batch axis, to data shared by all layers."""
         if self.phase.prefix is not None:
             self.phase.prefix = rows(self.phase.prefix)
         self.history = self.history.index(rows)
         self.share_pairs()
 
     def share_pairs(self) -> None:
-        """Lets paired layers, copied one after the other, share again what they have in common."""
+        """Lets paired layers share their directions again, after each was copied alone."""
         paired = [
             state.ragged_store() for state in self.states if state.store and state.store.pairs
         ]
         for first, second in zip(paired[::2], paired[1::2], strict=True):
             second.share_with(first)
 
-    # --- what is stored ---------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------
 
     @property
     def rows(self) -> int:
-        """Rows of the batch that was read; 0 before the first token."""
+        """Rows B of the batch; 0 before the first token."""
         store = self.states[0].store
         return 0 if store is None else store.keys.shape[0]
 
     def tokens_read(self) -> Tensor | None:
-        """Which columns are tokens and not padding `[B, seen]`; None: all."""
+        """Bool mask `[B, seen]` of the columns that are no padding; None: all."""
         return self.states[0].sequence.tokens()
 
     def positions(self, layer: int) -> list[list[Tensor]]:
-        """Original positions stored by compressible layer `layer`, ascending: `[B][H]`, 1-D long.
+        """Columns stored by compressible layer `layer`, ascending: `[B][H]` of 1-D int64 tensors.
 
-        A position is a column of the logical sequence, as in the attention mask: in a left-padded
-        batch it counts the padding before it, which is itself never listed.
+        Columns are those of the attention mask: in a left-padded batch they count the padding,
+        which is never listed itself.
         """
         own = self.states[layer]
         if own.store is None:
@@ -382,7 +383,7 @@ class CompressedCache(Cache, ToldOfForwards):
         return [[head[head >= 0] for head in row] for row in own.columns()]
 
     def stats(self) -> Stats:
-        """What is stored now: prints in a few lines, `details()` layer by layer."""
+        """Entries and bytes stored now; prints in a few lines, `details()` layer by layer."""
         return stats_of(
             self.states,
             self.phase,

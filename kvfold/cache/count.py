@@ -11,7 +11,7 @@ from kvfold.cache.stats import Stats
 
 
 def stats_of(states: list[LayerState], phase: Phase, **of_cache: Any) -> Stats:
-    """The `Stats` of these layers; `of_cache` are its fields that are no layer's."""
+    """The `Stats` of these layers; `of_cache` holds the fields of the whole cache."""
     started = [state for state in states if state.store is not None]
     counted: set[int] = set()
     parts = [state.stored().nbytes(counted) for state in started]
@@ -39,7 +39,7 @@ def stats_of(states: list[LayerState], phase: Phase, **of_cache: Any) -> Stats:
 
 
 def _full_bytes(state: LayerState) -> int:
-    """Bytes of keys and values of all tokens seen."""
+    """Bytes of a full cache: keys and values of all tokens seen."""
     keys, values = state.stored().keys, state.stored().values
     entry = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
     return keys.shape[0] * keys.shape[1] * state.seen * entry

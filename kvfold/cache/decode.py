@@ -32,7 +32,7 @@ Stores = dict[LayerState, DenseStore]
 
 
 def evicts_one(state: LayerState, new: int) -> bool:
-    """Whether one entry of each head leaves after this forward of `new` tokens."""
+    """True if this forward of `new` tokens is a decode step that evicts one entry of each head."""
     if new > 1 or state.surplus != 1:
         return False
     stages, phase, valid = state.plan.stages, state.phase, state.sequence.valid
@@ -62,7 +62,7 @@ def predicted_slot(state: LayerState, call: AttentionCall) -> int | None:
 
 
 def evict_after_token(state: LayerState, call: AttentionCall) -> None:
-    """Back to the size of the last prefill's end, after a generated token."""
+    """Evicts down to the layer's capacity after a generated token."""
     assert state.plan.budget is not None
     if state.capacity is None and state.turns == 0 and state.plan.budget.kind != "ratio":
         state.capacity = size_of(state, observation_of(state, call))
@@ -72,10 +72,10 @@ def evict_after_token(state: LayerState, call: AttentionCall) -> None:
 
 
 def evict_one(calls: Calls) -> None:
-    """One entry of each head leaves each of these layers, whose attention rows were observed.
+    """Evicts one entry of each head of each of these layers, by their observed attention rows.
 
-    Layers of one shape are treated together: the numbers are so small that many layers take hardly
-    longer than one.
+    Layers of one shape are joined: their tensors are so small that many layers take hardly longer
+    than one.
     """
     stores = {state: state.dense_store() for state in calls}
     slots = _leaving_slots(calls, stores)
@@ -98,11 +98,11 @@ def evict_one(calls: Calls) -> None:
             state.copy_alive()
 
 
-# --- which entries leave --------------------------------------------------------------------
+# --- choice of the evicted entries ----------------------------------------------------------
 
 
 def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
-    """The slot `[B, H, 1]` of each layer's leaving entries."""
+    """Slots `[B, H, 1]` of each layer's evicted entries."""
     slots: dict[LayerState, Tensor] = {}
 
     def kind(state: LayerState) -> tuple[object, ...]:
@@ -129,7 +129,7 @@ def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
 
 
 def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
-    """The slot `[B, H, 1]` of one layer, where more is forced than the ends."""
+    """Slot `[B, H, 1]` of one layer, if entries other than its first and last are forced."""
     assert state.capacity is not None
     observation, places, protected = _observed_row(state, call), state.places(), None
     if state.phase.prefix is not None:
@@ -138,7 +138,7 @@ def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
 
 
 def _scores(alike: list[LayerState], calls: list[AttentionCall]) -> Tensor:
-    """Finite scores of the entries of layers of one shape `[L·B, H, T]`."""
+    """Finite scores `[L·B, H, T]` of the entries of L layers of one shape."""
     stages, stored = alike[0].plan.stages, alike[0].stored().keys
     needs, heads = stages.needs, stored.shape[1]
     alone = not needs.only_attention or needs.column_squares
@@ -163,7 +163,7 @@ def _scores(alike: list[LayerState], calls: list[AttentionCall]) -> Tensor:
 
 
 def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
-    """The layer after a single query whose attention row was observed."""
+    """Observation of a layer after a single query with an observed attention row."""
     assert call.row is not None
     state.turns += 1
     needs = state.plan.stages.needs
@@ -193,11 +193,11 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
     )
 
 
-# --- merging of the leaving entry -----------------------------------------------------------
+# --- merging of the evicted entry -----------------------------------------------------------
 
 
 def _merges_one(state: LayerState) -> bool:
-    """Whether the method can merge a single entry, in the place of what stays."""
+    """True if the method can merge a single entry by overwriting a kept one in place."""
     stages = state.plan.stages
     if stages.merge_one is None or stages.positions == "reindex" or state.plan.shared:
         return False
@@ -207,7 +207,7 @@ def _merges_one(state: LayerState) -> bool:
 def _merge_inputs(
     alike: list[LayerState], slots: dict[LayerState, Tensor], calls: Calls, of_states: Stores
 ) -> list[Leaving]:
-    """What the merge stage sees of layers whose single entries have one shape."""
+    """Inputs of the merge stage for layers whose entries have one shape."""
     stores = [of_states[state] for state in alike]
     of = alike[0].plan.stages.needs.norms
     norms: Sequence[Tensor | None] = [None] * len(alike)
@@ -231,7 +231,7 @@ def _merge_inputs(
 def _products(
     predicted: list[PredictedEviction | None], slots: list[Tensor]
 ) -> list[Tensor | None]:
-    """Products with the leaving key, of the layers where every head's slot was predicted."""
+    """Products of all keys with the evicted key, for layers whose slots were all predicted."""
     if not any(predicted):
         return [None] * len(slots)
     chosen = joined(slots).view(len(slots), -1).tolist()
@@ -242,7 +242,7 @@ def _products(
 
 
 def _entry_kind(store: DenseStore) -> tuple[object, ...]:
-    """What single entries of two layers must have in common to be one tensor."""
+    """Shapes, dtype and device that layers must have in common to be joined."""
     keys, values = store.keys, store.values
     return keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device
 
@@ -250,7 +250,7 @@ def _entry_kind(store: DenseStore) -> tuple[object, ...]:
 def _grouped(
     states: Iterable[LayerState], kind: Callable[[LayerState], tuple[object, ...]]
 ) -> Iterable[list[LayerState]]:
-    """The layers of one kind each."""
+    """Groups of layers of one kind."""
     groups: dict[tuple[object, ...], list[LayerState]] = {}
     for state in states:
         groups.setdefault(kind(state), []).append(state)
@@ -261,6 +261,6 @@ def _grouped(
 def _nothing(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Keys of that shape, of which there are none, and their positions."""
+    """Empty keys of that shape (T is 0), and their empty positions."""
     nothing = torch.empty(shape, dtype=dtype, device=device)
     return nothing, nothing[..., 0]

@@ -8,9 +8,9 @@ from kvfold.methods.observation import Observation
 
 
 def encode_due(state: LayerState, decoding: bool, observation: Observation | None = None) -> None:
-    """Encodes what the layer has due; layers of a pair together, once both have attended.
+    """Encodes the layer's entries that are due; both layers of a pair once both have attended.
 
-    `observation` is of the entries kept, at a prefill's end.
+    `observation` is of the kept entries when a prefill ends, None while decoding.
     """
     store, waiting = state.ragged_store(), state.waiting
     if not store.pairs:

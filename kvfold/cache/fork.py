@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache that reads on from another one and shares what that one holds."""
+"""Forks: caches that read on from another one and share its entries."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kvfold.methods.stages.select.forced import Forced
 
 
 def fork(cache: CompressedCache) -> CompressedCache:
-    """A cache that begins with what `cache` holds, and costs only what it reads itself.
+    """A cache that shares all entries of `cache`, and stores only the tokens that it reads itself.
 
-    It evicts and encodes nothing, and its own tokens can be cropped away. Any number of them may
-    read at the same time, each in a thread of its own, for as long as `cache` reads nothing itself.
-    Only the states of sliding and recurrent layers, which are small, are copied.
+    It evicts and encodes nothing, and its own tokens can be cropped. Any number of forks may read
+    at the same time, each in a thread of its own, as long as `cache` reads nothing itself. Only the
+    states of sliding and recurrent layers, which are small, are copied.
     """
     reader = copy.copy(cache)
     reader.phase = Phase(frozen=True, prefix=cache.phase.prefix)
@@ -50,7 +50,7 @@ def _fork_layer(
     layer: CompressedLayer, phase: Phase, waiting: Waiting[LayerState], binding: ModelBinding
 ) -> CompressedLayer:
     other, state = copy.copy(layer), layer.state
-    # How far sinks are moved only depends on what is evicted: from now on they stay where they are.
+    # Sinks move by the number of evicted tokens only, and a fork evicts none.
     state.settle_sinks()
     other.binding = binding
     other.state = dataclasses.replace(
@@ -71,11 +71,12 @@ def _fork_layer(
 
 
 def fork_within(cache: CompressedCache, own: int) -> CompressedCache:
-    """As `fork`; `end_turn` brings what it has read itself back to `own` entries per KV head.
+    """As `fork`, with a budget of its own: `end_turn` evicts to `own` entries per KV head.
 
-    Entries go by the method's scores. Where it has none, or where they take forwards of its own
-    (KVzip), the newest stay. Nothing is merged, and every layer and head keeps as many. Raises
-    BudgetError for less than one entry, or than the method's window.
+    Only entries that the fork read itself are evicted, by the method's scores. The newest stay if
+    it has none, or if its scores take its own forwards (KVzip). Nothing is merged, and all layers
+    and heads keep equally many. Raises BudgetError for less than one entry, or than the method's
+    window.
     """
     stages = own_stages(cache.method.stages())
     least = max(1, stages.forced.least)
@@ -92,7 +93,7 @@ def fork_within(cache: CompressedCache, own: int) -> CompressedCache:
 
 
 def own_stages(stages: Stages) -> Stages:
-    """How later turns are compressed after a document that was compressed by `stages`."""
+    """Stages for a fork's own entries, after a document that was compressed by `stages`."""
     if stages.score is None or stages.needs.reconstruction is not None:
         return Stages(score=recency, allocate=uniform)
     forced = Forced(recent=stages.forced.recent)
@@ -101,9 +102,9 @@ def own_stages(stages: Stages) -> Stages:
 
 @torch.no_grad()
 def end_turn(model: PreTrainedModel, reader: CompressedCache, ids: Tensor) -> None:
-    """Reads what `fork_within` has not seen of `ids [1, N]`, a turn, and compresses it.
+    """Reads the rest of a turn, `ids [1, N]`, into a fork of `fork_within`, and compresses it.
 
-    After an error the reader is of no use any more.
+    After an error the fork must not be used again.
     """
     reader.phase.frozen = False
     try:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PARTS = 64  # that are joined: tokens come one by one
+PARTS = 64  # newer tokens after which all parts are joined
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first column at which a prompt parts from what was read, and in which row."""
+    """The first column at which a prompt differs from the tokens read, and its row."""
 
     row: int
     column: int
@@ -32,7 +32,7 @@ class History:
     newer: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
-        """How many columns are known."""
+        """Number of columns whose ids are known."""
         return len(self.newer) + (0 if self.ids is None else self.ids.shape[1])
 
     @property
@@ -40,20 +40,20 @@ class History:
         return self.newer if self.ids is None else (self.ids, *self.newer)
 
     def whole(self) -> Tensor | None:
-        """All ids `[B, n]`, int32 in host memory; None where none are known."""
+        """All ids `[B, n]`, int32 in host memory; None if none are known."""
         parts = [part.to("cpu", torch.int32) for part in self._parts]
         return torch.cat(parts, 1) if parts else None
 
     def plus(self, ids: Tensor, start: int) -> History:
-        """With the `ids [B, S]` of columns from `start` on, where all columns before are known."""
+        """History with `ids [B, S]` of columns from `start` on, if all columns before are known."""
         if len(self) != start or (start and len(self._parts[-1]) != len(ids)):
             return self
         longer = History(self.ids, (*self.newer, ids.to(torch.int32, copy=True)))
-        # A GPU is waited for at prompts only, and every so many tokens.
+        # Joining waits for a GPU, so it happens at prompts and every PARTS tokens only.
         return longer.compact() if ids.shape[1] > 1 or len(longer.newer) == PARTS else longer
 
     def compact(self) -> History:
-        """The same in one tensor of its own, 4 bytes a token in host memory."""
+        """History in one tensor of its own, 4 bytes a token in host memory."""
         return History(self.whole())
 
     def crop(self, length: int) -> History:
@@ -72,10 +72,10 @@ class History:
     def parts_from(
         self, input_ids: Tensor, mask: Tensor, tokens: Tensor | None, seen: int
     ) -> Difference | None:
-        """Where `input_ids [B, N]` first differ from the `seen` columns read; None: nowhere.
+        """First difference of `input_ids [B, N]` from the `seen` columns read; None: no difference.
 
         `mask [B, N]` is 0 at padding, whose ids are not compared; `tokens [B, seen]` is False at
-        what was padding when it was read, None where nothing was.
+        columns that were padding when they were read, None if none were.
         """
         shared = min(seen, input_ids.shape[1])
         given = mask[:, :shared].to("cpu") != 0

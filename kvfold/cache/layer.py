@@ -94,7 +94,7 @@ class CompressedLayer(CacheLayerMixin):
         return -1
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises KvfoldError where tokens cannot be taken back."""
+        """Raises KvfoldError if these tokens cannot be dropped."""
         if tokens_to_remove > 0:
             raise KvfoldError(
                 f"crop takes minus the number of tokens to drop, not {tokens_to_remove}"
@@ -124,11 +124,11 @@ class CompressedLayer(CacheLayerMixin):
     # --- attention's side -------------------------------------------------------------------
 
     def view(self) -> Any:
-        """What is stored now."""
+        """View of the store, for attention."""
         return self.state.stored().view()
 
     def is_source_of(self, key: Tensor) -> bool:
-        """Whether keys `[B, H, T, D]` have other heads than the store, but its rows and entries."""
+        """True if keys `[B, H, T, D]` match the store in all but the number of heads (latents)."""
         if self.state.store is None:
             return False
         stored = self.state.store.keys
@@ -143,10 +143,10 @@ class CompressedLayer(CacheLayerMixin):
         mask: Tensor | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention output `[B, S, Hq, Dv]` over what is stored, and weights where stock gives any.
+        """Attention output `[B, S, Hq, Dv]` over the store, and weights if stock gives any.
 
-        Observes what the method needs, and evicts where it is time. Raises UnsupportedModel for
-        another model, and for a mask that is not of all columns seen.
+        Observes what the method needs, and evicts when due. Raises UnsupportedModel for another
+        model, and for a mask that does not cover all columns seen.
         """
         state, binding = self.state, self.binding
         if binding.modules and id(module) not in binding.modules:
@@ -176,7 +176,7 @@ class CompressedLayer(CacheLayerMixin):
                 module, kind, call, store.view(), seen, mask, options, store.holes
             )
         self.finish(call)
-        # Not before: after an error on the way the layers no longer hold the same tokens.
+        # Only now: after an error above, the layers no longer hold the same tokens.
         binding.waiting = False
         return out, weights
 
@@ -193,7 +193,7 @@ class CompressedLayer(CacheLayerMixin):
         return attend_to_view(module, kind, call, view, self.state.seen, mask, options)
 
     def finish(self, call: AttentionCall) -> None:
-        """Called when the layer has attended: observes, and evicts where it is time."""
+        """Observes a call after the layer has attended, and evicts when due."""
         state, waiting = self.state, self.state.waiting
         if call.row is None:
             self._observe_and_evict(call)
@@ -231,7 +231,7 @@ class CompressedLayer(CacheLayerMixin):
             encode_due(state, decoding=True)
 
     def _shows_all(self, call: AttentionCall) -> bool:
-        """Whether a single query without a mask attends to all of a store that was evicted."""
+        """True if a single unmasked query attends to every entry of an evicted dense store."""
         store = self.state.store
         assert store is not None
         if call.query.shape[2] > 1 or store.holes or not (store.is_dense and store.moved):
@@ -239,14 +239,14 @@ class CompressedLayer(CacheLayerMixin):
         return call.softcap is None and call.sinks is None
 
     def _counted(self, call: AttentionCall) -> Tensor | None:
-        """Which of the call's queries are tokens `[B, S]`; None: all are."""
+        """Bool mask `[B, S]` of the call's queries that are tokens; None: all."""
         valid = self.state.sequence.valid
         return None if valid is None else valid[:, -call.query.shape[2] :]
 
     # --- prefills that end outside of a forward ---------------------------------------------
 
     def adopt(self, columns: Tensor, valid: Tensor) -> None:
-        """Takes what was just stored for `columns [B, T]` of a prompt in which `valid [B, N]`."""
+        """Sets `columns [B, T]` of the entries just stored; `valid [B, N]` are its tokens."""
         state = self.state
         state.sequence = LogicalSequence(valid.shape[1], None if bool(valid.all()) else valid)
         state.turns += 1
@@ -256,9 +256,9 @@ class CompressedLayer(CacheLayerMixin):
             state.evicted_at = state.seen
 
     def end_reading(self) -> None:
-        """Evicts after a `reading()` block, by the queries that were remembered of it.
+        """Evicts after a `reading()` block, by its window queries.
 
-        Raises KvfoldError where a crop took all of these back.
+        Raises KvfoldError if a crop dropped all of these, and UnsupportedModel for latents.
         """
         state = self.state
         call = state.query_window.attended

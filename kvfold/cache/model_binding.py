@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose cache it is."""
+"""The binding of a cache to its model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvfold.hf.models import text_config
 
 
 class ModelBinding:
-    """Which model a cache belongs to, and whether that model answers through kvfold's attention."""
+    """The model of a cache, and the state of its handshake: `waiting` until attention has run."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.modules = frozenset(id(module) for module in model.modules())
@@ -23,7 +23,7 @@ class ModelBinding:
         self.waiting = False
 
     def refusal(self) -> UnsupportedModel:
-        """The refusal of a module that is not in `modules`."""
+        """Error for a module of another model."""
         return UnsupportedModel(f"this cache was made for another model (a {self.name})")
 
     def asked(self, first: bool, level: bool) -> None:
@@ -48,7 +48,7 @@ class ModelBinding:
             )
 
     def answered(self) -> None:
-        """The keys arrived in kvfold's attention."""
+        """Notes that the keys arrived in kvfold's attention."""
         self.waiting = False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From attention calls to what a layer remembers, and to the `Observation` that a method sees."""
+"""Observations: attention calls → a layer's running statistics → `Observation` for the method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfold.methods.observation import Observation
 
 
 def add_moments(state: LayerState, sums: Tensor, squares: Tensor | None) -> None:
-    """Adds what each entry received `[B, H, T]` in one call, in the memory of the new sums."""
+    """Adds the column sums `[B, H, T]` of one call, and their squares; overwrites `sums`."""
     state.evicted_at = state.seen
     state.sums = _added(state, sums, state.sums)
     if squares is not None:
@@ -20,7 +20,7 @@ def add_moments(state: LayerState, sums: Tensor, squares: Tensor | None) -> None
 
 
 def add_maxima(state: LayerState, maxima: Tensor) -> None:
-    """Running maximum over calls; entries of the repetition itself are left out."""
+    """Running maximum over calls; the repetition's own entries are left out (cropped later)."""
     assert state.phase.reconstruction is not None
     maxima = _per_stored_head(state, maxima)[..., : state.phase.reconstruction.text]
     old = state.reconstruction
@@ -28,7 +28,7 @@ def add_maxima(state: LayerState, maxima: Tensor) -> None:
 
 
 def observation_of(state: LayerState, call: AttentionCall) -> Observation:
-    """The layer after `call`, with the last queries of the prefill that it belongs to."""
+    """Observation of the layer after `call`, with the window queries of its prefill."""
     if call.row is not None and state.plan.stages.needs.window <= 1:
         return observation_at(state, call, None)
     query, columns = state.query_window.joined(call, state.sequence)
@@ -38,7 +38,7 @@ def observation_of(state: LayerState, call: AttentionCall) -> Observation:
 def observation_at(
     state: LayerState, call: AttentionCall, query_columns: Tensor | None
 ) -> Observation:
-    """The layer with the queries of `call`, which stood at `query_columns [B, W]`."""
+    """Observation of the layer with the queries of `call`, at columns `query_columns [B, W]`."""
     store, places = state.stored(), state.places()
     latents = call.key.shape[1] // store.keys.shape[1]
     keys, values = (call.key, call.value) if latents > 1 else store.dense()
@@ -69,7 +69,7 @@ def observation_at(
 
 
 def draw(state: LayerState) -> int:
-    """The seed of what is drawn now."""
+    """Seed of this eviction's random draws."""
     return hash((state.plan.seed, state.plan.layer, state.turns)) % 2**31
 
 
@@ -81,6 +81,6 @@ def _added(state: LayerState, new: Tensor, old: Tensor | None) -> Tensor:
 
 
 def _per_stored_head(state: LayerState, scores: Tensor) -> Tensor:
-    """Mean over the attention heads that one stored head serves (several for latents)."""
+    """Mean over the KV heads that share one stored head (several for latents)."""
     heads = state.stored().keys.shape[1]
     return scores if scores.shape[1] == heads else scores.unflatten(1, (heads, -1)).mean(2)

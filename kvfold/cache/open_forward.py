@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward that has begun and not returned: one that failed must not be read on from."""
+"""Tracking of a forward that has begun and not returned: nothing may be read after it failed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from kvfold.errors import KvfoldError
 
 @dataclass
 class OpenForward:
-    """`begun`: columns seen before it; None while no forward is open.
+    """The forward that is running, or that failed."""
 
-    `states_moved`: recurrent layers have read its tokens, which no crop takes back.
-    """
-
-    begun: int | None = None
-    states_moved: bool = False
+    begun: int | None = None  # columns seen before it; None while no forward is open
+    states_moved: bool = False  # True if recurrent layers have read its tokens: no crop undoes that
 
     def begin(self, seen: int, is_level: Callable[[], bool]) -> None:
         """A forward begins at `seen` columns; `is_level` says whether all layers have stored them.
@@ -40,9 +37,9 @@ class OpenForward:
         self.begun = seen
 
     def move_states(self) -> None:
-        """A recurrent layer has read tokens."""
+        """Notes that a recurrent layer has read tokens."""
         self.states_moved = self.begun is not None
 
     def close(self) -> None:
-        """It has returned."""
+        """Notes that the forward has returned."""
         self.begun, self.states_moved = None, False

@@ -34,7 +34,7 @@ class Plan:
     ranks: Ranks = field(default_factory=Ranks)
 
     def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:
-        """Entries per KV head that one row of so many `tokens` may keep, over all layers."""
+        """Entries per KV head that a row of `tokens` may keep, summed over all layers."""
         assert self.budget is not None
         if self.budget.kind == "bytes" and self.stages.encode is not None:
             room = self.budget.amount / (rows * heads * self.layers)
@@ -42,7 +42,7 @@ class Plan:
         return self.budget.per_layer(tokens, size.whole, self.layers, heads, rows)
 
     def unrounded(self, tokens: int, size: EntrySize, heads: int, rows: int) -> float:
-        """As `total` of one layer, before it is rounded down to whole entries of each head."""
+        """As `total`, for one layer and before rounding down to whole entries of each head."""
         if self.budget is not None and self.budget.kind == "ratio":
             return self.budget.amount * tokens
         return self.total(tokens, size, heads, rows) / self.layers
@@ -66,7 +66,7 @@ class Plan:
 
 
 def with_forced_room(counts: list[Tensor], least: Tensor, free: Tensor) -> list[Tensor]:
-    """Entries per layer `[B]`, each with room for the `least [B]` that is forced, if there is."""
+    """Sizes `[B]` of each layer, raised to the forced `least [B]` as far as the sum allows."""
     by_row = torch.stack(counts, -1).tolist()
     rows = zip(by_row, least.tolist(), free.tolist(), strict=True)
     return list(torch.tensor([raised(*row) for row in rows], device=free.device).T)

@@ -30,7 +30,10 @@ from kvfold.store.ragged import RaggedStore
 
 
 def end_prefill(state: LayerState, observation: Observation) -> None:
-    """Brings the layer back to its budget, now or when the last layer has attended."""
+    """Evicts the layer to its budget, now or when the last layer has attended.
+
+    Raises KvfoldError for a first prefill without the method's own forwards.
+    """
     stages = state.plan.stages
     state.turns += 1
     state.query_window.forget()
@@ -56,7 +59,7 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
 
 
 def size_and_evict(state: LayerState, observation: Observation) -> None:
-    """Evicts to the size that the layer finds by itself; without a score, quantizes only."""
+    """Evicts to the layer's own size; without a score stage, encodes only."""
     if state.plan.stages.score is None:
         _encode_all(state, observation)
     else:
@@ -64,7 +67,7 @@ def size_and_evict(state: LayerState, observation: Observation) -> None:
 
 
 def size_of(state: LayerState, observation: Observation) -> Tensor:
-    """Entries per KV head, `[B]` or `[B, H]`; evenly where other layers are not known yet."""
+    """Entries per KV head, `[B]` or `[B, H]`; uniform if the size depends on other layers."""
     if isinstance(state.plan.stages.allocate, Across):
         return _even_size(state)
     free = state.seen_per_row() - state.protected()
@@ -82,7 +85,7 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
 
 
 def evict(state: LayerState, observation: Observation, counts: Tensor) -> None:
-    """Keeps the `counts`, `[B]` or `[B, H]`, best entries, and whatever is forced to stay."""
+    """Keeps the `counts`, `[B]` or `[B, H]`, best entries of each head, forced ones first."""
     stages, places = state.plan.stages, state.places()
     if counts.dim() > 1:
         _check_heads(state, observation)
@@ -105,9 +108,9 @@ def evict(state: LayerState, observation: Observation, counts: Tensor) -> None:
 
 
 def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
-    """The last layer lets all of them evict to sizes shared across them."""
+    """Lets the layer wait; the last one computes all sizes, and all layers evict."""
     waiting, plan = state.waiting, state.plan
-    # As a view, the last queries would keep alive those of the whole prompt.
+    # A view of the window queries would keep the whole prompt's queries alive.
     queries = None if observation.queries is None else observation.queries.clone()
     waiting.sized.append((state, dataclasses.replace(observation, queries=queries)))
     if len(waiting.sized) < plan.layers:
@@ -126,7 +129,7 @@ def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
 
 
 def _with_candidates(state: LayerState, observation: Observation) -> Observation:
-    """Reconstruction scores in which forced entries win, and the prefix takes no part."""
+    """Observation whose reconstruction scores are +∞ at forced entries and −∞ in the prefix."""
     if observation.reconstruction is None:
         return observation
     places = state.places()
@@ -137,9 +140,9 @@ def _with_candidates(state: LayerState, observation: Observation) -> Observation
 
 
 def _even_size(state: LayerState, unrounded: bool = False) -> Tensor:
-    """The budget in entries per KV head and layer `[B]`, beside protected ones.
+    """Budget in entries per KV head and layer `[B]`, without protected ones.
 
-    Whole entries, int64; `unrounded` float64.
+    Int64, or with `unrounded` float64 before rounding down.
     """
     free = state.seen_per_row() - state.protected()
     plan, size, heads = state.plan, _entry_size(state), _heads(state)
@@ -151,7 +154,7 @@ def _even_size(state: LayerState, unrounded: bool = False) -> Tensor:
 
 
 def _heads(state: LayerState) -> int:
-    """The layer's KV heads, on all ranks together."""
+    """Number of the layer's KV heads on all ranks together."""
     return state.stored().keys.shape[1] * state.plan.ranks.size
 
 
@@ -160,7 +163,7 @@ def _entry_size(state: LayerState) -> EntrySize:
     return EntrySize(keys.shape[-1], values.shape[-1], keys.element_size())
 
 
-# --- what stays -----------------------------------------------------------------------------
+# --- kept entries ---------------------------------------------------------------------------
 
 
 def _keep_everything(
@@ -171,17 +174,17 @@ def _keep_everything(
     _note_error(state, observation, slots.expand_as(places))
     _note_surplus(state, (places >= 0).sum(-1), counts)
     if state.sequence.valid is not None and state.surplus == 0 and state.stored().is_dense:
-        # As holes, padding takes no part where single entries leave from now on.
+        # Padding becomes holes, which decode eviction ignores.
         state.dense_store().place(state.columns())
     if state.plan.stages.encode is not None:
         _encode_all(state, observation)
     if state.stored().dead:
-        # The recent window may reach further back from now on, and is counted in slots.
+        # Drop holes: from here on the recent window is counted in slots.
         state.copy_alive()
 
 
 def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bool) -> None:
-    """Keeps the entries at `slots [B, H, K]`, merged with the others, quantized."""
+    """Keeps the entries at `slots [B, H, K]`, merges the others into them, and encodes."""
     stages, store = state.plan.stages, state.stored()
     merged = None
     state.return_sinks()
@@ -203,7 +206,7 @@ def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bo
 def _keep_ragged(
     state: LayerState, observation: Observation, slots: Tensor, merged: list[Tensor] | None
 ) -> None:
-    """Keeps the entries at `slots [B, H, K]` in a ragged store, and quantizes what is due."""
+    """Keeps the entries at `slots [B, H, K]` in a ragged store, and encodes those due."""
     encode, store = state.plan.stages.encode or Encode(), state.stored()
     _check_heads(state, observation)
     if not store.is_dense and not encode.raw:
@@ -218,19 +221,19 @@ def _keep_ragged(
             order = torch.arange(slots.shape[-1], device=slots.device)
             taken = order.expand_as(slots).masked_fill(slots < 0, -1)
         state.store = RaggedStore(*entries, positions, taken, encode)
-    # Raw entries need no second look at them, which is a copy.
+    # Raw entries need no observation of the kept ones, which is a copy.
     kept = observation.at(slots) if state.plan.stages.encode is not None else None
     encode_due(state, decoding=False, observation=kept)
     state.select_per_entry(slots)
 
 
 def _encode_all(state: LayerState, observation: Observation) -> None:
-    """Evicts nothing but padding, and quantizes."""
+    """Evicts nothing but padding, and encodes."""
     _keep(state, observation, alive(state.places()), ragged=True)
 
 
 def _keep_own(state: LayerState, observation: Observation, most: int) -> None:
-    """Brings a fork's own entries to the `most` best; what it shares stays."""
+    """Evicts a fork's own entries to the `most` best of each head; shared ones stay."""
     store, stages = state.stored(), state.plan.stages
     own = store.own
     if own <= most:
@@ -251,7 +254,7 @@ def _keep_own(state: LayerState, observation: Observation, most: int) -> None:
 def _check_started(state: LayerState) -> None:
     """Raises KvfoldError for a first prefill without the method's own forwards.
 
-    Later prefills come on top of what the first one kept.
+    Entries of later prefills are added to those that the first one kept.
     """
     if state.turns == 1:
         raise KvfoldError(
@@ -261,7 +264,7 @@ def _check_started(state: LayerState) -> None:
 
 
 def _check_heads(state: LayerState, observation: Observation) -> None:
-    """Raises UnsupportedModel where heads have no entries of their own."""
+    """Raises UnsupportedModel if heads have no entries of their own (latents)."""
     if observation.keys.shape[1] != state.stored().keys.shape[1]:
         raise UnsupportedModel(
             "this model's cache holds latents, one for all heads: budgets per head, packed, "
@@ -270,7 +273,7 @@ def _check_heads(state: LayerState, observation: Observation) -> None:
 
 
 def _is_everything(state: LayerState, slots: Tensor) -> bool:
-    """Whether entry i is column i, before and after."""
+    """True if slot i is column i before and after keeping `slots [B, H, K]`."""
     store = state.stored()
     untouched = store.is_dense and state.dense_store().stored_positions is None
     whole = untouched and slots.shape[-1] == store.length
@@ -278,7 +281,7 @@ def _is_everything(state: LayerState, slots: Tensor) -> bool:
 
 
 def _note_surplus(state: LayerState, kept: Tensor, counts: Tensor) -> None:
-    """Notes whether every head holds exactly its capacity now."""
+    """Sets `surplus` to 0 if every head holds exactly its capacity, else to None."""
     exact = state.capacity is not None and bool((kept == counts.view(len(counts), -1)).all())
     state.surplus = 0 if exact else None
 
@@ -288,7 +291,7 @@ def _note_error(state: LayerState, observation: Observation, slots: Tensor) -> N
     allocate = state.plan.stages.allocate
     if isinstance(allocate, Measured) and allocate.error is not None:
         length = observation.positions.shape[-1]
-        # Holes write into one more column, which is cut off.
+        # Holes write into an extra slot, which is cut off.
         kept = F.pad(torch.zeros_like(observation.positions, dtype=torch.bool), (0, 1))
         kept = kept.scatter(2, slots.masked_fill(slots < 0, length), True)[..., :length]
         state.error = allocate.error(observation, kept)

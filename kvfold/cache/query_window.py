@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observation window: the last queries of a prefill, also of one that is read in pieces."""
+"""The observation window: the last queries of a prefill, which may be read in pieces."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class QueryWindow:
         self.forget()
 
     def forget(self) -> None:
-        """The prefill is over."""
+        """Empties the window, when a prefill ends."""
         self.attended: AttentionCall | None = None
         self.columns: Tensor | None = None
 
     def add(self, attended: AttentionCall, sequence: LogicalSequence) -> None:
-        """Remembers the end of a piece."""
+        """Adds the last queries of a piece."""
         query, self.columns = self.joined(attended, sequence)
         # Of the keys only the number of heads is needed, not the entries.
         self.attended = attended._replace(
@@ -39,7 +39,7 @@ class QueryWindow:
         )
 
     def joined(self, attended: AttentionCall, sequence: LogicalSequence) -> tuple[Tensor, Tensor]:
-        """The prefill's last queries and their columns, −1 for padding, with this piece's."""
+        """Window queries `[B, Hq, W, D]` and columns `[B, W]` with this piece; −1 for padding."""
         query = attended.query[:, :, max(0, attended.query.shape[2] - self.width) :]
         start = sequence.seen - query.shape[2]
         columns = torch.arange(start, sequence.seen, device=query.device).repeat(len(query), 1)
@@ -51,7 +51,7 @@ class QueryWindow:
         return self._last(query, torch.cat([self.columns, columns], 1))
 
     def crop(self, seen: int) -> None:
-        """Forgets the queries of all but the first `seen` columns; those before stay forgotten."""
+        """Drops the queries of columns from `seen` on; older queries do not come back."""
         if seen == 0:
             self.forget()
         if self.attended is None or self.columns is None:
@@ -61,7 +61,7 @@ class QueryWindow:
         self.attended = self.attended._replace(query=query)
 
     def _last(self, query: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """The last of these: what is −1 must not push out tokens that came before it."""
+        """The last `width` of these; padding (−1) must not push out older tokens."""
         order = (columns >= 0).long().argsort(dim=1, stable=True)
         order = order[:, max(0, order.shape[1] - self.width) :]
         wide = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
@@ -69,7 +69,7 @@ class QueryWindow:
 
     @property
     def lost(self) -> bool:
-        """Whether queries were to be remembered, and all of them were taken back."""
+        """True if the window had queries and a crop dropped all of them."""
         return self.columns is not None and self.width > 0 and bool((self.columns < 0).all())
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
@@ -81,7 +81,7 @@ class QueryWindow:
         self.columns = rows(self.columns)
 
     def nbytes(self) -> int:
-        """Bytes of what is remembered."""
+        """Bytes of the window's queries and columns."""
         if self.attended is None or self.columns is None:
             return 0
         return sum(t.numel() * t.element_size() for t in (self.attended.query, self.columns))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logical sequence of a layer: how long it is, and which of its columns are tokens."""
+"""The logical sequence of a layer: its length, and which of its columns are tokens."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class LogicalSequence:
     valid: Tensor | None = None
 
     def tokens(self) -> Tensor | None:
-        """Which columns are tokens `[B, N]`; columns whose mask is still to come count as such."""
+        """Bool mask `[B, N]` of the token columns; those without a mask yet count as tokens."""
         if self.valid is None:
             return None
         return F.pad(self.valid, (0, self.seen - self.valid.shape[1]), value=True)
 
     def per_row(self, rows: int, device: torch.device) -> Tensor:
-        """Tokens of each row `[B]`, padding left out."""
+        """Number of tokens of each row `[B]`, without padding."""
         tokens = self.tokens()
         if tokens is None:
             return _each(self.seen, rows, device)
@@ -43,7 +43,7 @@ class LogicalSequence:
         return columns.masked_fill(~inside.gather(2, columns.clamp(min=0)), -1)
 
     def places(self, columns: Tensor) -> Tensor:
-        """Columns `[B, …]` → each one's number among its row's tokens; −1 stays."""
+        """Positions of `columns [B, …]`; −1 stays."""
         tokens = self.tokens()
         if tokens is None:
             return columns
@@ -53,7 +53,7 @@ class LogicalSequence:
         return pick(count, columns, -1)
 
     def columns(self, places: Tensor) -> Tensor:
-        """The other way round: tokens' numbers `[B, H, T]` → their columns; −1 stays."""
+        """Columns of positions `places [B, H, T]`; −1 stays. The inverse of `places`."""
         tokens = self.tokens()
         if tokens is None:
             return places
@@ -62,7 +62,7 @@ class LogicalSequence:
         return pick(first, places, -1)
 
     def crop(self, count: int) -> None:
-        """Forgets the last `count` columns."""
+        """Drops the last `count` columns."""
         self.seen -= count
         if self.valid is not None:
             self.valid = self.valid[:, : self.seen].clone()
@@ -75,5 +75,5 @@ class LogicalSequence:
 
 @lru_cache(maxsize=2)
 def _each(seen: int, rows: int, device: torch.device) -> Tensor:
-    """The same for all layers of a forward; nobody writes into it."""
+    """Tensor `[rows]` of `seen`, shared by all layers of a forward: read only."""
     return torch.full((rows,), seen, device=device)

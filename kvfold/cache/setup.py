@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache is made of: checks, the model's preparation, and its layers."""
+"""Construction of a cache: checks, the model's preparation, and its layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvfold.methods.base import Method, Stages
 
 @dataclass(frozen=True)
 class Shared:
-    """What all layers of a cache have in common."""
+    """Objects that all layers of a cache share."""
 
     phase: Phase
     waiting: Waiting[LayerState]
@@ -62,7 +62,7 @@ def stages_of(method: Method, protect: tuple[Span, ...], ranks: Ranks) -> Stages
 def checked_budget(
     method: Method, budget: Budget | float | str | None, least: int
 ) -> Budget | None:
-    """The budget of a method that keeps `least` entries per KV head whatever it is.
+    """The budget of a method that keeps `least` entries per KV head at any budget.
 
     Raises BudgetError for one that is missing, superfluous, or below that.
     """
@@ -84,9 +84,9 @@ def checked_budget(
 
 
 def prepare(model: PreTrainedModel, make_trial: Callable[[], Cache]) -> None:
-    """Routes the model's attention through kvfold, and tries it out where this is its first cache.
+    """Routes the model's attention through kvfold, and runs a trial if this is its first cache.
 
-    Raises UnsupportedModel where it would be answered wrongly; it is then as it was.
+    Raises UnsupportedModel if its answers would be wrong; the model is then unchanged.
     """
     with preparing:
         known = is_enabled(model)

@@ -12,7 +12,7 @@ from kvfold.errors import KvfoldError
 
 Span = tuple[int, int]
 
-# What a decoder writes for a character whose last bytes are still to come.
+# A decoder's output for a character whose last bytes are missing
 _INCOMPLETE = "\ufffd"
 
 
@@ -28,14 +28,14 @@ def span(
 
     Args:
         tokenizer: the model's; without character offsets, the range is found by decoding.
-        text: all of what is tokenized, with what a chat template adds.
-        part: what to find, as it is written in `text`.
+        text: the whole text that is tokenized, chat template included.
+        part: the text to find, as it is written in `text`.
         occurrence: which one, from 0, where `part` occurs several times.
         add_special_tokens: as in the call that tokenizes `text`; False where a chat template wrote
             the special tokens.
 
-    A token that holds characters of `part` and of what surrounds it belongs to the span. Raises
-    KvfoldError where `part` is not in `text`, or occurs several times and none was chosen.
+    A token with characters of `part` and of the text around it belongs to the span. Raises
+    KvfoldError if `part` is not in `text`, or occurs several times and none was chosen.
     """
     starts, begin = _starts(text, part), _begin(text, part, occurrence)
     ids = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
@@ -115,7 +115,7 @@ def _starts(text: str, part: str) -> list[int]:
 
 
 def _by_offsets(tokenizer: Any, text: str, begin: int, end: int, special: bool) -> Span | None:
-    """The tokens whose characters overlap `begin` to `end`; None without offsets."""
+    """Range of the tokens whose characters overlap `begin` to `end`; None without offsets."""
     if not getattr(tokenizer, "is_fast", False):
         return None
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
@@ -132,7 +132,7 @@ def _by_decoding(
         return None
 
     def characters(count: int) -> tuple[int, int]:
-        """How many characters the first `count` tokens complete, and how many they begin."""
+        """Number of characters that the first `count` tokens complete, and that they begin."""
         text = _decoded(tokenizer, ids[:count])
         complete = len(text.rstrip(_INCOMPLETE))
         return complete, complete + text.endswith(_INCOMPLETE)

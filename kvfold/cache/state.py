@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerState`: all that the cache keeps for one layer."""
+"""`LayerState`: everything that the cache holds for one layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PER_ROW = ("capacity", "error")  # [B], [B, 1 or 2]
 
 @dataclass(eq=False)
 class LayerState:
-    """Entries of one layer, where they stand in the logical sequence, and what was observed.
+    """Entries of one layer, their columns, and the layer's observations.
 
     `plan` is the layer's own; `phase` and `waiting` are shared by all layers of the cache. Evictors
     (`prefill.py`, `decode.py`) are functions that change a state.
@@ -45,10 +45,10 @@ class LayerState:
     evicted_at: int = 0  # tokens seen at the last change that no crop undoes
     settled: int = 0  # tokens seen when the layer was last brought to its budget
     sums: Tensor | None = None  # attention received, summed over all queries
-    squares: Tensor | None = None  # the same, squared before it is summed
-    reconstruction: Tensor | None = None  # most attention received while the context is repeated
+    squares: Tensor | None = None  # squared attention received, summed over all queries
+    reconstruction: Tensor | None = None  # maximum attention received during the reconstruction
     capacity: Tensor | None = None  # entries that a row holds while decoding
-    merging: Tensor | None = None  # what the merge stage remembers of each head
+    merging: Tensor | None = None  # the merge stage's state of each head
     surplus: int | None = None  # entries above capacity; None: not as many in all heads
     error: Tensor | None = None  # of the layer's output: predicted, measured
     late: bool = False  # evicts at the first generated token (decode="once")
@@ -63,7 +63,7 @@ class LayerState:
         self.query_window = QueryWindow(self.plan.stages.needs.window)
 
     def reset(self) -> None:
-        """Forgets everything but plan, phase and what is shared."""
+        """Resets everything but the plan and the objects shared by all layers."""
         new = LayerState(self.plan, self.phase, self.waiting, self.rotation)
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
@@ -97,7 +97,7 @@ class LayerState:
         return self.sequence.real(self.stored().positions)
 
     def places(self) -> Tensor:
-        """Each stored entry's number among its row's tokens `[B, H, T]`, −1 for padding."""
+        """Positions of the stored entries `[B, H, T]`, −1 for padding and holes."""
         return self.sequence.places(self.columns())
 
     def seen_per_row(self) -> Tensor:
@@ -111,7 +111,7 @@ class LayerState:
         return torch.zeros_like(self.seen_per_row()) if prefix is None else prefix
 
     def later(self) -> int:
-        """The most entries that a head stores of what came after the last eviction."""
+        """Most entries of a head that were appended after the last eviction."""
         holds = self.capacity is not None and self.plan.stages.decode == "hold"
         if holds and not self.phase.frozen:
             return 0
@@ -127,7 +127,7 @@ class LayerState:
         return self._capacities[1:]
 
     def forced_ends(self) -> tuple[int, int] | None:
-        """How many of the first and of the last slots stay; None where that differs by row."""
+        """Number of first and of last slots that are forced; None if that differs by row."""
         if self.sequence.valid is not None or self.phase.prefix is not None:
             return None
         if self._ends[0] is not self.capacity or self.capacity is None:
@@ -188,40 +188,40 @@ class LayerState:
     # --- evictions --------------------------------------------------------------------------
 
     def note_eviction(self) -> None:
-        """Entries have just left: nothing older comes back, and re-indexed sinks move from now."""
+        """Notes an eviction: no crop goes back before it, and re-indexed sinks move from now on."""
         self.evicted_at = self.settled = self.seen
         self.let_sinks_move()
 
     def copy_alive(self) -> None:
-        """Copies what is alive in a dense store: nobody else looks at what is stored then."""
+        """Copies a dense store without its holes; earlier views are not affected."""
         store = self.dense_store()
         self.keep_dense(alive(store.positions))
 
     def keep_dense(self, slots: Tensor) -> None:
-        """Keeps the entries at `slots [B, H, K]` of a dense store, and what belongs to them."""
+        """Keeps the entries at `slots [B, H, K]` of a dense store, and their statistics."""
         self.dense_store().keep(slots)
         self.select_per_entry(slots)
 
     def select_per_entry(self, slots: Tensor) -> None:
-        """Of the tensors `[B, H, T]` keeps what is at `slots [B, H, K]`."""
+        """Keeps the numbers at `slots [B, H, K]` of all tensors `[B, H, T]`."""
         self.per_entry(lambda x: pick(x, slots, 0))
 
     # --- re-indexed sinks (StreamingLLM) ----------------------------------------------------
 
     def let_sinks_move(self) -> None:
-        """Remembers re-indexed sinks as given, which they still are in the store."""
+        """Copies the sinks' keys as given, before the store rotates them for the first time."""
         stages = self.plan.stages
         if stages.positions == "reindex" and self.sinks is None:
             first, count = self._first_slots(), stages.forced.sinks
             self.sinks = ReindexedSinks(self.dense_store(), first, count, self.rotation)
 
     def settle_sinks(self) -> None:
-        """Moves re-indexed sinks to where all that is stored puts them."""
+        """Rotates re-indexed sinks up to the oldest recent token."""
         if self.sinks is not None:
             self.sinks.follow(self.dense_store(), self._first_slots(), self._evicted_per_row())
 
     def return_sinks(self) -> None:
-        """Puts re-indexed sinks back as they were given, until more entries have left."""
+        """Writes the sinks' given keys back into the store, until the next eviction."""
         if self.sinks is not None:
             self.sinks.restore(self.dense_store(), self._first_slots())
             self.sinks = None
@@ -239,7 +239,7 @@ class LayerState:
         return (self.columns() >= 0).byte().argmax(-1, keepdim=True)
 
     def _evicted_per_row(self) -> Tensor:
-        """Tokens seen but not stored `[B]`, where all heads store the same."""
+        """Number of evicted tokens `[B]` of each row, the same in all heads."""
         store = self.dense_store()
         if self.sequence.valid is None:
             return self.seen_per_row() - (store.length - store.dead)
@@ -247,7 +247,7 @@ class LayerState:
 
 
 def alive(places: Tensor) -> Tensor:
-    """Slots `[B, H, K]` of the entries whose place is not −1, ascending; holes on the left."""
+    """Slots `[B, H, K]` of the entries whose position is not −1, ascending; −1 on the left."""
     slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
     slots = slots.masked_fill(places < 0, -1).sort(-1).values
     return slots[..., int((slots < 0).sum(-1).min()) :]

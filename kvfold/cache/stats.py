@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache holds now, counted from the tensors it owns."""
+"""`Stats`: entries and bytes of a cache, counted from the tensors it owns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, repr=False)
 class Stats:
-    """What a cache holds: printed in a few lines, layer by layer with `details()`.
+    """Entries and bytes of a cache: prints in a few lines, layer by layer with `details()`.
 
     `kept[l][b][h]` entries of the compressible layers, and bytes.
 
@@ -100,7 +100,7 @@ class Stats:
         return "\n".join(lines)
 
     def details(self) -> str:
-        """The same with what bytes are spent on, and with a line for each layer."""
+        """The printed lines, with bytes by purpose and a line for each layer."""
         lines = [
             str(self),
             f"keys and values {self.kv_bytes:,} bytes, positions {self.position_bytes:,}, "
@@ -115,7 +115,7 @@ class Stats:
         return "\n".join(lines)
 
     def _later(self) -> str:
-        """What came after the last compression, and what bounds it."""
+        """Line about the entries after the last compression and their bound."""
         before = self.mean_kept - self.later
         bound = "which no budget bounds"
         if self.later_budget is not None:
@@ -123,12 +123,12 @@ class Stats:
         return f"of these {before:,.0f} of the context, {self.later:,} of later turns, {bound}"
 
     def _per_head(self) -> str:
-        """How many entries each KV head of each layer holds; nothing before the first token."""
+        """Range of entries per layer and KV head; empty before the first token."""
         counts = [count for layer in self.kept for row in layer for count in row]
         return f", {_range(counts)} per layer and KV head" if counts else ""
 
 
 def _range(counts: list[int]) -> str:
-    """The least and the most of them, or the one number that all are."""
+    """Text of the smallest and the largest count, or of the one count."""
     low, high = min(counts, default=0), max(counts, default=0)
     return f"{low:,} to {high:,}" if high > low else f"{low:,}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that share a model's KV heads (tensor parallelism), and what they tell each other.
+"""Tensor parallelism: processes that share a model's KV heads, and the data they exchange.
 
-Stages know nothing of ranks: those in which heads meet are handed all ranks' heads, and what they
-answer is cut down to a rank's own. All others look at each head alone. Beside that, ranks only
-agree on whether anything leaves a layer, so that all of them store it in the same way.
+Stages know nothing of ranks. Stages that compare heads get all-gathered heads; their result is
+sliced to the local ones. All other stages treat each head alone. Besides, ranks agree on whether
+anything is evicted from a layer, so that all of them store it in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvfold.methods.base import Across, Heads, Measured, Method, Stages
 from kvfold.methods.observation import Observation
 
 T = TypeVar("T")
-# Of an Observation: what has KV or query heads as its second axis, beside positions.
+# Fields of an Observation with heads as the second axis, besides positions
 PER_HEAD = ("keys", "values", "queries", "column_sums", "column_squares", "reconstruction")
 
 
@@ -67,10 +67,10 @@ class Ranks:
                 "are stored twice: load this model in one process"
             )
 
-    # --- where heads meet -------------------------------------------------------------------
+    # --- stages that compare heads ----------------------------------------------------------
 
     def joining(self, stages: Stages) -> Stages:
-        """The same stages, in which heads of all ranks meet."""
+        """Stages whose comparisons of heads cover all ranks."""
         if self.size == 1:
             return stages
         heads, allocate = stages.heads, stages.allocate
@@ -111,7 +111,7 @@ class Ranks:
         return error(self._observed(seen), self._joined(kept.byte()).bool())
 
     def all(self, here: Tensor) -> bool:
-        """Whether it is so on every rank."""
+        """True if `here` is true on every rank."""
         if self.size > 1:
             here = here.int()
             dist.all_reduce(here, dist.ReduceOp.MIN)
@@ -136,7 +136,7 @@ class Ranks:
         return of_all if of_all.dim() == 1 else of_all[:, self.own_heads]
 
     def _observed(self, seen: Observation) -> Observation:
-        """What all ranks observed of one layer."""
+        """Observation of one layer with the heads of all ranks."""
         held = {name: getattr(seen, name) for name in PER_HEAD}
         joined: dict[str, Any] = {
             name: None if own is None else self._joined(own) for name, own in held.items()
@@ -170,9 +170,9 @@ class Ranks:
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks:
-    """Which of the model's KV heads this process holds.
+    """The model's KV heads that this process holds.
 
-    Raises UnsupportedModel where ranks would not hold equally many heads of their own.
+    Raises UnsupportedModel if ranks would not hold equally many heads of their own.
     """
     size, name = getattr(model, "tp_size", None) or 1, type(model).__name__
     if size == 1:

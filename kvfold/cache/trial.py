@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few tokens through a model whose cache evicts, before anybody trusts its answers.
+"""Trial of a model: a few tokens with a cache that evicts, when its first cache is made.
 
-What the attention function notices (`attention/function.py`) comes up here, when a model's first
-cache is made: another number of attention calls than of cache updates, keys or values that are
-changed on the way, masks made from what is stored, caches of a class of its own.
+It brings up what the attention function refuses (`attention/function.py`): more or fewer attention
+calls than cache updates, keys or values changed on the way, masks made from the stored entries,
+cache classes of the model's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _tried: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def is_due(model: PreTrainedModel) -> bool:
-    """Whether the model has weights and no cache was made for it yet; true once."""
+    """True, once, if the model has weights and no cache was made for it yet."""
     if model in _tried or model.device.type == "meta":
         return False
     _tried.add(model)
@@ -33,7 +33,7 @@ def is_due(model: PreTrainedModel) -> bool:
 
 
 def run(model: PreTrainedModel, cache: Cache) -> None:
-    """Raises UnsupportedModel, and forgets that it was done, where the model cannot go on."""
+    """Runs the trial; raises UnsupportedModel, and stays due, if the model fails it."""
     try:
         _read(model, cache)
     except BaseException:

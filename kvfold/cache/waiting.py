@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of one cache that wait for one another."""
+"""Layers of one cache whose eviction or encoding waits for other layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvfold.methods.observation import Observation
 
 Layer = TypeVar("Layer")
 
-ROW_BYTES = 2**24  # attention rows that may wait for those of other layers
+ROW_BYTES = 2**24  # most bytes of attention rows that wait
 
 
 @dataclass
 class Waiting(Generic[Layer]):
-    """Layers that cannot go on until others have attended.
+    """Layers whose eviction or encoding waits until others have attended.
 
     `sized`: layers whose size depends on all layers' observations (D2O, KVzip), evicted by the
     last layer's attention. `first_of_pair`: a layer that is quantized together with the next one
@@ -40,7 +40,7 @@ class Waiting(Generic[Layer]):
         return taken
 
     def is_too_much(self) -> bool:
-        """Whether the attention rows that wait take more memory than they may."""
+        """True if the waiting attention rows take more than ROW_BYTES."""
         call = next(iter(self.evicting.values()))
         assert call.row is not None
         each = call.row.untyped_storage().nbytes()
@@ -49,5 +49,5 @@ class Waiting(Generic[Layer]):
         return len(self.evicting) * each > ROW_BYTES
 
     def reset(self) -> None:
-        """Nobody waits."""
+        """Empties all lists."""
         self.sized, self.first_of_pair, self.evicting = [], None, {}
