@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the prompt (whole, in chunks, or as the next turn), then generate."""
+"""`kvfold.generate`: reads the prompt (whole, in pieces, or its new part), then generates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.versions import check_assisted
 from kvfold.methods.base import Method
 
-# When the prompt is compressed.
+# Time of a prompt's compression
 Compress = Literal["at_end", "per_chunk"]
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
@@ -102,7 +102,7 @@ def generate(
 
 
 def _rows_per_prompt(model: PreTrainedModel, options: dict[str, Any]) -> int:
-    """How many rows `generate` makes of each prompt: beams, or answers."""
+    """Rows that `generate` makes of each prompt: beams, or answers."""
     settings = _settings(model, options)
     return max(settings.num_beams or 1, settings.num_return_sequences or 1)
 
@@ -118,7 +118,7 @@ def _read_ahead(
 ) -> tuple[int, int]:
     """The columns to read before `model.generate` reads the rest, and the length of a piece.
 
-    Raises KvfoldError where something is to be read ahead and the options do not allow it.
+    Raises KvfoldError if columns must be read ahead and the options do not allow it.
     """
     cache, seen = resumed.cache, resumed.seen
     stop = seen
@@ -132,7 +132,7 @@ def _read_ahead(
     elif chunk < total - seen:
         stop = total - chunk
     elif rows > 1 and seen > 0:
-        # Rows that multiply share what is already cached, so only a last token is left to them.
+        # Rows are multiplied after reading all but the last token, so that this is read once.
         stop = total - 1
     if stop > seen:
         check_read_ahead(model, resumed, options)
@@ -147,7 +147,7 @@ def _decode(
     compile: bool,
     options: dict[str, Any],
 ) -> Any:
-    """`model.generate` over what the cache has read."""
+    """`model.generate` for the rest of the prompt and the new tokens."""
     processors = [IdsRead(cache), *(options.get("logits_processor") or [])]
     options = options | {"logits_processor": processors}
     cache.cannot_be_dropped = True
@@ -170,9 +170,9 @@ def read_turn(
     until: int,
     chunk: int,
 ) -> None:
-    """Reads what the cache has not seen of `input_ids [B, N]`, a turn that ends at `until` tokens.
+    """Reads the unseen part of `input_ids [B, N]`, a prefill that ends at `until` columns.
 
-    A method that repeats the text does so at the end of `input_ids`, and ends the turn there.
+    A method with a reconstruction runs it at the end of `input_ids`, and ends the prefill there.
     """
     seen, stop = cache.get_seq_length(), input_ids.shape[1]
     if cache.method.stages().token_pruning is not None and seen == 0:
@@ -195,9 +195,9 @@ def read_on(
     mask: Tensor | None,
     chunk: int,
 ) -> None:
-    """Inside a `reading()` block: all of a turn but its end.
+    """Reads the unseen part of `input_ids [B, N]`, inside a `reading()` block that ends it later.
 
-    Reads what the cache has not seen of `input_ids [B, N]`, and lets a method repeat the text.
+    Runs the method's reconstruction, if it has one.
     """
     stop = input_ids.shape[1]
     _read(model, input_ids, cache, mask, cache.get_seq_length(), stop, chunk)
@@ -212,7 +212,7 @@ def read_per_chunk(
     mask: Tensor | None,
     chunk: int | None,
 ) -> None:
-    """Reads what the cache has not seen of `input_ids [B, N]`, and compresses after each piece.
+    """Reads the unseen part of `input_ids [B, N]`, and compresses after each piece.
 
     Pieces are of equal length, and of at most `chunk` tokens. Raises KvfoldError for methods that
     must see a prompt as a whole.
@@ -227,13 +227,13 @@ def read_per_chunk(
 
 
 def _ends(start: int, stop: int, chunk: int) -> list[int]:
-    """Where pieces of at most `chunk` tokens end that are as equal as can be."""
+    """Ends of pieces of at most `chunk` tokens, as equal as possible."""
     pieces = -(-(stop - start) // chunk)
     return [start + (stop - start) * (i + 1) // pieces for i in range(pieces)]
 
 
 def check_per_chunk(method: Method, chunk: int | None) -> int:
-    """The length of a piece; raises KvfoldError without one, or where the method needs it all."""
+    """The length of a piece; KvfoldError without one, or if the method needs the whole prompt."""
     if chunk is None:
         raise KvfoldError("per_chunk needs prefill_chunk= (--prefill-chunk), the length of a piece")
     stages = method.stages()
@@ -274,14 +274,17 @@ def _settings(model: PreTrainedModel, options: dict[str, Any]) -> Any:
 
 
 def _new_tokens(settings: Any, total: int) -> int:
-    """How many tokens `generate` may produce after a prompt of `total`."""
+    """Most tokens that `generate` may produce after a prompt of `total`."""
     if settings.max_new_tokens is not None:
         return int(settings.max_new_tokens)
     return max(0, int(settings.max_length or 20) - total)
 
 
 def _must_read_first(model: PreTrainedModel, cache: CompressedCache, total: int, new: int) -> bool:
-    """Whether `generate` would drop the cache, unless most of the prompt is read before."""
+    """True if `generate` would drop the cache unless most of the prompt is read before.
+
+    Raises UnsupportedModel if generation itself would pass the length at which it is dropped.
+    """
     limit = cache.dropping_length
     if limit is None or total + new <= limit:
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of KV heads that were taken once from another text, in a file."""
+"""Files of KV head scores, computed once on another text (KVzip)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 
-# What safetensors and torch raise for files that they cannot read, or that hold something else.
+# Errors of safetensors and torch for files that they cannot read, or with other contents
 UNREADABLE = (
     OSError,
     SafetensorError,
@@ -26,9 +26,9 @@ UNREADABLE = (
 
 
 def give_head_scores(cache: CompressedCache, file: str) -> None:
-    """Gives every entry of a KV head the head's score, in place of what repeating would find.
+    """Sets the reconstruction score of every entry to its KV head's score from a file.
 
-    Raises KvfoldError where the file cannot be read or does not fit the model's layers and heads.
+    Raises KvfoldError if the file cannot be read or does not fit the model's layers and heads.
     """
     states = cache.states
     scores = read_head_scores(file)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvfold.generate` is given, checked before anything is read."""
+"""Checks of `kvfold.generate`'s arguments, before anything is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvfold.methods.base import Method
 
 
 def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]) -> None:
-    """Raises KvfoldError where the cache or the ids are missing, or came by another name."""
+    """Raises KvfoldError if the cache or the ids are missing, or given by another name."""
     if "past_key_values" in options:
         raise KvfoldError("give the cache as cache=, not as past_key_values=")
     if not isinstance(cache, CompressedCache):
@@ -53,7 +53,7 @@ def check_read_ahead(model: Any, resumed: Resumption, options: dict[str, Any]) -
 
 
 def check_pieces(method: Method, chunk: int, tokens: int) -> None:
-    """Raises KvfoldError where a first prompt of so many `tokens` cannot be read in pieces."""
+    """Raises KvfoldError if a first prompt of `tokens` cannot be read in pieces of `chunk`."""
     if method.stages().token_pruning is not None and chunk < tokens:
         raise KvfoldError(f"{method} reads a prompt in one piece: leave out the chunk")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a prompt through the model one layer at a time, with fewer tokens in every layer."""
+"""Layer-wise prefill: one layer at a time, on fewer and fewer tokens (PyramidInfer)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prefill_layerwise(
 ) -> None:
     """Fills a new cache with the prompt `input_ids [B, N]`; `mask [B, N]` is 0 at padding.
 
-    After each layer the method's token_pruning says which tokens go on to the next one.
+    After each layer the method's token pruning chooses the tokens of the next one.
     """
     token_pruning = cache.method.stages().token_pruning
     assert token_pruning is not None
@@ -29,11 +29,11 @@ def prefill_layerwise(
     hidden = layers.embed(input_ids)
     columns = torch.arange(input_ids.shape[1], device=mask.device).expand_as(mask)
     columns = columns.masked_fill(mask == 0, -1)
-    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache.phase.layerwise = True
     try:
         for index, layer in enumerate(cache.compressed_layers):
-            at = places.gather(1, columns.clamp(min=0))
+            at = positions.gather(1, columns.clamp(min=0))
             hidden = layers.run(index, hidden, columns >= 0, at, cache)
             observation = cache.phase.observed
             assert observation is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a text may be: as long as those that the model was trained on, unless a user says so."""
+"""Limit of a text's length: the length the model was trained for, unless the user allows more."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def check_prompt(
 
 
 def reach(cache: CompressedCache, tokens: int, piece: int | None) -> int:
-    """The most tokens between two of which one attends to the other, of a text of `tokens`.
+    """Largest distance, in tokens, between a query and an entry of a text of `tokens`.
 
-    `piece`: the cache is brought back to its budget after each so many. As many as the text has,
-    but where a method re-indexes: its sinks follow what is recent (arXiv 2309.17453, section 3.2).
+    The text's length, unless the method re-indexes: its sinks follow the recent tokens
+    (arXiv 2309.17453, section 3.2). `piece`: tokens after which the cache is compressed each time;
+    None: only at the end.
     """
     if cache.method.stages().positions != "reindex":
         return tokens

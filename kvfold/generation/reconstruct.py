@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the model repeat a text from its cache, and notes what it looks at while it does.
+"""Context reconstruction: forwards that let the model repeat a text, and score its entries.
 
-(KVzip, arXiv 2505.23416, section 3; snu-mllab/KVzip `model/wrapper.py`.)
+KVzip, arXiv 2505.23416, section 3; snu-mllab/KVzip `model/wrapper.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def reconstruct(
     input_ids: Tensor,
     mask: Tensor | None,
 ) -> None:
-    """Gives every layer the most attention that each entry receives while its text is repeated.
+    """Sets every layer's reconstruction scores: the maximum attention that each entry receives.
 
-    `input_ids [B, N]` are what the whole cache holds, `mask [B, N]` is 0 at padding. The text of a
-    row begins after the chat template's opening, if the row has it: those tokens are kept beside
-    the budget. The cache is left as it was. Given scores of heads take the place of repeating.
+    `input_ids [B, N]` are all tokens of the cache, `mask [B, N]` is 0 at padding. A row's text
+    begins after the chat template's opening, if the row has it; these tokens are kept and do not
+    count in the budget. The cache's entries stay unchanged. With a file of head scores nothing is
+    repeated.
 
     Raises KvfoldError for a row without the method's instruction, and for a file of head scores
     that cannot be read or is another model's.
@@ -62,7 +63,7 @@ def reconstruct(
 
 
 def _opening(row: Tensor, start: int, opening: Tensor) -> Tensor:
-    """How many of a row's first tokens are the template's opening: all of it, or none."""
+    """Number of a row's first tokens that are the template's opening: all of it, or 0."""
     there = torch.equal(row[start : start + len(opening)], opening)
     return torch.tensor(len(opening) if there else 0, device=row.device)
 
@@ -74,7 +75,7 @@ def _request(
     text: Tensor,
     part: int,
 ) -> tuple[Tensor, Tensor]:
-    """What asks for one part of a text, and the part; both empty past the end."""
+    """Prompt that asks for one part of a text, and the part; both empty past the end."""
     chunk = text[part * how.chunk : (part + 1) * how.chunk]
     if len(chunk) == 0:
         return chunk, chunk
@@ -101,9 +102,9 @@ def _repeat(
     for row, (into, valid) in zip(rows, zip(new, there, strict=True), strict=True):
         into[longest - len(row) :] = row
         valid[longest - len(row) :] = 1
-    places = mask.cumsum(-1) - 1 - prefix[:, None]
+    offsets = mask.cumsum(-1) - 1 - prefix[:, None]  # positions, from the text's first token on
     lengths = torch.tensor([len(part) for _, part in requests], device=mask.device)[:, None]
-    scored = (places < 0) | ((places >= start) & (places < start + lengths))
+    scored = (offsets < 0) | ((offsets >= start) & (offsets < start + lengths))
     scored = torch.cat([scored & mask.bool(), there.bool()], 1)
     whole = torch.cat([mask, there], 1)
     padded = None if bool(whole.all()) else whole

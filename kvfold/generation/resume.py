@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on with a cache that has read something: from that, or from the prefix they share."""
+"""Resumption: a prompt continues what a cache has read, or the prefix that they share."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import History
 from kvfold.errors import KvfoldError
 
-# What to do with a cache that has read another text.
+# Use of a cache that has read another text: None refuses, "prefix" goes back to the shared prefix
 Reuse = Literal["prefix"]
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a cache goes on: at `seen` columns of those it has read; it is not back there yet.
-
-    `own_forwards`: the method's own forwards are over the prompt then.
-    """
+    """The column at which a cache resumes; `go_back` brings it there."""
 
     cache: CompressedCache
-    seen: int
-    own_forwards: bool
+    seen: int  # columns read before it
+    own_forwards: bool  # True if the method's own forwards read the prompt then
 
     def go_back(self) -> None:
-        """Takes back what the cache read beyond."""
+        """Crops the cache to `seen` columns."""
         beyond = self.cache.get_seq_length() - self.seen
         if beyond and not self.seen:
             self.cache.reset()
@@ -42,8 +39,8 @@ def resumption(
     """Checks that `input_ids [B, N]` begin with what the cache has read; changes nothing.
 
     `mask [B, N]` is 0 at padding. With `reuse="prefix"` the cache is to go back to the prefix they
-    share, or to start anew where they share none, or where the method's own forwards read more.
-    Raises KvfoldError as `generate` does.
+    share, or to start anew if they share none, or if the method's own forwards read more. Raises
+    KvfoldError as `generate` does.
     """
     if reuse not in (None, "prefix"):
         raise KvfoldError(f'reuse is "prefix" or left out, not {reuse!r}')
@@ -76,7 +73,7 @@ def resumption(
 
 
 def _prefix(cache: CompressedCache, shared: int) -> Resumption:
-    """At `shared` columns, or anew; raises KvfoldError where the cache cannot go back there."""
+    """Resumption at `shared` columns, or anew; KvfoldError if the cache cannot go back there."""
     stages, seen = cache.method.stages(), cache.get_seq_length()
     reads_by_itself = stages.runs_own_forwards
     if shared and (shared == seen or not reads_by_itself):
@@ -90,7 +87,7 @@ def _prefix(cache: CompressedCache, shared: int) -> Resumption:
 
 
 class IdsRead:
-    """A logits processor that changes nothing: after each forward it is given the ids read."""
+    """A logits processor that changes nothing: after each forward it notes the ids read."""
 
     def __init__(self, cache: CompressedCache) -> None:
         self.cache = cache

@@ -23,7 +23,7 @@ from kvfold.hf.models import text_config
 # The name over each delegate: "sdpa" or "flash" in a name would mean more to transformers.
 NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
 
-# What models were loaded with that go through kvfold now.
+# Attention implementations with which routed models were loaded
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -33,7 +33,7 @@ def register_attention(
 ) -> None:
     """Makes `function` known to transformers, with the mask function of its delegate.
 
-    `check_padding` is shown what each mask is made of: which columns are tokens `[B, N]`.
+    `check_padding` gets the padding `[B, N]` of each mask before it is made.
     """
     make = ALL_MASK_ATTENTION_FUNCTIONS[kind]
 
@@ -97,7 +97,7 @@ def disable(model: PreTrainedModel) -> None:
 
 
 def _stand_in(model: PreTrainedModel, loaded: str) -> str:
-    """Which of SDPA and eager attention kvfold builds on."""
+    """The stock attention beneath kvfold's: "sdpa" or "eager"."""
     unpaged = loaded.removeprefix("paged|")
     if unpaged in NAMES:
         return unpaged
@@ -105,12 +105,12 @@ def _stand_in(model: PreTrainedModel, loaded: str) -> str:
 
 
 def is_enabled(model: PreTrainedModel) -> bool:
-    """Whether the model's attention goes through kvfold."""
+    """True if the model's attention goes through kvfold."""
     return is_routed(text_config(model))
 
 
 def is_routed(config: Any) -> bool:
-    """Whether a model of this configuration, a decoder's, attends through kvfold now."""
+    """True if the model of this decoder configuration attends through kvfold now."""
     return config._attn_implementation in NAMES.values()
 
 

@@ -77,7 +77,7 @@ def _absent_from(text: str) -> str:
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """How many tokens `text` is as it stands."""
+    """Number of tokens of `text`, without special tokens of the tokenizer's own."""
     return len(tokenizer(text, add_special_tokens=False).input_ids)
 
 

@@ -13,7 +13,7 @@ from kvfold.hf.rotation import rope_types
 
 
 def not_compiled_because(model: PreTrainedModel) -> str | None:
-    """Why one graph cannot decode, or None."""
+    """Reason why one graph cannot decode with this model; None if it can."""
     config = text_config(model)
     if not getattr(model, "_can_compile_fullgraph", False):
         return "is not compiled as one graph by transformers"
@@ -30,7 +30,7 @@ def not_compiled_because(model: PreTrainedModel) -> str | None:
 
 
 def compile_config(given: CompileConfig | None) -> CompileConfig:
-    """How `generate` compiles its steps, on every device; transformers' default but one graph."""
+    """Configuration for compiled steps on every device; default: transformers', as one graph."""
     config = CompileConfig(fullgraph=True) if given is None else copy.copy(given)
     config._compile_all_devices = True  # type: ignore[assignment]
     return config

@@ -16,7 +16,7 @@ from kvfold.hf.stock_layers import is_compressible, stock_layers
 class DecoderLayers:
     """A decoder's layers, to be run one by one.
 
-    Raises UnsupportedModel where that does not give what the model's own forward gives.
+    Raises UnsupportedModel if the result differs from the model's own forward.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -36,7 +36,10 @@ class DecoderLayers:
     def run(
         self, index: int, hidden: Tensor, real: Tensor, places: Tensor, cache: Cache | None
     ) -> Tensor:
-        """One causal layer over `hidden [B, S, hidden]`, `real [B, S]`, at `places [B, S]`."""
+        """Output of one causal layer over `hidden [B, S, hidden]` at positions `places [B, S]`.
+
+        `real [B, S]` is False at padding.
+        """
         out = self.decoder.layers[index](
             hidden,
             attention_mask=self._mask(real, hidden.dtype),
@@ -49,7 +52,7 @@ class DecoderLayers:
         return result
 
     def _mask(self, real: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Additive `[B, 1, S, S]`; None where SDPA's own causality is all."""
+        """Additive mask `[B, 1, S, S]`; None if SDPA's causal mask suffices."""
         eager = text_config(self.model)._attn_implementation.endswith("eager")
         if bool(real.all()) and not eager:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model's forwards come to their end: one may fail behind the last layer's attention."""
+"""Hooks that tell a cache of a model's forwards, as one may fail after the last attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ToldOfForwards(ABC):
 
     @abstractmethod
     def forward_begins(self) -> None:
-        """Nothing of it is stored yet; an error raised here is the forward's."""
+        """Called before a forward stores anything; an error raised here fails the forward."""
 
     @abstractmethod
     def forward_returned(self, ids: Tensor | None) -> None:
-        """It came to its end; `ids [B, S]` are what it was given, None where that was no ids."""
+        """Called after a forward has returned; `ids [B, S]` are its inputs, None for embeddings."""
 
 
 # Held while a model's attention or its hooks change, and while it is tried out.
@@ -30,7 +30,7 @@ _watched: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.
 
 
 def watch(model: nn.Module) -> None:
-    """From now on caches are told when a forward of `model` begins, and when it has returned."""
+    """Installs the hooks on `model`, once."""
     if model not in _watched:
         _watched[model] = [
             model.register_forward_pre_hook(_begins, with_kwargs=True),
@@ -39,7 +39,7 @@ def watch(model: nn.Module) -> None:
 
 
 def unwatch(model: nn.Module) -> None:
-    """Takes that back."""
+    """Removes the hooks from `model`."""
     for handle in _watched.pop(model, []):
         handle.remove()
 

@@ -25,19 +25,19 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def shares_entries(model: PreTrainedModel) -> bool:
-    """Whether later layers attend to the keys and values of an earlier one."""
+    """True if later layers attend to the keys and values of an earlier one."""
     return bool(getattr(text_config(model), "num_kv_shared_layers", 0))
 
 
 def caches_latents(model: PreTrainedModel) -> bool:
-    """Whether the cache holds latents, whose keys exist only inside a forward."""
+    """True if the cache holds latents, whose keys exist only inside a forward (MLA)."""
     return hasattr(text_config(model), "kv_lora_rank")
 
 
 def dropping_length(model: PreTrainedModel) -> int | None:
     """Tokens from which on the model's `generate` drops a user's cache, or None.
 
-    Raises UnsupportedModel where that would go unnoticed.
+    Raises UnsupportedModel if that would go unnoticed.
     """
     config = text_config(model)
     limit: int | None = getattr(config, "original_max_position_embeddings", None)
@@ -72,7 +72,7 @@ def trained_length(model: PreTrainedModel) -> int | None:
 
 
 def has_position_table(model: PreTrainedModel) -> bool:
-    """Whether the model looks its positions up, so that there are none past its length."""
+    """True if the model has learned positions, a table that ends at its length."""
     length, tokens = trained_length(model), model.get_input_embeddings()
     tables = (m for m in model.get_decoder().children() if isinstance(m, nn.Embedding))
     # OPT's has two rows more.
@@ -80,7 +80,7 @@ def has_position_table(model: PreTrainedModel) -> bool:
 
 
 def layer_device(model: PreTrainedModel, layer: int) -> torch.device:
-    """Where the keys of a layer are made."""
+    """Device of a layer's weights."""
     for module in model.get_decoder().modules():
         weight: Tensor | None = next(module.parameters(), None)
         if getattr(module, "layer_idx", None) == layer and weight is not None:
@@ -89,7 +89,7 @@ def layer_device(model: PreTrainedModel, layer: int) -> torch.device:
 
 
 def full_weight(weight: Tensor) -> Tensor:
-    """A weight of which this process may hold a part; all ranks must ask for it."""
+    """The whole of a weight that ranks may share; a collective call on all of them."""
     full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     return full
 

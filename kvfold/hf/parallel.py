@@ -15,9 +15,9 @@ from kvfold.hf.versions import PARALLEL_FROM
 
 
 def parallel_options() -> dict[str, Any]:
-    """What lets `from_pretrained` share a model out among the processes that torchrun started.
+    """Options of `from_pretrained` that share a model among the processes of torchrun.
 
-    Nothing in a single process. Raises KvfoldError for what is missing, or too old, for it.
+    Empty in a single process. Raises KvfoldError if a package is missing or too old.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:

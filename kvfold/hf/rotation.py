@@ -18,9 +18,9 @@ from kvfold.hf.models import text_config
 
 
 def rope_of(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, float]]:
-    """How keys are rotated: the configuration's settings, frequencies, and attention factors.
+    """RoPE of a model: the configuration's settings, frequencies, and attention factors.
 
-    Frequencies are those that a text begins with, where they change with its length.
+    Frequencies that change with the text's length are those of its beginning.
     """
     parameters = getattr(text_config(model), "rope_parameters", None) or {}
     frequencies: dict[str, Tensor] = {}
@@ -38,7 +38,7 @@ def rope_of(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor], 
 
 
 def rope_types(config: Any) -> set[str | None]:
-    """How rotary frequencies are made, for all types of layers."""
+    """RoPE types ("default", "yarn", …) of all types of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     return {kind.get("rope_type") for kind in kinds}
@@ -58,7 +58,7 @@ class Rotation:
         return self
 
     def check(self) -> None:
-        """Raises UnsupportedModel where a rotation by a constant would be wrong."""
+        """Raises UnsupportedModel if rotating stored keys by a constant would be wrong."""
         model = self._model()
         config = text_config(model)
         if {"dynamic", "longrope"} & rope_types(config):
@@ -74,7 +74,7 @@ class Rotation:
             )
 
     def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
-        """keys `[B, H, S, D]`, rotated forward by `shift [B]` positions."""
+        """Keys `[B, H, n, D]` rotated forward by `shift [B]` positions."""
         if not getattr(self._attention(), "use_rope", True):
             return keys
         embedding, apply = self._embedding(), self._apply()
@@ -116,7 +116,7 @@ class Rotation:
         )
 
     def _is_conditional(self) -> bool:
-        """Whether the model file rotates under a condition that kvfold cannot ask it about."""
+        """True if the model file rotates under a condition that kvfold cannot read from it."""
         module = self._attention()
         if module is None or hasattr(module, "use_rope"):
             return module is None

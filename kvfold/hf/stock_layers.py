@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' own cache layers: which kvfold replaces, and what the others can do."""
+"""transformers' own cache layers: those that kvfold replaces, and cropping of the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEFT_ALONE = tuple(
 
 
 def stock_layers(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' own cache; raises UnsupportedModel where kvfold has no answer."""
+    """The layers of transformers' own cache; UnsupportedModel for a kind that kvfold cannot use."""
     layers = DynamicCache(config=text_config(model)).layers
     for index, layer in enumerate(layers):
         mixed = isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer)
@@ -44,29 +44,29 @@ def stock_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def is_compressible(layer: Any) -> bool:
-    """Whether a stock layer holds the keys of all tokens."""
+    """True if a stock layer holds the keys of all tokens."""
     return type(layer) is DynamicLayer
 
 
 def is_recurrent(layer: Any) -> bool:
-    """Whether a stock layer holds a recurrent state, which no crop takes back."""
+    """True if a stock layer holds a recurrent state, which no crop undoes."""
     return isinstance(layer, LinearAttentionLayer)
 
 
 def layer_lengths(cache: Cache) -> set[int]:
-    """The numbers of tokens that layers with keys hold, each once."""
+    """Set of the numbers of tokens that layers with keys hold."""
     layers: list[Any] = cache.layers
     return {layer.get_seq_length() for layer in layers if _has_keys(type(layer))}  # type: ignore[arg-type]
 
 
 @functools.cache
 def _has_keys(kind: type) -> bool:
-    """Whether layers of this class hold keys: asked of every layer of every forward."""
+    """True if layers of this class hold keys; cached, as every layer of every forward asks."""
     return issubclass(kind, CacheLayerMixin)
 
 
 def can_crop_stock(layer: Any, tokens_to_remove: int) -> bool:
-    """Whether a stock layer still has what it held before its last `-tokens_to_remove` tokens."""
+    """True if a stock layer can drop its last `-tokens_to_remove` tokens."""
     if tokens_to_remove == 0:
         return True
     if is_recurrent(layer):
@@ -79,6 +79,6 @@ def can_crop_stock(layer: Any, tokens_to_remove: int) -> bool:
 
 
 def crop_stock(layer: Any, tokens_to_remove: int) -> None:
-    """Crops a stock layer that can be; no tokens are what assisted decoding takes back at times."""
+    """Crops a stock layer that can be cropped; assisted decoding also crops 0 tokens."""
     if tokens_to_remove or getattr(layer, "record_past", False):
         layer.crop(tokens_to_remove)

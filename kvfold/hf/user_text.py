@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' text as tokens: in it, what is spelled like a control token stays text.
+"""Tokenization of users' text, in which spelled control tokens stay text.
 
 A tokenizer turns "<|im_end|>" into the token that ends a message wherever it stands, so that a
 document could speak in another role. Such strings are cut after their first character where a user
@@ -96,16 +96,16 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, *pieces: str) -> list[int]:
 
 
 def led(tokenizer: PreTrainedTokenizerBase, part: str) -> tuple[str, int]:
-    """What is tokenised for a segment that is not the first, and how many tokens are left out."""
+    """Text to tokenize for a segment that is not the first, and leading tokens to drop from it."""
     lead, both = _encoded(tokenizer, LEAD), _encoded(tokenizer, LEAD + part)
     return (LEAD + part, len(lead)) if both[: len(lead)] == lead else (part, 0)
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The most characters that one token stands for.
+    """Most characters that one token stands for; None if there is no bound.
 
-    None where a token may stand for any number of them: only a byte-level vocabulary drops no
-    character and has no unknown ones. NFC writes at most four as one.
+    Only a byte-level vocabulary drops no character and has no unknown ones. NFC writes at most four
+    characters as one.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = type(getattr(backend, "normalizer", None)).__name__
@@ -116,7 +116,7 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def least_tokens(parts: Iterable[str], longest: int | None) -> int:
-    """Tokens that segments have at least, found without tokenising them.
+    """Lower bound of the segments' number of tokens, without tokenizing them.
 
     Each has one, and one for each `longest_token` of characters.
     """
@@ -127,20 +127,20 @@ def own_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
     """The special tokens that the tokenizer itself puts before and after a text."""
     probe = "a"
     bare, whole = _encoded(tokenizer, probe), list(tokenizer(probe).input_ids)
-    places = range(len(whole) - len(bare) + 1)
-    start = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
+    offsets = range(len(whole) - len(bare) + 1)
+    start = next((i for i in offsets if whole[i : i + len(bare)] == bare), 0)
     return whole[:start], whole[start + len(bare) :]
 
 
 @lru_cache(maxsize=8)
 def _pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds any of `texts`, the longest of those that begin at one place."""
+    """Pattern for any of `texts`, the longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _unknown(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of words that are not in the vocabulary, where it means nothing else."""
+    """Id of words outside the vocabulary; None if that token has another meaning too."""
     another = tokenizer.unk_token in (tokenizer.bos_token, tokenizer.eos_token)
     return None if another else tokenizer.unk_token_id
 

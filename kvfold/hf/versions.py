@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of transformers from which on something works, as measured."""
+"""First versions of transformers in which a feature works, as measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARALLEL_FROM = Version("5.23.0")
 
 
 def check_assisted() -> None:
-    """Raises KvfoldError where transformers answers wrongly from a cache that holds a prompt."""
+    """Raises KvfoldError for transformers whose assisted decoding is wrong from a filled cache."""
     if Version(transformers.__version__) < ASSISTED_FROM:
         raise KvfoldError(
             f"assisted decoding from a filled cache needs transformers {ASSISTED_FROM} or newer, "

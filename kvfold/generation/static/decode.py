@@ -28,42 +28,42 @@ from kvfold.hf.models import stock_generate
 from kvfold.kernels.quantized import Backend
 from kvfold.methods.base import Stages
 
-GRAPHS = 64  # that a model may have before transformers' compiler refuses to make more
-# What `generate` produces where nothing else is said.
+GRAPHS = 64  # most graphs of one model, before torch.compile refuses more
+# New tokens that `generate` produces by default
 NEW_TOKENS = 20
 
 
 class GraphCache(Cache, ToldOfForwards):
-    """What `generate` sees: the cache, and from `fix` on what its layers are for a graph."""
+    """The cache as `generate` sees it: its own layers at first, static layers from `fix` on."""
 
     def __init__(self, cache: CompressedCache, room: int, backend: Backend = "inductor") -> None:
         super().__init__(layers=list(cache.layers))
         self.cache, self.room, self.backend = cache, room, backend
-        self.seen: int | None = None  # columns read by all forwards that came to their end
+        self.seen: int | None = None  # columns read by completed forwards
 
     @property
     def is_compileable(self) -> bool:
-        """Asked before the prompt is read, which is never compiled."""
+        """True: `generate` compiles decode steps only, never the prompt's forward."""
         return True
 
     def fix(self) -> None:
-        """The prompt is read: from now on tokens come one by one."""
+        """Replaces the layers by static ones, once the prompt is read."""
         own = self.cache.compressed_layers
         self.layers = [fixed(layer, self.room, self.backend) for layer in own]
         self.seen = self.cache.get_seq_length()
 
     def forward_begins(self) -> None:
-        """The cache is told what reads the prompt; in a graph nothing is noted."""
+        """Tells the cache of a forward outside of graphs."""
         if not torch.compiler.is_compiling():
             self.cache.forward_begins()
 
     def forward_returned(self, ids: Tensor | None) -> None:
-        """As `forward_begins`."""
+        """Tells the cache of a returned forward outside of graphs."""
         if not torch.compiler.is_compiling():
             self.cache.forward_returned(ids)
 
     def after_forward(self) -> None:
-        """What has to happen outside of the graph."""
+        """Runs the layers' work between steps, outside of the graph."""
         fixed = [layer for layer in self.layers if isinstance(layer, StaticLayer)]
         for layer in fixed:
             layer.between_steps()
@@ -82,13 +82,13 @@ class GraphCache(Cache, ToldOfForwards):
         return layer.update(key_states, value_states)
 
     def nbytes(self) -> int:
-        """Bytes of all that is stored."""
+        """Bytes of all static layers."""
         counted: set[int] = set()
         layers = [layer for layer in self.layers if isinstance(layer, StaticLayer)]
         return sum(layer.nbytes(counted) for layer in layers)
 
     def hand_back(self) -> None:
-        """Leaves the cache as if its tokens had been decoded eagerly, by a step that failed too."""
+        """Brings the cache to the state that eager decoding would have left, after errors too."""
         handshake.forget()
         for layer, own in zip(self.layers, self.cache.compressed_layers, strict=True):
             if isinstance(layer, StaticLayer):
@@ -98,7 +98,7 @@ class GraphCache(Cache, ToldOfForwards):
 
 
 def fixed(layer: CompressedLayer, room: int, backend: Backend) -> StaticLayer:
-    """A layer between two forwards, with `room` for so many more tokens."""
+    """Static layer of a layer between two forwards, with room for `room` more tokens."""
     state = layer.state
     if not state.stored().is_dense:
         return StaticRagged(layer, backend)
@@ -120,15 +120,15 @@ class _AfterForward:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """The settings under which graphs are made."""
+    """Context with the compiler's settings for graphs."""
     from torch._inductor import config as inductor  # takes a second
 
     with (
-        # Else sizes that are equal in one cache would have to be equal in every other.
+        # Else sizes that happen to be equal in one cache would be required equal in all.
         shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        # Else a read that was moved past a write would make it copy all that is stored.
+        # Else a read moved past a write would make it copy the whole buffers.
         inductor.patch(reorder_for_locality=False),
-        # Methods that evict have graphs of their own.
+        # Each method that evicts has its own graphs.
         dynamo.patch(recompile_limit=GRAPHS),
     ):
         yield
@@ -141,17 +141,20 @@ def decode_compiled(
     attention_mask: Tensor,
     options: dict[str, Any],
 ) -> Any:
-    """`model.generate` with one graph, without breaks, for all steps after the prompt's.
+    """`model.generate` with one graph, without breaks, for all decode steps.
 
     Arguments and result are those of `kvfold.generate`; at least the last token of `input_ids` is
-    still to be read. Layers get room for all new tokens behind what is kept, and give back what is
-    left; those that evict at every step get room for some, and move what stays together when it is
-    used up. Layers whose heads differ in length, or whose entries are encoded, go on as eagerly,
-    each in one operation of the graph; on a CPU, what reads packed entries is compiled by itself.
-    One graph serves all caches, however much they keep, but one row and several are two graphs,
-    such layers and others too, and a method that evicts has its own. What that draws at random
-    (`Observation.seed`) is the same at every step. A `compile_config` among the options takes the
-    place of transformers' default, which on a GPU means CUDA graphs; that was not run.
+    still to be read. Layers by kind:
+
+    - Dense, nothing evicted: room for all new tokens; unused room is given back.
+    - Dense, evicting at every step: room for some tokens; kept entries move together when it is
+      used up. Random draws (`Observation.seed`) are the same at every step.
+    - Ragged: eager, each in one operation of the graph. On a CPU, attention over packed entries is
+      compiled separately.
+
+    A new graph is made for one row and for several, for dense and for ragged layers, and for each
+    method that evicts; the number of kept entries needs none. A `compile_config` among the options
+    replaces transformers' default, which on a GPU means CUDA graphs; that was not run.
     """
     options = dict(options)
     config = compile_config(_chosen(model, options, "compile_config"))
@@ -177,7 +180,7 @@ def decode_compiled(
 
 
 def check_compiled(model: PreTrainedModel, cache: CompressedCache, options: dict[str, Any]) -> None:
-    """Raises KvfoldError or UnsupportedModel where one graph would not do what each step does."""
+    """Raises KvfoldError or UnsupportedModel if a graph cannot do the work of each step."""
     reason = _step_of(cache.method.stages())
     if reason is not None:
         raise KvfoldError(
@@ -198,7 +201,7 @@ def check_compiled(model: PreTrainedModel, cache: CompressedCache, options: dict
 
 
 def _step_of(stages: Stages) -> str | None:
-    """What a method does at every step that a graph does not do."""
+    """Work of a method at every step that a graph cannot do; None if there is none."""
     if stages.positions == "reindex":
         return "moves its sinks"
     if stages.decode == "hold":
@@ -211,7 +214,7 @@ def _step_of(stages: Stages) -> str | None:
 
 
 def _new_tokens(model: PreTrainedModel, options: dict[str, Any], total: int) -> int:
-    """How many tokens `generate` may produce after a prompt of `total`."""
+    """Most tokens that `generate` may produce after a prompt of `total`."""
     new = _chosen(model, options, "max_new_tokens")
     if new is not None:
         return int(new)
@@ -223,6 +226,6 @@ def _chosen(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
     """The setting that `generate` will take: the call's, its configuration's, or the model's."""
     if name in options:
         return options[name]  # also None
-    places = (options.get("generation_config"), model.generation_config)
-    values = [getattr(place, name, None) for place in places]
+    configs = (options.get("generation_config"), model.generation_config)
+    values = [getattr(config, name, None) for config in configs]
     return next((value for value in values if value is not None), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of which nothing leaves while a graph decodes."""
+"""A dense layer that evicts nothing while a compiled graph decodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfold.kernels.static_buffers import attend_to_buffers
 
 
 class StaticDense(StaticBuffers):
-    """All that is stored is in the buffers; `visible [B, H, T]` says where."""
+    """Static buffers in which all entries stay; `visible [B, H, T]` is true at slots with one."""
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
         super().__init__(layer, room)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of which an entry leaves at every step of a compiled graph."""
+"""A dense layer that evicts one entry per head at every step of a compiled graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvfold.store.dense import DenseStore
 
 
 class StaticEvicting(StaticBuffers):
-    """Entries in the order in which they came; what leaves keeps its slot until room is needed.
+    """Static buffers whose evicted entries keep their slot, as holes, until room is needed.
 
     `places [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
     each row, `capacity [B]` what it holds, None where nothing ever leaves. `ends [2]` are how many
@@ -105,7 +105,7 @@ class StaticEvicting(StaticBuffers):
         return out
 
     def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
-        """One entry leaves each head that holds more than its capacity."""
+        """Evicts one entry of each head that holds more than its capacity."""
         slots = torch.arange(self.places.shape[2], device=capacity.device)
         if self.ends is None:
             protected = None if self.prefix is None else self.places < self.prefix.view(-1, 1, 1)
@@ -116,11 +116,11 @@ class StaticEvicting(StaticBuffers):
         full = (self.places >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
         self.places.masked_fill_((slots == slot) & full, -1)
         if self.plan.stages.merge_one is not None:
-            # Where nothing stays, there is nothing to change.
+            # A head of capacity 0 keeps no entry to merge into.
             self._merge(slot, full & (capacity > 0).view(-1, 1, 1))
 
     def _merge(self, slot: Tensor, full: Tensor) -> None:
-        """Changes a kept entry of each `full [B, H, 1]` head for the one that left at `slot`."""
+        """Merges the entry evicted at `slot` into a kept one, in each `full [B, H, 1]` head."""
         assert self.plan.stages.merge_one is not None
         leaving = Leaving(self.keys, self.values, self._hidden(), slot, self.merging)
         (change,) = self.plan.stages.merge_one([leaving])
@@ -135,16 +135,16 @@ class StaticEvicting(StaticBuffers):
             self.merging.copy_(change.state.where(full.squeeze(-1), self.merging))
 
     def _hidden(self) -> Tensor:
-        """−∞ where nothing is, 0 elsewhere `[B, H, T]`."""
+        """Additive mask `[B, H, T]`: −∞ at empty slots and holes, 0 elsewhere."""
         return as_added(self.places < 0, self.keys.dtype)
 
     def _widened(self, per_entry: Tensor, empty: int) -> Tensor:
-        """As long as the buffers."""
+        """Numbers `[B, H, …]` per entry, padded with `empty` to the buffers' length."""
         room = self.keys.shape[2] - per_entry.shape[2]
         return F.pad(per_entry, (0, room), value=empty)
 
     def between_steps(self) -> None:
-        """Moves what stays together where there is no room left."""
+        """Moves kept entries together when the room is used up."""
         self.left -= 1
         if self.left > 0 or self.capacity is None:
             return

@@ -14,7 +14,7 @@ from kvfold.hf.attention import logit_options
 
 
 class StaticLayer(CacheLayerMixin):
-    """What a graph calls. Counts are tensors, because numbers would be constants of the graph."""
+    """A cache layer inside a compiled graph. Counts are tensors: numbers would be constants."""
 
     is_compileable = True
     is_sliding = False
@@ -24,10 +24,10 @@ class StaticLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the layer came with what is stored."""
+        """Does nothing: the layer is made from a filled one."""
 
     def attend(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor:
-        """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]` to all that is stored."""
+        """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]` over all stored entries."""
         out = self._attend(query, *logit_options(module, query, options))
         return out.transpose(1, 2).contiguous()
 
@@ -37,18 +37,18 @@ class StaticLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def between_steps(self) -> None:
-        """Called when a step is over, outside of the graph."""
+        """Hook after each step, outside of the graph."""
 
     def hand_back(self, layer: CompressedLayer) -> None:
-        """Leaves the layer as if its tokens had been decoded eagerly."""
+        """Brings the eager layer to the state that eager decoding would have left."""
         raise NotImplementedError
 
     def nbytes(self, counted: set[int]) -> int:
-        """Bytes of all that it holds; what lies at an address in `counted` was counted."""
+        """Bytes of all tensors, but for those whose address is in `counted`."""
         raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The least there can be: layers know by themselves what is visible."""
+        """Smallest possible mask, as layers mask by themselves."""
         return query_length, 0
 
     def get_max_length(self) -> int:
@@ -56,10 +56,10 @@ class StaticLayer(CacheLayerMixin):
 
 
 class StaticBuffers(StaticLayer):
-    """The buffers of a layer's store, in which a graph writes; with room for tokens to come.
+    """Static buffers of a layer's dense store, with room for new tokens; the graph writes to them.
 
-    keys and values `[B, H, T, D]`, filled up to slot `used`; `evicted` are the columns that are in
-    no slot.
+    keys `[B, H, T, D]` and values `[B, H, T, Dv]`, filled up to slot `used`; `evicted` is the
+    number of columns that are in no slot.
     """
 
     keys: Tensor
@@ -69,7 +69,7 @@ class StaticBuffers(StaticLayer):
         super().__init__()
         store = layer.state.dense_store()
         self.first = store.keys.shape[2]
-        # As views they would bring the shapes of what they are views of into the graph.
+        # A view would bring its base's shape into the graph.
         self.keys, self.values = (buffer.data for buffer in store.reserve(room))
         self.used = torch.tensor(self.first, device=store.keys.device)
         self.evicted = torch.tensor(layer.state.seen - self.first, device=store.keys.device)
@@ -77,7 +77,7 @@ class StaticBuffers(StaticLayer):
             torch._dynamo.maybe_mark_dynamic(buffer, 2)
 
     def _keep_in_place(self) -> None:
-        """Promises CUDA graphs that what it holds never moves: else they copy it at every step."""
+        """Marks all tensors as static for CUDA graphs, which else copy them at every step."""
         if self.keys.is_cuda:
             for tensor in self._held():
                 torch._dynamo.mark_static_address(tensor)
@@ -99,7 +99,7 @@ class StaticBuffers(StaticLayer):
         used = int(self.used)
         layer.update(self.keys[:, :, self.first : used], self.values[:, :, self.first : used])
         layer.state.sequence.valid = layer.state.sequence.tokens()
-        layer.state.stored().crop(0)  # takes nothing back but room that was not needed
+        layer.state.stored().crop(0)  # gives back unused room
 
     def nbytes(self, counted: set[int]) -> int:
         return sum(held.nbytes for held in self._held())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of heads of different lengths, or of encoded entries, while a graph decodes."""
+"""A layer with a ragged store while a compiled graph decodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvfold.kernels.quantized import Backend, attend_to_packed_segments, reads_p
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.store.ragged import RaggedStore
 
-# What changes more than its output cannot be replayed; older versions of torch have no such tag.
+# CUDA graphs cannot replay an operation with side effects; older versions of torch lack the tag.
 UNSAFE: dict[str, Any] = (
     {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 )
@@ -26,10 +26,10 @@ _decoding: WeakValueDictionary[int, StaticRagged] = WeakValueDictionary()
 
 
 class StaticRagged(StaticLayer):
-    """Goes on as eagerly, in one operation that the graph does not look into.
+    """Eager decoding of one layer, as one custom operation that is opaque to the graph.
 
-    What a graph looks into has one size for all heads, and would need back the memory that
-    different lengths or encoded entries have freed. `backend` compiles what reads packed entries.
+    Tensors inside a graph have one size for all heads, and would take the memory that different
+    lengths or encoded entries have freed. `backend` compiles the attention over packed entries.
     """
 
     def __init__(self, layer: CompressedLayer, backend: Backend) -> None:
@@ -41,18 +41,18 @@ class StaticRagged(StaticLayer):
         self.number, self.seen = torch.tensor(number), torch.tensor(layer.state.seen)
         self.newest: tuple[Tensor, Tensor] | None = None
         newest = self._newest_tokens()
-        # What comes is no padding, so that this does not change.
+        # New tokens are no padding, so this does not change.
         self.padded = newest is not None and not bool(newest.all())
 
     @property
     def store(self) -> RaggedStore:
-        """Where the layer's entries are."""
+        """The layer's store."""
         return self.layer.state.ragged_store()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Leaves one entry per head `[B, H, 1, D]` for the attention that follows."""
+        """Holds one new entry per head `[B, H, 1, D]` until attention stores it."""
         self.newest = key_states, value_states
         self.seen.add_(1)
         return self.newest
@@ -67,7 +67,10 @@ class StaticRagged(StaticLayer):
         return out
 
     def step(self, call: AttentionCall) -> Tensor:
-        """What an eager layer does with a query, and with one new entry per head `[B, H, 1, D]`."""
+        """Eager step with a query `[B, Hq, 1, D]` and one new entry per head `[B, H, 1, D]`.
+
+        Stores, attends, and lets the layer evict and encode; returns the output `[B, Hq, 1, Dv]`.
+        """
         layer = self.layer
         # An error from here on leaves keys without their values, or one layer of a pair alone.
         layer.binding.asked(first=False, level=True)
@@ -89,7 +92,7 @@ class StaticRagged(StaticLayer):
         return out
 
     def _newest_tokens(self) -> Tensor | None:
-        """Which columns since the last compression are tokens `[B, n]`; None: all are."""
+        """Bool mask `[B, n]` of the columns since the last compression; False at padding."""
         tokens, (new, _) = self.layer.state.sequence.tokens(), self.store.new
         return None if tokens is None else tokens[:, self.layer.state.seen - new :]
 
@@ -120,7 +123,7 @@ def _decode_segments(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`StaticRagged.step` of the layer with this number, a tensor: so one graph serves all."""
+    """`StaticRagged.step` of layer `number`, a tensor so that one graph serves all layers."""
     return _decoding[int(number)].step(AttentionCall(query, keys, values, scale, softcap, sinks))
 
 
