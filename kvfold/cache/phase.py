@@ -42,13 +42,13 @@ class Phase:
     own: int | None = None  # entries per KV head to keep of a fork's own tokens; None: all
 
     def step(self, seen: int, new: int) -> Step:
-        """What a forward of `new` tokens that reached `seen` is part of."""
+        """Step of a forward of `new` tokens that reached `seen` columns."""
         if self.reading or seen < self.until:
             return "prefill"
         return "prefill end" if new > 1 or seen - new < self.until else "decode"
 
     def in_prefill(self, seen: int) -> bool:
-        """Whether more pieces of this prefill are to come after `seen` tokens."""
+        """True if more pieces of this prefill follow after `seen` columns."""
         return self.reading or seen < self.until
 
     def reset(self) -> None:

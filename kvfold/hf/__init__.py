@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between models or versions of transformers: attention interface, RoPE, templates."""
+"""Adapters to transformers, its models and versions: attention interface, RoPE, templates."""

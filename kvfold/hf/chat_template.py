@@ -19,7 +19,7 @@ NONCHARACTER = "\ufdd0"
 
 @dataclass(frozen=True)
 class Frame:
-    """What a chat template puts before a user's message, and between it and the answer.
+    """Texts of a chat template before a user's message, and between it and the answer.
 
     `between` stands between an answer and the user's next message; None: the template has no such.
     `parting` separates a document from the question about it.
@@ -45,7 +45,7 @@ class Frame:
 
 
 def _around(tokenizer: PreTrainedTokenizerBase, *roles: str) -> list[str]:
-    """What the chat template puts before, between and after messages of these roles."""
+    """Texts of the chat template before, between and after messages of these roles."""
     mark = "\u2063"
     messages = [{"role": role, "content": mark} for role in roles]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
