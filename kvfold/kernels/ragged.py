@@ -205,22 +205,18 @@ def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
     width = keys.shape[2]
     if min(alive) == width:
         return keys, values, None
+    gaps = tuple([width - count for count in alive])  # the same for many steps
     room = -(-width // BLOCK) * BLOCK
-    hidden = _hidden(tuple(alive), width, room, keys.dtype, keys.device)
+    hidden = _hidden(gaps, room, keys.dtype, keys.device)
     return keys, values, hidden.view(*keys.shape[:2], 1, room)[..., :width]
 
 
 @lru_cache(maxsize=128)
-def _hidden(
-    alive: tuple[int, ...], width: int, room: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Additive mask `[B·H, room]` of tails of `width` slots, the last `alive` of them entries.
-
-    Cached, as it is the same for many steps.
-    """
-    first = width - torch.tensor(alive, device=device)[:, None]
+def _hidden(gaps: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Additive mask `[B·H, width]` of tails that begin with `gaps` entries that are none."""
+    first = torch.tensor(gaps, device=device)[:, None]
     shown = torch.zeros((), dtype=dtype, device=device)
-    return shown.where(torch.arange(room, device=device) >= first, -torch.inf)
+    return shown.where(torch.arange(width, device=device) >= first, -torch.inf)
 
 
 def _shares() -> int:
