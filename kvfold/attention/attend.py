@@ -27,18 +27,6 @@ from kvfold.store.dense import DenseStore
 Observed = tuple[Tensor, AttentionCall]
 
 
-def attend_stock(
-    module: nn.Module,
-    kind: str,
-    call: AttentionCall,
-    mask: Tensor | None,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Output of the model's own attention implementation; `mask [B, ·, S, T]` over the store."""
-    attend = stock_attention(kind, module)
-    return attend(module, call.query, call.key, call.value, mask, **options)
-
-
 def attend_to_view(
     module: nn.Module,
     kind: str,
@@ -61,7 +49,8 @@ def attend_to_view(
         )
         return out.transpose(1, 2).contiguous(), None
     stored_mask = physical_mask(mask, view, call.query, seen, holes)
-    return attend_stock(module, kind, call, stored_mask, options)
+    attend = stock_attention(kind, module)
+    return attend(module, call.query, call.key, call.value, stored_mask, **options)
 
 
 def attend_and_sum(

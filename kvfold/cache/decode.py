@@ -83,9 +83,7 @@ def evict_one(calls: Calls) -> None:
     for state, slot in slots.items():
         stores[state].drop(slot)
         state.surplus = 0
-        state.evicted_at = state.settled = state.sequence.seen
-        if stages.positions == "reindex":
-            state.let_sinks_move()
+        state.note_eviction()
     merge = stages.merge_one
     if merge is not None:
         for alike in _grouped(slots, lambda state: _entry_kind(stores[state])):

@@ -210,7 +210,7 @@ class CompressedLayer(CacheLayerMixin):
         if call.maxima is not None:
             add_maxima(state, call.maxima)
         if phase.layerwise:
-            columns = torch.arange(state.seen, device=call.query.device)
+            columns = torch.arange(seen, device=call.query.device)
             phase.observed = observation_at(state, call, columns.repeat(len(call.query), 1))
             return
         if phase.frozen:

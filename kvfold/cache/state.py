@@ -189,8 +189,9 @@ class LayerState:
 
     def note_eviction(self) -> None:
         """Notes an eviction: no crop goes back before it, and re-indexed sinks move from now on."""
-        self.evicted_at = self.settled = self.seen
-        self.let_sinks_move()
+        self.evicted_at = self.settled = self.sequence.seen
+        if self.plan.stages.positions == "reindex":
+            self.let_sinks_move()
 
     def copy_alive(self) -> None:
         """Copies a dense store without its holes; earlier views are not affected."""

@@ -88,8 +88,12 @@ def generate(
     chunk = prefill_chunk or input_ids.shape[1]
     if assisted:
         return _assisted(model, input_ids, resumed, attention_mask, chunk, options)
-    rows = _rows_per_prompt(model, options)
-    stop, chunk = _read_ahead(model, resumed, options, input_ids.shape[1], chunk, rows, per_chunk)
+    settings = _settings(model, options)
+    rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+    new = _new_tokens(settings, input_ids.shape[1])
+    stop, chunk = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
+    if stop > resumed.seen:
+        check_read_ahead(model, resumed, options)
     resumed.go_back()
     if stop > resumed.seen and per_chunk:
         read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
@@ -101,31 +105,25 @@ def generate(
     return _decode(model, cache, input_ids, attention_mask, compile, options)
 
 
-def _rows_per_prompt(model: PreTrainedModel, options: dict[str, Any]) -> int:
-    """Rows that `generate` makes of each prompt: beams, or answers."""
-    settings = _settings(model, options)
-    return max(settings.num_beams or 1, settings.num_return_sequences or 1)
-
-
 def _read_ahead(
     model: PreTrainedModel,
     resumed: Resumption,
-    options: dict[str, Any],
     total: int,
+    new: int,
     chunk: int,
     rows: int,
     per_chunk: bool,
 ) -> tuple[int, int]:
     """The columns to read before `model.generate` reads the rest, and the length of a piece.
 
-    Raises KvfoldError if columns must be read ahead and the options do not allow it.
+    `new` tokens are generated at most, in `rows` rows of each prompt (beams, or answers).
     """
     cache, seen = resumed.cache, resumed.seen
     stop = seen
     if resumed.own_forwards:
         stop = total - 1
         check_pieces(cache.method, chunk, stop)
-    elif _must_read_first(model, cache, total, _new_tokens(_settings(model, options), total)):
+    elif _must_read_first(model, cache, total, new):
         stop, chunk = total - 1, total
     elif per_chunk:
         stop = [seen, *_ends(seen, total, chunk)][-2]
@@ -134,8 +132,6 @@ def _read_ahead(
     elif rows > 1 and seen > 0:
         # Rows are multiplied after reading all but the last token, so that this is read once.
         stop = total - 1
-    if stop > seen:
-        check_read_ahead(model, resumed, options)
     return stop, chunk
 
 
