@@ -32,26 +32,23 @@ class D2O(Method):
     """More entries for layers of dense attention; evicted entries merge into the most similar kept.
 
     1. A layer's size falls with the variance of its column sums (`allocation`, `norm`).
-    2. It keeps the first `sinks` tokens, the newest ones (`recent`, a share of its size), and
-       those with the largest column sums.
+    2. It keeps `sinks`, the newest tokens (`recent`, a share of its size) and the largest sums.
     3. An evicted entry is merged into the kept entry of highest cosine (`similarity`: of keys or of
        values) if that cosine reaches the head's threshold, a moving average with weight `beta`;
        otherwise it is lost. "independent" merges keys by keys and values by values, with a
        threshold each (Table 9).
 
-    `skip_layers` stay whole inside the budget; negative ones count from the end. `decode="append"`
+    `skip_layers` (negative ones count from the end) stay whole inside the budget. `decode="append"`
     compresses the prompt only. Raises KvfoldError for `beta` and `recent` outside [0, 1], negative
-    sinks, and the released spending with another allocation than the released one.
+    sinks, and spending=official with another allocation than softmax.
 
     `d2o_official` holds the released code's values, and spends as it does: layers 0, 1 and the last
     stay whole and do not count in the budget, the others keep their share of it, rounded down;
-    stats show the sum. Different from the released code: the prompt is compressed at its end, not
-    when the first token is generated; column sums are of KV heads, as means over their query heads,
-    in float32; thresholds begin anew with every sequence; a layer of F = 0 does not switch
-    compression off.
+    stats show the sum. Unlike the released code it compresses the prompt at its end, not when the
+    first token is generated; sums the columns of KV heads, as means over their query heads, in
+    float32; begins thresholds anew with every sequence; a layer of F = 0 switches nothing off.
 
-    Merging raised the loss by 0.070 at kept 0.1, by 0.037 at 0.2, 95 % intervals above 0
-    (SmolLM2-135M-Instruct, n=60, docs/results/merging.md).
+    Merging raised the loss: docs/results/merging.md.
     Source: Wan et al., sections 4 and 5.4 to 5.6; AIoT-MLSys-Lab/d2o.
     """
 
@@ -91,9 +88,8 @@ class D2O(Method):
         )
 
     def _allocate(self) -> Across:
-        skip, norm = self.skip_layers, self.norm
+        share = partial(density.by_density, shape=self.allocation)
         if self.spending == "official":
-            share = partial(density.as_released, norm=norm, recent=self.recent, skip_layers=skip)
-            return Across(density.column_variance, share, unrounded=True)
-        share = partial(density.by_density, norm=norm, shape=self.allocation, skip_layers=skip)
-        return Across(density.column_variance, share)
+            share = partial(density.as_released, recent=self.recent)
+        share = partial(share, norm=self.norm, skip_layers=self.skip_layers)
+        return Across(density.column_variance, share, unrounded=self.spending == "official")
