@@ -19,7 +19,7 @@ from torch import Tensor
 import kvfold
 from kvfold.bench.baseline import full_cache, full_twin
 from kvfold.bench.sdpa_variants import fastest
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 
 NEW, WARM_UP = 48, 6
 METHODS = ["full", "snapkv", "knorm", "tova", "h2o", "d2o", "roco"]
@@ -51,7 +51,7 @@ def timed(generate: Callable[..., object], **options: object) -> float:
     return clock.per_token()
 
 
-def compare(subject: Subject, length: int, methods: list[str], rounds: int) -> None:
+def compare(subject: BenchModel, length: int, methods: list[str], rounds: int) -> None:
     """Prints a row for each method."""
     model, ids = subject.model, subject.tokens(1, length)
     kernels = fastest(model, 1, length)
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    subject = Subject.of("small", "float32", 0)
+    subject = BenchModel.of("small", "float32", 0)
     for length in arguments.lengths:
         compare(subject, length, arguments.methods, arguments.rounds)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvfold
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 
 METHODS = ("streaming_llm", "tova", "h2o", "d2o")
 BUDGET, PROMPT, PARTS = 256, 512, 10
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    model = Subject.of("tiny", "float32", 0).model
+    model = BenchModel.of("tiny", "float32", 0).model
     for method in arguments.methods:
         parts = decode(model, method, arguments.tokens)
         first, last = parts[0][0], parts[-1][0]

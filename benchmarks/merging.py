@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import kvfold
-from kvfold.jobs.records import Store
+from kvfold.jobs.records import RecordFile
 
 PROMPT, NEXT = 700, 120
 CHARACTERS = 10 * (PROMPT + NEXT)  # no novel has tokens so long
@@ -149,7 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    store = Store(arguments.out, Record)
+    store = RecordFile(arguments.out, Record)
     one_by_one = arguments.one_by_one
     records = [r for r in store.load().records if r.one_by_one == one_by_one]
     done = {(r.method, r.kept, r.passage) for r in records}

@@ -15,7 +15,7 @@ import torch
 
 import kvfold
 from kvfold.bench.peak import ALLOCATOR, RESET, memory
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 
 WAYS = {
     "whole": {},
@@ -27,7 +27,7 @@ WAYS = {
 def read(method: str, budget: float | int, length: int, way: str, answers) -> None:
     """Puts the peak and the cache's bytes after reading `length` tokens into `answers`."""
     torch.set_num_threads(2)
-    subject = Subject.of("small", "float32", 0)
+    subject = BenchModel.of("small", "float32", 0)
     for tokens in (64, length):
         ids = subject.tokens(1, tokens)
         # The first, short prompt only warms up.

@@ -17,14 +17,14 @@ from transformers import DynamicCache
 
 import kvfold
 from kvfold.bench.baseline import twin
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 from kvfold.generation.generate import read_turn
 
 STEPS, WARM_UP, REST = 50, 5, 0.005
 
 
 @torch.no_grad()
-def compare(subject: Subject, length: int) -> dict[str, float]:
+def compare(subject: BenchModel, length: int) -> dict[str, float]:
     """Milliseconds per token of both after a prompt of `length` tokens."""
     model, stock = subject.model, twin(subject.model)
     ids = subject.tokens(1, length + STEPS)
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    subject = Subject.of("small", "float32", 0)
+    subject = BenchModel.of("small", "float32", 0)
     for length in arguments.lengths:
         rounds = [compare(subject, length) for _ in range(arguments.rounds)]
         ratios = sorted(each["kvfold"] / each["stock"] for each in rounds)

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold.bundled
 from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW
-from kvfold.eval.run.cell import FULL, EvalCell, Protocol, Subject
-from kvfold.eval.run.job import Job, run
-from kvfold.eval.run.plan import Contender, Plan, Wanted
+from kvfold.eval.run.cell import FULL, EvalCell, EvalProtocol, EvaluatedModel
+from kvfold.eval.run.job import EvalJob, run
+from kvfold.eval.run.plan import Contender, EvalPlan, TaskSamples
 from kvfold.eval.run.prompt import Prompt
 from kvfold.eval.run.sample import CacheUsage, Outcome, Sample, ScoredAnswer
 from kvfold.eval.tasks import Question, Request, TaskRecord, Unreadable, tasks
@@ -50,8 +50,8 @@ class Setting:
         return cls(tiny(), tiny(), tokenizer())
 
     @property
-    def subject(self) -> Subject:
-        return Subject.of("tiny", self.model, self.tokenizer)
+    def subject(self) -> EvaluatedModel:
+        return EvaluatedModel.of("tiny", self.model, self.tokenizer)
 
     def cell(
         self, task: str, method: str = FULL, budget: str | None = None, **protocol: Any
@@ -63,13 +63,13 @@ class Setting:
             length=None,
             seed=0,
             data=(),
-            protocol=Protocol(**{"max_length": LIMIT, **protocol}),
+            protocol=EvalProtocol(**{"max_length": LIMIT, **protocol}),
             method=method,
             budget=budget,
         )
 
     def run(self, sample: TaskRecord | Unreadable, *cells: EvalCell) -> list[Sample]:
-        return run(self.model, self.tokenizer, Job(0, sample, cells))
+        return run(self.model, self.tokenizer, EvalJob(0, sample, cells))
 
     def outcome(
         self, record: TaskRecord, method: str = FULL, budget: str | None = None, **how: Any
@@ -85,8 +85,8 @@ class Setting:
         assert sample.outcome is None and sample.error is not None
         return sample.error
 
-    def plan(self, contenders: list[Contender], *wanted: Wanted) -> Plan:
-        return Plan(wanted, self.subject, Protocol(max_length=LIMIT), tuple(contenders))
+    def plan(self, contenders: list[Contender], *wanted: TaskSamples) -> EvalPlan:
+        return EvalPlan(wanted, self.subject, EvalProtocol(max_length=LIMIT), tuple(contenders))
 
     def prompt(self, record: TaskRecord) -> Prompt:
         return Prompt.of(record, self.tokenizer)
@@ -129,10 +129,10 @@ def record(
     return replace(TaskRecord(task, index, words(count, 100 + index), asked), **fields)
 
 
-def wanted(samples: list[TaskRecord | Unreadable]) -> Wanted:
+def wanted(samples: list[TaskRecord | Unreadable]) -> TaskSamples:
     """Crafted samples of one task, as if they had been drawn."""
     named = next(sample.task for sample in samples if isinstance(sample, TaskRecord))
-    return Wanted(tasks()[named], None, Request(), tuple(samples))
+    return TaskSamples(tasks()[named], None, Request(), tuple(samples))
 
 
 def outcome(*scores: float, weights: tuple[float, ...] | None = None, **fields: Any) -> Outcome:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the house: no import upwards, no circle, no file or function too long."""
+"""The plan of the house: no import upwards, no circle, nothing too long, no name twice."""
 
 from __future__ import annotations
 
@@ -103,6 +103,15 @@ def test_there_are_no_circles() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_no_two_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in sorted(MODULES.items()):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

@@ -32,7 +32,7 @@ from kvfold.bench.picture import figure
 from kvfold.bench.record import Cell, Measurement, Record, check_setup
 from kvfold.bench.sdpa_variants import Kernel, Kernels, fastest
 from kvfold.bench.session import Session, missing_rounds
-from kvfold.bench.shapes import FoldedTokenizer, Subject
+from kvfold.bench.shapes import BenchModel, FoldedTokenizer
 from kvfold.bench.summary import Spread, rows
 from kvfold.bench.table import tables
 from kvfold.bench.throughput import BatchRun, Throughput, largest, sizes
@@ -42,7 +42,7 @@ from kvfold.errors import KvfoldError
 from kvfold.generation.static import decode as static_decode
 from kvfold.generation.static.decode import compiling
 from kvfold.hf import compiling as hf_compiling
-from kvfold.jobs.records import Store
+from kvfold.jobs.records import RecordFile
 from kvfold.terminal import console
 
 from .models import build, continuation
@@ -55,8 +55,8 @@ SNAPKV = Label("kvfold", "snapkv", "0.5")
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject.of("tiny", "float32", 0)
+def subject() -> BenchModel:
+    return BenchModel.of("tiny", "float32", 0)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def cell_of(subject: Subject, length: int = 80, new_tokens: int = 3) -> Cell:
+def cell_of(subject: BenchModel, length: int = 80, new_tokens: int = 3) -> Cell:
     return Cell(**subject.source.model_dump(), length=length, batch=1, new_tokens=new_tokens)
 
 
@@ -91,7 +91,7 @@ def record(
     nbytes: int = 100,
     peak: int | None = None,
     setup: Setup = SETUP,
-    subject: Subject,
+    subject: BenchModel,
 ) -> Record:
     measured = Measurement(
         prefill_seconds=first, compression_seconds=0.0, step_seconds=steps,
@@ -200,7 +200,7 @@ def test_time_inside_time_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.total() == 2.0
 
 
-def test_compression_is_told_from_prefill(subject: Subject) -> None:
+def test_compression_is_told_from_prefill(subject: BenchModel) -> None:
     before = (CompressedLayer.finish, CompressedLayer.end_reading)
     ids = subject.tokens(1, 80)
     full = FullSide(subject, Kernels()).prefill(ids, 1)
@@ -230,20 +230,20 @@ def test_labels_have_a_budget_where_the_method_takes_one() -> None:
         labels(["snapkv"], ["much"])
 
 
-def test_a_participant_that_cannot_work_is_refused_before_the_run(subject: Subject) -> None:
+def test_a_participant_that_cannot_work_is_refused_before_the_run(subject: BenchModel) -> None:
     with pytest.raises(KvfoldError, match="at least 32"):
         makers(subject, [Label("kvfold", "snapkv", "5")])
 
 
-def test_a_random_model_s_tokenizer_stays_inside_its_vocabulary(subject: Subject) -> None:
+def test_a_random_model_s_tokenizer_stays_inside_its_vocabulary(subject: BenchModel) -> None:
     assert isinstance(subject.tokenizer, FoldedTokenizer)
     ids = subject.tokenizer("The quick brown fox", add_special_tokens=False, return_tensors="pt")
     assert int(ids.input_ids.max()) < subject.shape.vocabulary
     assert subject.tokenizer.chat_template
 
 
-def test_the_same_seed_makes_the_same_model_and_prompt(subject: Subject) -> None:
-    again = Subject.of("tiny", "float32", 0)
+def test_the_same_seed_makes_the_same_model_and_prompt(subject: BenchModel) -> None:
+    again = BenchModel.of("tiny", "float32", 0)
     for own, other in zip(subject.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(own, other)
     assert torch.equal(subject.tokens(2, 9), again.tokens(2, 9))
@@ -254,9 +254,9 @@ def test_the_same_seed_makes_the_same_model_and_prompt(subject: Subject) -> None
 # --- records --------------------------------------------------------------------------------
 
 
-def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path: Path, subject: Subject) -> None:
+def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path: Path, subject: BenchModel) -> None:
     path, cell = tmp_path / "r.jsonl", cell_of(subject)
-    store = Store(path, Record)
+    store = RecordFile(path, Record)
     store.add([record(NOISE, cell=cell, subject=subject)])
     whole = path.read_bytes()
     for length in (1, 5, len(whole) // 2, len(whole) - 1):
@@ -274,11 +274,11 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, text
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(KvfoldError, match=r"line 1 of .* is no record"):
-        Store(path, Record).load()
+        RecordFile(path, Record).load()
     assert path.read_text() == text
 
 
-def test_records_of_another_machine_are_refused(subject: Subject, tmp_path: Path) -> None:
+def test_records_of_another_machine_are_refused(subject: BenchModel, tmp_path: Path) -> None:
     versions = {"kvfold": "0", "torch": "1"}
     other = SETUP.model_copy(update={"threads": 2, "versions": versions})
     theirs = record(SNAPKV, cell=cell_of(subject), setup=other, subject=subject)
@@ -290,9 +290,9 @@ def test_records_of_another_machine_are_refused(subject: Subject, tmp_path: Path
 
 
 def test_a_killed_run_goes_on_where_it_stopped(
-    subject: Subject, tmp_path: Path, no_peak: None
+    subject: BenchModel, tmp_path: Path, no_peak: None
 ) -> None:
-    store, cell = Store(tmp_path / "r.jsonl", Record), cell_of(subject)
+    store, cell = RecordFile(tmp_path / "r.jsonl", Record), cell_of(subject)
     made = makers(subject, [SNAPKV])
     everyone = [NOISE, *made]
 
@@ -323,7 +323,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert missing_rounds(records, cell, [*everyone, extra], 3) == {extra: 3}
 
 
-def test_ratios_come_from_the_same_round_only(subject: Subject) -> None:
+def test_ratios_come_from_the_same_round_only(subject: BenchModel) -> None:
     cell = cell_of(subject)
     full = Label("baseline", FULL)
     lines = [
@@ -346,7 +346,7 @@ def test_ratios_come_from_the_same_round_only(subject: Subject) -> None:
     assert other.first_token is None and other.per_token is None
 
 
-def test_the_spread_is_of_rounds(subject: Subject) -> None:
+def test_the_spread_is_of_rounds(subject: BenchModel) -> None:
     cell = cell_of(subject)
     lines = [
         record(label, cell=cell, index=i, first=first, subject=subject)
@@ -357,7 +357,7 @@ def test_the_spread_is_of_rounds(subject: Subject) -> None:
     assert noise.first_token == Spread(1.5, 1.0, 2.0)
 
 
-def test_a_peer_is_also_set_against_its_own_full_cache(subject: Subject) -> None:
+def test_a_peer_is_also_set_against_its_own_full_cache(subject: BenchModel) -> None:
     cell = cell_of(subject)
     peer, its_full = Label("kvpress", "snapkv", "0.5"), Label("kvpress", FULL)
     lines = [
@@ -369,7 +369,7 @@ def test_a_peer_is_also_set_against_its_own_full_cache(subject: Subject) -> None
     assert rows(lines[1:], "kvpress")[1].first_token == Spread(0.5, 0.5, 0.5)
 
 
-def test_table_and_picture_are_made(subject: Subject, tmp_path: Path) -> None:
+def test_table_and_picture_are_made(subject: BenchModel, tmp_path: Path) -> None:
     cells = [cell_of(subject, length=n) for n in (4096, 131072)]
     long = Label("kvfold", "kvzip:chunk=1000,level=uniform + kivi:bits=2", "0.05")
     lines = [
@@ -446,7 +446,7 @@ def test_compiled_sides_take_part_beside_eager_ones(
     assert result.exit_code == 0, result.output
     printed = " ".join(result.output.split())
     assert "left out: streaming_llm, 0.2, compiled:" in printed and "moves its sinks" in printed
-    made = [r.label for r in Store(out, Record).load().records if r.side == "kvfold"]
+    made = [r.label for r in RecordFile(out, Record).load().records if r.side == "kvfold"]
     eager = [Label("kvfold", "h2o", "0.2"), Label("kvfold", "streaming_llm", "0.2")]
     assert made == [*eager, Label("kvfold", "h2o", "0.2", compiled=True)]
 
@@ -469,7 +469,7 @@ def test_the_summary_as_json(tmp_path: Path, no_peak: None) -> None:
     "method", ["h2o", "snapkv", "adakv", "full", "kivi:group=16", "think", "minicache"]
 )
 def test_a_compiled_side_holds_what_an_eager_one_does(
-    subject: Subject, one_by_one: None, method: str
+    subject: BenchModel, one_by_one: None, method: str
 ) -> None:
     sized = method in ("h2o", "snapkv", "adakv")
     budget, ids = "0.9" if sized else None, subject.tokens(1, 430)
@@ -504,7 +504,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_peak_is_measured_in_a_process_of_its_own(subject: Subject) -> None:
+def test_the_peak_is_measured_in_a_process_of_its_own(subject: BenchModel) -> None:
     side = FullSide(subject, Kernels())
     # 4 KiB of queries, keys and values a token are the least that a prompt of 4096 takes.
     assert peak_of(side.spec(), 1, 4096, 1) > 2**20
@@ -558,7 +558,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def stand_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subject: Subject, no_peak: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subject: BenchModel, no_peak: None
 ) -> Iterator[kvpress.Kvpress]:
     """A peer's process that answers without doing anything."""
     script = tmp_path / "peer.py"
@@ -573,7 +573,7 @@ def stand_in(
 
 
 def test_a_peer_takes_turns_from_its_own_process(
-    stand_in: kvpress.Kvpress, subject: Subject
+    stand_in: kvpress.Kvpress, subject: BenchModel
 ) -> None:
     cell = cell_of(subject)
     made = stand_in.makers([SNAPKV, Label("kvfold", "d2o", "0.5")])
@@ -592,7 +592,7 @@ def test_a_peer_takes_turns_from_its_own_process(
     ]  # fmt: skip
 
 
-def test_a_peer_that_fails_says_why(stand_in: kvpress.Kvpress, subject: Subject) -> None:
+def test_a_peer_that_fails_says_why(stand_in: kvpress.Kvpress, subject: BenchModel) -> None:
     with pytest.raises(KvfoldError, match="kvpress failed: no dance"):
         stand_in.process.ask("dance")
     made = stand_in.makers([Label("kvfold", "knorm", "0.5")])
@@ -602,7 +602,7 @@ def test_a_peer_that_fails_says_why(stand_in: kvpress.Kvpress, subject: Subject)
 
 
 def test_a_peer_with_other_weights_is_refused(
-    stand_in: kvpress.Kvpress, subject: Subject, monkeypatch: pytest.MonkeyPatch
+    stand_in: kvpress.Kvpress, subject: BenchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHECK", "[1.0]")
     with pytest.raises(KvfoldError, match="other random weights"):
@@ -610,7 +610,7 @@ def test_a_peer_with_other_weights_is_refused(
 
 
 def test_what_a_peer_cannot_hold_is_left_out(
-    stand_in: kvpress.Kvpress, subject: Subject, monkeypatch: pytest.MonkeyPatch
+    stand_in: kvpress.Kvpress, subject: BenchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvpress, "free_memory", lambda: 2**30)
     short, long = cell_of(subject, length=1000), cell_of(subject, length=10**5)
@@ -622,14 +622,14 @@ def test_what_a_peer_cannot_hold_is_left_out(
     assert "one row" in str(stand_in.left_out(Label("kvpress", "kvzip", "0.2"), rows_at_once))
 
 
-def test_a_python_without_kvpress_is_refused(subject: Subject) -> None:
+def test_a_python_without_kvpress_is_refused(subject: BenchModel) -> None:
     # It needs an older transformers than the one beside kvfold, so it cannot be here.
     with pytest.raises(KvfoldError, match=r"cannot import kvpress .* pip install"):
         kvpress.Kvpress(subject, Path(sys.executable))
 
 
 def test_the_quantised_cache_needs_a_backend(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    subject: BenchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KvfoldError, match="pip install optimum-quanto"):
@@ -672,7 +672,7 @@ def test_a_cap_below_one_row_is_refused() -> None:
 
 @pytest.mark.slow
 def test_throughput_stays_below_the_cap_and_the_next_row_would_not(
-    tmp_path: Path, subject: Subject
+    tmp_path: Path, subject: BenchModel
 ) -> None:
     out = tmp_path / "t.jsonl"
     work = ("tiny", "--dtype", "float32", "--throughput", "24+40", "--method", "full", "--method",
@@ -680,7 +680,7 @@ def test_throughput_stays_below_the_cap_and_the_next_row_would_not(
     result = bench(*work)
     assert result.exit_code == 0, result.output
     assert "weights and cache in 700.0 KiB" in result.output
-    lines = {r.method: r for r in Store(out, Throughput).load().records}
+    lines = {r.method: r for r in RecordFile(out, Throughput).load().records}
     assert set(lines) == {FULL, "h2o"}
     assert lines["h2o"].budget == "24"
     room = 700 * 1024 - subject.shape.weight_bytes
@@ -696,7 +696,7 @@ def test_throughput_stays_below_the_cap_and_the_next_row_would_not(
     assert out.read_bytes() == before
 
 
-def next_batch_bytes(subject: Subject, line: Throughput) -> int:
+def next_batch_bytes(subject: BenchModel, line: Throughput) -> int:
     """The most that the cache holds with one row more."""
     side = MethodSide(subject, line.method, line.budget)
     ids = subject.tokens(line.outcome.batch + 1, 64)
@@ -715,7 +715,7 @@ def test_sizes_are_read() -> None:
             sizes(wrong)
 
 
-def test_missing_is_counted_per_participant(subject: Subject) -> None:
+def test_missing_is_counted_per_participant(subject: BenchModel) -> None:
     cell = cell_of(subject)
     other = cell.model_copy(update={"batch": 2})
     lines = [

@@ -10,9 +10,9 @@ import pytest
 
 import kvfold
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import Protocol, Subject
+from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
 from kvfold.eval.run.job import work
-from kvfold.eval.run.plan import Plan, Wanted, contenders
+from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.tasks import Request, select
 from kvfold.hf.chat_template import token_count
@@ -51,10 +51,10 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
     model, tokenizer = kvfold.bundled_model()
     request = Request(samples=3, length=512, count=partial(token_count, tokenizer))
     (task,) = select(["ruler_niah_multikey_1"])
-    plan = Plan(
-        (Wanted.of(task, request),),
-        Subject.of("bundled", model, tokenizer),
-        Protocol(max_length=4096),
+    plan = EvalPlan(
+        (TaskSamples.of(task, request),),
+        EvaluatedModel.of("bundled", model, tokenizer),
+        EvalProtocol(max_length=4096),
         tuple(contenders(["snapkv"], ["0.2", "0.1"])),
     )
     jobs, doing = list(plan.jobs({})), work("bundled")

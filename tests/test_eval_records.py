@@ -19,9 +19,9 @@ from scipy.stats import binomtest
 import kvfold
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError
-from kvfold.eval.run.cell import EvalCell, Protocol, Subject
-from kvfold.eval.run.job import Job
-from kvfold.eval.run.plan import Wanted, contenders, streams, written
+from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
+from kvfold.eval.run.job import EvalJob
+from kvfold.eval.run.plan import TaskSamples, contenders, streams, written
 from kvfold.eval.run.result import result
 from kvfold.eval.run.sample import Outcome, Sample, ScoredAnswer, digest
 from kvfold.eval.run.session import store, summarize
@@ -30,7 +30,9 @@ from kvfold.eval.tasks import Request, Unreadable, tasks
 from tests.evaluation import HELD, outcome, record
 
 COMPACT = Path(__file__).parents[1] / "benchmarks" / "compact_samples.py"
-SUBJECT = Subject(name="m", config="c", weights="w", vocabulary="v", dtype="d", attention="a")
+SUBJECT = EvaluatedModel(
+    name="m", config="c", weights="w", vocabulary="v", dtype="d", attention="a"
+)
 
 
 def cell(task: str = "kv_retrieval", method: str = "full", budget: str | None = None) -> EvalCell:
@@ -40,7 +42,7 @@ def cell(task: str = "kv_retrieval", method: str = "full", budget: str | None = 
         length=None,
         seed=0,
         data=(),
-        protocol=Protocol(max_length=100),
+        protocol=EvalProtocol(max_length=100),
         method=method,
         budget=budget,
     )
@@ -51,7 +53,7 @@ def lines(of: EvalCell, outcomes: list[Outcome | str], **metadata: list) -> list
     found = []
     for index, one in enumerate(outcomes):
         known = {name: values[index] for name, values in metadata.items()}
-        job = Job(index, record(of.task, index=index, metadata=known), (of,))
+        job = EvalJob(index, record(of.task, index=index, metadata=known), (of,))
         failed = isinstance(one, str)
         found.append(job.line(of, None if failed else one, one if failed else None))
     return found
@@ -388,10 +390,10 @@ def test_data_is_called_by_its_name_wherever_it_lies(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("the quick brown fox " * 200)
     request = Request(samples=1, length=64, count=lambda text: len(text.split()), data=str(book))
-    subject = Subject(
+    subject = EvaluatedModel(
         name="m", config="", weights="", vocabulary="", dtype="float32", attention="sdpa"
     )
-    (cell,) = Wanted.of(tasks()["perplexity"], request).cells(
-        subject, Protocol(max_length=64), [("full", None)]
+    (cell,) = TaskSamples.of(tasks()["perplexity"], request).cells(
+        subject, EvalProtocol(max_length=64), [("full", None)]
     )
     assert cell.data == ("book.txt",)

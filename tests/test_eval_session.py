@@ -23,8 +23,8 @@ from typer.testing import CliRunner, Result
 import kvfold
 from kvfold.cli import app
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.job import Job, run, work
-from kvfold.eval.run.plan import Contender, Plan, Wanted, contenders
+from kvfold.eval.run.job import EvalJob, run, work
+from kvfold.eval.run.plan import Contender, EvalPlan, TaskSamples, contenders
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.run.session import evaluate, store, summarize, write_records
 from kvfold.eval.tasks import Request, tasks
@@ -68,7 +68,7 @@ def records(samples: list[Sample]) -> list[dict[str, Any]]:
     return [each.model_dump(exclude=times) for each in summarize(samples)]
 
 
-def finish(setting: Setting, plan: Plan, out: Path) -> list[Sample]:
+def finish(setting: Setting, plan: EvalPlan, out: Path) -> list[Sample]:
     """All samples of a folder, after what was missing was run here."""
     out.mkdir(exist_ok=True)
     counts = list(evaluate(plan, store(out), by_itself(setting)))
@@ -80,7 +80,7 @@ def finish(setting: Setting, plan: Plan, out: Path) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def plan(setting: Setting) -> Plan:
+def plan(setting: Setting) -> EvalPlan:
     """Two tasks, with all that everything is compared with, and samples that go wrong."""
     kv = [record("kv_retrieval", index=i, metadata={"depth": i}) for i in range(4)]
     kv[2] = replace(kv[2], questions=(replace(kv[2].questions[0], max_new_tokens=5000),))
@@ -90,7 +90,7 @@ def plan(setting: Setting) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(setting: Setting, plan: Plan, tmp_path_factory: Any) -> list[Sample]:
+def uninterrupted(setting: Setting, plan: EvalPlan, tmp_path_factory: Any) -> list[Sample]:
     return finish(setting, plan, tmp_path_factory.mktemp("whole"))
 
 
@@ -178,7 +178,7 @@ def test_records_are_replaced_as_a_whole(uninterrupted, tmp_path):
 # --- workers -----------------------------------------------------------------------------------
 
 
-def jobs(setting: Setting, count: int = 6) -> list[Job]:
+def jobs(setting: Setting, count: int = 6) -> list[EvalJob]:
     return list(setting.plan(FEW, wanted([record(index=i) for i in range(count)])).jobs({}))
 
 
@@ -217,7 +217,7 @@ class Fragile:
 
     def __init__(self, setting: Setting, count: int, fatal: dict[int, int]) -> None:
         self.setting, self.count, self.fatal = setting, count, dict(fatal)
-        self.at_work: dict[int, Job] = {}
+        self.at_work: dict[int, EvalJob] = {}
         self.started = self.ended = 0
 
     def start_worker(self) -> int:
@@ -225,7 +225,7 @@ class Fragile:
         assert len(self.at_work) < self.count
         return self.started
 
-    def submit(self, worker: int, job: Job) -> None:
+    def submit(self, worker: int, job: EvalJob) -> None:
         assert worker not in self.at_work
         self.at_work[worker] = job
 
@@ -275,12 +275,14 @@ def row(**fields: Any) -> dict[str, Any]:
     return {**known, "length": 10, **fields}
 
 
-def drawn(setting: Setting, name: str, rows: list[Any], folder: Path, **options: Any) -> Wanted:
+def drawn(
+    setting: Setting, name: str, rows: list[Any], folder: Path, **options: Any
+) -> TaskSamples:
     file = folder / "rows.jsonl"
     lines = [each if isinstance(each, str) else json.dumps(each) for each in rows]
     file.write_text("\n".join(lines), encoding="utf-8")
     count = lambda text: token_count(setting.tokenizer, text)  # noqa: E731
-    found = Wanted.of(tasks()[name], Request(data=str(file), count=count, **options))
+    found = TaskSamples.of(tasks()[name], Request(data=str(file), count=count, **options))
     short = [
         replace(each, questions=tuple(replace(q, max_new_tokens=3) for q in each.questions))
         if hasattr(each, "questions")

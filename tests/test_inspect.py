@@ -30,14 +30,14 @@ from kvfold.inspect.attention_maps import (
     MOST,
     SINKS,
     THRESHOLDS,
-    Attention,
+    LayerAttention,
     lazy_window,
     watch,
 )
-from kvfold.inspect.document import Document, NeedleSpan
+from kvfold.inspect.document import InspectedText, NeedleSpan
 from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.page import contents, folded, page
-from kvfold.inspect.retention import Holding, heads_per_token, hold
+from kvfold.inspect.retention import Retention, heads_per_token, hold
 from kvfold.methods.stages.allocate.density import by_density
 from tests.models import VOCABULARY, build
 
@@ -65,9 +65,11 @@ def bundled() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def looked_at(bundled: tuple[Any, Any]) -> tuple[Document, list[Attention], list[Holding]]:
+def looked_at(
+    bundled: tuple[Any, Any],
+) -> tuple[InspectedText, list[LayerAttention], list[Retention]]:
     model, tokenizer = bundled
-    document = Document.with_needles(tokenizer, 400, seed=1)
+    document = InspectedText.with_needles(tokenizer, 400, seed=1)
     holdings = [
         hold(model, tokenizer, document, method, kvfold.Budget.ratio(0.3))
         for method in ("pyramidkv", "adakv")
@@ -199,7 +201,7 @@ def test_spans_are_even_and_their_means_are_the_whole_s() -> None:
 @pytest.mark.parametrize("method", ["pyramidkv", "adakv", "kvzip", "d2o", "dbudgetkv"])
 def test_holdings_are_the_positions_of_the_cache(bundled: tuple[Any, Any], method: str) -> None:
     model, tokenizer = bundled
-    document = Document.with_needles(tokenizer, 400, seed=2)
+    document = InspectedText.with_needles(tokenizer, 400, seed=2)
     found = hold(model, tokenizer, document, method, kvfold.Budget.ratio(0.3))
     limit = None if method == "dbudgetkv" else 0.3
     context = kvfold.compress(
@@ -221,7 +223,7 @@ def test_what_needles_keep_is_counted_over_their_entries() -> None:
     layers = [[[torch.tensor([0, 1, 5]), torch.tensor([], dtype=torch.long)]]] * 2
     counts = heads_per_token(layers, 6)
     assert counts.tolist() == [[1, 1, 0, 0, 0, 1]] * 2
-    holding = Holding("m", "b", counts, (2, 2), 1, 2)
+    holding = Retention("m", "b", counts, (2, 2), 1, 2)
     assert holding.kept_of([NeedleSpan(0, 2, True), NeedleSpan(4, 6, False)]) == 6 / 16
     assert holding.shares[0].tolist() == [0.5, 0.5, 0, 0, 0, 0.5]
 
@@ -230,13 +232,13 @@ def test_what_needles_keep_is_counted_over_their_entries() -> None:
 
 
 def test_tokens_joined_are_the_text(bundled: tuple[Any, Any]) -> None:
-    document = Document.of(bundled[1], HOSTILE)
+    document = InspectedText.of(bundled[1], HOSTILE)
     assert len(document.pieces) == document.ids.shape[1]
     assert "".join(document.pieces).endswith(HOSTILE)
 
 
 def test_needles_are_found_and_one_is_asked_for(bundled: tuple[Any, Any]) -> None:
-    document = Document.with_needles(bundled[1], 600, seed=5)
+    document = InspectedText.with_needles(bundled[1], 600, seed=5)
     texts = ["".join(document.pieces[n.start : n.stop]) for n in document.needles]
     assert len(texts) == 6
     assert all(re.fullmatch(r"\s*One of the special .* is: \d+\.\s*", text) for text in texts)
@@ -274,7 +276,7 @@ def grid(text: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def test_the_page_holds_what_was_measured(
-    looked_at: tuple[Document, list[Attention], list[Holding]],
+    looked_at: tuple[InspectedText, list[LayerAttention], list[Retention]],
 ) -> None:
     document, layers, holdings = looked_at
     data = json.loads(Tags(page("model", document, layers, holdings)).data)
@@ -295,7 +297,7 @@ def test_the_page_holds_what_was_measured(
 
 
 def test_d2o_s_share_is_that_of_its_own_allocation(
-    looked_at: tuple[Document, list[Attention], list[Holding]],
+    looked_at: tuple[InspectedText, list[LayerAttention], list[Retention]],
 ) -> None:
     document, layers, holdings = looked_at
     variances = [layer.variance[None] for layer in layers]
@@ -306,7 +308,7 @@ def test_d2o_s_share_is_that_of_its_own_allocation(
 
 def test_hostile_text_is_data_and_nothing_is_fetched(bundled: tuple[Any, Any]) -> None:
     model, tokenizer = bundled
-    document = Document.of(tokenizer, HOSTILE * 3)
+    document = InspectedText.of(tokenizer, HOSTILE * 3)
     holdings = [hold(model, tokenizer, document, "knorm", kvfold.Budget.ratio(0.5))]
     whole = page("<b>m</b></title>", document, watch(model, document.ids), holdings)
     tags = Tags(whole)
@@ -323,7 +325,7 @@ def test_hostile_text_is_data_and_nothing_is_fetched(bundled: tuple[Any, Any]) -
 
 
 def test_pictures_show_what_was_measured(
-    looked_at: tuple[Document, list[Attention], list[Holding]],
+    looked_at: tuple[InspectedText, list[LayerAttention], list[Retention]],
 ) -> None:
     document, layers, holdings = looked_at
     heat = pictures.attention_figure(layers)
@@ -344,7 +346,7 @@ def test_pictures_show_what_was_measured(
 
 
 def test_layers_beyond_a_row_of_heatmaps_go_on_in_the_next(
-    looked_at: tuple[Document, list[Attention], list[Holding]],
+    looked_at: tuple[InspectedText, list[LayerAttention], list[Retention]],
 ) -> None:
     layers = looked_at[1] + looked_at[1][:1]
     panels = [panel for panel in pictures.attention_figure(layers).axes if panel.get_visible()]

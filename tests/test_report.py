@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from kvfold.bench.machine import Setup
 from kvfold.cli import app
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.cell import EvalCell, Protocol, Subject
+from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
 from kvfold.eval.run.intervals import moments
 from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate, PairedDifference, percent
@@ -39,7 +39,7 @@ from kvfold.report.write import write
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 HERE = Setup(cpu="a", cores=2, gpu=None, threads=2, python="3.12", versions={"torch": "2"})
-MODEL = Subject(
+MODEL = EvaluatedModel(
     name="tiny", config="c", weights="w", vocabulary="v", dtype="float32", attention="sdpa"
 )
 PLAIN: dict[str, Any] = {
@@ -78,7 +78,7 @@ def made(
     """A record; `score` is a value and its error, `apart` the difference to the full cache."""
     subject = changed.pop("subject", MODEL)
     kept = float(budget) if budget else 1.0
-    protocol = Protocol(question_aware=aware, max_length=2048)
+    protocol = EvalProtocol(question_aware=aware, max_length=2048)
     fields = PLAIN | {
         "cell": EvalCell(
             subject=subject, task=task, length=length, seed=0, data=(), protocol=protocol,

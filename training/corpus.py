@@ -165,7 +165,7 @@ class Writer:
             ruler.NOISE
         )
 
-    def _dialogue(self, sample: ruler.Sample, statements: bool) -> list[tuple[str, int]]:
+    def _dialogue(self, sample: ruler.NeedleDocument, statements: bool) -> list[tuple[str, int]]:
         parts = [("<|bos|><|user|>" + sample.document, IGNORED)]
         for turn, question in enumerate(sample.questions):
             if statements:

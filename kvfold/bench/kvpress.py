@@ -19,7 +19,7 @@ from kvfold.bench.participants import FULL, CacheSize, Label, Prefill
 from kvfold.bench.peak import ALLOCATOR, WARM_UP, can_measure
 from kvfold.bench.process import Process
 from kvfold.bench.record import Cell
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 
@@ -37,7 +37,7 @@ class Kvpress:
 
     name = "kvpress"
 
-    def __init__(self, subject: Subject, python: Path) -> None:
+    def __init__(self, subject: BenchModel, python: Path) -> None:
         self.subject, self.python = subject, python
         self.process = self.start()
         hello = self.process.ask("hello")

@@ -11,7 +11,7 @@ from typing import Protocol
 from kvfold.bench.machine import Setup
 from kvfold.bench.participants import CompiledSide, Label, MethodSide, Side
 from kvfold.bench.record import Cell
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import parse
@@ -52,7 +52,7 @@ def labels(methods: Sequence[str], budgets: Sequence[str]) -> list[Label]:
     return list(dict.fromkeys(found))
 
 
-def makers(subject: Subject, wanted: Sequence[Label]) -> Makers:
+def makers(subject: BenchModel, wanted: Sequence[Label]) -> Makers:
     """Constructors of kvfold's participants; raises KvfoldError at once if one cannot run."""
     made: Makers = {}
     for label in wanted:
@@ -63,7 +63,7 @@ def makers(subject: Subject, wanted: Sequence[Label]) -> Makers:
     return made
 
 
-def compiled(subject: Subject, wanted: Sequence[Label]) -> tuple[list[Label], dict[Label, str]]:
+def compiled(subject: BenchModel, wanted: Sequence[Label]) -> tuple[list[Label], dict[Label, str]]:
     """Labels of `wanted` with compiled decode steps, and the reasons why others cannot compile."""
     able, reasons = [], {}
     for label in wanted:

@@ -17,7 +17,7 @@ from kvfold.bench.baseline import full_cache, full_twin
 from kvfold.bench.clock import compression_watched, seconds
 from kvfold.bench.peak import can_measure, peak_of
 from kvfold.bench.sdpa_variants import Kernels
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 from kvfold.cache.cache import CompressedCache
 from kvfold.generation.generate import read_turn
 from kvfold.generation.static.decode import GraphCache, check_compiled
@@ -97,7 +97,7 @@ class Side(Protocol):
 class LocalSide:
     """A participant that runs in this process."""
 
-    def __init__(self, label: Label, subject: Subject, model: PreTrainedModel) -> None:
+    def __init__(self, label: Label, subject: BenchModel, model: PreTrainedModel) -> None:
         self.label, self.subject, self.model = label, subject, model
         self.cache: Any = None
 
@@ -154,7 +154,7 @@ class LocalSide:
 class FullSide(LocalSide):
     """The full cache with the fastest SDPA variant; `method` is its name in the records."""
 
-    def __init__(self, subject: Subject, kernels: Kernels, method: str = FULL) -> None:
+    def __init__(self, subject: BenchModel, kernels: Kernels, method: str = FULL) -> None:
         model = full_twin(subject.model, kernels)
         super().__init__(Label("baseline", method), subject, model)
         self.kernels = kernels
@@ -179,7 +179,7 @@ class FullSide(LocalSide):
 class MethodSide(LocalSide):
     """A method of kvfold at a budget; raises KvfoldError if the pair or the model does not work."""
 
-    def __init__(self, subject: Subject, method: str, budget: str | None) -> None:
+    def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(Label("kvfold", method, budget), subject, subject.model)
         self.cache = self.make(0)  # checks method, budget and model now
 
@@ -212,7 +212,7 @@ class MethodSide(LocalSide):
 class CompiledSide(MethodSide):
     """A method whose decode steps run as one compiled graph; raises KvfoldError if it cannot."""
 
-    def __init__(self, subject: Subject, method: str, budget: str | None) -> None:
+    def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(subject, method, budget)
         self.label = dataclasses.replace(self.label, compiled=True)
         check_compiled(self.model, self.cache, {})

@@ -68,11 +68,11 @@ def main() -> None:
     from kvfold.bench.participants import FullSide, LocalSide, MethodSide
     from kvfold.bench.quantized import QuantizedSide
     from kvfold.bench.sdpa_variants import Kernel, Kernels
-    from kvfold.bench.shapes import Subject
+    from kvfold.bench.shapes import BenchModel
 
     spec = json.load(sys.stdin)
     torch.set_num_threads(spec["threads"])
-    subject = Subject.of(spec["name"], spec["dtype"], spec["seed"])
+    subject = BenchModel.of(spec["name"], spec["dtype"], spec["seed"])
     side: LocalSide
     if spec["side"] == "baseline":
         kernels = Kernels(Kernel(spec["prefill"]), Kernel(spec["decode"]))

@@ -10,14 +10,14 @@ from pathlib import Path
 from kvfold.bench.kvpress import Kvpress
 from kvfold.bench.lineup import Peer
 from kvfold.bench.quantized import Quantized
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 from kvfold.errors import KvfoldError
 
 NAMES = ("kvpress", "transformers-quantized")
 
 
 @contextmanager
-def peers(subject: Subject, names: Sequence[str], python: Path | None) -> Iterator[list[Peer]]:
+def peers(subject: BenchModel, names: Sequence[str], python: Path | None) -> Iterator[list[Peer]]:
     """Started peers of these names, closed at exit; `python` is kvpress's interpreter.
 
     Raises KvfoldError for an unknown peer, for one that is not installed, and for kvpress without

@@ -16,7 +16,7 @@ from kvfold.bench.lineup import Makers
 from kvfold.bench.machine import Setup
 from kvfold.bench.participants import CacheSize, Label, LocalSide
 from kvfold.bench.record import Cell
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 from kvfold.errors import KvfoldError
 from kvfold.hf.models import text_config
 
@@ -38,7 +38,7 @@ def backend() -> str:
 class QuantizedSide(LocalSide):
     """transformers' 4-bit cache; quantisation time counts as prefill."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: BenchModel) -> None:
         super().__init__(self.label_here(), subject, twin(subject.model))
 
     @staticmethod
@@ -61,7 +61,7 @@ class Quantized:
 
     name = "transformers"
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: BenchModel) -> None:
         backend()
         self.subject, self.setup = subject, Setup.here()
 

@@ -21,7 +21,7 @@ from kvfold.bench.participants import AGAIN, FullSide, Label, Side
 from kvfold.bench.peak import WARM_UP
 from kvfold.bench.record import Cell, Measurement, Record
 from kvfold.bench.sdpa_variants import fastest
-from kvfold.bench.shapes import Shape, Subject
+from kvfold.bench.shapes import BenchModel, Shape
 
 # Pause in seconds before each turn. Threads of the previous participant's process go to sleep in
 # it; all participants pause alike, as the scheduler favours a process that has slept.
@@ -37,14 +37,14 @@ class Session:
     `setups` maps each side that takes part to its setup; `name` is random.
     """
 
-    subject: Subject
+    subject: BenchModel
     shape: Shape
     setups: dict[str, Setup]
     commit: str | None
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @classmethod
-    def of(cls, subject: Subject, peers: dict[str, Setup]) -> Session:
+    def of(cls, subject: BenchModel, peers: dict[str, Setup]) -> Session:
         """A new run on this machine; `peers` maps peers to the setups of their processes."""
         here = Setup.here()
         setups = {"baseline": here, "kvfold": here, **peers}

@@ -104,7 +104,7 @@ class Shape(BaseModel):
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchModel:
     """A model ready to be measured, and a tokenizer whose ids are in its vocabulary."""
 
     source: Source
@@ -112,7 +112,7 @@ class Subject:
     tokenizer: Any
 
     @classmethod
-    def of(cls, name: str, dtype: str | None, seed: int) -> Subject:
+    def of(cls, name: str, dtype: str | None, seed: int) -> BenchModel:
         """The model `name`: a shape, "bundled", a folder or a hub id.
 
         Without `dtype`, a shape is bfloat16 on a GPU and float32 on a CPU; a loaded model keeps

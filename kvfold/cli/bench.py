@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvfold.bench.record import Cell, Record
     from kvfold.bench.session import Session
     from kvfold.bench.summary import Row
-    from kvfold.jobs.records import Store
+    from kvfold.jobs.records import RecordFile
 
 METHODS = (
     "snapkv", "pyramidkv:window=8", "knorm", "tova", "h2o", "d2o", "kvzip", "adakv",
@@ -90,13 +90,13 @@ def command(
         from kvfold.bench.peers import peers
         from kvfold.bench.record import Cell, Record
         from kvfold.bench.session import Session
-        from kvfold.bench.shapes import Subject
+        from kvfold.bench.shapes import BenchModel
         from kvfold.generation.static.decode import compiling
-        from kvfold.jobs.records import Store
+        from kvfold.jobs.records import RecordFile
     if threads is not None:
         torch.set_num_threads(threads)
     wanted = labels(method or METHODS, words(budgets))
-    subject = Subject.of(model, dtype, seed)
+    subject = BenchModel.of(model, dtype, seed)
     if throughput is not None:
         if compile:
             raise KvfoldError("--throughput decodes eagerly: leave out --compile")
@@ -116,7 +116,7 @@ def command(
         for label, reason in reasons.items():
             screen.print(Text(f"left out: {label}: {reason}", style="yellow"))
     made = makers(subject, [*wanted, *(able if compile else [])])
-    store = Store(out, Record)
+    store = RecordFile(out, Record)
     settings = compiling() if compile else nullcontext()
     with peers(subject, peer or [], peer_python) as invited, settings:
         for each in invited:
@@ -156,7 +156,7 @@ def _able(screen: Console, cell: Cell, makers: Makers, invited: list[Peer]) -> M
 
 def _measure(
     screen: Console,
-    store: Store[Record],
+    store: RecordFile[Record],
     session: Session,
     work: dict[Cell, Makers],
     repeats: int,
@@ -192,7 +192,7 @@ def _as_json(row: Row) -> dict[str, Any]:
     return dataclasses.asdict(row) | {"cell": row.cell.model_dump(), "label": str(row.label)}
 
 
-def _show(screen: Console, store: Store[Record], cells: list[Cell], as_json: bool) -> None:
+def _show(screen: Console, store: RecordFile[Record], cells: list[Cell], as_json: bool) -> None:
     """Prints tables or JSON of these cells, and writes a picture beside the records."""
     from kvfold.bench.picture import figure
     from kvfold.bench.summary import rows

@@ -35,7 +35,7 @@ from kvfold.terminal import console, messages, print_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvfold.jobs.compress import Settings
+    from kvfold.jobs.compress import CompressOptions
 
 
 # The budget of methods that take one, if none is given.
@@ -85,14 +85,16 @@ def command(
         import kvfold
         from kvfold.contexts.context import check_reusable
         from kvfold.generation.generate import check_per_chunk
-        from kvfold.jobs.compress import Settings
+        from kvfold.jobs.compress import CompressOptions
     # Refused here, before a large model is loaded.
     usual = BUDGET if kvfold.parse(method).takes_budget else None
     chosen, limit = checked(method, budget or usual)
     check_reusable(chosen)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
-    settings = Settings(chosen, limit, prefill_chunk, compress, seed, special_tokens, allow_longer)
+    settings = CompressOptions(
+        chosen, limit, prefill_chunk, compress, seed, special_tokens, allow_longer
+    )
     if len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
         text = read_text(documents[0], encoding)
@@ -120,7 +122,7 @@ def _compress_one(
     loading: Loading,
     text: str,
     path: Path,
-    settings: Settings,
+    settings: CompressOptions,
     as_json: bool,
 ) -> None:
     """Compresses one document and prints kept entries and bytes."""

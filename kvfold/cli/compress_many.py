@@ -14,7 +14,14 @@ from rich.text import Text
 from kvfold.cli.console import counted, size, stats_json, table
 from kvfold.cli.options import read_text
 from kvfold.errors import KvfoldError
-from kvfold.jobs.compress import Document, Made, Settings, check_models, check_settings, work
+from kvfold.jobs.compress import (
+    CompressJob,
+    CompressOptions,
+    CompressResult,
+    check_models,
+    check_settings,
+    work,
+)
 from kvfold.jobs.executor import Workers, here
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, print_json
@@ -27,7 +34,7 @@ def compress_many(
     documents: Sequence[Path],
     encoding: str,
     out: Path | None,
-    settings: Settings,
+    settings: CompressOptions,
     ray: str | None,
     as_json: bool,
 ) -> None:
@@ -50,11 +57,13 @@ def compress_many(
     waiting = [(document, path) for document, path in pairs if path not in there]
     for path in sorted(there):
         check_settings(path, settings)
-    jobs = [Document(read_text(text, encoding), path.resolve(), settings) for text, path in waiting]
+    jobs = [
+        CompressJob(read_text(text, encoding), path.resolve(), settings) for text, path in waiting
+    ]
     workers = _workers(model, loading, sorted(there), ray)
     if there:
         notes.print(f"{len(there)} of {len(pairs)} files are there already")
-    found: list[Made] = []
+    found: list[CompressResult] = []
     with counted(notes, "documents", len(jobs)) as done:
         for made in workers(jobs):
             found.append(made)
@@ -69,7 +78,7 @@ def compress_many(
 
 def _workers(
     model: str, loading: Loading, there: Sequence[Path], ray: str | None
-) -> Workers[Document, Made]:
+) -> Workers[CompressJob, CompressResult]:
     """Workers that compress, on Ray or here.
 
     Raises ContextFileError if an existing file is of another model.
@@ -91,12 +100,12 @@ def _is_newer(document: Path, file: Path) -> bool:
     return file.stat().st_mtime >= document.stat().st_mtime
 
 
-def _as_json(made: Made) -> dict[str, Any]:
+def _as_json(made: CompressResult) -> dict[str, Any]:
     stats = None if made.stats is None else stats_json(made.stats)
     return {"file": made.path, "stats": stats, "error": made.why}
 
 
-def _show(shown: Console, found: Sequence[Made]) -> None:
+def _show(shown: Console, found: Sequence[CompressResult]) -> None:
     numbers = ("tokens", "kept", "bytes of the file")
     made_table = table("compressed", "file", *numbers, right=numbers)
     for made in sorted(found, key=lambda made: made.path):

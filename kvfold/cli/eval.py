@@ -25,8 +25,8 @@ from kvfold.terminal import messages, print_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvfold.eval.run.job import Job
-    from kvfold.eval.run.plan import Plan, Wanted
+    from kvfold.eval.run.job import EvalJob
+    from kvfold.eval.run.plan import EvalPlan, TaskSamples
     from kvfold.eval.run.result import Result
     from kvfold.eval.run.sample import Sample
     from kvfold.eval.tasks import Request
@@ -117,7 +117,7 @@ def command(
     with screen.status("importing torch and transformers"):
         from kvfold.eval.evaluate import readable_tokens, usual_length, with_data
         from kvfold.eval.run import plan as planning
-        from kvfold.eval.run.cell import Protocol, Subject
+        from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
         from kvfold.eval.run.job import work
         from kvfold.eval.tasks import Request
         from kvfold.hf.chat_template import token_count
@@ -144,10 +144,10 @@ def command(
     readable = max_length or readable_tokens(network)
     request = replace(request, count=partial(token_count, tokenizer))
     sizes = asked or [usual_length(readable)]
-    plan = planning.Plan(
+    plan = planning.EvalPlan(
         wanted=tuple(_drawn(screen, named, request, sizes)),
-        subject=Subject.of(model, network, tokenizer),
-        protocol=Protocol(
+        subject=EvaluatedModel.of(model, network, tokenizer),
+        protocol=EvalProtocol(
             question_aware=question_aware,
             history="gold" if gold_history else "own",
             max_length=readable,
@@ -180,7 +180,7 @@ def _check_places(*places: Path | None) -> None:
 
 def _drawn(
     screen: Console, names: Sequence[str], request: Request, lengths: Sequence[int]
-) -> list[Wanted]:
+) -> list[TaskSamples]:
     """Samples of all tasks; of a benchmark, tasks whose data is missing are skipped with a note."""
     from kvfold.eval.evaluate import drawn
 
@@ -206,7 +206,7 @@ def _fitting(network: PreTrainedModel) -> int:
 
 
 def _evaluate(
-    screen: Console, plan: Plan, pool: Workers[Job, list[Sample]], out: Path, as_json: bool
+    screen: Console, plan: EvalPlan, pool: Workers[EvalJob, list[Sample]], out: Path, as_json: bool
 ) -> None:
     """Runs the missing samples, with a progress bar, and writes the records."""
     from kvfold.cli.records import loaded, say_failures

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvfold.budget import Budget
-    from kvfold.inspect.attention_maps import Attention
-    from kvfold.inspect.document import Document
-    from kvfold.inspect.retention import Holding
+    from kvfold.inspect.attention_maps import LayerAttention
+    from kvfold.inspect.document import InspectedText
+    from kvfold.inspect.retention import Retention
 
 FOLDER = "kvfold-inspect"
 PAGE = "index.html"
@@ -77,7 +77,7 @@ def command(
         from kvfold.cli.inspect_tables import explained, layers_table, methods_table
         from kvfold.generation.length import check_length
         from kvfold.hf.models import trained_length
-        from kvfold.inspect.document import LENGTH, Document
+        from kvfold.inspect.document import LENGTH, InspectedText
     # Refused here, before a large model is loaded.
     named, limit = names(methods), kvfold.Budget.of(budget)
     for each in named:
@@ -87,9 +87,9 @@ def command(
     _check(network, tokenizer, named, limit)
     if text is None:
         most = trained_length(network) or LENGTH
-        document = Document.with_needles(tokenizer, min(LENGTH, most // 2), seed)
+        document = InspectedText.with_needles(tokenizer, min(LENGTH, most // 2), seed)
     else:
-        document = Document.of(tokenizer, text)
+        document = InspectedText.of(tokenizer, text)
         check_length(network, document.ids.shape[1], allow_longer)
     _make(folder)
     layers, holdings = _measure(screen, network, tokenizer, document, named, limit, seed)
@@ -160,11 +160,11 @@ def _measure(
     screen: Console,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    document: Document,
+    document: InspectedText,
     named: list[str],
     limit: Budget,
     seed: int,
-) -> tuple[list[Attention], list[Holding]]:
+) -> tuple[list[LayerAttention], list[Retention]]:
     """Attention per layer, and kept entries per method: one reading each, with a progress bar."""
     from kvfold.hf.stock_layers import is_compressible, stock_layers
     from kvfold.inspect.attention_maps import watch
@@ -190,9 +190,9 @@ def _measure(
 def _write(
     folder: Path,
     title: str,
-    document: Document,
-    layers: Sequence[Attention],
-    holdings: Sequence[Holding],
+    document: InspectedText,
+    layers: Sequence[LayerAttention],
+    holdings: Sequence[Retention],
 ) -> None:
     from kvfold.inspect import pictures
     from kvfold.inspect.page import page

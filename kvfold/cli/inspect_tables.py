@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvfold.cli.console import size, table
-from kvfold.inspect.attention_maps import MOST, SINKS, THRESHOLDS, Attention, lazy_window
-from kvfold.inspect.document import Document
-from kvfold.inspect.retention import Holding
+from kvfold.inspect.attention_maps import MOST, SINKS, THRESHOLDS, LayerAttention, lazy_window
+from kvfold.inspect.document import InspectedText
+from kvfold.inspect.retention import Retention
 
 EXPLAINED = (
     "Means over heads. Per query: the entries that one query attends to, exp of its entropy. "
@@ -21,7 +21,7 @@ EXPLAINED = (
 )
 
 
-def layers_table(layers: Sequence[Attention]) -> Table:
+def layers_table(layers: Sequence[LayerAttention]) -> Table:
     """A row per layer: the statistics that methods allocate by."""
     numbers = ("per query", f"hold {MOST:.0%}", "variance", "lazy", "keep 1 %")
     shown = table(f"what {len(layers)} layers attend to", "layer", *numbers, right=numbers)
@@ -38,12 +38,12 @@ def layers_table(layers: Sequence[Attention]) -> Table:
     return shown
 
 
-def explained(layers: Sequence[Attention]) -> str:
+def explained(layers: Sequence[LayerAttention]) -> str:
     """Legend of the columns of `layers_table`."""
     return EXPLAINED.format(sinks=SINKS, window=lazy_window(len(layers[0].edges)))
 
 
-def methods_table(document: Document, holdings: Sequence[Holding]) -> Table:
+def methods_table(document: InspectedText, holdings: Sequence[Retention]) -> Table:
     """A row per method: fraction kept, bytes, and the fraction of needle tokens kept, if any."""
     asked = [needle for needle in document.needles if needle.asked]
     numbers = ("kept", *(("of needles", "of the one asked") if asked else ()), "bytes", "of full")

@@ -18,7 +18,7 @@ from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
 from kvfold.eval import ruler
 from kvfold.hf.chat_template import Frame, token_count
-from kvfold.inspect.document import Document, needles_in
+from kvfold.inspect.document import InspectedText, needles_in
 
 KEYS = 6
 WARM_UP = 2
@@ -48,7 +48,7 @@ class DemoTrial:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    sample: ruler.Sample
+    sample: ruler.NeedleDocument
     room: int
 
     @classmethod
@@ -62,7 +62,7 @@ class DemoTrial:
         )
         questions = tuple(dict.fromkeys(drawn.questions))
         room = 4 + max(count(f"{q.prefix} {q.answers[0]}.") for q in questions)
-        sample = ruler.Sample(drawn.task, drawn.document, questions)
+        sample = ruler.NeedleDocument(drawn.task, drawn.document, questions)
         return cls(model, tokenizer, sample, room)
 
     def tokens(self) -> int:
@@ -111,7 +111,7 @@ class DemoTrial:
 
     def needles(self) -> list[tuple[int, int]]:
         """Spans `(start, stop)` of the needles' positions in the cache."""
-        pieces = Document.of(self.tokenizer, self.sample.document).pieces
+        pieces = InspectedText.of(self.tokenizer, self.sample.document).pieces
         return [(start, stop) for start, stop, _ in needles_in(pieces)]
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvfold.errors import KvfoldError
-from kvfold.jobs.records import M, Store
+from kvfold.jobs.records import M, RecordFile
 
 if TYPE_CHECKING:
     from kvfold.eval.run.result import Result
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 REASONS = 10
 
 
-def loaded(screen: Console, store: Store[M]) -> list[M]:
+def loaded(screen: Console, store: RecordFile[M]) -> list[M]:
     """The records so far; prints a note on resumed records and on a torn last line.
 
     Raises KvfoldError if the folder cannot be created.

@@ -14,20 +14,20 @@ from rich.text import Text
 from kvfold.bench.participants import FULL
 from kvfold.bench.record import check_setup
 from kvfold.bench.session import Session
-from kvfold.bench.shapes import Subject
+from kvfold.bench.shapes import BenchModel
 from kvfold.bench.summary import Spread
 from kvfold.bench.table import rate, spread
 from kvfold.bench.throughput import Load, Runner, Throughput, labels, sizes
 from kvfold.budget import Budget
 from kvfold.cli.console import progress, size, table
 from kvfold.cli.records import loaded
-from kvfold.jobs.records import Store
+from kvfold.jobs.records import RecordFile
 from kvfold.terminal import print_json
 
 
 def measure(
     screen: Console,
-    subject: Subject,
+    subject: BenchModel,
     methods: Sequence[str],
     settings: Sequence[str],
     cap: str,
@@ -40,7 +40,7 @@ def measure(
     pairs = [sizes(setting) for setting in settings]
     source = subject.source.model_dump()
     loads = [Load(**source, prompt=p, generated=g, cap=most) for p, g in pairs]
-    store = Store(out, Throughput)
+    store = RecordFile(out, Throughput)
     session = Session.of(subject, {})
     records = loaded(screen, store)
     check_setup(records, session.setups, out)

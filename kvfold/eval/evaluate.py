@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
 from kvfold.eval.run import session
-from kvfold.eval.run.cell import Protocol, Subject
+from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
 from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.job import work
-from kvfold.eval.run.plan import Plan, Wanted, contenders
+from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
 from kvfold.eval.run.result import Result
 from kvfold.eval.tasks import NoData, Request, Task, Unreadable, families, select
 from kvfold.hf.chat_template import token_count
@@ -70,10 +70,10 @@ def evaluate(
     )
     sizes = [usual_length(readable)] if lengths is None else _as_list(lengths)
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
-    plan = Plan(
+    plan = EvalPlan(
         wanted=tuple(drawn(_as_list(tasks), request, sizes)),
-        subject=Subject.of(name, model, tokenizer),
-        protocol=Protocol(question_aware=question_aware, max_length=readable),
+        subject=EvaluatedModel.of(name, model, tokenizer),
+        protocol=EvalProtocol(question_aware=question_aware, max_length=readable),
         contenders=tuple(competing),
     )
     if out is not None:
@@ -95,7 +95,7 @@ def usual_length(readable: int) -> int:
 
 def drawn(
     names: Sequence[str], request: Request, lengths: Sequence[int], say: Note = lambda text: None
-) -> Iterator[Wanted]:
+) -> Iterator[TaskSamples]:
     """Samples of all tasks in `names`; a benchmark's name stands for its tasks that have data.
 
     `say` receives one line per task left out and per unreadable row. Raises KvfoldError if a task
@@ -108,7 +108,7 @@ def drawn(
     for task in able:
         sizes = lengths if task.generated or task.phase == "stream" else lengths[:1]
         try:
-            wanted = [Wanted.of(task, replace(request, length=size)) for size in sizes]
+            wanted = [TaskSamples.of(task, replace(request, length=size)) for size in sizes]
         except KvfoldError as refused:
             if task.name in names:
                 raise
@@ -151,7 +151,7 @@ def with_data(names: Sequence[str], request: Request) -> tuple[list[Task], list[
 
 
 def _run(
-    plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+    plan: EvalPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> list[dict[str, Any]]:
     """Runs a plan in `folder`; returns its flat records. Raises KvfoldError without any answer."""
     samples, cells = session.store(folder), plan.cells()

@@ -79,7 +79,7 @@ def _score(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trial: Trial,
-    sample: ruler.Sample,
+    sample: ruler.NeedleDocument,
     frame: Frame,
 ) -> TrialScore:
     """Score of one sample: greedy answer from the compressed cache, then the cache's statistics."""

@@ -37,7 +37,7 @@ class NeedleQuestion:
 
 
 @dataclass(frozen=True)
-class Sample:
+class NeedleDocument:
     """A document with needles, and questions about them."""
 
     task: str
@@ -55,7 +55,7 @@ def generate(
     questions: int = 1,
     haystack: Sequence[str] = NOISE,
     vocabulary: Vocabulary = BUNDLED,
-) -> Sample:
+) -> NeedleDocument:
     """One sample whose document has as many haystack sentences as fit into `length` tokens.
 
     `keys` overrides the task's number of needles. `questions` is the number of questions, drawn
@@ -76,7 +76,7 @@ def generate(
     places = sorted(rng.randint(0, len(sentences)) for _ in needles)
     for offset, (place, needle) in enumerate(zip(places, needles, strict=True)):
         sentences.insert(place + offset, needle)
-    return Sample(task, f"{intro}\n{' '.join(sentences)}", asked)
+    return NeedleDocument(task, f"{intro}\n{' '.join(sentences)}", asked)
 
 
 def _fill(

@@ -31,7 +31,7 @@ THRESHOLDS = tuple(10 ** (step / 20 - 4) for step in range(81))
 
 
 @dataclass(frozen=True)
-class Attention:
+class LayerAttention:
     """Attention statistics of one layer over a prefill of N tokens.
 
     index: the layer's index in the model.
@@ -66,13 +66,13 @@ def watch(
     model: PreTrainedModel,
     input_ids: Tensor,
     seen: Callable[[], None] = lambda: None,
-) -> list[Attention]:
+) -> list[LayerAttention]:
     """Statistics of every compressible layer over `input_ids [1, N]`; `seen()` is called per layer.
 
     One prefill with a full cache, which is then dropped; no N × N matrix is ever built. Raises
     UnsupportedModel for a model whose attention kvfold cannot observe.
     """
-    found: list[Attention] = []
+    found: list[LayerAttention] = []
 
     def see(observed: Observation) -> None:
         found.append(measure(observed, indices[observed.layer]))
@@ -86,7 +86,7 @@ def watch(
     return found
 
 
-def measure(seen: Observation, index: int) -> Attention:
+def measure(seen: Observation, index: int) -> LayerAttention:
     """Statistics of layer `index`, from a one-row observation of all queries and column sums."""
     assert seen.queries is not None and seen.column_sums is not None
     tokens = seen.positions.shape[2]
@@ -94,7 +94,7 @@ def measure(seen: Observation, index: int) -> Attention:
     cells, entropy, edges = _blockwise_statistics(seen, window)
     lazy = mass_of_last_query(seen, sinks=SINKS, window=window)
     cut = partial(norm_cut, seen, sinks=SINKS, keep_layers=())
-    return Attention(
+    return LayerAttention(
         index,
         cells.float().cpu(),
         entropy.float().cpu(),

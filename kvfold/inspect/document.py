@@ -33,7 +33,7 @@ class NeedleSpan:
 
 
 @dataclass(frozen=True)
-class Document:
+class InspectedText:
     """A text in the place of a user's message: the chat template's opening, then the text.
 
     `ids [1, N]` are the token ids, `pieces` the N texts of the tokens, which concatenate to the
@@ -49,7 +49,7 @@ class Document:
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = False
-    ) -> Document:
+    ) -> InspectedText:
         """`text` tokenised as in `kvfold.compress`; raises KvfoldError below two tokens."""
         whole = Frame.of(tokenizer).before, content(text, special_tokens)
         ids = token_ids(tokenizer, *whole)
@@ -59,7 +59,9 @@ class Document:
         return cls(text, ids, tuple(pieces), special_tokens=special_tokens)
 
     @classmethod
-    def with_needles(cls, tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Document:
+    def with_needles(
+        cls, tokenizer: PreTrainedTokenizerBase, length: int, seed: int
+    ) -> InspectedText:
         """Needles in noise, a question about one, and the first words of its answer.
 
         Raises KvfoldError if `length` tokens cannot hold the needles.

@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.inspect.attention_maps import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window
-from kvfold.inspect.document import Document
+from kvfold.inspect.attention_maps import (
+    CELLS,
+    MOST,
+    SINKS,
+    THRESHOLDS,
+    LayerAttention,
+    lazy_window,
+)
+from kvfold.inspect.document import InspectedText
 from kvfold.inspect.downsample import cuts, means
-from kvfold.inspect.retention import Holding
+from kvfold.inspect.retention import Retention
 from kvfold.methods.stages.allocate.density import densities
 
 DECADES = 5  # of the logarithmic scale of attention, below 1
@@ -28,7 +35,10 @@ SCRIPTS = ("charts.js", "document.js", "page.js")
 
 
 def page(
-    title: str, document: Document, layers: Sequence[Attention], holdings: Sequence[Holding]
+    title: str,
+    document: InspectedText,
+    layers: Sequence[LayerAttention],
+    holdings: Sequence[Retention],
 ) -> str:
     """The HTML page; the document's text is embedded as data, never as markup or script."""
     template = files("kvfold.inspect") / "template"
@@ -49,7 +59,10 @@ def as_script_data(value: Any) -> str:
 
 
 def contents(
-    title: str, document: Document, layers: Sequence[Attention], holdings: Sequence[Holding]
+    title: str,
+    document: InspectedText,
+    layers: Sequence[LayerAttention],
+    holdings: Sequence[Retention],
 ) -> dict[str, Any]:
     """Data of the page's script; grids are row-major bytes in base64."""
     tokens = len(document.pieces)
@@ -89,7 +102,7 @@ def folded(pieces: Sequence[str]) -> dict[int, str]:
 
 
 def _facts(
-    title: str, tokens: int, layers: Sequence[Attention], holdings: Sequence[Holding]
+    title: str, tokens: int, layers: Sequence[LayerAttention], holdings: Sequence[Retention]
 ) -> list[tuple[str, str]]:
     budgets = dict.fromkeys(h.budget for h in holdings if h.budget != "none")
     facts = [
@@ -101,7 +114,7 @@ def _facts(
     return facts + [("budget", budget) for budget in budgets]
 
 
-def _attention(layer: Attention) -> dict[str, Any]:
+def _attention(layer: LayerAttention) -> dict[str, Any]:
     return {
         "cells": _base64_bytes(logarithmic(layer.cells)),
         "entropy": _rounded(layer.entropy),
@@ -119,7 +132,7 @@ def logarithmic(cells: Tensor) -> Tensor:
     return torch.where(cells > 0, (1 + 254 * level).round(), 0.0)
 
 
-def _share_of_d2o(layers: Sequence[Attention]) -> list[float]:
+def _share_of_d2o(layers: Sequence[LayerAttention]) -> list[float]:
     """D2O's layer budgets over the uniform budget (equation 5, normalised across layers)."""
     density = densities([layer.variance[None] for layer in layers], "across_layers")[:, 0]
     return _rounded((-density).softmax(0) * len(layers))

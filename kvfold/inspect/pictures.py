@@ -13,11 +13,18 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvfold.inspect.attention_maps import CELLS, MOST, SINKS, THRESHOLDS, Attention, lazy_window
-from kvfold.inspect.document import Document
+from kvfold.inspect.attention_maps import (
+    CELLS,
+    MOST,
+    SINKS,
+    THRESHOLDS,
+    LayerAttention,
+    lazy_window,
+)
+from kvfold.inspect.document import InspectedText
 from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.kept import COLUMNS, maps_figure
-from kvfold.inspect.retention import Holding
+from kvfold.inspect.retention import Retention
 
 LEAST = 1e-5  # lower end of the logarithmic scale of attention
 # One hue of increasing darkness, readable in greyscale.
@@ -30,7 +37,7 @@ GREY = "#888888"
 ACROSS = 4  # panels per row
 
 
-def attention_figure(layers: Sequence[Attention]) -> Figure:
+def attention_figure(layers: Sequence[LayerAttention]) -> Figure:
     """Attention heatmaps per layer, and below them entries that hold most of it (PyramidKV)."""
     tokens, rows = len(layers[0].edges), -(-len(layers) // ACROSS)
     figure = Figure(figsize=(11, 2.9 * rows + 2.6), dpi=130)
@@ -59,7 +66,7 @@ def attention_figure(layers: Sequence[Attention]) -> Figure:
     return figure
 
 
-def variance_figure(layers: Sequence[Attention]) -> Figure:
+def variance_figure(layers: Sequence[LayerAttention]) -> Figure:
     """Variance of the column sums: one dot per KV head, a line of layer means (D2O)."""
     figure = Figure(figsize=(11, 3.2), dpi=130, layout="constrained")
     panel = figure.subplots()
@@ -76,7 +83,7 @@ def variance_figure(layers: Sequence[Attention]) -> Figure:
     return figure
 
 
-def lazy_figure(layers: Sequence[Attention]) -> Figure:
+def lazy_figure(layers: Sequence[LayerAttention]) -> Figure:
     """Attention mass on sinks and window, layer × query; dark layers are lazy (SimLayerKV)."""
     tokens = len(layers[0].edges)
     figure = Figure(figsize=(11, 1.6 + 0.22 * len(layers)), dpi=130, layout="constrained")
@@ -100,7 +107,7 @@ def lazy_figure(layers: Sequence[Attention]) -> Figure:
     return figure
 
 
-def norm_figure(layers: Sequence[Attention]) -> Figure:
+def norm_figure(layers: Sequence[LayerAttention]) -> Figure:
     """Relative loss of the last query's attention norm against entries kept (DBudgetKV)."""
     figure = Figure(figsize=(11, 3.6), dpi=130, layout="constrained")
     panel = figure.subplots()
@@ -119,7 +126,7 @@ def norm_figure(layers: Sequence[Attention]) -> Figure:
 
 
 def kept_maps_figure(
-    document: Document, layers: Sequence[int], holdings: Sequence[Holding]
+    document: InspectedText, layers: Sequence[int], holdings: Sequence[Retention]
 ) -> Figure:
     """Layer × position map per method: the share of KV heads that store a token."""
     grids = {holding.method: holding.shares.numpy() for holding in holdings}
@@ -127,7 +134,7 @@ def kept_maps_figure(
     return maps_figure(grids, needles, 1, "layer, shade: share of KV heads", layers)
 
 
-def _pyramid(panel: Axes, layers: Sequence[Attention], tokens: int) -> None:
+def _pyramid(panel: Axes, layers: Sequence[LayerAttention], tokens: int) -> None:
     """Draws `CURVES` over layers: mean over heads, and a band from minimum to maximum."""
     for label, color, found in CURVES:
         heads = [found(layer).numpy() for layer in layers]
@@ -143,13 +150,13 @@ def _pyramid(panel: Axes, layers: Sequence[Attention], tokens: int) -> None:
     _clean_axes(panel)
 
 
-CURVES: tuple[tuple[str, str, Callable[[Attention], Tensor]], ...] = (
+CURVES: tuple[tuple[str, str, Callable[[LayerAttention], Tensor]], ...] = (
     (f"hold {MOST:.0%} of all attention", COLD, lambda layer: layer.holders.float()),
     ("one query attends to (exp of its entropy)", WARM, lambda layer: layer.entropy.exp()),
 )
 
 
-def _layer_indices(layers: Sequence[Attention]) -> list[int]:
+def _layer_indices(layers: Sequence[LayerAttention]) -> list[int]:
     return [layer.index for layer in layers]
 
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.budget import Budget
-from kvfold.inspect.document import Document, NeedleSpan
+from kvfold.inspect.document import InspectedText, NeedleSpan
 from kvfold.inspect.kept import Positions
 from kvfold.methods.base import parse
 
 
 @dataclass(frozen=True)
-class Holding:
+class Retention:
     """Entries that `method` kept of N tokens.
 
     `counts [L, N]` is the number of KV heads that store a token, `heads` the KV heads of each of
@@ -51,11 +51,11 @@ class Holding:
 def hold(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    document: Document,
+    document: InspectedText,
     method: str,
     budget: Budget,
     seed: int = 0,
-) -> Holding:
+) -> Retention:
     """Compresses `document` by `method`; a method without budget ignores `budget`.
 
     Raises what `kvfold.compress` raises.
@@ -75,7 +75,7 @@ def hold(
     positions = [context.cache.positions(i) for i in range(len(stats.kept))]
     heads = tuple(len(layer[0]) for layer in positions)
     counts = heads_per_token(positions, document.ids.shape[1])
-    return Holding(method, stats.budget, counts, heads, stats.nbytes, stats.nbytes_full)
+    return Retention(method, stats.budget, counts, heads, stats.nbytes, stats.nbytes_full)
 
 
 def heads_per_token(positions: Positions, tokens: int) -> Tensor:

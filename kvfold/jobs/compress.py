@@ -22,7 +22,7 @@ from kvfold.methods.base import Method, spelled_out
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompressOptions:
     """Options of `kvfold.compress`, the same for all documents of a run."""
 
     method: Method
@@ -51,7 +51,7 @@ class Settings:
         )
 
 
-def check_settings(path: Path, settings: Settings) -> None:
+def check_settings(path: Path, settings: CompressOptions) -> None:
     """Raises KvfoldError if the context file at `path` was compressed with other settings."""
     header = read_header(path)
     limit = None if header.budget is None else Budget(header.budget.kind, header.budget.amount)
@@ -91,16 +91,16 @@ def _model_key(header: Header) -> str:
 
 
 @dataclass(frozen=True)
-class Document:
+class CompressJob:
     """A text to compress and the path of its context file; every worker must see that folder."""
 
     text: str
     path: Path
-    settings: Settings
+    settings: CompressOptions
 
 
 @dataclass(frozen=True)
-class Made:
+class CompressResult:
     """Result of one document: the stats of its cache, or (`stats` None) the reason in `why`."""
 
     path: Path
@@ -108,21 +108,23 @@ class Made:
     why: str | None = None
 
 
-def work(name: str, loading: Loading | None = None) -> Work[Document, Made]:
+def work(name: str, loading: Loading | None = None) -> Work[CompressJob, CompressResult]:
     """Work that compresses documents with the model `name`."""
     return Work(name, make, _given_up, loading or Loading())
 
 
-def _given_up(document: Document, why: str) -> Made:
-    return Made(document.path, None, why)
+def _given_up(document: CompressJob, why: str) -> CompressResult:
+    return CompressResult(document.path, None, why)
 
 
-def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: Document) -> Made:
+def make(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: CompressJob
+) -> CompressResult:
     """Compresses a document and writes its file; a failure is returned in `why`, not raised."""
     try:
         made = document.settings.compressed(model, tokenizer, document.text)
         made.save(document.path)
     except (KvfoldError, RuntimeError) as problem:
         # RuntimeError covers out of memory: the other documents may be shorter.
-        return Made(document.path, None, str(problem).partition("\n")[0])
-    return Made(document.path, made.stats())
+        return CompressResult(document.path, None, str(problem).partition("\n")[0])
+    return CompressResult(document.path, made.stats())

@@ -15,20 +15,20 @@ from kvfold.errors import KvfoldError
 M = TypeVar("M", bound=BaseModel)
 
 
-class Loaded(NamedTuple, Generic[M]):
+class LoadedRecords(NamedTuple, Generic[M]):
     """Records of a file, and the number of bytes (`torn`) of a half-written last line, removed."""
 
     records: list[M]
     torn: int
 
 
-class Store(Generic[M]):
+class RecordFile(Generic[M]):
     """Append-only file at `path` with one record of type `kind` per line."""
 
     def __init__(self, path: Path, kind: type[M]) -> None:
         self.path, self.kind = path, kind
 
-    def load(self) -> Loaded[M]:
+    def load(self) -> LoadedRecords[M]:
         """All records; an unfinished last line, left by a killed run, is removed from the file.
 
         A missing file has no records. Raises KvfoldError if a line is no record of this `kind`, or
@@ -37,7 +37,7 @@ class Store(Generic[M]):
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
-            return Loaded([], 0)
+            return LoadedRecords([], 0)
         except OSError as problem:
             raise KvfoldError(f"cannot read {self.path}: {problem}") from problem
         whole, newline, rest = data.rpartition(b"\n")
@@ -48,7 +48,7 @@ class Store(Generic[M]):
             if rest[: len(opening)] != opening[: len(rest)]:
                 raise KvfoldError(self._foreign(len(lines) + 1))
             os.truncate(self.path, len(data) - len(rest))
-        return Loaded(records, len(rest))
+        return LoadedRecords(records, len(rest))
 
     def add(self, records: Iterable[M]) -> None:
         """Appends records; returns after fsync."""

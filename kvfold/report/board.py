@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvfold.eval.run.cell import Subject
+from kvfold.eval.run.cell import EvaluatedModel
 from kvfold.eval.run.result import Result
 from kvfold.report.summary import ReportRow, rows
 
@@ -33,7 +33,7 @@ class View(NamedTuple):
 class Board:
     """Results of one model under one protocol; perplexities are never averaged with scores."""
 
-    subject: Subject
+    subject: EvaluatedModel
     question_aware: bool
     history: str
     results: tuple[Result, ...]
@@ -97,7 +97,7 @@ def haystacks(results: Sequence[Result]) -> str:
 
 def boards(results: Sequence[Result]) -> list[Board]:
     """One board per model and protocol, question-agnostic ones first."""
-    found: dict[tuple[Subject, bool, str], list[Result]] = {}
+    found: dict[tuple[EvaluatedModel, bool, str], list[Result]] = {}
     for result in results:
         protocol = result.cell.protocol
         key = (result.cell.subject, protocol.question_aware, protocol.history)

@@ -15,7 +15,7 @@ from kvfold.hf.attention import attention_name
 RANDOM, SINKS_AND_RECENT, TRUNCATED, FULL = "random", "streaming_llm", "cut", "full"
 
 
-class Subject(BaseModel):
+class EvaluatedModel(BaseModel):
     """The evaluated model; `config`, `weights` and `vocabulary` are hashes."""
 
     model_config = ConfigDict(frozen=True)
@@ -28,7 +28,7 @@ class Subject(BaseModel):
     attention: str
 
     @classmethod
-    def of(cls, name: str, model: PreTrainedModel, tokenizer: Any) -> Subject:
+    def of(cls, name: str, model: PreTrainedModel, tokenizer: Any) -> EvaluatedModel:
         """The subject for a model loaded under `name`."""
         part = model_part(model, tokenizer)
         return cls(
@@ -41,7 +41,7 @@ class Subject(BaseModel):
         )
 
 
-class Protocol(BaseModel):
+class EvalProtocol(BaseModel):
     """Protocol of a run.
 
     question_aware: if true, context and question are compressed together, once per question; else
@@ -69,12 +69,12 @@ class EvalCell(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    subject: Subject
+    subject: EvaluatedModel
     task: str
     length: int | None
     seed: int
     data: tuple[str, ...]
-    protocol: Protocol
+    protocol: EvalProtocol
     method: str
     budget: str | None
 

@@ -26,7 +26,7 @@ from kvfold.loading import Loading
 
 
 @dataclass(frozen=True)
-class Job:
+class EvalJob:
     """The sample with number `index`, and cells that differ only in their budget."""
 
     index: int
@@ -48,7 +48,7 @@ class Job:
         )
 
 
-def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job) -> list[Sample]:
+def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob) -> list[Sample]:
     """One line per cell of the job; exceptions are caught and written into `error`.
 
     If a job of several cells fails, each cell is rerun alone, so that one budget's error does not
@@ -70,12 +70,12 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job) ->
     return [job.line(cell, outcomes[cell]) for cell in job.cells]
 
 
-def work(name: str, loading: Loading | None = None) -> Work[Job, list[Sample]]:
+def work(name: str, loading: Loading | None = None) -> Work[EvalJob, list[Sample]]:
     """Work that evaluates jobs with the model `name`."""
     return Work(name, run, _given_up, loading or Loading())
 
 
-def _given_up(job: Job, why: str) -> list[Sample]:
+def _given_up(job: EvalJob, why: str) -> list[Sample]:
     """Error lines of a job whose workers died."""
     return [job.line(cell, None, why) for cell in job.cells]
 

@@ -16,10 +16,10 @@ from kvfold.eval.run.cell import (
     SINKS_AND_RECENT,
     TRUNCATED,
     EvalCell,
-    Protocol,
-    Subject,
+    EvalProtocol,
+    EvaluatedModel,
 )
-from kvfold.eval.run.job import Job
+from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.sample import digest
 from kvfold.eval.tasks import Request, Task, TaskRecord, Unreadable, source
 from kvfold.methods.base import parse
@@ -68,7 +68,7 @@ def streams(method: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TaskSamples:
     """A task and its samples; `length` in tokens for generated ones and streams, else None."""
 
     task: Task
@@ -77,13 +77,13 @@ class Wanted:
     samples: tuple[TaskRecord | Unreadable, ...]
 
     @classmethod
-    def of(cls, task: Task, request: Request) -> Wanted:
+    def of(cls, task: Task, request: Request) -> TaskSamples:
         """The task with drawn samples; raises KvfoldError if there is nothing to draw from."""
         length = request.length if task.generated or task.phase == "stream" else None
         return cls(task, length, request, tuple(task.records(request)))
 
     def cells(
-        self, subject: Subject, protocol: Protocol, contenders: Sequence[Contender]
+        self, subject: EvaluatedModel, protocol: EvalProtocol, contenders: Sequence[Contender]
     ) -> list[EvalCell]:
         """One cell per contender; for streamed texts only contenders with `streams(method)`."""
         request = self.request
@@ -105,15 +105,15 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvalPlan:
     """All cells of a run and their samples."""
 
-    wanted: tuple[Wanted, ...]
-    subject: Subject
-    protocol: Protocol
+    wanted: tuple[TaskSamples, ...]
+    subject: EvaluatedModel
+    protocol: EvalProtocol
     contenders: tuple[Contender, ...]
 
-    def cells(self) -> dict[EvalCell, Wanted]:
+    def cells(self) -> dict[EvalCell, TaskSamples]:
         """All cells in display order, each with its task and samples."""
         return {
             cell: each
@@ -126,7 +126,7 @@ class Plan:
         """Number of samples over all cells."""
         return sum(len(each.samples) for each in self.cells().values())
 
-    def jobs(self, done: Mapping[tuple[EvalCell, int], str]) -> Iterator[Job]:
+    def jobs(self, done: Mapping[tuple[EvalCell, int], str]) -> Iterator[EvalJob]:
         """Jobs still to run, one per sample and method, with all its missing budgets.
 
         `done` maps cell and number of finished samples to their digests. Raises KvfoldError if a
@@ -145,4 +145,4 @@ class Plan:
                         )
                 missing = [cell for cell in cells if (cell, index) not in done]
                 for _, group in itertools.groupby(missing, key=lambda cell: cell.method):
-                    yield Job(index, sample, tuple(group))
+                    yield EvalJob(index, sample, tuple(group))

@@ -8,24 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvfold.eval.run.cell import EvalCell
-from kvfold.eval.run.job import Job
-from kvfold.eval.run.plan import Plan
+from kvfold.eval.run.job import EvalJob
+from kvfold.eval.run.plan import EvalPlan
 from kvfold.eval.run.result import Result, result
 from kvfold.eval.run.sample import Sample
 from kvfold.eval.tasks import tasks
 from kvfold.jobs.executor import Workers
-from kvfold.jobs.records import Store
+from kvfold.jobs.records import RecordFile
 
 SAMPLES, RECORDS = "samples.jsonl", "records.jsonl"
 
 
-def store(folder: Path) -> Store[Sample]:
+def store(folder: Path) -> RecordFile[Sample]:
     """The samples file of a folder."""
-    return Store(folder / SAMPLES, Sample)
+    return RecordFile(folder / SAMPLES, Sample)
 
 
 def evaluate(
-    plan: Plan, samples: Store[Sample], workers: Workers[Job, list[Sample]]
+    plan: EvalPlan, samples: RecordFile[Sample], workers: Workers[EvalJob, list[Sample]]
 ) -> Iterator[int]:
     """Runs the plan's samples that the file lacks; yields the number of finished samples.
 
