@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvfold
+from kvfold.methods.registry import OWN
 
 HEAVY = {"torch", "transformers", "kvfold.methods.base", "kvfold.methods", "matplotlib"}
 ROOT = Path(__file__).parents[1]
@@ -49,16 +50,21 @@ def test_import_kvfold_imports_no_torch() -> None:
 
 @pytest.mark.slow
 def test_lazy_names_are_those_that_type_checkers_see() -> None:
-    tree = ast.parse(Path(kvfold.__file__).read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
+    stub = ast.parse(Path(kvfold.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     seen = {
         alias.asname: node.module
-        for node in block.body
+        for node in stub.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     assert seen == kvfold._MODULES
     assert all(alias == getattr(kvfold, alias).__name__ for alias in seen)
+
+
+def test_every_own_method_is_a_public_name() -> None:
+    own = {cls for cls in kvfold.list_methods().values() if cls.__module__.startswith(OWN)}
+    assert not {cls.__name__ for cls in own} - set(kvfold.__all__), "add them to __init__.pyi"
+    assert all(getattr(kvfold, cls.__name__) is cls for cls in own)
 
 
 def test_dir_lists_the_public_names() -> None:
