@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 import kvfold
-from kvfold.eval import ruler
+from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import Frame, token_count, token_ids
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -51,7 +51,7 @@ def main() -> None:
             rows = [[[] for _ in layers] for _ in range(3)]
             kept, rng = [], random.Random(0)
             for _ in range(arguments.documents):
-                sample = ruler.generate("multikey", arguments.length, count, rng)
+                sample = short_ruler.generate("multikey", arguments.length, count, rng)
                 question = sample.questions[0]
                 ending = token_ids(tokenizer, f"\n{question.text}{frame.after}{question.prefix}")
                 answer = token_ids(tokenizer, f" {question.answers[0]}.")

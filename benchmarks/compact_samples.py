@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvfold.eval.run.sample import Sample
-from kvfold.eval.run.session import store
+from kvfold.eval.run.run_folder import samples_file
+from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import tasks
 
 CHARACTERS = 200
@@ -27,7 +27,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def rows(sample: Sample) -> Iterator[dict[str, Any]]:
+def rows(sample: SampleResult) -> Iterator[dict[str, Any]]:
     """What is published of a sample."""
     cell, metric = sample.cell, tasks()[sample.cell.task].metric
     asked = {
@@ -57,7 +57,7 @@ def main(folder: Path, out: Path) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="")
     writer.writeheader()
-    for sample in store(folder).load().records:
+    for sample in samples_file(folder).load().records:
         writer.writerows(rows(sample))
     out.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvfold
-from kvfold.eval.retrieval import Trial, evaluate
+from kvfold.eval.short_ruler_scores import RetrievalTrial, retrieval_scores
 
 METHODS = ("snapkv", "pyramidkv", "h2o", "streaming_llm", "random")
 KEPT = (0.2, 0.1)
@@ -31,8 +31,8 @@ def main() -> None:
     records = []
 
     def score(method: str, kept: float | None, aware: bool) -> str:
-        trial = Trial("multikey", arguments.length, method, kept, question_aware=aware)
-        results = list(evaluate(model, tokenizer, trial, arguments.samples))
+        trial = RetrievalTrial("multikey", arguments.length, method, kept, question_aware=aware)
+        results = list(retrieval_scores(model, tokenizer, trial, arguments.samples))
         percent = 100 * sum(result.score for result in results) / len(results)
         records.append(
             {"method": method, "kept": kept, "question_aware": aware, "score": round(percent, 1)}

@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import kvfold.bundled
 from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW
 from kvfold.eval.run.cell import FULL, EvalCell, EvalProtocol, EvaluatedModel
-from kvfold.eval.run.job import EvalJob, run
+from kvfold.eval.run.job import EvalJob, run_job
 from kvfold.eval.run.plan import Contender, EvalPlan, TaskSamples
-from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.sample import CacheUsage, Outcome, Sample, ScoredAnswer
-from kvfold.eval.tasks import Question, Request, TaskRecord, Unreadable, tasks
+from kvfold.eval.run.prompt import SamplePrompt
+from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, SampleResult, ScoredAnswer
+from kvfold.eval.tasks import Question, SampleRequest, TaskSample, UnreadableSample, tasks
 from tests.models import build
 
 LIMIT = 4096
@@ -68,18 +68,18 @@ class Setting:
             budget=budget,
         )
 
-    def run(self, sample: TaskRecord | Unreadable, *cells: EvalCell) -> list[Sample]:
-        return run(self.model, self.tokenizer, EvalJob(0, sample, cells))
+    def run(self, sample: TaskSample | UnreadableSample, *cells: EvalCell) -> list[SampleResult]:
+        return run_job(self.model, self.tokenizer, EvalJob(0, sample, cells))
 
     def outcome(
-        self, record: TaskRecord, method: str = FULL, budget: str | None = None, **how: Any
+        self, record: TaskSample, method: str = FULL, budget: str | None = None, **how: Any
     ):
         """What comes of a sample that must not fail."""
         (sample,) = self.run(record, self.cell(record.task, method, budget, **how))
         assert sample.outcome is not None, sample.error
         return sample.outcome
 
-    def error(self, record: TaskRecord, method: str = FULL, budget: str | None = None, **how: Any):
+    def error(self, record: TaskSample, method: str = FULL, budget: str | None = None, **how: Any):
         """What is said of a sample that must fail."""
         (sample,) = self.run(record, self.cell(record.task, method, budget, **how))
         assert sample.outcome is None and sample.error is not None
@@ -88,8 +88,8 @@ class Setting:
     def plan(self, contenders: list[Contender], *wanted: TaskSamples) -> EvalPlan:
         return EvalPlan(wanted, self.subject, EvalProtocol(max_length=LIMIT), tuple(contenders))
 
-    def prompt(self, record: TaskRecord) -> Prompt:
-        return Prompt.of(record, self.tokenizer)
+    def prompt(self, record: TaskSample) -> SamplePrompt:
+        return SamplePrompt.of(record, self.tokenizer)
 
     def ids(self, text: str) -> Tensor:
         """Tokens `[1, N]` of a text as it stands."""
@@ -120,22 +120,24 @@ def record(
     index: int = 0,
     new: int = 6,
     **fields: Any,
-) -> TaskRecord:
+) -> TaskSample:
     """A sample with short answers."""
     asked = tuple(
         Question(f" Question {i}: {words(3, 10 + i)}?", (words(2, 90 + i),), new, " Answer:", PLAIN)
         for i in range(questions)
     )
-    return replace(TaskRecord(task, index, words(count, 100 + index), asked), **fields)
+    return replace(TaskSample(task, index, words(count, 100 + index), asked), **fields)
 
 
-def wanted(samples: list[TaskRecord | Unreadable]) -> TaskSamples:
+def wanted(samples: list[TaskSample | UnreadableSample]) -> TaskSamples:
     """Crafted samples of one task, as if they had been drawn."""
-    named = next(sample.task for sample in samples if isinstance(sample, TaskRecord))
-    return TaskSamples(tasks()[named], None, Request(), tuple(samples))
+    named = next(sample.task for sample in samples if isinstance(sample, TaskSample))
+    return TaskSamples(tasks()[named], None, SampleRequest(), tuple(samples))
 
 
-def outcome(*scores: float, weights: tuple[float, ...] | None = None, **fields: Any) -> Outcome:
+def outcome(
+    *scores: float, weights: tuple[float, ...] | None = None, **fields: Any
+) -> SampleOutcome:
     """A hand-made outcome with one answer for each score of the metric "m"."""
     shares = weights or (1.0,) * len(scores)
     answers = tuple(
@@ -143,7 +145,7 @@ def outcome(*scores: float, weights: tuple[float, ...] | None = None, **fields: 
         for score, weight in zip(scores, shares, strict=True)
     )
     values = {"tokens": 10, "left_out": 0, "held": HELD, "prefill_seconds": 1, "answer_seconds": 1}
-    return Outcome(answers=answers, **{**values, **fields})
+    return SampleOutcome(answers=answers, **{**values, **fields})
 
 
 def contents(cache: kvfold.CompressedCache) -> list[dict[str, list[Tensor]]]:

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 import kvfold
-from kvfold.eval import ruler
-from kvfold.eval.retrieval import Trial, evaluate
+from kvfold.eval import short_ruler
+from kvfold.eval.short_ruler_scores import RetrievalTrial, retrieval_scores
+from kvfold.eval.tasks.needle_words import ADJECTIVES, NOUNS
 from kvfold.eval.tasks.vocabulary import Vocabulary
-from kvfold.eval.words import ADJECTIVES, NOUNS
 from kvfold.hf.chat_template import token_count
 
 SAMPLES = 30
@@ -28,7 +28,7 @@ def bundled():
 
 
 def score(bundled, trial, samples=SAMPLES):
-    return statistics.mean(o.score for o in evaluate(*bundled, trial, samples, seed=1))
+    return statistics.mean(o.score for o in retrieval_scores(*bundled, trial, samples, seed=1))
 
 
 def test_it_is_small_grouped_and_long(bundled):
@@ -50,12 +50,12 @@ def test_digits_and_keys_are_whole_tokens(bundled):
 
 @pytest.mark.slow
 def test_it_finds_a_needle_in_noise(bundled):
-    assert score(bundled, Trial("single", 1024)) >= 0.9
+    assert score(bundled, RetrievalTrial("single", 1024)) >= 0.9
 
 
 @pytest.mark.slow
 def test_it_tells_four_needles_apart(bundled):
-    assert score(bundled, Trial("multikey", 512)) >= 0.8
+    assert score(bundled, RetrievalTrial("multikey", 512)) >= 0.8
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_it_tells_needles_of_other_words_apart(bundled, prefixed):
     model, tokenizer = bundled
     count, rng, scores = partial(token_count, tokenizer), random.Random(4), []
     for _ in range(20):
-        sample = ruler.generate("multikey", 400, count, rng, vocabulary=OTHERS)
+        sample = short_ruler.generate("multikey", 400, count, rng, vocabulary=OTHERS)
         question = sample.questions[0]
         context = kvfold.compress(model, tokenizer, sample.document, "full")
         prefix = question.prefix if prefixed else ""
@@ -76,23 +76,23 @@ def test_it_tells_needles_of_other_words_apart(bundled, prefixed):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["snapkv", "pyramidkv"])
 def test_a_method_that_sees_the_question_beats_chance(bundled, method):
-    aware = score(bundled, Trial("multikey", 512, method, 0.2))
+    aware = score(bundled, RetrievalTrial("multikey", 512, method, 0.2))
     for blind in ("random", "streaming_llm"):
-        assert aware >= 2 * score(bundled, Trial("multikey", 512, blind, 0.2))
+        assert aware >= 2 * score(bundled, RetrievalTrial("multikey", 512, blind, 0.2))
 
 
 @pytest.mark.slow
 def test_a_full_budget_changes_no_answer(bundled):
-    full = [o.score for o in evaluate(*bundled, Trial("multikey", 512), 5)]
+    full = [o.score for o in retrieval_scores(*bundled, RetrievalTrial("multikey", 512), 5)]
     for method in ("snapkv", "h2o", "streaming_llm"):
-        trial = Trial("multikey", 512, method, 1.0)
-        assert [o.score for o in evaluate(*bundled, trial, 5)] == full
+        trial = RetrievalTrial("multikey", 512, method, 1.0)
+        assert [o.score for o in retrieval_scores(*bundled, trial, 5)] == full
 
 
 @pytest.mark.slow
 def test_bytes_follow_the_kept_fraction_at_four_thousand_tokens(bundled):
     model, tokenizer = bundled
-    text = " ".join(ruler.NOISE) * 200
+    text = " ".join(short_ruler.NOISE) * 200
     document = tokenizer.decode(tokenizer(text).input_ids[:4095])
     for method in ("snapkv", "pyramidkv", "knorm", "random", "streaming_llm", "tova", "h2o"):
         stats = kvfold.compress(model, tokenizer, document, method, 0.2).stats()

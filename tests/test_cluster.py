@@ -11,10 +11,10 @@ import pytest
 import kvfold
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
-from kvfold.eval.run.job import work
+from kvfold.eval.run.job import worker_spec
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
-from kvfold.eval.run.sample import Sample
-from kvfold.eval.tasks import Request, select
+from kvfold.eval.run.sample_result import SampleResult
+from kvfold.eval.tasks import SampleRequest, select
 from kvfold.hf.chat_template import token_count
 from kvfold.jobs.executor import here, in_parallel
 from kvfold.jobs.ray_cluster import RayExecutor, cluster
@@ -33,7 +33,7 @@ def address() -> Iterator[str]:
     nodes.shutdown()
 
 
-def told(samples: list[Sample]) -> list[str]:
+def told(samples: list[SampleResult]) -> list[str]:
     """All that does not depend on who ran it, and when."""
     apart = {"at", "setup", "outcome"}
     times = {"prefill_seconds", "answer_seconds"}
@@ -49,7 +49,7 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
     address: str,
 ) -> None:
     model, tokenizer = kvfold.bundled_model()
-    request = Request(samples=3, length=512, count=partial(token_count, tokenizer))
+    request = SampleRequest(samples=3, length=512, count=partial(token_count, tokenizer))
     (task,) = select(["ruler_niah_multikey_1"])
     plan = EvalPlan(
         (TaskSamples.of(task, request),),
@@ -57,7 +57,7 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
         EvalProtocol(max_length=4096),
         tuple(contenders(["snapkv"], ["0.2", "0.1"])),
     )
-    jobs, doing = list(plan.jobs({})), work("bundled")
+    jobs, doing = list(plan.jobs({})), worker_spec("bundled")
     alone = [sample for samples in here(doing, model, tokenizer)(jobs) for sample in samples]
 
     executor = RayExecutor(doing, address, None)
@@ -90,4 +90,4 @@ def test_where_no_cluster_is_the_error_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(KvfoldError, match=r"no Ray cluster at 192\.0\.2\.1:6379: nobody there"):
-        cluster(work("bundled"), "192.0.2.1:6379", None)
+        cluster(worker_spec("bundled"), "192.0.2.1:6379", None)

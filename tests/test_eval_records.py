@@ -20,13 +20,13 @@ import kvfold
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
+from kvfold.eval.run.cell_result import cell_result
 from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.plan import TaskSamples, contenders, streams, written
-from kvfold.eval.run.result import result
-from kvfold.eval.run.sample import Outcome, Sample, ScoredAnswer, digest
-from kvfold.eval.run.session import store, summarize
+from kvfold.eval.run.run_folder import samples_file, summarize
+from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, ScoredAnswer, digest
 from kvfold.eval.run.statistics import PERPLEXITY, breakdown, difference, estimate
-from kvfold.eval.tasks import Request, Unreadable, tasks
+from kvfold.eval.tasks import SampleRequest, UnreadableSample, tasks
 from tests.evaluation import HELD, outcome, record
 
 COMPACT = Path(__file__).parents[1] / "benchmarks" / "compact_samples.py"
@@ -48,7 +48,9 @@ def cell(task: str = "kv_retrieval", method: str = "full", budget: str | None = 
     )
 
 
-def lines(of: EvalCell, outcomes: list[Outcome | str], **metadata: list) -> list[Sample]:
+def lines(
+    of: EvalCell, outcomes: list[SampleOutcome | str], **metadata: list
+) -> list[SampleResult]:
     """A cell's samples; a text stands for an error."""
     found = []
     for index, one in enumerate(outcomes):
@@ -59,7 +61,7 @@ def lines(of: EvalCell, outcomes: list[Outcome | str], **metadata: list) -> list
     return found
 
 
-def text(nll: float, tokens: int) -> Outcome:
+def text(nll: float, tokens: int) -> SampleOutcome:
     """A hand-made outcome of a text of so many scored tokens."""
     answer = ScoredAnswer(prediction="", tokens=tokens, ended="end", weight=tokens, nll=nll)
     return outcome().model_copy(update={"answers": (answer,)})
@@ -197,7 +199,7 @@ def test_scores_are_broken_down_by_depth_and_by_turn():
 # --- a cell's record ---------------------------------------------------------------------------
 
 
-def scored(*values: float, **fields) -> Outcome:
+def scored(*values: float, **fields) -> SampleOutcome:
     """An outcome with the metric that kv_retrieval is scored by."""
     made = outcome(*values, **fields)
     answers = [a.model_copy(update={"scores": {"substring": a.scores["m"]}}) for a in made.answers]
@@ -216,7 +218,7 @@ def test_a_record_counts_what_was_cut_failed_and_could_not_be_run():
         [scored(1.0), cut, cut.model_copy(update={"answers": (broken,)}), "too long", "too long"],
     )
     base = lines(full, [scored(1.0), scored(1.0), "died", scored(0.0), scored(1.0)])
-    found = result(tasks()["kv_retrieval"], small, ours[::-1], base)
+    found = cell_result(tasks()["kv_retrieval"], small, ours[::-1], base)
     assert (found.samples, found.questions, found.truncated, found.at_limit) == (3, 3, 2, 1)
     assert found.errors == {"too long": 2} and found.failed == {"no number": 1}
     assert found.metric == "substring" and not found.lower_is_better
@@ -226,7 +228,7 @@ def test_a_record_counts_what_was_cut_failed_and_could_not_be_run():
     assert found.kept_per_layer == pytest.approx((0.8 / 3, 1.4 / 3))
     assert found.bytes_ratio == pytest.approx((10 + 4 + 4) / 60)
     assert (found.prefill_seconds, found.seconds_per_token, found.answer_tokens) == (1, 1, 1)
-    by_itself = result(tasks()["kv_retrieval"], full, base, base)
+    by_itself = cell_result(tasks()["kv_retrieval"], full, base, base)
     assert by_itself.difference is None and by_itself.errors == {"died": 1}
 
 
@@ -241,12 +243,12 @@ def test_a_record_names_its_haystack():
     made[0] = made[0].model_copy(
         update={"outcome": made[0].outcome.model_copy(update={"answers": (answers,)})}
     )
-    assert result(tasks()["niah_magic"], of, made, made).haystack == "book.txt"
-    assert result(tasks()["kv_retrieval"], cell(), [], []).haystack is None
+    assert cell_result(tasks()["niah_magic"], of, made, made).haystack == "book.txt"
+    assert cell_result(tasks()["kv_retrieval"], cell(), [], []).haystack is None
 
 
 def test_a_record_without_any_outcome_has_no_score():
-    found = result(tasks()["kv_retrieval"], cell(), lines(cell(), ["a", "b"]), [])
+    found = cell_result(tasks()["kv_retrieval"], cell(), lines(cell(), ["a", "b"]), [])
     assert (found.score, found.difference, found.kept, found.nbytes, found.by) == (
         None, None, None, None, {}
     )  # fmt: skip
@@ -274,7 +276,7 @@ def test_a_sample_that_was_written_twice_counts_once():
 
 def test_samples_and_records_survive_their_files():
     made = lines(cell(), [scored(0.1 + 0.2), "no"], depth=[1 / 3, None])
-    again = [Sample.model_validate_json(each.model_dump_json()) for each in made]
+    again = [SampleResult.model_validate_json(each.model_dump_json()) for each in made]
     assert again == made and again[0].cell in {cell()}
     (found,) = summarize(made)
     assert type(found).model_validate_json(found.model_dump_json()) == found
@@ -288,7 +290,9 @@ def test_published_samples_are_short_and_the_same_again(tmp_path):
     said = scored(0.5)
     long = said.answers[0].model_copy(update={"prediction": "blah " * 100})
     of = cell(method="snapkv", budget="0.2")
-    store(tmp_path).add(lines(of, [said.model_copy(update={"answers": (long,)}), "too long"]))
+    samples_file(tmp_path).add(
+        lines(of, [said.model_copy(update={"answers": (long,)}), "too long"])
+    )
     for name in ("a.gz", "b.gz"):
         compact.main(tmp_path, tmp_path / name)
     assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
@@ -372,8 +376,8 @@ def test_a_digest_changes_with_all_that_a_score_rests_on():
         replace(sample, questions=(replace(first, text="?"), second)),
         replace(sample, questions=(replace(first, answer_prefix="?"), second)),
         replace(sample, questions=(replace(first, answers=("another",)), second)),
-        Unreadable("file:1", "no JSON"),
-        Unreadable("file:1", "no object"),
+        UnreadableSample("file:1", "no JSON"),
+        UnreadableSample("file:1", "no object"),
     ]
     assert len({digest(each) for each in changed}) == len(changed)
     assert digest(sample) == digest(replace(sample, metadata={"depth": 1}, index=5))
@@ -389,7 +393,9 @@ def test_what_only_compresses_prompts_is_left_out_of_a_stream():
 def test_data_is_called_by_its_name_wherever_it_lies(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("the quick brown fox " * 200)
-    request = Request(samples=1, length=64, count=lambda text: len(text.split()), data=str(book))
+    request = SampleRequest(
+        samples=1, length=64, count=lambda text: len(text.split()), data=str(book)
+    )
     subject = EvaluatedModel(
         name="m", config="", weights="", vocabulary="", dtype="float32", attention="sdpa"
     )

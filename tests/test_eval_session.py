@@ -23,11 +23,11 @@ from typer.testing import CliRunner, Result
 import kvfold
 from kvfold.cli import app
 from kvfold.errors import KvfoldError
-from kvfold.eval.run.job import EvalJob, run, work
+from kvfold.eval.run.job import EvalJob, run_job, worker_spec
 from kvfold.eval.run.plan import Contender, EvalPlan, TaskSamples, contenders
-from kvfold.eval.run.sample import Sample
-from kvfold.eval.run.session import evaluate, store, summarize, write_records
-from kvfold.eval.tasks import Request, tasks
+from kvfold.eval.run.run_folder import run_missing, samples_file, summarize, write_records
+from kvfold.eval.run.sample_result import SampleResult
+from kvfold.eval.tasks import SampleRequest, tasks
 from kvfold.hf.chat_template import token_count
 from kvfold.jobs import executor as workers
 from kvfold.jobs.executor import WorkerDied, here, in_parallel
@@ -41,7 +41,7 @@ FEW: list[Contender] = [("full", None), ("knorm", "0.5"), ("knorm", "0.25")]
 
 def by_itself(setting: Setting):
     """Workers that are this process."""
-    return here(work("tiny"), setting.model, setting.tokenizer)
+    return here(worker_spec("tiny"), setting.model, setting.tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +58,22 @@ def folder(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def without_times(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+def without_times(samples: Iterable[SampleResult]) -> list[dict[str, Any]]:
     times = {"outcome": {"prefill_seconds", "answer_seconds"}, "at": True, "setup": {"threads"}}
     return [sample.model_dump(exclude=times) for sample in samples]
 
 
-def records(samples: list[Sample]) -> list[dict[str, Any]]:
+def records(samples: list[SampleResult]) -> list[dict[str, Any]]:
     times = {"prefill_seconds", "seconds_per_token", "setups"}
     return [each.model_dump(exclude=times) for each in summarize(samples)]
 
 
-def finish(setting: Setting, plan: EvalPlan, out: Path) -> list[Sample]:
+def finish(setting: Setting, plan: EvalPlan, out: Path) -> list[SampleResult]:
     """All samples of a folder, after what was missing was run here."""
     out.mkdir(exist_ok=True)
-    counts = list(evaluate(plan, store(out), by_itself(setting)))
+    counts = list(run_missing(plan, samples_file(out), by_itself(setting)))
     assert counts == sorted(counts) and counts[-1] == plan.total
-    return store(out).load().records
+    return samples_file(out).load().records
 
 
 # --- killed and gone on with -------------------------------------------------------------------
@@ -90,7 +90,7 @@ def plan(setting: Setting) -> EvalPlan:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(setting: Setting, plan: EvalPlan, tmp_path_factory: Any) -> list[Sample]:
+def uninterrupted(setting: Setting, plan: EvalPlan, tmp_path_factory: Any) -> list[SampleResult]:
     return finish(setting, plan, tmp_path_factory.mktemp("whole"))
 
 
@@ -138,32 +138,32 @@ def count(file: Path) -> int:
 def test_a_line_that_is_half_written_is_run_again(setting, plan, uninterrupted, tmp_path, part):
     lines = [sample.model_dump_json().encode() + b"\n" for sample in uninterrupted]
     last = lines[-1][: int(part * len(lines[-1])) if part == 0.5 else part]
-    store(tmp_path).path.write_bytes(b"".join(lines[:-1]) + last)
-    assert store(tmp_path).load().torn == len(last) > 0
-    assert store(tmp_path).load().torn == 0
+    samples_file(tmp_path).path.write_bytes(b"".join(lines[:-1]) + last)
+    assert samples_file(tmp_path).load().torn == len(last) > 0
+    assert samples_file(tmp_path).load().torn == 0
     assert without_times(finish(setting, plan, tmp_path)) == without_times(uninterrupted)
 
 
 def test_a_foreign_line_is_refused_and_the_file_is_left_alone(setting, plan, tmp_path):
-    file = store(tmp_path).path
+    file = samples_file(tmp_path).path
     for foreign in (b'{"other": 1}\n', b"notes\n", b"half a note", b'{"cell": {}}\n'):
         file.write_bytes(foreign)
         with pytest.raises(KvfoldError, match=r"line 1 of .*samples\.jsonl"):
-            list(evaluate(plan, store(tmp_path), by_itself(setting)))
+            list(run_missing(plan, samples_file(tmp_path), by_itself(setting)))
         assert file.read_bytes() == foreign
 
 
 def test_more_of_the_same_goes_on_in_the_same_folder(setting, tmp_path):
     samples = [record(index=i) for i in range(3)]
     finish(setting, setting.plan(FEW[:1], wanted(samples[:2])), tmp_path)
-    before = store(tmp_path).path.read_bytes()
+    before = samples_file(tmp_path).path.read_bytes()
     found = finish(setting, setting.plan(FEW, wanted(samples)), tmp_path)
-    assert store(tmp_path).path.read_bytes().startswith(before)
+    assert samples_file(tmp_path).path.read_bytes().startswith(before)
     assert len(found) == 9
     # What another plan left there is not this one's.
     other = setting.plan(FEW[1:2], wanted([record("shared_kv", 2, new=2)]))
-    assert list(evaluate(other, store(tmp_path), by_itself(setting))) == [0, 1]
-    assert len(summarize(store(tmp_path).load().records)) == 4
+    assert list(run_missing(other, samples_file(tmp_path), by_itself(setting))) == [0, 1]
+    assert len(summarize(samples_file(tmp_path).load().records)) == 4
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def jobs(setting: Setting, count: int = 6) -> list[EvalJob]:
     return list(setting.plan(FEW, wanted([record(index=i) for i in range(count)])).jobs({}))
 
 
-def by_number(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+def by_number(samples: Iterable[SampleResult]) -> list[dict[str, Any]]:
     """In one order, whoever was first."""
     ordered = sorted(samples, key=lambda s: (s.index, s.cell.method, s.cell.budget or ""))
     return without_times(ordered)
@@ -200,7 +200,7 @@ def test_processes_that_are_killed_lose_nothing(setting, folder):
     todo = jobs(setting)
     alone = [s for each in by_itself(setting)(todo) for s in each]
     killer = replace(todo[0], sample=record(context=Deadly("text")))
-    running = processes(work(str(folder)), 2)([todo[0], killer, *todo[1:]])
+    running = processes(worker_spec(str(folder)), 2)([todo[0], killer, *todo[1:]])
     found = list(next(running))
     # Busy or idle: which of the two it is is not known.
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -233,12 +233,12 @@ class Fragile:
         assert set(busy) == set(self.at_work)
         return [max(busy)]
 
-    def result(self, worker: int) -> list[Sample]:
+    def result(self, worker: int) -> list[SampleResult]:
         job = self.at_work.pop(worker)
         if self.fatal.get(job.index, 0):
             self.fatal[job.index] -= 1
             raise WorkerDied
-        return run(self.setting.model, self.setting.tokenizer, job)
+        return run_job(self.setting.model, self.setting.tokenizer, job)
 
     def shutdown(self, idle: Sequence[int], busy: Sequence[int]) -> None:
         self.ended = len(idle) + len(busy)
@@ -247,7 +247,7 @@ class Fragile:
 def test_a_job_whose_worker_always_dies_is_an_error_and_the_others_are_done(setting):
     todo = [replace(job, index=i) for i, job in enumerate(jobs(setting, 3))]
     executor = Fragile(setting, 2, {1: 1, 3: 1000})
-    results = in_parallel(work("tiny"), executor)(iter(todo))
+    results = in_parallel(worker_spec("tiny"), executor)(iter(todo))
     found = [sample for samples in results for sample in samples]
     keys = [(sample.cell, sample.index) for sample in found]
     assert len(keys) == len(set(keys)) == sum(len(job.cells) for job in todo)
@@ -261,7 +261,9 @@ def test_a_job_whose_worker_always_dies_is_an_error_and_the_others_are_done(sett
 
 def test_workers_are_shut_down_when_the_run_is_stopped(setting):
     executor = Fragile(setting, 3, {})
-    running: Iterator[list[Sample]] = in_parallel(work("tiny"), executor)(jobs(setting))
+    running: Iterator[list[SampleResult]] = in_parallel(worker_spec("tiny"), executor)(
+        jobs(setting)
+    )
     next(running)
     running.close()
     assert executor.ended == 3
@@ -282,7 +284,7 @@ def drawn(
     lines = [each if isinstance(each, str) else json.dumps(each) for each in rows]
     file.write_text("\n".join(lines), encoding="utf-8")
     count = lambda text: token_count(setting.tokenizer, text)  # noqa: E731
-    found = TaskSamples.of(tasks()[name], Request(data=str(file), count=count, **options))
+    found = TaskSamples.of(tasks()[name], SampleRequest(data=str(file), count=count, **options))
     short = [
         replace(each, questions=tuple(replace(q, max_new_tokens=3) for q in each.questions))
         if hasattr(each, "questions")
@@ -328,11 +330,11 @@ def test_a_sample_that_the_model_cannot_read_is_an_error_that_says_how_long_it_i
 def test_data_that_has_changed_is_refused_under_the_same_folder(setting, tmp_path, field):
     name, out = "longbench_passage_count", tmp_path / "out"
     finish(setting, setting.plan(FEW, drawn(setting, name, [row(), row()], tmp_path)), out)
-    before = store(out).path.read_bytes()
+    before = samples_file(out).path.read_bytes()
     changed = drawn(setting, name, [row(), row(**field)], tmp_path)
     with pytest.raises(KvfoldError, match="sample 1 of longbench_passage_count is not the one"):
         finish(setting, setting.plan(FEW, changed), out)
-    assert store(out).path.read_bytes() == before
+    assert samples_file(out).path.read_bytes() == before
 
 
 # --- the command -------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from kvfold.eval.run.intervals import (
     Interval,
     bounded,
     moments,
-    pair,
     paired,
+    paired_moments,
     pooled,
     pooled_pairs,
     student,
@@ -81,10 +81,10 @@ def test_scores_between_zero_and_one(rng, count, kind):
 @pytest.mark.parametrize("count", [20, 100])
 def test_paired_differences(rng, count):
     for gain, loss in DISCORDANT:
-        found = paired(pair(changed(rng, gain, loss, count), np.ones(count)))
+        found = paired(paired_moments(changed(rng, gain, loss, count), np.ones(count)))
         assert held(found, gain - loss) >= LEAST, (gain, loss)
         # One of four values, in as many samples.
-        part = paired(pair(changed(rng, gain, loss, count) / 4, np.ones(count)))
+        part = paired(paired_moments(changed(rng, gain, loss, count) / 4, np.ones(count)))
         assert held(part, (gain - loss) / 4) >= LEAST, (gain, loss)
 
 
@@ -104,11 +104,13 @@ def test_means_over_tasks(rng, count, tasks):
 def test_mean_differences_over_tasks(rng, count, tasks):
     uneven = list(np.arange(1, tasks + 1) / np.arange(1, tasks + 1).sum())
     for gain, loss in DISCORDANT:
-        parts = [pair(changed(rng, gain, loss, count), np.ones(count)) for _ in range(tasks)]
+        parts = [
+            paired_moments(changed(rng, gain, loss, count), np.ones(count)) for _ in range(tasks)
+        ]
         assert held(paired(pooled_pairs(parts, uneven)), gain - loss) >= LEAST, (gain, loss)
     # Lost on one task only.
     losses = [0.3, *[0.0] * (tasks - 1)]
-    parts = [pair(changed(rng, 0, loss, count), np.ones(count)) for loss in losses]
+    parts = [paired_moments(changed(rng, 0, loss, count), np.ones(count)) for loss in losses]
     assert held(paired(pooled_pairs(parts, [1 / tasks] * tasks)), -0.3 / tasks) >= LEAST
 
 

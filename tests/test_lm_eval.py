@@ -17,8 +17,8 @@ import torch
 
 import kvfold
 from kvfold.bundled import FOLDER
-from kvfold.eval import ruler
-from kvfold.eval.lm_eval.score import Split
+from kvfold.eval import short_ruler
+from kvfold.eval.lm_eval.score import ScoringSplit
 from kvfold.hf.chat_template import Frame, token_count
 from tests.budgets import HOLDING, NAMED
 from tests.truth import MaskedDense, Reader
@@ -68,7 +68,7 @@ def records():
     _, tokenizer = kvfold.bundled_model()
     frame, rng, made = Frame.of(tokenizer), random.Random(0), []
     for length in LENGTHS:
-        sample = ruler.generate("multikey", length, partial(token_count, tokenizer), rng)
+        sample = short_ruler.generate("multikey", length, partial(token_count, tokenizer), rng)
         question, numbers = sample.questions[0], re.findall(r"\d{7}", sample.document)
         prompt = f"{frame.before}{sample.document}\n{question.text}{frame.after}{question.prefix}"
         gold = numbers.index(question.answers[0])
@@ -372,7 +372,7 @@ def test_continuations_that_would_meet_a_full_cache_are_refused():
 @pytest.mark.parametrize(("context", "after"), itertools.product(range(1, 8), range(1, 6)))
 def test_a_split_reads_and_asks_what_one_forward_would_read(context, after):
     first, then = list(range(context)), list(range(100, 100 + after))
-    split = Split.of(first, then, 6)
+    split = ScoringSplit.of(first, then, 6)
     assert list(split.prefill + split.scored_input) == (first + then)[-7:][:-1]
     assert list(split.continuation) == then and len(split.scored_input) == after
     assert split.truncated == max(0, context + after - 7)
@@ -383,7 +383,7 @@ def test_a_split_reads_and_asks_what_one_forward_would_read(context, after):
 )
 def test_a_split_that_cannot_be_is_refused(context, after, message):
     with pytest.raises(kvfold.KvfoldError, match=message):
-        Split.of(context, after, 6)
+        ScoringSplit.of(context, after, 6)
 
 
 def command(monkeypatch, *arguments):

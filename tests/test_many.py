@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvfold
 from kvfold.cli import app
 from kvfold.contexts.files.format import read_header
-from kvfold.jobs.compress import CompressJob, CompressOptions, make
+from kvfold.jobs.compress import CompressJob, CompressOptions, compress_document
 
 TEXTS = {
     "bell": "The grass is green. " * 12 + "The special magic number for soft-bell is: 2241461.",
@@ -107,10 +107,10 @@ def test_a_file_of_another_model_is_not_taken_for_this_one_s(folder: Path) -> No
 
 def test_one_that_cannot_be_compressed_is_said_and_the_others_are(folder: Path) -> None:
     method = kvfold.parse("snapkv:window=8")
-    settings = CompressOptions(method, kvfold.Budget.of(16), None, "at_end", 0)
+    options = CompressOptions(method, kvfold.Budget.of(16), None, "at_end", 0)
     model, tokenizer = kvfold.bundled_model()
     found = [
-        make(model, tokenizer, CompressJob(TEXTS["bell"], folder / place, settings))
+        compress_document(model, tokenizer, CompressJob(TEXTS["bell"], folder / place, options))
         for place in ("nowhere/bell.kvfold", "bell.kvfold")
     ]
     assert found[0].stats is None and "nowhere" in str(found[0].why)

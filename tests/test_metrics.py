@@ -11,7 +11,7 @@ import pytest
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.metrics import (
-    Scored,
+    MetricScore,
     best,
     choice,
     infinitebench,
@@ -38,13 +38,13 @@ def value(scored):
 
 
 def test_the_best_reference_counts_and_failures_stay_visible():
-    assert best([Scored(0.25), Scored(0.75)]) == Scored(0.75)
-    assert best([Scored(0.0, "broken"), Scored(0.5)]) == Scored(0.5, "broken")
+    assert best([MetricScore(0.25), MetricScore(0.75)]) == MetricScore(0.75)
+    assert best([MetricScore(0.0, "broken"), MetricScore(0.5)]) == MetricScore(0.5, "broken")
 
 
 def test_the_mean_is_weighted():
-    assert mean([Scored(1.0), Scored(0.0)]) == 0.5
-    assert mean([Scored(1.0, weight=3), Scored(0.0)]) == 0.75
+    assert mean([MetricScore(1.0), MetricScore(0.0)]) == 0.5
+    assert mean([MetricScore(1.0, weight=3), MetricScore(0.0)]) == 0.75
     assert str(mean([])) == "nan"
 
 
@@ -334,8 +334,8 @@ def test_loogle_takes_rouges_recall_and_single_order_bleu():
 def test_clozes_are_read_as_literals_and_never_evaluated():
     answers = {"<mask-0>": "Bob Smith", "<mask-1>": "Rome"}
     half = "{'<mask-0>': 'Bob', '<mask-1>': 'Rome'}"
-    assert loogle.cloze(half, answers) == Scored(0.5, None, 2)
-    assert loogle.cloze(half, answers, partial=True) == Scored(1.0, None, 2)
+    assert loogle.cloze(half, answers) == MetricScore(0.5, None, 2)
+    assert loogle.cloze(half, answers, partial=True) == MetricScore(1.0, None, 2)
     for broken in ("", "Bob", "['Bob']", "{'<mask-0>': open('x')}", "__import__('os').getcwd()"):
         assert loogle.cloze(broken, answers).failed
         assert loogle.cloze(broken, answers).weight == 2
@@ -398,6 +398,6 @@ def test_expressions_that_never_end_are_given_up_outside_the_main_thread_too():
 
 
 def test_math_without_a_box_is_a_counted_failure():
-    assert maths.equivalent("It is 1/2.", "1/2") == Scored(
+    assert maths.equivalent("It is 1/2.", "1/2") == MetricScore(
         0.0, "no complete \\boxed{} in the prediction"
     )

@@ -211,7 +211,7 @@ def test_workers_import_what_their_command_did(vatp, monkeypatch):
     monkeypatch.chdir(vatp.parent)
     registry.import_methods("vatp.py")
     method = pickle.dumps(parse("vatp:window=4"))
-    work = pickle.loads(pickle.dumps(workers.Work("model", print, print)))
+    work = pickle.loads(pickle.dumps(workers.WorkerSpec("model", print, print)))
     for name in ("vatp", "vatp_narrow"):
         del registry._REGISTRY[name]
     del sys.modules["vatp"]

@@ -24,8 +24,8 @@ from kvfold.bench.machine import Setup
 from kvfold.cli import app
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.intervals import moments
-from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate, PairedDifference, percent
 from kvfold.report import caveats, summary
 from kvfold.report.board import boards, slugs, titles
@@ -74,7 +74,7 @@ def made(
     length: int | None = 1024,
     aware: bool = False,
     **changed: Any,
-) -> Result:
+) -> CellResult:
     """A record; `score` is a value and its error, `apart` the difference to the full cache."""
     subject = changed.pop("subject", MODEL)
     kept = float(budget) if budget else 1.0
@@ -89,14 +89,14 @@ def made(
             value=apart[0], low=apart[1], high=apart[2], samples=100, worse=1, better=1),
         "kept_nominal": kept if budget else None, "kept": kept, "nbytes": 1000.0 * kept,
     }  # fmt: skip
-    return Result(**(fields | changed))
+    return CellResult(**(fields | changed))
 
 
-def row(results: Sequence[Result], method: str, budget: str | None = None) -> summary.ReportRow:
+def row(results: Sequence[CellResult], method: str, budget: str | None = None) -> summary.ReportRow:
     return next(r for r in summary.rows(results) if (r.method, r.budget) == (method, budget))
 
 
-def three() -> list[Result]:
+def three() -> list[CellResult]:
     """Task a at two lengths, task b at one."""
     return [
         made(score=(80.0, 2.0)),
@@ -105,7 +105,7 @@ def three() -> list[Result]:
     ]
 
 
-def board() -> list[Result]:
+def board() -> list[CellResult]:
     """Full cache, two methods and a baseline on two tasks."""
     results = []
     for task in ("a", "b"):
@@ -249,7 +249,7 @@ def test_views_are_by_group_task_and_length() -> None:
 
 
 def test_the_headline_is_the_smallest_cache_that_loses_little_for_certain() -> None:
-    def said(*more: Result) -> str:
+    def said(*more: CellResult) -> str:
         return headline(summary.rows([made(), *more])).claim
 
     near = made("near", "0.5", (89.5, 1.0), (-0.5, -1.5, 0.5))
@@ -321,7 +321,7 @@ def test_csv_holds_every_field() -> None:
     assert [_unflattened(line) for line in lines] == results
 
 
-def _unflattened(line: dict[str, str]) -> Result:
+def _unflattened(line: dict[str, str]) -> CellResult:
     nested: dict[str, Any] = {}
     for name, text in line.items():
         *path, last = name.split(".")
@@ -334,7 +334,7 @@ def _unflattened(line: dict[str, str]) -> Result:
                          (nested, "difference")):  # fmt: skip
         if not any(value is not None for value in inside[name].values()):
             inside[name] = None
-    return Result.model_validate(nested)
+    return CellResult.model_validate(nested)
 
 
 class Tags(HTMLParser):
@@ -489,7 +489,7 @@ def test_files_of_different_boards_differ() -> None:
     assert slugs(["A b", "a-b", "模型", "c"]) == ["a-b-1", "a-b-2", "3", "c"]
 
 
-def _write(path: Path, results: Sequence[Result]) -> Path:
+def _write(path: Path, results: Sequence[CellResult]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(one.model_dump_json() + "\n" for one in results), encoding="utf-8")
     return path
@@ -569,7 +569,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     ],
     ids=["full alone", "one sample", "only errors", "transcript", "perplexity"],
 )
-def test_little_is_reported_too(tmp_path: Path, results: list[Result]) -> None:
+def test_little_is_reported_too(tmp_path: Path, results: list[CellResult]) -> None:
     written = write(results, tmp_path)
     assert written.paths[0].exists()
     assert markdown(boards(results)).startswith("# Results")

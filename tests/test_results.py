@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from kvfold.eval.run.cell import FULL
-from kvfold.eval.run.result import Result
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.board import Board, boards
 from kvfold.report.load import load
 from kvfold.report.summary import rows
@@ -101,7 +101,7 @@ def paired() -> ModuleType:
 
 
 @cache
-def records(folder: str) -> list[Result]:
+def records(folder: str) -> list[CellResult]:
     return load([RESULTS / folder / "records.jsonl"])
 
 

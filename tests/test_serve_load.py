@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvfold
-from kvfold.eval import ruler
+from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import token_count
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
 from tests.serving import Running, running
@@ -38,7 +38,7 @@ def caches() -> int:
 
 
 async def asked(
-    client: httpx.AsyncClient, sample: ruler.NeedleDocument, question: str, name: str | None
+    client: httpx.AsyncClient, sample: short_ruler.NeedleDocument, question: str, name: str | None
 ) -> str:
     """The answer to a question about a context, by its name or after the whole text."""
     content = question if name else f"{sample.document}\n\n{question}"
@@ -57,7 +57,7 @@ async def asked(
 
 
 async def all_at_once(
-    server: Running, samples: list[ruler.NeedleDocument], names: list[str]
+    server: Running, samples: list[short_ruler.NeedleDocument], names: list[str]
 ) -> tuple[list[list[str]], int]:
     """Every answer of every sample, and the most bytes that contexts took meanwhile."""
     most = 0
@@ -82,7 +82,7 @@ async def all_at_once(
     return [answers[i::CONTEXTS] for i in range(CONTEXTS)], most
 
 
-def serve(model: Any, tokenizer: Any, samples: list[ruler.NeedleDocument]) -> list[list[str]]:
+def serve(model: Any, tokenizer: Any, samples: list[short_ruler.NeedleDocument]) -> list[list[str]]:
     """The server's answers; it holds nothing when all contexts are deleted."""
     with running(model, tokenizer, "bundled", workers=2, queue=200, memory=4_000_000) as server:
         held = server.engine.contexts
@@ -107,7 +107,7 @@ def test_two_hundred_requests_over_twenty_contexts():
     model, tokenizer = kvfold.bundled_model()
     generator, count = random.Random(0), partial(token_count, tokenizer)
     samples = [
-        ruler.generate("multikey", 200, count, generator, questions=QUESTIONS)
+        short_ruler.generate("multikey", 200, count, generator, questions=QUESTIONS)
         for _ in range(CONTEXTS)
     ]
     before, right, alone = caches(), 0, []

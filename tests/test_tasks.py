@@ -15,7 +15,7 @@ import pytest
 from kvfold.errors import KvfoldError
 from kvfold.eval.metrics import longbench as longbench_metrics
 from kvfold.eval.metrics import named
-from kvfold.eval.tasks import Request, TaskRecord, Unreadable, families, select, tasks
+from kvfold.eval.tasks import SampleRequest, TaskSample, UnreadableSample, families, select, tasks
 from kvfold.eval.tasks import needle as needles
 from kvfold.eval.tasks.generated import tokens
 from kvfold.eval.tasks.length import largest
@@ -36,7 +36,7 @@ def count(text):
 def made(name, samples=2, **options):
     """Records of a generated task."""
     options = {"length": 1500, "count": count, "samples": samples, **options}
-    return list(ALL[name].records(Request(**options)))
+    return list(ALL[name].samples(SampleRequest(**options)))
 
 
 def read(name, rows, tmp_path, **options):
@@ -44,7 +44,7 @@ def read(name, rows, tmp_path, **options):
     file = tmp_path / "rows.jsonl"
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     file.write_text("\n".join(lines), encoding="utf-8")
-    return list(ALL[name].records(Request(data=str(file), **options)))
+    return list(ALL[name].samples(SampleRequest(data=str(file), **options)))
 
 
 # --- the registry ------------------------------------------------------------------------------
@@ -321,8 +321,8 @@ def test_any_needle_can_be_hidden(tmp_path):
     (tmp_path / "story.txt").write_text("It rained. It snowed. " * 200, encoding="utf-8")
     own = needles.Needle("The safe opens with 4711.", "What opens the safe?", ("4711",))
     task = needles.task("safe", "a safe", lambda rng, request: own)
-    request = Request(samples=1, length=600, count=count, haystack=tmp_path)
-    record = next(task.records(request))
+    request = SampleRequest(samples=1, length=600, count=count, haystack=tmp_path)
+    record = next(task.samples(request))
     assert " The safe opens with 4711. It" in record.context or own.text in record.context
     assert record.metadata["haystack"] == tmp_path.name
     assert task.score("4711!", record.questions[0]).value == 1
@@ -479,7 +479,7 @@ def test_longbench_v2(tmp_path):
         "length": "short",
         "domain": "Single-Document QA",
     }
-    assert isinstance(bad, Unreadable) and "answer" in bad.why
+    assert isinstance(bad, UnreadableSample) and "answer" in bad.why
 
 
 def test_key_value_rows(tmp_path):
@@ -505,7 +505,7 @@ def test_loogle_rows_are_parsed_and_never_evaluated(tmp_path):
         "Please answer the question based on the long texts below. \nA text.\n"
         "Question: Where?\nAnswer: "
     )
-    assert all(isinstance(one, Unreadable) and "qa_pairs" in one.why for one in rest)
+    assert all(isinstance(one, UnreadableSample) and "qa_pairs" in one.why for one in rest)
     summary = {"input": "A paper.", "title": "T", "qa_pairs": "none", "output": "It is good."}
     (record,) = read("loogle_longdep_summarization", [summary], tmp_path)
     assert record.questions[0].answers == ("It is good.",)
@@ -574,7 +574,7 @@ def test_all_seven_numbers_that_math_find_asks_for_are_read(which, tmp_path):
     (record,) = read("infinitebench_math_find", [
         {"context": "[1, 2]", "input": asked, "answer": 2}
     ], tmp_path)  # fmt: skip
-    assert isinstance(record, TaskRecord)
+    assert isinstance(record, TaskSample)
     expected = f"What is the {which} number in the following list?\n\n[1, 2]\n\n{asked}"
     assert record.prompt(record.questions[0]) == expected
 
@@ -583,7 +583,7 @@ def test_infinitebench_rows_that_do_not_fit(tmp_path):
     row = {"context": "text", "input": "Who?", "answer": ["y"], "options": ["w", "x", "y", "z"]}
     bad = [{"options": ["y"]}, {"answer": ["q"]}, {"answer": []}]
     for record in read("infinitebench_longbook_choice_eng", [row | b for b in bad], tmp_path):
-        assert isinstance(record, Unreadable)
+        assert isinstance(record, UnreadableSample)
     for task in ("code_run", "math_find"):
         (record,) = read(f"infinitebench_{task}", [row], tmp_path)
         assert "field 'input'" in record.why
@@ -616,7 +616,7 @@ def test_gsm8k_with_and_without_solved_examples(tmp_path):
     (record, bad) = read("gsm8k", [row, row | {"answer": "1200"}], tmp_path, shots=shots)
     assert record.context.count("Answer: 2 * 600 =") == 5
     assert not record.chat and plain.chat
-    assert isinstance(bad, Unreadable)
+    assert isinstance(bad, UnreadableSample)
     task = ALL["gsm8k"]
     assert task.score("in all $1,200.", record.questions[0]).value == 1
     assert task.metrics["strict_match"]("in all 1,200", record.questions[0]).failed
@@ -653,8 +653,8 @@ def test_bad_rows_are_named_by_file_and_line_and_the_others_are_read(tmp_path):
         good,
     ]
     found = read("longbench_qasper", rows, tmp_path)
-    assert [type(one) for one in found] == [TaskRecord, *[Unreadable] * 6, TaskRecord]
-    assert [record.index for record in found if isinstance(record, TaskRecord)] == [0, 7]
+    assert [type(one) for one in found] == [TaskSample, *[UnreadableSample] * 6, TaskSample]
+    assert [record.index for record in found if isinstance(record, TaskSample)] == [0, 7]
     bad = found[1:-1]
     assert [one.where.rsplit(":", 1)[1] for one in bad] == ["2", "4", "5", "6", "7", "8"]
     assert all(one.where.startswith(str(tmp_path / "rows.jsonl")) for one in bad)
@@ -666,23 +666,23 @@ def test_bad_rows_are_named_by_file_and_line_and_the_others_are_read(tmp_path):
 
 def test_a_folder_holds_a_file_per_task(tmp_path):
     (tmp_path / "qasper.jsonl").write_text(json.dumps(longbench_row("qasper")), encoding="utf-8")
-    (record,) = ALL["longbench_qasper"].records(Request(data=str(tmp_path)))
+    (record,) = ALL["longbench_qasper"].samples(SampleRequest(data=str(tmp_path)))
     assert record.task == "longbench_qasper"
     with pytest.raises(KvfoldError, match=r"no file .*trec\.jsonl"):
-        list(ALL["longbench_trec"].records(Request(data=str(tmp_path))))
+        list(ALL["longbench_trec"].samples(SampleRequest(data=str(tmp_path))))
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - set(GENERATED)))
 def test_a_task_that_needs_data_says_so(name):
     with pytest.raises(KvfoldError, match="needs data"):
-        list(ALL[name].records(Request(count=count)))
+        list(ALL[name].samples(SampleRequest(count=count)))
 
 
 def test_the_hub_is_read_through_datasets_where_it_is_installed(monkeypatch):
-    task, request = ALL["longbench_qasper"], Request(data="THUDM/LongBench", samples=2)
+    task, request = ALL["longbench_qasper"], SampleRequest(data="THUDM/LongBench", samples=2)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(KvfoldError, match="pip install datasets"):
-        list(task.records(request))
+        list(task.samples(request))
 
     asked = []
 
@@ -694,9 +694,9 @@ def test_the_hub_is_read_through_datasets_where_it_is_installed(monkeypatch):
         return {"train": [], "test": [longbench_row("qasper")] * 3, "passkey": [row]}
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
-    assert len(list(task.records(request))) == 2
+    assert len(list(task.samples(request))) == 2
     assert asked == [("THUDM/LongBench", "qasper")]
-    (record,) = ALL["infinitebench_passkey"].records(Request(data="a/b"))
+    (record,) = ALL["infinitebench_passkey"].samples(SampleRequest(data="a/b"))
     assert record.questions[0].answers == ("1",)
 
     def offline(name, subset=None):
@@ -704,7 +704,7 @@ def test_the_hub_is_read_through_datasets_where_it_is_installed(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
     with pytest.raises(KvfoldError, match="cannot be read: no route"):
-        list(task.records(request))
+        list(task.samples(request))
 
 
 def test_records_cannot_be_changed():
@@ -763,8 +763,8 @@ def test_own_questions_are_asked_and_scored_as_their_rows_say(tmp_path):
 def test_bad_rows_of_own_questions_are_refused_with_line_and_reason(row, why, tmp_path):
     good = {"context": "x", "question": "y?", "answer": "a"}
     first, bad, last = read("jsonl", [good, row, good], tmp_path)
-    assert isinstance(first, TaskRecord) and isinstance(last, TaskRecord)
-    assert isinstance(bad, Unreadable) and bad.where.endswith(":2") and why in bad.why
+    assert isinstance(first, TaskSample) and isinstance(last, TaskSample)
+    assert isinstance(bad, UnreadableSample) and bad.where.endswith(":2") and why in bad.why
 
 
 def test_every_named_metric_says_what_it_is_and_knows_the_right_answer():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import kvfold
-from kvfold.eval import ruler
+from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import token_count
 from kvfold.serve.vllm.placeholders import Shelf
 
@@ -45,7 +45,7 @@ class Kvfold:
         """All contexts, and `packed`, which vLLM cannot hold, and `stranger`, of other weights."""
         model, tokenizer = kvfold.bundled_model()
         count = partial(token_count, tokenizer)
-        sample = ruler.generate("single", TOKENS, count, random.Random(1))
+        sample = short_ruler.generate("single", TOKENS, count, random.Random(1))
         read = partial(kvfold.compress, document=sample.document)
         contexts = {
             name: read(model, tokenizer, method=method, budget=budget)

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.eval import ruler
+from kvfold.eval import short_ruler
+from kvfold.eval.tasks.needle_words import ADJECTIVES, NOUNS
 from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
-from kvfold.eval.words import ADJECTIVES, NOUNS
 
 IGNORED, FIRST, ANSWER, TEXT, COPY = range(5)
 REPEAT = "\n\nRepeat the previous context exactly."
@@ -145,27 +145,29 @@ class Writer:
         share = random.choice((0.5, 0.15))
         asked = 1 if task == "vt" else max(1, int(length * share) // turn)
         needles = {"single": 1, "multikey": keys["multikey"], "vt": 5}.get(task, 6)
-        sample = ruler.generate(
+        sample = short_ruler.generate(
             task,
             max(length - asked * turn, 40 + 24 * needles),
             self.count,
             random.Random(random.getrandbits(64)),
             keys=keys.get(task),
             questions=asked + 1,
-            haystack=self._haystack() if random.random() < 0.3 else ruler.NOISE,
+            haystack=self._haystack() if random.random() < 0.3 else short_ruler.NOISE,
             vocabulary=self.open_words if random.random() < unlisted else BUNDLED,
         )
         return self._render(self._dialogue(sample, statements), length)
 
     def _haystack(self) -> list[str]:
         if not self.text:
-            return list(ruler.NOISE)
+            return list(short_ruler.NOISE)
         start = random.randrange(max(1, len(self.text) - 20_000))
         return re.split(r"(?<=[.!?])\s+", self.text[start : start + 20_000])[1:-1] or list(
-            ruler.NOISE
+            short_ruler.NOISE
         )
 
-    def _dialogue(self, sample: ruler.NeedleDocument, statements: bool) -> list[tuple[str, int]]:
+    def _dialogue(
+        self, sample: short_ruler.NeedleDocument, statements: bool
+    ) -> list[tuple[str, int]]:
         parts = [("<|bos|><|user|>" + sample.document, IGNORED)]
         for turn, question in enumerate(sample.questions):
             if statements:
@@ -188,13 +190,13 @@ class Writer:
 
     def repetition(self, length: int) -> Row:
         """KVzip's prompt: the context, the request to repeat it, the context again."""
-        sample = ruler.generate(
+        sample = short_ruler.generate(
             "multikey",
             (length - 24) // 2,
             self.count,
             random.Random(random.getrandbits(64)),
             keys=random.randint(1, max(1, min(6, length // 80))),
-            haystack=self._haystack() if random.random() < 0.6 else ruler.NOISE,
+            haystack=self._haystack() if random.random() < 0.6 else short_ruler.NOISE,
         )
         document = sample.document
         parts = [

@@ -15,19 +15,23 @@ import torch
 from transformers import AutoTokenizer
 
 import kvfold
-from kvfold.eval.retrieval import Trial, evaluate
+from kvfold.eval.short_ruler_scores import RetrievalTrial, retrieval_scores
 from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
 from training.train import build
 
 TRIALS = (
-    Trial("multikey", 512),
-    *(Trial(task, n) for n in (1024, 2048) for task in ("single", "multikey")),
-    *(Trial(task, n) for n in (1024, 2048) for task in ("multivalue", "multiquery", "vt")),
+    RetrievalTrial("multikey", 512),
+    *(RetrievalTrial(task, n) for n in (1024, 2048) for task in ("single", "multikey")),
+    *(RetrievalTrial(task, n) for n in (1024, 2048) for task in ("multivalue", "multiquery", "vt")),
 )
 
 
 # Scored with keys of other words as well.
-UNLISTED = (Trial("single", 1024), Trial("multikey", 1024), Trial("multivalue", 1024))
+UNLISTED = (
+    RetrievalTrial("single", 1024),
+    RetrievalTrial("multikey", 1024),
+    RetrievalTrial("multivalue", 1024),
+)
 
 
 def unlisted(folder: Path) -> Vocabulary:
@@ -59,7 +63,7 @@ def main() -> None:
     scores = {}
     for trial, words, note in runs:
         results = list(
-            evaluate(model.eval(), tokenizer, trial, arguments.samples, vocabulary=words)
+            retrieval_scores(model.eval(), tokenizer, trial, arguments.samples, vocabulary=words)
         )
         name = f"{trial.task}@{trial.length}{note}"
         right = sum(result.score for result in results)

@@ -8,8 +8,8 @@ import random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvfold.eval import ruler
-from kvfold.eval.words import ADJECTIVES, NOUNS
+from kvfold.eval import short_ruler
+from kvfold.eval.tasks.needle_words import ADJECTIVES, NOUNS
 from training.corpus import REPEAT
 
 VOCABULARY = 2048
@@ -56,8 +56,8 @@ def _wording(text: str) -> list[str]:
     lines += [f" {rng.randrange(100):02d}{rng.randrange(100):02d}" for _ in range(200_000)]
     lines += [f" {word}" for word in ADJECTIVES] * 2000
     lines += [f"-{word} {word}" for word in NOUNS] * 2000
-    for task in ruler.TASKS:
+    for task in short_ruler.TASKS:
         for _ in range(300):
-            sample = ruler.generate(task, 400, lambda line: len(line.split()), rng)
+            sample = short_ruler.generate(task, 400, lambda line: len(line.split()), rng)
             lines += [sample.document, *(q.text + q.prefix for q in sample.questions)]
     return lines + text[:3_000_000].splitlines()

@@ -92,17 +92,17 @@ def command(
     check_reusable(chosen)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
-    settings = CompressOptions(
+    options = CompressOptions(
         chosen, limit, prefill_chunk, compress, seed, special_tokens, allow_longer
     )
     if len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
         text = read_text(documents[0], encoding)
-        _compress_one(notes, model, loading, text, path, settings, as_json)
+        _compress_one(notes, model, loading, text, path, options, as_json)
     else:
         from kvfold.cli.compress_many import compress_many
 
-        compress_many(notes, model, loading, documents, encoding, out, settings, ray, as_json)
+        compress_many(notes, model, loading, documents, encoding, out, options, ray, as_json)
 
 
 def _file(document: Path, out: Path | None) -> Path:
@@ -122,7 +122,7 @@ def _compress_one(
     loading: Loading,
     text: str,
     path: Path,
-    settings: CompressOptions,
+    options: CompressOptions,
     as_json: bool,
 ) -> None:
     """Compresses one document and prints kept entries and bytes."""
@@ -130,7 +130,7 @@ def _compress_one(
 
     network, tokenizer = load(model, loading, among_ranks=True)
     with progress(notes) as bar, _watched(network, bar):
-        context = settings.compressed(network, tokenizer, text)
+        context = options.compressed(network, tokenizer, text)
     context.save(path)
     ranks = context.cache.ranks
     if ranks.rank > 0:

@@ -19,10 +19,10 @@ from kvfold.jobs.compress import (
     CompressOptions,
     CompressResult,
     check_models,
-    check_settings,
-    work,
+    check_options,
+    worker_spec,
 )
-from kvfold.jobs.executor import Workers, here
+from kvfold.jobs.executor import RunJobs, here
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, print_json
 
@@ -34,14 +34,14 @@ def compress_many(
     documents: Sequence[Path],
     encoding: str,
     out: Path | None,
-    settings: CompressOptions,
+    options: CompressOptions,
     ray: str | None,
     as_json: bool,
 ) -> None:
     """Compresses each document whose context file is missing or older; a rerun resumes.
 
     A document that fails is reported at the end, with exit code 1. Raises KvfoldError if an
-    existing file was made with other settings, or with another model; with Ray only settings are
+    existing file was made with other options, or with another model; with Ray only options are
     compared, as no model is loaded here.
     """
     if any(str(document) == "-" for document in documents):
@@ -56,9 +56,9 @@ def compress_many(
     there = {path for document, path in pairs if _is_newer(document, path)}
     waiting = [(document, path) for document, path in pairs if path not in there]
     for path in sorted(there):
-        check_settings(path, settings)
+        check_options(path, options)
     jobs = [
-        CompressJob(read_text(text, encoding), path.resolve(), settings) for text, path in waiting
+        CompressJob(read_text(text, encoding), path.resolve(), options) for text, path in waiting
     ]
     workers = _workers(model, loading, sorted(there), ray)
     if there:
@@ -78,12 +78,12 @@ def compress_many(
 
 def _workers(
     model: str, loading: Loading, there: Sequence[Path], ray: str | None
-) -> Workers[CompressJob, CompressResult]:
+) -> RunJobs[CompressJob, CompressResult]:
     """Workers that compress, on Ray or here.
 
     Raises ContextFileError if an existing file is of another model.
     """
-    doing = work(model, loading)
+    doing = worker_spec(model, loading)
     if ray is not None:
         from kvfold.jobs.ray_cluster import cluster
 

@@ -25,12 +25,12 @@ from kvfold.terminal import messages, print_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvfold.eval.run.cell_result import CellResult
     from kvfold.eval.run.job import EvalJob
     from kvfold.eval.run.plan import EvalPlan, TaskSamples
-    from kvfold.eval.run.result import Result
-    from kvfold.eval.run.sample import Sample
-    from kvfold.eval.tasks import Request
-    from kvfold.jobs.executor import Workers
+    from kvfold.eval.run.sample_result import SampleResult
+    from kvfold.eval.tasks import SampleRequest
+    from kvfold.jobs.executor import RunJobs
 
 
 @with_options(loading=loading)
@@ -118,15 +118,15 @@ def command(
         from kvfold.eval.evaluate import readable_tokens, usual_length, with_data
         from kvfold.eval.run import plan as planning
         from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
-        from kvfold.eval.run.job import work
-        from kvfold.eval.tasks import Request
+        from kvfold.eval.run.job import worker_spec
+        from kvfold.eval.tasks import SampleRequest
         from kvfold.hf.chat_template import token_count
         from kvfold.jobs.executor import here
         from kvfold.jobs.processes import processes
         from kvfold.methods.base import listed
     # Refused here, before a large model is loaded.
     contenders = planning.contenders(listed(methods), words(budgets))
-    request = Request(
+    request = SampleRequest(
         samples=samples,
         seed=seed,
         data=data,
@@ -157,12 +157,12 @@ def command(
     if ray is not None:
         from kvfold.jobs.ray_cluster import cluster
 
-        pool = cluster(work(model, loading), ray, workers)
+        pool = cluster(worker_spec(model, loading), ray, workers)
     elif (count := workers or _fitting(network)) > 1:
         del network
-        pool = processes(work(model, loading), count)
+        pool = processes(worker_spec(model, loading), count)
     else:
-        pool = here(work(model, loading), network, tokenizer)
+        pool = here(worker_spec(model, loading), network, tokenizer)
     idle = [method for method in dict(contenders) if not planning.streams(method)]
     if idle and any(each.task.phase == "stream" for each in plan.wanted):
         names = ", ".join(idle)
@@ -179,7 +179,7 @@ def _check_places(*places: Path | None) -> None:
 
 
 def _drawn(
-    screen: Console, names: Sequence[str], request: Request, lengths: Sequence[int]
+    screen: Console, names: Sequence[str], request: SampleRequest, lengths: Sequence[int]
 ) -> list[TaskSamples]:
     """Samples of all tasks; of a benchmark, tasks whose data is missing are skipped with a note."""
     from kvfold.eval.evaluate import drawn
@@ -206,19 +206,23 @@ def _fitting(network: PreTrainedModel) -> int:
 
 
 def _evaluate(
-    screen: Console, plan: EvalPlan, pool: Workers[EvalJob, list[Sample]], out: Path, as_json: bool
+    screen: Console,
+    plan: EvalPlan,
+    pool: RunJobs[EvalJob, list[SampleResult]],
+    out: Path,
+    as_json: bool,
 ) -> None:
     """Runs the missing samples, with a progress bar, and writes the records."""
     from kvfold.cli.records import loaded, say_failures
+    from kvfold.eval.run.cell_result import CellResult
     from kvfold.eval.run.dataframe import flat
-    from kvfold.eval.run.result import Result
-    from kvfold.eval.run.session import evaluate, store, summarize, write_records
+    from kvfold.eval.run.run_folder import run_missing, samples_file, summarize, write_records
 
-    samples = store(out)
+    samples = samples_file(out)
     loaded(screen, samples)
     try:
         with counted(screen, "samples", plan.total) as show:
-            for done in evaluate(plan, samples, pool):
+            for done in run_missing(plan, samples, pool):
                 show(done)
     except KeyboardInterrupt:
         screen.print(Text(f"stopped; run the same command again and it goes on: {out}"))
@@ -228,7 +232,7 @@ def _evaluate(
     cells = plan.cells()
     asked = [record for record in records if record.cell in cells]
     if as_json:
-        found = [flat(record, Result) for record in asked]
+        found = [flat(record, CellResult) for record in asked]
         print_json({"records": found, "file": path.resolve()})
     else:
         _show(screen, asked)
@@ -236,7 +240,7 @@ def _evaluate(
     say_failures(screen, asked)
 
 
-def _show(screen: Console, records: Sequence[Result]) -> None:
+def _show(screen: Console, records: Sequence[CellResult]) -> None:
     """Prints a table of scores, and one of perplexities (lower is better)."""
     from kvfold.report.board import haystacks
 
@@ -248,7 +252,7 @@ def _show(screen: Console, records: Sequence[Result]) -> None:
             screen.print(Text(f"haystack: {where}\n" if where else ""), end="")
 
 
-def _table(title: str, records: Sequence[Result]) -> Table:
+def _table(title: str, records: Sequence[CellResult]) -> Table:
     """A row per method and budget, against the full cache on the same samples."""
     from kvfold.report.summary import rows
 

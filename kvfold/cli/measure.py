@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvfold
 from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
-from kvfold.eval import ruler
+from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import Frame, token_count
 from kvfold.inspect.document import InspectedText, needles_in
 
@@ -48,7 +48,7 @@ class DemoTrial:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    sample: ruler.NeedleDocument
+    sample: short_ruler.NeedleDocument
     room: int
 
     @classmethod
@@ -57,12 +57,12 @@ class DemoTrial:
         count = partial(token_count, tokenizer)
         length = model.config.max_position_embeddings // 2
         # Questions are drawn with replacement: this many draws cover every key.
-        drawn = ruler.generate(
+        drawn = short_ruler.generate(
             "multikey", length, count, random.Random(seed), keys=KEYS, questions=30 * KEYS
         )
         questions = tuple(dict.fromkeys(drawn.questions))
         room = 4 + max(count(f"{q.prefix} {q.answers[0]}.") for q in questions)
-        sample = ruler.NeedleDocument(drawn.task, drawn.document, questions)
+        sample = short_ruler.NeedleDocument(drawn.task, drawn.document, questions)
         return cls(model, tokenizer, sample, room)
 
     def tokens(self) -> int:

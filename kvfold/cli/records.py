@@ -15,7 +15,7 @@ from kvfold.errors import KvfoldError
 from kvfold.jobs.records import M, RecordFile
 
 if TYPE_CHECKING:
-    from kvfold.eval.run.result import Result
+    from kvfold.eval.run.cell_result import CellResult
 
 # Reasons printed. A reason may name its sample, so there can be as many as samples.
 REASONS = 10
@@ -38,7 +38,7 @@ def loaded(screen: Console, store: RecordFile[M]) -> list[M]:
     return found.records
 
 
-def say_failures(screen: Console, results: Sequence[Result]) -> None:
+def say_failures(screen: Console, results: Sequence[CellResult]) -> None:
     """Prints the distinct errors of samples with their counts, the most frequent first.
 
     Raises typer.Exit with code 1 if no sample of any cell has an answer.

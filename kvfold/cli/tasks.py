@@ -79,9 +79,9 @@ def _as_json(task: Task) -> dict[str, Any]:
 
 def _data(task: Task) -> NoData | None:
     """The data that a task needs from `--data`; None if its samples are generated."""
-    from kvfold.eval.tasks import Request
+    from kvfold.eval.tasks import SampleRequest
 
-    return task.missing_data(Request())
+    return task.missing_data(SampleRequest())
 
 
 def _hub(task: Task) -> str | None:

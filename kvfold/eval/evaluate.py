@@ -14,13 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
-from kvfold.eval.run import session
 from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
-from kvfold.eval.run.job import work
+from kvfold.eval.run.job import worker_spec
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
-from kvfold.eval.run.result import Result
-from kvfold.eval.tasks import NoData, Request, Task, Unreadable, families, select
+from kvfold.eval.run.run_folder import run_missing, samples_file, summarize, write_records
+from kvfold.eval.tasks import NoData, SampleRequest, Task, UnreadableSample, families, select
 from kvfold.hf.chat_template import token_count
 from kvfold.jobs.executor import here
 from kvfold.methods.base import Method
@@ -61,7 +61,7 @@ def evaluate(
     """
     competing = contenders([str(one) for one in _as_list(methods)], _as_list(budgets))
     readable = max_length or readable_tokens(model)
-    request = Request(
+    request = SampleRequest(
         samples=samples,
         seed=seed,
         count=partial(token_count, tokenizer),
@@ -94,7 +94,10 @@ def usual_length(readable: int) -> int:
 
 
 def drawn(
-    names: Sequence[str], request: Request, lengths: Sequence[int], say: Note = lambda text: None
+    names: Sequence[str],
+    request: SampleRequest,
+    lengths: Sequence[int],
+    say: Note = lambda text: None,
 ) -> Iterator[TaskSamples]:
     """Samples of all tasks in `names`; a benchmark's name stands for its tasks that have data.
 
@@ -114,7 +117,7 @@ def drawn(
                 raise
             say(f"left out: {task.name}: {refused}")
             continue
-        bad = [sample for sample in wanted[0].samples if isinstance(sample, Unreadable)]
+        bad = [sample for sample in wanted[0].samples if isinstance(sample, UnreadableSample)]
         for sample in bad[:ROWS]:
             say(f"cannot be read: {sample.where}: {sample.why}")
         if len(bad) > ROWS:
@@ -125,7 +128,7 @@ def drawn(
         raise KvfoldError("none of the tasks can be run: see above what they need")
 
 
-def with_data(names: Sequence[str], request: Request) -> tuple[list[Task], list[str]]:
+def with_data(names: Sequence[str], request: SampleRequest) -> tuple[list[Task], list[str]]:
     """Tasks of these names that have data, and one sentence per benchmark on missing data.
 
     Needs no model. Raises KvfoldError for an unknown name, for a task named itself that has no
@@ -154,16 +157,16 @@ def _run(
     plan: EvalPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> list[dict[str, Any]]:
     """Runs a plan in `folder`; returns its flat records. Raises KvfoldError without any answer."""
-    samples, cells = session.store(folder), plan.cells()
-    for _ in session.evaluate(plan, samples, here(work(plan.subject.name), model, tokenizer)):
+    samples, cells = samples_file(folder), plan.cells()
+    for _ in run_missing(plan, samples, here(worker_spec(plan.subject.name), model, tokenizer)):
         pass
-    records = session.summarize(samples.load().records)
-    session.write_records(folder, records)
+    records = summarize(samples.load().records)
+    write_records(folder, records)
     own = [record for record in records if record.cell in cells]
     if not any(record.samples for record in own):
         reasons = dict.fromkeys(reason for record in own for reason in record.errors)
         raise KvfoldError(f"no sample has an answer: {'; '.join(list(reasons)[:3])}")
-    return [flat(record, Result) for record in own]
+    return [flat(record, CellResult) for record in own]
 
 
 def _as_list(given: Any) -> list[Any]:

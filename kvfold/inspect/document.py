@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
-from kvfold.eval import ruler
+from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import Frame, token_count, token_ids
 from kvfold.hf.user_text import content, led, segments
 
@@ -68,7 +68,7 @@ class InspectedText:
         """
         count = partial(token_count, tokenizer)
         try:
-            sample = ruler.generate("multikey", length, count, random.Random(seed), keys=KEYS)
+            sample = short_ruler.generate("multikey", length, count, random.Random(seed), keys=KEYS)
         except ValueError as problem:
             raise KvfoldError(f"{problem}: give a text with --file or --prompt") from problem
         question, after = sample.questions[0], Frame.of(tokenizer).after

@@ -16,7 +16,7 @@ from kvfold.contexts.files.format import Header, read_header
 from kvfold.contexts.files.read import check_model
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress
-from kvfold.jobs.executor import Work
+from kvfold.jobs.executor import WorkerSpec
 from kvfold.loading import Loading
 from kvfold.methods.base import Method, spelled_out
 
@@ -51,15 +51,15 @@ class CompressOptions:
         )
 
 
-def check_settings(path: Path, settings: CompressOptions) -> None:
-    """Raises KvfoldError if the context file at `path` was compressed with other settings."""
+def check_options(path: Path, options: CompressOptions) -> None:
+    """Raises KvfoldError if the context file at `path` was compressed with other options."""
     header = read_header(path)
     limit = None if header.budget is None else Budget(header.budget.kind, header.budget.amount)
-    chunk = settings.prefill_chunk if settings.compress == "per_chunk" else None
+    chunk = options.prefill_chunk if options.compress == "per_chunk" else None
     for option, found, wanted in (
-        ("method", header.method, spelled_out(settings.method)),
-        ("budget", limit, settings.budget),
-        ("seed", header.seed, settings.seed),
+        ("method", header.method, spelled_out(options.method)),
+        ("budget", limit, options.budget),
+        ("seed", header.seed, options.seed),
         ("per_chunk", header.per_chunk, chunk),
     ):
         if found != wanted:
@@ -96,7 +96,7 @@ class CompressJob:
 
     text: str
     path: Path
-    settings: CompressOptions
+    options: CompressOptions
 
 
 @dataclass(frozen=True)
@@ -108,23 +108,25 @@ class CompressResult:
     why: str | None = None
 
 
-def work(name: str, loading: Loading | None = None) -> Work[CompressJob, CompressResult]:
-    """Work that compresses documents with the model `name`."""
-    return Work(name, make, _given_up, loading or Loading())
+def worker_spec(
+    name: str, loading: Loading | None = None
+) -> WorkerSpec[CompressJob, CompressResult]:
+    """Spec of workers that compress documents with the model `name`."""
+    return WorkerSpec(name, compress_document, _given_up, loading or Loading())
 
 
-def _given_up(document: CompressJob, why: str) -> CompressResult:
-    return CompressResult(document.path, None, why)
+def _given_up(job: CompressJob, why: str) -> CompressResult:
+    return CompressResult(job.path, None, why)
 
 
-def make(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: CompressJob
+def compress_document(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: CompressJob
 ) -> CompressResult:
     """Compresses a document and writes its file; a failure is returned in `why`, not raised."""
     try:
-        made = document.settings.compressed(model, tokenizer, document.text)
-        made.save(document.path)
+        made = job.options.compressed(model, tokenizer, job.text)
+        made.save(job.path)
     except (KvfoldError, RuntimeError) as problem:
         # RuntimeError covers out of memory: the other documents may be shorter.
-        return CompressResult(document.path, None, str(problem).partition("\n")[0])
-    return CompressResult(document.path, made.stats())
+        return CompressResult(job.path, None, str(problem).partition("\n")[0])
+    return CompressResult(job.path, made.stats())

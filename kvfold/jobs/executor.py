@@ -24,11 +24,11 @@ R = TypeVar("R")
 W = TypeVar("W")
 
 # Maps jobs to their results, yielded as they are done, in any order.
-Workers = Callable[[Iterable[J]], Iterator[R]]
+RunJobs = Callable[[Iterable[J]], Iterator[R]]
 
 
 @dataclass(frozen=True)
-class Work(Generic[J, R]):
+class WorkerSpec(Generic[J, R]):
     """Function that workers apply to every job, and the model `name` that each of them loads.
 
     `run(model, tokenizer, job)` returns the job's result; it is pickled by reference, so it must be
@@ -45,10 +45,10 @@ class Work(Generic[J, R]):
 
 
 def here(
-    work: Work[J, R], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Workers[J, R]:
+    spec: WorkerSpec[J, R], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> RunJobs[J, R]:
     """Sequential execution in this process, with a model that is loaded already."""
-    return lambda jobs: (work.run(model, tokenizer, job) for job in jobs)
+    return lambda jobs: (spec.run(model, tokenizer, job) for job in jobs)
 
 
 class WorkerDied(Exception):
@@ -76,7 +76,7 @@ class Executor(Protocol, Generic[W]):
         """Ends all workers; jobs still running are lost."""
 
 
-def in_parallel(work: Work[J, R], executor: Executor[W]) -> Workers[J, R]:
+def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
     """Concurrent execution; the job of a worker that dies is retried, `TRIES` attempts in all."""
 
     def run(jobs: Iterable[J]) -> Iterator[R]:
@@ -102,7 +102,7 @@ def in_parallel(work: Work[J, R], executor: Executor[W]) -> Workers[J, R]:
                         if tried < TRIES:
                             lost.append((job, tried + 1))
                             continue
-                        result = work.given_up(job, GIVEN_UP)
+                        result = spec.given_up(job, GIVEN_UP)
                     else:
                         idle.append(worker)
                     yield result
@@ -113,9 +113,9 @@ def in_parallel(work: Work[J, R], executor: Executor[W]) -> Workers[J, R]:
 
 
 def load_in_worker(
-    work: Work[Any, Any], count: int
+    spec: WorkerSpec[Any, Any], count: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer, loaded in one of `count` workers, after the imports of `work`.
+    """Model and tokenizer, loaded in one of `count` workers, after the imports of `spec`.
 
     The cores are divided by `count`, unless OMP_NUM_THREADS is set.
     """
@@ -123,6 +123,6 @@ def load_in_worker(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     # The terminal shows one progress bar, that of the jobs.
     disable_progress_bar()
-    for module in work.imports:
+    for module in spec.imports:
         import_methods(module)
-    return load(work.name, work.loading)
+    return load(spec.name, spec.loading)

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kvfold.jobs.executor import J, R, Work, WorkerDied, Workers, in_parallel, load_in_worker
+from kvfold.jobs.executor import J, R, RunJobs, WorkerDied, WorkerSpec, in_parallel, load_in_worker
 
 
-def processes(work: Work[J, R], count: int) -> Workers[J, R]:
+def processes(spec: WorkerSpec[J, R], count: int) -> RunJobs[J, R]:
     """`count` processes, each with its own model and 1/`count` of the cores."""
-    return in_parallel(work, _ProcessExecutor(work, count))
+    return in_parallel(spec, _ProcessExecutor(spec, count))
 
 
 class _ProcessWorker:
     """A worker process and the parent's end of the pipe to it."""
 
-    def __init__(self, work: Work[Any, Any], count: int) -> None:
+    def __init__(self, spec: WorkerSpec[Any, Any], count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, work, count), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, spec, count), daemon=True)
         self.process.start()
         # The worker holds the only other end, so its death shows as end of file.
         theirs.close()
@@ -32,11 +32,11 @@ class _ProcessWorker:
 class _ProcessExecutor:
     """Executor whose workers are spawned processes with one pipe each."""
 
-    def __init__(self, work: Work[Any, Any], count: int) -> None:
-        self.work, self.count = work, count
+    def __init__(self, spec: WorkerSpec[Any, Any], count: int) -> None:
+        self.spec, self.count = spec, count
 
     def start_worker(self) -> _ProcessWorker:
-        return _ProcessWorker(self.work, self.count)
+        return _ProcessWorker(self.spec, self.count)
 
     def submit(self, worker: _ProcessWorker, job: Any) -> None:
         try:
@@ -64,14 +64,14 @@ class _ProcessExecutor:
             worker.process.join()
 
 
-def _serve(connection: Connection, work: Work[Any, Any], count: int) -> None:
+def _serve(connection: Connection, spec: WorkerSpec[Any, Any], count: int) -> None:
     """Loop of a worker process: receives jobs and sends results until the pipe is closed."""
     # Ctrl-C is handled by the parent, which then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    model, tokenizer = load_in_worker(work, count)
+    model, tokenizer = load_in_worker(spec, count)
     while True:
         try:
             job = connection.recv()
         except EOFError:
             return
-        connection.send(work.run(model, tokenizer, job))
+        connection.send(spec.run(model, tokenizer, job))

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfold.errors import KvfoldError
-from kvfold.jobs.executor import J, R, Work, WorkerDied, Workers, in_parallel, load_in_worker
+from kvfold.jobs.executor import J, R, RunJobs, WorkerDied, WorkerSpec, in_parallel, load_in_worker
 
 
-def cluster(work: Work[J, R], address: str, count: int | None) -> Workers[J, R]:
+def cluster(spec: WorkerSpec[J, R], address: str, count: int | None) -> RunJobs[J, R]:
     """`count` actors; by default one per GPU of the cluster, or one per core if it has no GPU.
 
     Every machine needs kvfold and the model. Raises KvfoldError if Ray is not installed, or no
     cluster answers at `address`.
     """
-    return in_parallel(work, RayExecutor(work, address, count))
+    return in_parallel(spec, RayExecutor(spec, address, count))
 
 
 class _ActorWorker:
@@ -34,12 +34,12 @@ class RayExecutor:
     Raises KvfoldError if Ray is not installed, or no cluster answers at `address`.
     """
 
-    def __init__(self, work: Work[Any, Any], address: str, count: int | None) -> None:
+    def __init__(self, spec: WorkerSpec[Any, Any], address: str, count: int | None) -> None:
         try:
             import ray
         except ImportError as missing:
             raise KvfoldError("a cluster needs Ray: pip install 'kvfold[ray]'") from missing
-        self.work, self.ray = work, ray
+        self.spec, self.ray = spec, ray
         if not ray.is_initialized():
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -52,7 +52,7 @@ class RayExecutor:
 
     def start_worker(self) -> _ActorWorker:
         actor = self.ray.remote(_ModelActor).options(**self.needs)
-        return _ActorWorker(actor.remote(self.work, self.count))
+        return _ActorWorker(actor.remote(self.spec, self.count))
 
     def submit(self, worker: _ActorWorker, job: Any) -> None:
         worker.pending = worker.handle.run.remote(job)
@@ -75,9 +75,9 @@ class RayExecutor:
 class _ModelActor:
     """Body of a Ray actor: a loaded model that runs jobs."""
 
-    def __init__(self, work: Work[Any, Any], count: int) -> None:
-        self.work = work
-        self.model, self.tokenizer = load_in_worker(work, count)
+    def __init__(self, spec: WorkerSpec[Any, Any], count: int) -> None:
+        self.spec = spec
+        self.model, self.tokenizer = load_in_worker(spec, count)
 
     def run(self, job: Any) -> Any:
-        return self.work.run(self.model, self.tokenizer, job)
+        return self.spec.run(self.model, self.tokenizer, job)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvfold.eval.run.cell import EvaluatedModel
-from kvfold.eval.run.result import Result
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.summary import ReportRow, rows
 
 Kind = Literal["overall", "group", "task"]
@@ -36,7 +36,7 @@ class Board:
     subject: EvaluatedModel
     question_aware: bool
     history: str
-    results: tuple[Result, ...]
+    results: tuple[CellResult, ...]
 
     @property
     def protocol(self) -> str:
@@ -45,12 +45,12 @@ class Board:
         return asked if self.history == "own" else f"{asked}, right answers as history"
 
     @property
-    def scored(self) -> list[Result]:
+    def scored(self) -> list[CellResult]:
         """Results of tasks with a metric, including cells that only have errors."""
         return [r for r in self.results if r.metric is not None and not r.lower_is_better]
 
     @property
-    def perplexities(self) -> list[Result]:
+    def perplexities(self) -> list[CellResult]:
         """Results of tasks whose score is a perplexity."""
         return [r for r in self.results if r.lower_is_better]
 
@@ -62,7 +62,7 @@ class Board:
             found.setdefault(result.group, {})[result.cell.task] = None
         return {group: list(tasks) for group, tasks in found.items()}
 
-    def lengths(self, results: Sequence[Result]) -> list[int]:
+    def lengths(self, results: Sequence[CellResult]) -> list[int]:
         """Prompt lengths in tokens of generated samples, ascending."""
         return sorted({r.cell.length for r in results if r.cell.length is not None})
 
@@ -72,7 +72,7 @@ class Board:
 
     def views(self) -> list[View]:
         """Views of all tasks, each group and each task; at all lengths, and at each if several."""
-        members: list[tuple[Kind, str, list[Result]]] = [("overall", OVERALL, self.scored)]
+        members: list[tuple[Kind, str, list[CellResult]]] = [("overall", OVERALL, self.scored)]
         for group, tasks in self.groups.items():
             members.append(("group", group, [r for r in self.scored if r.group == group]))
             members += [("task", t, [r for r in self.scored if r.cell.task == t]) for t in tasks]
@@ -86,7 +86,7 @@ class Board:
         return found
 
 
-def haystacks(results: Sequence[Result]) -> str:
+def haystacks(results: Sequence[CellResult]) -> str:
     """Haystacks and their tasks, such as "noise (single_1); book.txt (single_2)"; may be empty."""
     found: dict[str, dict[str, None]] = {}
     for result in results:
@@ -95,9 +95,9 @@ def haystacks(results: Sequence[Result]) -> str:
     return "; ".join(f"{name} ({', '.join(tasks)})" for name, tasks in found.items())
 
 
-def boards(results: Sequence[Result]) -> list[Board]:
+def boards(results: Sequence[CellResult]) -> list[Board]:
     """One board per model and protocol, question-agnostic ones first."""
-    found: dict[tuple[EvaluatedModel, bool, str], list[Result]] = {}
+    found: dict[tuple[EvaluatedModel, bool, str], list[CellResult]] = {}
     for result in results:
         protocol = result.cell.protocol
         key = (result.cell.subject, protocol.question_aware, protocol.history)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvfold.bench.machine import Setup
 from kvfold.eval.run.cell import FULL, RANDOM, EvalCell
-from kvfold.eval.run.result import Result
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.statistics import Estimate
 from kvfold.loading import BUNDLED
 from kvfold.report.board import Board
@@ -105,7 +105,7 @@ def _nonempty(*caveats: Caveat) -> list[Caveat]:
     return [caveat for caveat in caveats if caveat.lines]
 
 
-def near_guessing(result: Result) -> bool:
+def near_guessing(result: CellResult) -> bool:
     """True if a full cache's score is too close to guessing to show a loss.
 
     Too close means within `ROOM` points, or within the score's own 95 % interval.
@@ -117,7 +117,7 @@ def near_guessing(result: Result) -> bool:
     return result.score.value - GUESSED.get(result.metric or "", 0.0) < room
 
 
-def _near_guessing(results: Sequence[Result]) -> list[str]:
+def _near_guessing(results: Sequence[CellResult]) -> list[str]:
     """Tasks whose full cache scores near guessing."""
     return [
         f"{_unit(r)}: {r.score.value:.1f} with a full cache, where guessing gives about "
@@ -134,7 +134,7 @@ def _trained_on(board: Board) -> list[str]:
     return [f"{_listed(names)}: {REPEATED}"] if names and board.subject.name == "bundled" else []
 
 
-def _insensitive(results: Sequence[Result]) -> list[str]:
+def _insensitive(results: Sequence[CellResult]) -> list[str]:
     """Tasks on which random eviction at the smallest budget shows no loss beyond the noise."""
     smallest = budgets(results)[-1:]
     lines = []
@@ -147,7 +147,7 @@ def _insensitive(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _few_samples(results: Sequence[Result]) -> list[str]:
+def _few_samples(results: Sequence[CellResult]) -> list[str]:
     """Tasks with fewer than `FEW` samples, and the resulting uncertainty of a mean."""
     least: dict[str, int] = {}
     for result in results:
@@ -188,9 +188,9 @@ def _missing_baselines(board: Board) -> list[str]:
     return [f"{name} ({what})" for name, what in BASELINES.items() if name not in known]
 
 
-def _off_budget(results: Sequence[Result]) -> list[str]:
+def _off_budget(results: Sequence[CellResult]) -> list[str]:
     """Worst deviation from the budget of each method, if above `OFF_BUDGET`."""
-    worst: dict[str, Result] = {}
+    worst: dict[str, CellResult] = {}
     for result in results:
         if result.kept_nominal and result.kept is not None:
             known = worst.get(_subject(result))
@@ -203,14 +203,14 @@ def _off_budget(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def _budget_error(result: Result) -> float:
+def _budget_error(result: CellResult) -> float:
     assert result.kept is not None and result.kept_nominal is not None
     return abs(result.kept / result.kept_nominal - 1)
 
 
-def _truncated(results: Sequence[Result]) -> list[str]:
+def _truncated(results: Sequence[CellResult]) -> list[str]:
     """Tasks with truncated prompts, and their number in the worst cell."""
-    most: dict[str, Result] = {}
+    most: dict[str, CellResult] = {}
     for result in results:
         if result.truncated and result.truncated > most.get(_unit(result), result).truncated - 1:
             most[_unit(result)] = result
@@ -230,7 +230,7 @@ def _cut_off(board: Board) -> list[str]:
     ]
 
 
-def _by_reason(results: Sequence[Result], field: str) -> list[str]:
+def _by_reason(results: Sequence[CellResult], field: str) -> list[str]:
     """Counts in the results' `field`, a dictionary by reason, with the cells concerned."""
     counts, places = Counter[str](), dict[str, list[str]]()
     for result in results:
@@ -243,7 +243,7 @@ def _by_reason(results: Sequence[Result], field: str) -> list[str]:
     ]
 
 
-def _machines(results: Sequence[Result]) -> list[str]:
+def _machines(results: Sequence[CellResult]) -> list[str]:
     """Differences of each further setup from the first one."""
     setups: list[Setup] = []
     for setup in (setup for result in results for setup in result.setups):
@@ -252,7 +252,7 @@ def _machines(results: Sequence[Result]) -> list[str]:
     return ["; ".join(setup.differences(setups[0])) for setup in setups[1:]]
 
 
-def _commits(results: Sequence[Result]) -> list[str]:
+def _commits(results: Sequence[CellResult]) -> list[str]:
     """Different commits, and commits with uncommitted changes."""
     commits = list(dict.fromkeys(commit for result in results for commit in result.commits))
     lines = [f"recorded at {_listed(map(str, commits))}"] if len(commits) > 1 else []
@@ -260,18 +260,18 @@ def _commits(results: Sequence[Result]) -> list[str]:
     return lines + [f"{commit}: with uncommitted changes" for commit in dirty]
 
 
-def _unscored(results: Sequence[Result]) -> list[str]:
+def _unscored(results: Sequence[CellResult]) -> list[str]:
     """Tasks that have results without a score."""
     names = dict.fromkeys(_unit(result) for result in results if result.score is None)
     return [f"{name}: not in the means of one or more methods" for name in names]
 
 
-def _unit(result: Result) -> str:
+def _unit(result: CellResult) -> str:
     cell = result.cell
     return cell.task if cell.length is None else f"{cell.task} at {cell.length:,} tokens"
 
 
-def _subject(result: Result) -> str:
+def _subject(result: CellResult) -> str:
     cell = result.cell
     return cell.method if cell.budget is None else f"{cell.method} at {cell.budget}"
 

@@ -10,17 +10,17 @@ from pydantic import ValidationError
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
-from kvfold.eval.run.result import Result
-from kvfold.eval.run.session import RECORDS
+from kvfold.eval.run.cell_result import CellResult
+from kvfold.eval.run.run_folder import RECORDS
 
 
-def load(paths: Iterable[Path]) -> list[Result]:
+def load(paths: Iterable[Path]) -> list[CellResult]:
     """All results of `paths`, each cell once; a path is a file, or a folder searched at any depth.
 
     Raises KvfoldError, naming file and line, for a line that is no record, and for a cell recorded
     twice with different outcomes; also if a file cannot be read, or there is no record at all.
     """
-    found: dict[EvalCell, tuple[Result, str]] = {}
+    found: dict[EvalCell, tuple[CellResult, str]] = {}
     for path in dict.fromkeys(file for given in paths for file in _files(given)):
         for number, line in enumerate(_lines(path), 1):
             if line.strip():
@@ -46,9 +46,9 @@ def _lines(path: Path) -> list[bytes]:
         raise KvfoldError(f"cannot read {path}: {problem}") from problem
 
 
-def _parsed(line: bytes, path: Path, number: int) -> Result:
+def _parsed(line: bytes, path: Path, number: int) -> CellResult:
     try:
-        return Result.model_validate_json(line)
+        return CellResult.model_validate_json(line)
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -59,7 +59,7 @@ def _parsed(line: bytes, path: Path, number: int) -> Result:
         ) from problem
 
 
-def _add(found: dict[EvalCell, tuple[Result, str]], result: Result, place: str) -> None:
+def _add(found: dict[EvalCell, tuple[CellResult, str]], result: CellResult, place: str) -> None:
     known, before = found.setdefault(result.cell, (result, place))
     if known != result:
         raise KvfoldError(

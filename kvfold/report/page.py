@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from kvfold.eval.run.cell import FULL
-from kvfold.eval.run.result import Result
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.board import Board, titles
 from kvfold.report.caveats import board_caveats, near_guessing
 from kvfold.report.headline import headline
@@ -129,9 +129,9 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def _needles(results: Sequence[Result], order: list[str]) -> list[dict[str, Any]]:
+def _needles(results: Sequence[CellResult], order: list[str]) -> list[dict[str, Any]]:
     """Heatmaps per task, method and budget: scores `[depth][length]`."""
-    found: dict[tuple[str, str, str | None], list[Result]] = {}
+    found: dict[tuple[str, str, str | None], list[CellResult]] = {}
     for result in results:
         if "depth" in result.by:
             key = (result.cell.task, result.cell.method, result.cell.budget)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvfold.eval.run.cell import FULL
-from kvfold.eval.run.result import Result
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board
 from kvfold.report.style import BASELINES, COLORS, GREY, LineStyle
@@ -91,14 +91,16 @@ def _bar(score: Estimate) -> tuple[float, float]:
     return score.value - low, (score.value if score.high is None else score.high) - score.value
 
 
-def needles(results: Sequence[Result], styles: dict[str, LineStyle]) -> dict[str, Figure]:
+def needles(results: Sequence[CellResult], styles: dict[str, LineStyle]) -> dict[str, Figure]:
     """One figure per task: a grid of depth × length heatmaps, rows are methods, columns budgets."""
     hidden = [result for result in results if "depth" in result.by]
     tasks = dict.fromkeys(result.cell.task for result in hidden)
     return {task: _maps([r for r in hidden if r.cell.task == task], styles) for task in tasks}
 
 
-def by_depth(results: Sequence[Result]) -> tuple[list[int], list[float], list[list[float | None]]]:
+def by_depth(
+    results: Sequence[CellResult],
+) -> tuple[list[int], list[float], list[list[float | None]]]:
     """Lengths in tokens, depths in percent, and mean scores `[depth][length]` (None if absent)."""
     lengths = sorted({r.cell.length or 0 for r in results})
     depths = sorted({float(depth) for r in results for depth in r.by["depth"]})
@@ -110,7 +112,7 @@ def by_depth(results: Sequence[Result]) -> tuple[list[int], list[float], list[li
     return lengths, depths, [[at.get((n, depth)) for n in lengths] for depth in depths]
 
 
-def _maps(results: Sequence[Result], styles: dict[str, LineStyle]) -> Figure:
+def _maps(results: Sequence[CellResult], styles: dict[str, LineStyle]) -> Figure:
     """Heatmaps of one task in a grid of methods × budgets."""
     columns: list[str | None] = list(budgets(results))
     columns = [None, *columns] if any(r.cell.budget is None for r in results) else columns

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvfold.eval.run.cell import FULL, EvalCell
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.intervals import (
     Interval,
     combined,
@@ -18,7 +19,6 @@ from kvfold.eval.run.intervals import (
     pooled,
     pooled_pairs,
 )
-from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate, PairedDifference, percent, shares
 
 
@@ -69,7 +69,7 @@ class ReportRow:
         return self.units == self.expected
 
 
-def rows(results: Sequence[Result]) -> list[ReportRow]:
+def rows(results: Sequence[CellResult]) -> list[ReportRow]:
     """One row per method and budget, in order of the records.
 
     `results` are of one model and protocol, all scores or all perplexities. Means weigh tasks
@@ -86,7 +86,7 @@ def rows(results: Sequence[Result]) -> list[ReportRow]:
     return [replace(row, place=_place(row, made, lower)) for row in made]
 
 
-def mean(results: Sequence[Result]) -> Estimate | None:
+def mean(results: Sequence[CellResult]) -> Estimate | None:
     """Mean over tasks, and over lengths within a task; None without scores.
 
     It has an interval only if every result has one.
@@ -112,7 +112,7 @@ def _mean_perplexity(scores: Sequence[Estimate], weights: list[float]) -> Estima
     return Estimate(value=value, error=error, low=low, high=high, count=count)
 
 
-def gap(results: Sequence[Result]) -> Gap | None:
+def gap(results: Sequence[CellResult]) -> Gap | None:
     """Mean difference to the full cache; None unless every result has one, of two samples or more.
 
     Gains and losses are pooled over tasks, so eight tasks of 20 samples give an interval like one
@@ -158,7 +158,7 @@ def frontier(points: Sequence[tuple[float, float]], lower: bool = False) -> list
     return found
 
 
-def budgets(results: Iterable[Result]) -> list[str]:
+def budgets(results: Iterable[CellResult]) -> list[str]:
     """All budgets, the largest cache first."""
     kept: dict[str, list[float]] = {}
     for result in results:
@@ -169,7 +169,9 @@ def budgets(results: Iterable[Result]) -> list[str]:
     return sorted(kept, key=lambda budget: -sum(kept[budget]) / max(len(kept[budget]), 1))
 
 
-def _row(members: Sequence[Result], full: dict[EvalCell, Result], expected: int) -> ReportRow:
+def _row(
+    members: Sequence[CellResult], full: dict[EvalCell, CellResult], expected: int
+) -> ReportRow:
     """The row of one method and budget, not yet ranked."""
     scored = [result for result in members if result.score is not None]
     return ReportRow(
@@ -205,13 +207,13 @@ def _ranked(row: ReportRow) -> bool:
     return known and row.complete and row.budget is not None
 
 
-def _weights(results: Sequence[Result]) -> list[float]:
+def _weights(results: Sequence[CellResult]) -> list[float]:
     """Weights that sum to 1: equal per task, and equal per length within a task."""
     count = Counter(result.cell.task for result in results)
     return [1 / (len(count) * count[result.cell.task]) for result in results]
 
 
-def _prefill(pairs: Sequence[tuple[Result, Result | None]]) -> float | None:
+def _prefill(pairs: Sequence[tuple[CellResult, CellResult | None]]) -> float | None:
     """Prefill seconds over the full cache's; None unless one setup measured both."""
     ours = theirs = 0.0
     for result, full in pairs:

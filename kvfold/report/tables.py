@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
-from kvfold.eval.run.result import Result
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board, View, titles
 from kvfold.report.caveats import board_caveats
@@ -74,7 +74,7 @@ def _view(view: View) -> list[str]:
     return [f"### {_safe(view.name)}", *where, _table(view.rows)]
 
 
-def to_csv(results: Sequence[Result]) -> str:
+def to_csv(results: Sequence[CellResult]) -> str:
     """One line per record, one column per field.
 
     Nested fields are flattened ("cell.subject.name"). Dictionaries and lists (`scores`, `by`,
@@ -82,7 +82,8 @@ def to_csv(results: Sequence[Result]) -> str:
     """
     out = io.StringIO()
     lines = [
-        {name: _text(value) for name, value in flat(result, Result).items()} for result in results
+        {name: _text(value) for name, value in flat(result, CellResult).items()}
+        for result in results
     ]
     writer = csv.DictWriter(out, list(lines[0]))
     writer.writeheader()

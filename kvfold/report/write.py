@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import matplotlib
 
-from kvfold.eval.run.result import Result
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.board import boards, slugs, titles
 from kvfold.report.headline import Headline, headline
 from kvfold.report.page import page
@@ -26,7 +26,7 @@ class Written(NamedTuple):
     claims: dict[str, Headline]
 
 
-def write(results: Sequence[Result], folder: Path) -> Written:
+def write(results: Sequence[CellResult], folder: Path) -> Written:
     """Writes page, tables and figures of `results` into `folder`; raises OSError if it cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     every = boards(results)

@@ -51,7 +51,7 @@ class CacheRecord:
 
 
 @dataclass
-class Truncated:
+class TruncationCount:
     """Requests truncated on the left, and the tokens cut off in all."""
 
     requests: int = 0

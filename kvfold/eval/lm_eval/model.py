@@ -15,9 +15,9 @@ from kvfold import bundled
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.eval.lm_eval.cache_record import CacheRecord, Truncated
+from kvfold.eval.lm_eval.cache_record import CacheRecord, TruncationCount
 from kvfold.eval.lm_eval.score import (
-    Split,
+    ScoringSplit,
     check_crops,
     check_evicts_while_streaming,
     log_probs,
@@ -77,7 +77,7 @@ class KvfoldLM(HFLM):
         self.budget = None if budget is None else Budget.of(budget)
         self.seed = seed
         self.cache_records: dict[str, CacheRecord] = defaultdict(CacheRecord)
-        self.truncated = Truncated()
+        self.truncated = TruncationCount()
         if pretrained == "bundled":
             # As kvfold.bundled_model() loads it.
             pretrained = str(bundled.FOLDER)
@@ -104,7 +104,9 @@ class KvfoldLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, is greedy) of each continuation; equal contexts are read once."""
         check_crops(self.method)
-        splits = [Split.of(context, after, self.max_length) for _, context, after in requests]
+        splits = [
+            ScoringSplit.of(context, after, self.max_length) for _, context, after in requests
+        ]
         sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, split in enumerate(splits):
             self.truncated.add(split.truncated)
@@ -126,7 +128,9 @@ class KvfoldLM(HFLM):
         bar.close()
         return [answers[index] for index in range(len(requests))]
 
-    def _score(self, context: tuple[int, ...], splits: list[Split]) -> list[tuple[float, bool]]:
+    def _score(
+        self, context: tuple[int, ...], splits: list[ScoringSplit]
+    ) -> list[tuple[float, bool]]:
         """(log-likelihood, is greedy) of the continuations of one context.
 
         Continuations that differ only in their last token share one forward.

@@ -19,7 +19,7 @@ from kvfold.methods.base import Method
 
 
 @dataclass(frozen=True)
-class Split:
+class ScoringSplit:
     """Token ids of a context and its continuation, split for scoring.
 
     prefill: the context without its last token; it is compressed.
@@ -35,7 +35,9 @@ class Split:
     truncated: int
 
     @classmethod
-    def of(cls, context: Sequence[int], continuation: Sequence[int], max_length: int) -> Split:
+    def of(
+        cls, context: Sequence[int], continuation: Sequence[int], max_length: int
+    ) -> ScoringSplit:
         """The split, with the context truncated on the left to at most `max_length` input tokens.
 
         Raises KvfoldError for an empty context or continuation, and for a continuation longer than

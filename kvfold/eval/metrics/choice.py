@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from kvfold.eval.metrics.scored import Scored
+from kvfold.eval.metrics.base import MetricScore
 
 # Expected score of a guess among four options.
 CHANCE = 0.25
@@ -24,9 +24,9 @@ def letter(prediction: str) -> str | None:
     return found.group(1) if found else None
 
 
-def accuracy(prediction: str, answer: str, *, compensated: bool = False) -> Scored:
+def accuracy(prediction: str, answer: str, *, compensated: bool = False) -> MetricScore:
     """1 for the right letter, else 0; without any letter 0, or `CHANCE` if `compensated`."""
     named = letter(prediction)
     if named is None:
-        return Scored(CHANCE if compensated else 0.0, 'no "The correct answer is (A)"')
-    return Scored(float(named == answer))
+        return MetricScore(CHANCE if compensated else 0.0, 'no "The correct answer is (A)"')
+    return MetricScore(float(named == answer))

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvfold.eval.metrics.base import MetricScore, best
 from kvfold.eval.metrics.overlap import character_f1, qa_f1
 from kvfold.eval.metrics.rouge import google
-from kvfold.eval.metrics.scored import Scored, best
 
 NUMBER = re.compile(r"\d+\.\d+|\d+")
 NO_NUMBER = "no number in the prediction"
@@ -24,51 +24,51 @@ def _spaced(text: str, characters: str) -> str:
     return text.translate(str.maketrans(characters, " " * len(characters)))
 
 
-def first_integer(prediction: str, label: str) -> Scored:
+def first_integer(prediction: str, label: str) -> MetricScore:
     """1 if the first run of digits is the label (passkey, number_string)."""
     digits = re.search("[0-9]+", prediction)
-    return Scored(float(digits.group() == label)) if digits else Scored(0.0, NO_NUMBER)
+    return MetricScore(float(digits.group() == label)) if digits else MetricScore(0.0, NO_NUMBER)
 
 
-def word(prediction: str, label: str) -> Scored:
+def word(prediction: str, label: str) -> MetricScore:
     """1 if the label is a word of the prediction without punctuation (kv_retrieval)."""
-    return Scored(float(label in _spaced(prediction, "\n:\"'.,?!{}").split()))
+    return MetricScore(float(label in _spaced(prediction, "\n:\"'.,?!{}").split()))
 
 
-def last_integer(prediction: str, label: int) -> Scored:
+def last_integer(prediction: str, label: int) -> MetricScore:
     """1 if the last word is the label (code_run)."""
     words = _spaced(prediction.strip(), "\n.`'\":").split()
     try:
-        return Scored(float(int(words[-1]) == label))
+        return MetricScore(float(int(words[-1]) == label))
     except (IndexError, ValueError):
-        return Scored(0.0, "the prediction's last word is no integer")
+        return MetricScore(0.0, "the prediction's last word is no integer")
 
 
-def first_number(prediction: str, label: int | float) -> Scored:
+def first_number(prediction: str, label: int | float) -> MetricScore:
     """1 if the first number is the label; a fraction fails for an integer label (math_find)."""
     number = NUMBER.search(prediction)
     if number is None:
-        return Scored(0.0, NO_NUMBER)
+        return MetricScore(0.0, NO_NUMBER)
     try:
-        return Scored(float(type(label)(number.group()) == label))
+        return MetricScore(float(type(label)(number.group()) == label))
     except ValueError:
-        return Scored(0.0, f"{number.group()} is no integer")
+        return MetricScore(0.0, f"{number.group()} is no integer")
 
 
-def prefix(prediction: str, label: Sequence[int]) -> Scored:
+def prefix(prediction: str, label: Sequence[int]) -> MetricScore:
     """Fraction of the label's numbers before the first wrong one (math_calc)."""
     numbers = [int(digits) for digits in re.findall("[0-9]+", prediction)]
     if not numbers:
-        return Scored(0.0, NO_NUMBER)
+        return MetricScore(0.0, NO_NUMBER)
     pairs = zip(numbers, label, strict=False)
     right = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(numbers), len(label)))
-    return Scored(right / len(label))
+    return MetricScore(right / len(label))
 
 
-def speaker(prediction: str, label: Sequence[str]) -> Scored:
+def speaker(prediction: str, label: Sequence[str]) -> MetricScore:
     """1 if the first label is a word of the upper-cased prediction (longdialogue_qa_eng)."""
     words = _spaced(prediction, "\n:\"'.,?!{}").upper().split()
-    return Scored(float(label[0] in words))
+    return MetricScore(float(label[0] in words))
 
 
 def _after(text: str, announcements: Sequence[str]) -> str | None:
@@ -80,7 +80,7 @@ def _after(text: str, announcements: Sequence[str]) -> str | None:
     return None
 
 
-def bug(prediction: str, label: Sequence[str]) -> Scored:
+def bug(prediction: str, label: Sequence[str]) -> MetricScore:
     """1 if the letter comes first, or letter or function name after "answer is:" (code_debug).
 
     `label` is the function's name and its letter.
@@ -89,15 +89,15 @@ def bug(prediction: str, label: Sequence[str]) -> Scored:
     first = re.match("([A-D])[.:]", text)
     # A wrong letter in front is not final: "answer is:" may follow.
     if first and first.group(1) == letter:
-        return Scored(1.0)
+        return MetricScore(1.0)
     text = re.sub("[Oo]ption", " ", _spaced(text, "\n`'\"-*"))
     answer = _after(re.sub(" +", " ", text), ("answer is:", "is:", "answer:"))
     if not answer:
-        return Scored(0.0, None if first else NO_OPTION)
-    return Scored(float(answer.startswith((letter, name))))
+        return MetricScore(0.0, None if first else NO_OPTION)
+    return MetricScore(float(answer.startswith((letter, name))))
 
 
-def option(prediction: str, label: Sequence[str]) -> Scored:
+def option(prediction: str, label: Sequence[str]) -> MetricScore:
     """1 if the chosen option is the label (choice).
 
     The choice is the first letter, else the text after "answer is", else the first lone letter.
@@ -105,26 +105,26 @@ def option(prediction: str, label: Sequence[str]) -> Scored:
     """
     text = prediction.strip()
     if not text:
-        return Scored(0.0, "the prediction is empty")
+        return MetricScore(0.0, "the prediction is empty")
     if text[0] in "ABCD":
-        return Scored(float(text[0] in label))
+        return MetricScore(float(text[0] in label))
     if text in label:
-        return Scored(1.0)
+        return MetricScore(1.0)
     text = re.sub(" +", " ", _spaced(text, "\n\"'.,?!{}"))
     answer = _after(text, ("answer is:", "answer:", "answer is", "option is"))
     if answer is not None:
-        return Scored(float(answer.startswith(tuple(label))), None if answer else NO_OPTION)
+        return MetricScore(float(answer.startswith(tuple(label))), None if answer else NO_OPTION)
     # As in the benchmark: "AB" counts as a letter, and matches no label.
     letter = next((item for item in text.split() if item in "ABCD"), None)
-    return Scored(float(letter in label)) if letter else Scored(0.0, NO_OPTION)
+    return MetricScore(float(letter in label)) if letter else MetricScore(0.0, NO_OPTION)
 
 
-def summary(prediction: str, label: Sequence[str]) -> Scored:
+def summary(prediction: str, label: Sequence[str]) -> MetricScore:
     """F-measure of rougeLsum without stemming, as the package `evaluate` computes it."""
     return google(prediction, label, "rougeLsum")
 
 
-METRICS: dict[str, tuple[str, Callable[[str, Any], Scored]]] = {
+METRICS: dict[str, tuple[str, Callable[[str, Any], MetricScore]]] = {
     "passkey": ("first integer", first_integer),
     "number_string": ("first integer", first_integer),
     "kv_retrieval": ("word match", word),

@@ -11,9 +11,9 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 
+from kvfold.eval.metrics.base import MetricScore, best, library
 from kvfold.eval.metrics.overlap import qa_f1, qa_f1_zh
 from kvfold.eval.metrics.rouge import pltrdy, pltrdy_zh
-from kvfold.eval.metrics.scored import Scored, best, library
 
 # Few-shot tasks whose predictions continue with more examples: the first line is the answer.
 FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
@@ -50,7 +50,7 @@ def score(
     classes: Sequence[str] | None = None,
     *,
     metric: str | None = None,
-) -> Scored:
+) -> MetricScore:
     """The best score over a sample's references, by the task's metric or by `metric`.
 
     The prediction is not stripped: code keeps its indentation. Raises KeyError for an unknown task
@@ -64,7 +64,7 @@ def score(
     return best(_PLAIN[metric](prediction, answer) for answer in answers)
 
 
-def classification(prediction: str, answer: str, classes: Sequence[str]) -> Scored:
+def classification(prediction: str, answer: str, classes: Sequence[str]) -> MetricScore:
     """1 / (number of classes named in the prediction) if the right one is among them, else 0."""
     named = [name for name in classes if name in prediction]
     # As in the benchmark: removing while iterating skips the class after a removed one.
@@ -72,32 +72,32 @@ def classification(prediction: str, answer: str, classes: Sequence[str]) -> Scor
         if name in answer and name != answer:
             named.remove(name)
     if not named:
-        return Scored(0.0, "no class is named in the prediction")
-    return Scored(1 / len(named) if answer in named else 0.0)
+        return MetricScore(0.0, "no class is named in the prediction")
+    return MetricScore(1 / len(named) if answer in named else 0.0)
 
 
-def count(prediction: str, answer: str) -> Scored:
+def count(prediction: str, answer: str) -> MetricScore:
     """Fraction of the numbers in the prediction that equal the answer."""
     numbers = re.findall(r"\d+", prediction)
     if not numbers:
-        return Scored(0.0, "no number in the prediction")
-    return Scored(numbers.count(answer) / len(numbers))
+        return MetricScore(0.0, "no number in the prediction")
+    return MetricScore(numbers.count(answer) / len(numbers))
 
 
-def retrieval(prediction: str, answer: str) -> Scored:
+def retrieval(prediction: str, answer: str) -> MetricScore:
     """`count` against the number in "Paragraph 7"."""
     return _numbered(prediction, answer, r"Paragraph (\d+)")
 
 
-def retrieval_zh(prediction: str, answer: str) -> Scored:
+def retrieval_zh(prediction: str, answer: str) -> MetricScore:
     """`count` against the number in "段落7"."""
     return _numbered(prediction, answer, r"段落(\d+)")
 
 
-def _numbered(prediction: str, answer: str, pattern: str) -> Scored:
+def _numbered(prediction: str, answer: str, pattern: str) -> MetricScore:
     numbered = re.search(pattern, answer)
     if numbered is None:
-        return Scored(0.0, f"the reference {answer!r} has no number")
+        return MetricScore(0.0, f"the reference {answer!r} has no number")
     return count(prediction, numbered.group(1))
 
 
@@ -107,25 +107,25 @@ def code_line(prediction: str) -> str:
     return next((line for line in lines if not re.search("`|#|//", line)), "")
 
 
-def code_sim(prediction: str, answer: str) -> Scored:
+def code_sim(prediction: str, answer: str) -> MetricScore:
     """Edit similarity of the first line of code, rounded to whole percent.
 
     Computed by difflib, as fuzzywuzzy does without a faster backend, which the benchmark does not
     install. The backends disagree (33 against 67 for "ababab", "aaaaab").
     """
     similarity = difflib.SequenceMatcher(None, code_line(prediction), answer).ratio()
-    return Scored(round(100 * similarity) / 100)
+    return MetricScore(round(100 * similarity) / 100)
 
 
-def code_sim_rapidfuzz(prediction: str, answer: str) -> Scored:
+def code_sim_rapidfuzz(prediction: str, answer: str) -> MetricScore:
     """`code_sim` by rapidfuzz, as reported by KV-cache papers with a newer fuzzywuzzy.
 
     Raises KvfoldError without the library.
     """
-    return Scored(round(library("rapidfuzz.fuzz").ratio(code_line(prediction), answer)) / 100)
+    return MetricScore(round(library("rapidfuzz.fuzz").ratio(code_line(prediction), answer)) / 100)
 
 
-_PLAIN: dict[str, Callable[[str, str], Scored]] = {
+_PLAIN: dict[str, Callable[[str, str], MetricScore]] = {
     "qa_f1": qa_f1,
     "qa_f1_zh": qa_f1_zh,
     "rouge": pltrdy,

@@ -10,16 +10,16 @@ from __future__ import annotations
 import ast
 import warnings
 
+from kvfold.eval.metrics.base import MetricScore, library
 from kvfold.eval.metrics.rouge import pltrdy
-from kvfold.eval.metrics.scored import Scored, library
 
 
-def rouge_recall(prediction: str, answer: str, kind: str = "rouge-l") -> Scored:
+def rouge_recall(prediction: str, answer: str, kind: str = "rouge-l") -> MetricScore:
     """Recall by package `rouge`; an empty prediction is scored as the word "None"."""
     return pltrdy(prediction or "None", answer, kind, "r")
 
 
-def bleu(prediction: str, answer: str, order: int = 1) -> Scored:
+def bleu(prediction: str, answer: str, order: int = 1) -> MetricScore:
     """nltk's sentence BLEU over n-grams of one `order`, 1 or 4 in the paper.
 
     Raises KvfoldError without the library.
@@ -27,17 +27,17 @@ def bleu(prediction: str, answer: str, order: int = 1) -> Scored:
     weights = [float(n == order) for n in range(1, 5)]
     predicted = (prediction or "None").replace("\n", " ").split()
     if not predicted:
-        return Scored(0.0, "the prediction is empty")
+        return MetricScore(0.0, "the prediction is empty")
     with warnings.catch_warnings():
         # nltk warns about every text shorter than `order`.
         warnings.simplefilter("ignore", UserWarning)
         value = library("nltk.translate.bleu_score").sentence_bleu(
             [answer.replace("\n", " ").split()], predicted, weights=weights
         )
-    return Scored(float(value))
+    return MetricScore(float(value))
 
 
-def cloze(prediction: str, answers: dict[str, str], *, partial: bool = False) -> Scored:
+def cloze(prediction: str, answers: dict[str, str], *, partial: bool = False) -> MetricScore:
     """Fraction of masks filled right; with `partial`, one common word is enough.
 
     The prediction is parsed as a Python literal, never evaluated. `weight` is the number of masks,
@@ -48,7 +48,7 @@ def cloze(prediction: str, answers: dict[str, str], *, partial: bool = False) ->
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         filled = None
     if not isinstance(filled, dict):
-        return Scored(0.0, "the prediction is no dictionary", len(answers))
+        return MetricScore(0.0, "the prediction is no dictionary", len(answers))
     right = [
         bool(set(str(filled[mask]).split()) & set(answer.split()))
         if partial
@@ -56,4 +56,4 @@ def cloze(prediction: str, answers: dict[str, str], *, partial: bool = False) ->
         for mask, answer in answers.items()
         if mask in filled
     ]
-    return Scored(sum(right) / len(answers), None, len(answers))
+    return MetricScore(sum(right) / len(answers), None, len(answers))

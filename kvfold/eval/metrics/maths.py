@@ -16,7 +16,7 @@ import sys
 import threading
 from dataclasses import asdict
 
-from kvfold.eval.metrics.scored import Scored, library
+from kvfold.eval.metrics.base import MetricScore, library
 
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
@@ -25,23 +25,23 @@ SECONDS_PER_EXPRESSION = 5
 SECONDS_TO_START = 60
 
 
-def gsm8k_strict(prediction: str, answer: str) -> Scored:
+def gsm8k_strict(prediction: str, answer: str) -> MetricScore:
     """1 if the number after "####" is the answer, commas ignored.
 
     As in the official code, "#### 5." is not 5; lm-evaluation-harness also drops a full stop.
     """
     found = STRICT.search(prediction)
     if found is None:
-        return Scored(0.0, 'no "####" and number in the prediction')
-    return Scored(float(found.group(1).replace(",", "") == answer.replace(",", "")))
+        return MetricScore(0.0, 'no "####" and number in the prediction')
+    return MetricScore(float(found.group(1).replace(",", "") == answer.replace(",", "")))
 
 
-def gsm8k_flexible(prediction: str, answer: str) -> Scored:
+def gsm8k_flexible(prediction: str, answer: str) -> MetricScore:
     """1 if the last number of the prediction is the answer."""
     numbers = NUMBER.findall(prediction)
     if not numbers:
-        return Scored(0.0, "no number in the prediction")
-    return Scored(float(_plain(numbers[-1]) == _plain(answer)))
+        return MetricScore(0.0, "no number in the prediction")
+    return MetricScore(float(_plain(numbers[-1]) == _plain(answer)))
 
 
 def _plain(number: str) -> str:
@@ -59,7 +59,7 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def equivalent(prediction: str, answer: str, limit: int = SECONDS_PER_EXPRESSION) -> Scored:
+def equivalent(prediction: str, answer: str, limit: int = SECONDS_PER_EXPRESSION) -> MetricScore:
     """1 if the last `\\boxed{}` equals the answer by math-verify ("1/2" equals "\\frac12").
 
     `limit` bounds the seconds for parsing an expression, and for the comparison. Raises
@@ -67,7 +67,7 @@ def equivalent(prediction: str, answer: str, limit: int = SECONDS_PER_EXPRESSION
     """
     written = boxed(prediction)
     if written is None:
-        return Scored(0.0, "no complete \\boxed{} in the prediction")
+        return MetricScore(0.0, "no complete \\boxed{} in the prediction")
     library("math_verify")
     # math-verify sets its time limits by signals, which only the main thread may do.
     if threading.current_thread() is threading.main_thread():
@@ -75,7 +75,7 @@ def equivalent(prediction: str, answer: str, limit: int = SECONDS_PER_EXPRESSION
     return _elsewhere(written, answer, limit)
 
 
-def _elsewhere(written: str, answer: str, limit: int) -> Scored:
+def _elsewhere(written: str, answer: str, limit: int) -> MetricScore:
     """`_compared` in a child process."""
     try:
         done = subprocess.run(
@@ -87,12 +87,12 @@ def _elsewhere(written: str, answer: str, limit: int) -> Scored:
             check=True,
             text=True,
         )
-        return Scored(**json.loads(done.stdout))
+        return MetricScore(**json.loads(done.stdout))
     except (subprocess.SubprocessError, ValueError) as problem:
-        return Scored(0.0, f"math-verify: {type(problem).__name__}")
+        return MetricScore(0.0, f"math-verify: {type(problem).__name__}")
 
 
-def _compared(written: str, answer: str, limit: int) -> Scored:
+def _compared(written: str, answer: str, limit: int) -> MetricScore:
     """Score of the expression `written` against `answer`; by text if either cannot be parsed."""
     math_verify = library("math_verify")
     gold, parsed = (
@@ -100,10 +100,10 @@ def _compared(written: str, answer: str, limit: int) -> Scored:
     )
     if not gold or not parsed:
         unread = written if gold else answer
-        return Scored(
+        return MetricScore(
             float(written.strip() == answer.strip()), f"math-verify cannot read {unread!r}"
         )
-    return Scored(float(math_verify.verify(gold, parsed, timeout_seconds=limit)))
+    return MetricScore(float(math_verify.verify(gold, parsed, timeout_seconds=limit)))
 
 
 if __name__ == "__main__":

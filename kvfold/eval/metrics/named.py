@@ -5,23 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvfold.eval.metrics.base import MetricScore, best
 from kvfold.eval.metrics.longbench import code_sim
 from kvfold.eval.metrics.maths import equivalent, gsm8k_flexible
 from kvfold.eval.metrics.overlap import qa_f1, qa_f1_zh, words
 from kvfold.eval.metrics.rouge import google
 from kvfold.eval.metrics.ruler import string_match_all, string_match_part
-from kvfold.eval.metrics.scored import Scored, best
 
-Named = Callable[[str, Sequence[str]], Scored]
+Named = Callable[[str, Sequence[str]], MetricScore]
 
 DEFAULT = "contains"
 
 
-def _exact(prediction: str, answer: str) -> Scored:
-    return Scored(float(words(prediction) == words(answer)))
+def _exact(prediction: str, answer: str) -> MetricScore:
+    return MetricScore(float(words(prediction) == words(answer)))
 
 
-def _best(metric: Callable[[str, str], Scored]) -> Named:
+def _best(metric: Callable[[str, str], MetricScore]) -> Named:
     return lambda prediction, answers: best(metric(prediction, answer) for answer in answers)
 
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvfold.eval.metrics.base import MetricScore
 from kvfold.eval.metrics.rouge import google, pltrdy
-from kvfold.eval.metrics.scored import Scored
 
 
-def keywords(prediction: str, expected: Sequence[str]) -> Scored:
+def keywords(prediction: str, expected: Sequence[str]) -> MetricScore:
     """1 if every keyword is in the prediction, case ignored."""
     text = prediction.lower()
-    return Scored(float(all(word.lower() in text for word in expected)))
+    return MetricScore(float(all(word.lower() in text for word in expected)))
 
 
-def rouge_1(prediction: str, needle: str) -> Scored:
+def rouge_1(prediction: str, needle: str) -> MetricScore:
     """F-measure of ROUGE-1; KVCache-Factory's `run_needle_in_haystack.py` prints ten times that."""
     return google(prediction, [needle], "rouge1")
 
 
-def rouge_l(prediction: str, needle: str) -> Scored:
+def rouge_l(prediction: str, needle: str) -> MetricScore:
     """F-measure of ROUGE-L by package `rouge`, as kvpress reports it."""
     return pltrdy(prediction, needle)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvfold.eval.metrics.scored import Scored, library
+from kvfold.eval.metrics.base import MetricScore, library
 
 CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】"
@@ -43,23 +43,23 @@ def f1(predicted: Sequence[str], expected: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def qa_f1(prediction: str, answer: str) -> Scored:
+def qa_f1(prediction: str, answer: str) -> MetricScore:
     """F1 over English words."""
-    return Scored(f1(words(prediction), words(answer)))
+    return MetricScore(f1(words(prediction), words(answer)))
 
 
-def qa_f1_zh(prediction: str, answer: str) -> Scored:
+def qa_f1_zh(prediction: str, answer: str) -> MetricScore:
     """F1 over jieba's segments, cleaned by `characters`, empty ones dropped (LongBench)."""
 
     def tokens(text: str) -> list[str]:
         return [clean for token in segments(text) if (clean := characters(token))]
 
-    return Scored(f1(tokens(prediction), tokens(answer)))
+    return MetricScore(f1(tokens(prediction), tokens(answer)))
 
 
-def character_f1(prediction: str, answer: str) -> Scored:
+def character_f1(prediction: str, answer: str) -> MetricScore:
     """F1 over characters (InfiniteBench's Zh.QA)."""
-    return Scored(f1(characters(prediction), characters(answer)))
+    return MetricScore(f1(characters(prediction), characters(answer)))
 
 
 def segments(text: str) -> list[str]:

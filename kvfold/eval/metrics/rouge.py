@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kvfold.eval.metrics.base import MetricScore, library
 from kvfold.eval.metrics.overlap import segments
-from kvfold.eval.metrics.scored import Scored, library
 
 
-def pltrdy(prediction: str, reference: str, kind: str = "rouge-l", part: str = "f") -> Scored:
+def pltrdy(prediction: str, reference: str, kind: str = "rouge-l", part: str = "f") -> MetricScore:
     """ROUGE by package `rouge` 1.0.1: `kind` rouge-1, rouge-2 or rouge-l; `part` f, p or r.
 
     If a text is empty, or the library fails (a sentence of about a thousand words overflows its
@@ -27,28 +27,28 @@ def pltrdy(prediction: str, reference: str, kind: str = "rouge-l", part: str = "
     scorer = library("rouge").Rouge(metrics=[kind])
     for name, text in (("prediction", prediction), ("reference", reference)):
         if not text.replace(".", " ").split():
-            return Scored(0.0, f"rouge: the {name} is empty")
+            return MetricScore(0.0, f"rouge: the {name} is empty")
     # A fresh stack: the recursion limit must not depend on the caller's depth.
     with ThreadPoolExecutor(1) as stack:
         running = stack.submit(scorer.get_scores, [prediction], [reference], avg=True)
         try:
-            return Scored(float(running.result()[kind][part]))
+            return MetricScore(float(running.result()[kind][part]))
         except (ValueError, RecursionError) as error:
-            return Scored(0.0, f"rouge: {type(error).__name__}: {error}")
+            return MetricScore(0.0, f"rouge: {type(error).__name__}: {error}")
 
 
-def pltrdy_zh(prediction: str, reference: str) -> Scored:
+def pltrdy_zh(prediction: str, reference: str) -> MetricScore:
     """LongBench's `rouge_zh`: `pltrdy` over jieba's segments, joined by spaces."""
     return pltrdy(" ".join(segments(prediction)), " ".join(segments(reference)))
 
 
-def google(prediction: str, references: Sequence[str], kind: str) -> Scored:
+def google(prediction: str, references: Sequence[str], kind: str) -> MetricScore:
     """F-measure by package `rouge-score` without stemming, the best over references.
 
     `kind` is rouge1, rouge2, rougeL or rougeLsum (which splits sentences on line breaks). Raises
     KvfoldError without the library.
     """
-    return Scored(float(_google(kind).score_multi(references, prediction)[kind].fmeasure))
+    return MetricScore(float(_google(kind).score_multi(references, prediction)[kind].fmeasure))
 
 
 @functools.cache

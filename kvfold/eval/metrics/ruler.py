@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvfold.eval.metrics.scored import Scored
+from kvfold.eval.metrics.base import MetricScore
 
 
 def cleaned(prediction: str) -> str:
@@ -18,14 +18,14 @@ def cleaned(prediction: str) -> str:
     return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
 
 
-def string_match_all(prediction: str, answers: Sequence[str]) -> Scored:
+def string_match_all(prediction: str, answers: Sequence[str]) -> MetricScore:
     """Fraction of the answers found in the prediction, case ignored (all tasks but qa)."""
-    return Scored(sum(_found(prediction, answers)) / len(answers))
+    return MetricScore(sum(_found(prediction, answers)) / len(answers))
 
 
-def string_match_part(prediction: str, answers: Sequence[str]) -> Scored:
+def string_match_part(prediction: str, answers: Sequence[str]) -> MetricScore:
     """1 if any of the answers is found, as they are paraphrases of one another (qa)."""
-    return Scored(float(any(_found(prediction, answers))))
+    return MetricScore(float(any(_found(prediction, answers))))
 
 
 def _found(prediction: str, answers: Sequence[str]) -> list[bool]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvfold.eval.metrics import infinitebench
+from kvfold.eval.metrics.base import MetricScore, best
 from kvfold.eval.metrics.overlap import character_f1
 from kvfold.eval.metrics.rouge import google
-from kvfold.eval.metrics.scored import Scored, best
 
 
 def listed(label: Any) -> list[Any]:
@@ -21,32 +21,32 @@ def listed(label: Any) -> list[Any]:
     return list(label) if isinstance(label, list | tuple) else [label]
 
 
-def contained(prediction: str, label: str | Sequence[str]) -> Scored:
+def contained(prediction: str, label: str | Sequence[str]) -> MetricScore:
     """1 if the label is a substring of the prediction, case-sensitive (kv, prefix_suffix)."""
-    return Scored(float(listed(label)[0] in prediction))
+    return MetricScore(float(listed(label)[0] in prediction))
 
 
-def any_contained(prediction: str, label: str | Sequence[str]) -> Scored:
+def any_contained(prediction: str, label: str | Sequence[str]) -> MetricScore:
     """1 if any label is a substring of the prediction, case ignored (qa_eng, many_shot)."""
     text = prediction.strip().upper()
-    return Scored(float(any(str(one).upper() in text for one in listed(label))))
+    return MetricScore(float(any(str(one).upper() in text for one in listed(label))))
 
 
-def first_number(prediction: str, label: Any) -> Scored:
+def first_number(prediction: str, label: Any) -> MetricScore:
     """1 if the first number is the label; truncated to an integer for an integer label (mf)."""
     expected, number = listed(label)[0], infinitebench.NUMBER.search(prediction)
     if number is None:
-        return Scored(0.0, infinitebench.NO_NUMBER)
-    return Scored(float(type(expected)(float(number.group())) == expected))
+        return MetricScore(0.0, infinitebench.NO_NUMBER)
+    return MetricScore(float(type(expected)(float(number.group())) == expected))
 
 
-def string_match_all(prediction: str, label: Any) -> Scored:
+def string_match_all(prediction: str, label: Any) -> MetricScore:
     """RULER's `string_match_all` without its cleaning, rounded to 2 decimals per sample (vt)."""
     names, text = listed(label), prediction.lower()
-    return Scored(round(sum(name.lower() in text for name in names) / len(names), 2))
+    return MetricScore(round(sum(name.lower() in text for name in names) / len(names), 2))
 
 
-METRICS: dict[str, tuple[str, Callable[[str, Any], Scored]]] = {
+METRICS: dict[str, tuple[str, Callable[[str, Any], MetricScore]]] = {
     "kv": ("substring", contained),
     "prefix_suffix": ("substring", contained),
     "vt": ("string_match_all", string_match_all),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvfold.bench.clock import seconds, synchronize
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.context import Context, check_reusable
-from kvfold.eval.run.prompt import Prompt
+from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.generation.generate import read_on, read_turn
 from kvfold.hf.models import caches_latents
 
@@ -30,7 +30,7 @@ class CompressedToBudget(NamedTuple):
 @torch.no_grad()
 def compressed(
     model: PreTrainedModel,
-    prompt: Prompt,
+    prompt: SamplePrompt,
     method: str,
     budgets: Sequence[str | None],
     seed: int,

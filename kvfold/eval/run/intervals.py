@@ -43,7 +43,7 @@ class Moments(NamedTuple):
     strata: int = 1
 
 
-class Pair(NamedTuple):
+class PairedMoments(NamedTuple):
     """Gains and losses on the same samples, in [0, 1], and the correlation of their means."""
 
     gained: Moments
@@ -60,14 +60,14 @@ def moments(values: Array, weights: Array) -> Moments:
     return Moments(mean, variance, float(kish), count)
 
 
-def pair(gains: Array, weights: Array) -> Pair:
+def paired_moments(gains: Array, weights: Array) -> PairedMoments:
     """Positive and negative parts of differences `gains [..., n]` in [-1, 1], `weights [n]`."""
     up, down = np.maximum(gains, 0), np.maximum(-gains, 0)
     gained, lost = moments(up, weights), moments(down, weights)
     share, count = weights / weights.sum(), gains.shape[-1]
     apart = np.square(share) * (up - gained.mean[..., None]) * (down - lost.mean[..., None])
     shared = apart.sum(-1) * count / max(count - 1, 1)
-    return Pair(gained, lost, _ratio(shared, np.sqrt(gained.variance * lost.variance)))
+    return PairedMoments(gained, lost, _ratio(shared, np.sqrt(gained.variance * lost.variance)))
 
 
 def bounded(of: Moments) -> Interval:
@@ -96,7 +96,7 @@ def bounded(of: Moments) -> Interval:
     )
 
 
-def paired(of: Pair) -> Interval:
+def paired(of: PairedMoments) -> Interval:
     """Interval of a mean difference: gains minus losses, each `bounded`, combined by MOVER.
 
     If no sample differs, the interval still allows the rate of differences that `bounded` allows.
@@ -128,13 +128,13 @@ def pooled(parts: list[Moments], weights: list[float]) -> Moments:
     )
 
 
-def pooled_pairs(parts: list[Pair], weights: list[float]) -> Pair:
+def pooled_pairs(parts: list[PairedMoments], weights: list[float]) -> PairedMoments:
     """Gains and losses of the weighted mean of independent differences; weights sum to 1."""
     gained = pooled([part.gained for part in parts], weights)
     lost = pooled([part.lost for part in parts], weights)
     each = [np.sqrt(part.gained.variance * part.lost.variance) * part.correlation for part in parts]
     shared = np.sum([w**2 * one for w, one in zip(weights, each, strict=True)], 0)
-    return Pair(gained, lost, _ratio(shared, np.sqrt(gained.variance * lost.variance)))
+    return PairedMoments(gained, lost, _ratio(shared, np.sqrt(gained.variance * lost.variance)))
 
 
 def combined(parts: list[Interval], weights: list[float]) -> Interval:

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.bench.machine import Setup, commit
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import TRUNCATED, EvalCell
-from kvfold.eval.run.prompt import Prompt
+from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.question_agnostic import run_question_agnostic
 from kvfold.eval.run.question_aware import run_question_aware
-from kvfold.eval.run.sample import Outcome, Sample, digest
+from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, digest
 from kvfold.eval.run.streaming import run_streaming
 from kvfold.eval.run.truncated import as_whole_context, context_room
-from kvfold.eval.tasks import Task, TaskRecord, Unreadable, tasks
-from kvfold.jobs.executor import Work
+from kvfold.eval.tasks import Task, TaskSample, UnreadableSample, tasks
+from kvfold.jobs.executor import WorkerSpec
 from kvfold.loading import Loading
 
 
@@ -30,31 +30,35 @@ class EvalJob:
     """The sample with number `index`, and cells that differ only in their budget."""
 
     index: int
-    sample: TaskRecord | Unreadable
+    sample: TaskSample | UnreadableSample
     cells: tuple[EvalCell, ...]
 
-    def line(self, cell: EvalCell, outcome: Outcome | None, error: str | None = None) -> Sample:
+    def line(
+        self, cell: EvalCell, outcome: SampleOutcome | None, error: str | None = None
+    ) -> SampleResult:
         """The line of the samples file for one cell; `error` says why there is no outcome."""
-        return Sample(
+        return SampleResult(
             cell=cell,
             index=self.index,
             text=digest(self.sample),
             outcome=outcome,
             error=error,
-            metadata=dict(self.sample.metadata) if isinstance(self.sample, TaskRecord) else {},
+            metadata=dict(self.sample.metadata) if isinstance(self.sample, TaskSample) else {},
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=_commit(),
             setup=_setup(),
         )
 
 
-def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob) -> list[Sample]:
+def run_job(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
+) -> list[SampleResult]:
     """One line per cell of the job; exceptions are caught and written into `error`.
 
     If a job of several cells fails, each cell is rerun alone, so that one budget's error does not
     fail the others.
     """
-    if isinstance(job.sample, Unreadable):
+    if isinstance(job.sample, UnreadableSample):
         said = f"{job.sample.where}: {job.sample.why}"
         return [job.line(cell, None, said) for cell in job.cells]
     alone, before = len(job.cells) == 1, _reset_peak(model.device)
@@ -63,19 +67,21 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
     except Exception as problem:
         if alone:
             return [job.line(job.cells[0], None, _message(problem))]
-        each = [run(model, tokenizer, replace(job, cells=(cell,))) for cell in job.cells]
+        each = [run_job(model, tokenizer, replace(job, cells=(cell,))) for cell in job.cells]
         return [sample for samples in each for sample in samples]
     if alone and before is not None:
         outcomes = {cell: _with_peak(model, outcome, before) for cell, outcome in outcomes.items()}
     return [job.line(cell, outcomes[cell]) for cell in job.cells]
 
 
-def work(name: str, loading: Loading | None = None) -> Work[EvalJob, list[Sample]]:
-    """Work that evaluates jobs with the model `name`."""
-    return Work(name, run, _given_up, loading or Loading())
+def worker_spec(
+    name: str, loading: Loading | None = None
+) -> WorkerSpec[EvalJob, list[SampleResult]]:
+    """Spec of workers that evaluate with the model `name`."""
+    return WorkerSpec(name, run_job, _given_up, loading or Loading())
 
 
-def _given_up(job: EvalJob, why: str) -> list[Sample]:
+def _given_up(job: EvalJob, why: str) -> list[SampleResult]:
     """Error lines of a job whose workers died."""
     return [job.line(cell, None, why) for cell in job.cells]
 
@@ -83,12 +89,12 @@ def _given_up(job: EvalJob, why: str) -> list[Sample]:
 def _outcomes(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    record: TaskRecord,
+    sample: TaskSample,
     cells: tuple[EvalCell, ...],
-) -> Iterator[tuple[EvalCell, Outcome]]:
+) -> Iterator[tuple[EvalCell, SampleOutcome]]:
     """Outcomes of cells that differ only in their budget, by the task's phase and protocol."""
     first = cells[0]
-    task, prompt = tasks()[first.task], Prompt.of(record, tokenizer)
+    task, prompt = tasks()[first.task], SamplePrompt.of(sample, tokenizer)
     if task.phase == "stream":
         yield from ((cell, run_streaming(model, prompt, cell)) for cell in cells)
         return
@@ -106,15 +112,15 @@ def _outcomes(
 
 
 def _outcome(
-    model: PreTrainedModel, prompt: Prompt, cell: EvalCell, task: Task, aware: bool
-) -> Outcome:
+    model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell, task: Task, aware: bool
+) -> SampleOutcome:
     """Outcome of one cell, question-aware or question-agnostic."""
     if aware:
         return run_question_aware(model, prompt, cell, task)
     return next(run_question_agnostic(model, prompt, [cell], task))[1]
 
 
-def _with_peak(model: PreTrainedModel, outcome: Outcome, before: int) -> Outcome:
+def _with_peak(model: PreTrainedModel, outcome: SampleOutcome, before: int) -> SampleOutcome:
     peak = torch.cuda.max_memory_allocated(model.device) - before
     held = outcome.held.model_copy(update={"peak_bytes": peak})
     return outcome.model_copy(update={"held": held})

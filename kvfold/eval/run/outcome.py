@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import Reply
-from kvfold.eval.run.sample import CacheUsage, ScoredAnswer
+from kvfold.eval.run.sample_result import CacheUsage, ScoredAnswer
 from kvfold.eval.tasks import Question, Task
 
 

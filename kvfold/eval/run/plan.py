@@ -20,8 +20,8 @@ from kvfold.eval.run.cell import (
     EvaluatedModel,
 )
 from kvfold.eval.run.job import EvalJob
-from kvfold.eval.run.sample import digest
-from kvfold.eval.tasks import Request, Task, TaskRecord, Unreadable, source
+from kvfold.eval.run.sample_result import digest
+from kvfold.eval.tasks import SampleRequest, Task, TaskSample, UnreadableSample, source
 from kvfold.methods.base import parse
 
 # A method and its budget, both as text; None for a method without budget.
@@ -73,14 +73,14 @@ class TaskSamples:
 
     task: Task
     length: int | None
-    request: Request
-    samples: tuple[TaskRecord | Unreadable, ...]
+    request: SampleRequest
+    samples: tuple[TaskSample | UnreadableSample, ...]
 
     @classmethod
-    def of(cls, task: Task, request: Request) -> TaskSamples:
+    def of(cls, task: Task, request: SampleRequest) -> TaskSamples:
         """The task with drawn samples; raises KvfoldError if there is nothing to draw from."""
         length = request.length if task.generated or task.phase == "stream" else None
-        return cls(task, length, request, tuple(task.records(request)))
+        return cls(task, length, request, tuple(task.samples(request)))
 
     def cells(
         self, subject: EvaluatedModel, protocol: EvalProtocol, contenders: Sequence[Contender]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts: a record as token ids in a chat template, truncated to the length limit."""
+"""Prompts: a sample as token ids in a chat template, truncated to the length limit."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.tasks import Question, TaskRecord
+from kvfold.eval.tasks import Question, TaskSample
 from kvfold.hf.chat_template import Frame, token_count, token_ids
 from kvfold.hf.user_text import Content
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SamplePrompt:
     """Token ids `ids [1, N]` of a sample's context in its chat template.
 
     The first `opening` tokens belong to the template and are never truncated; `left_out` is the
     number of context tokens truncated.
     """
 
-    record: TaskRecord
+    sample: TaskSample
     tokenizer: PreTrainedTokenizerBase
     frame: Frame
     ids: Tensor
@@ -33,20 +33,20 @@ class Prompt:
     left_out: int = 0
 
     @classmethod
-    def of(cls, record: TaskRecord, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    def of(cls, sample: TaskSample, tokenizer: PreTrainedTokenizerBase) -> SamplePrompt:
         """The whole context, in the chat template if the benchmark uses one."""
         frame = Frame(tokenizer.bos_token or "", "", "", "")
-        if record.chat:
+        if sample.chat:
             # A question's text starts with its own separator from the context.
             frame = replace(Frame.of(tokenizer), parting="")
         # Special tokens spelt in a benchmark's text are plain text, as in `kvfold.compress`.
-        ids = token_ids(tokenizer, frame.before, Content(record.context))
-        return cls(record, tokenizer, frame, ids, token_count(tokenizer, frame.before))
+        ids = token_ids(tokenizer, frame.before, Content(sample.context))
+        return cls(sample, tokenizer, frame, ids, token_count(tokenizer, frame.before))
 
     @property
     def tokens(self) -> int:
         """Number of tokens of the context and the first question."""
-        asked = [self.question_ids(question).shape[1] for question in self.record.questions[:1]]
+        asked = [self.question_ids(question).shape[1] for question in self.sample.questions[:1]]
         return self.ids.shape[1] + sum(asked)
 
     def question_ids(self, question: Question, first: bool = True) -> Tensor:
@@ -68,20 +68,20 @@ class Prompt:
         """
         taken = [
             (self.question_ids(q).shape[1], self.question_ids(q).shape[1] + q.max_new_tokens)
-            for q in self.record.questions
+            for q in self.sample.questions
         ]
-        if self.record.conversation:
+        if self.sample.conversation:
             return sum(asked for asked, _ in taken), sum(whole for _, whole in taken)
         return max(taken, key=lambda sizes: sizes[1], default=(0, 0))
 
     def options(self, ends: Sequence[int]) -> dict[str, Any]:
-        """Options of `generate` for this record; `ends` are the model's end tokens."""
-        if not self.record.nonempty:
+        """Options of `generate` for this sample; `ends` are the model's end tokens."""
+        if not self.sample.nonempty:
             return {}
-        stops = [token_ids(self.tokenizer, stop)[0, -1].item() for stop in self.record.stop]
+        stops = [token_ids(self.tokenizer, stop)[0, -1].item() for stop in self.sample.stop]
         return {"begin_suppress_tokens": [*ends, *stops]}
 
-    def within(self, limit: int, truncation: str) -> Prompt:
+    def within(self, limit: int, truncation: str) -> SamplePrompt:
         """The prompt truncated in the middle, so that prompt plus answer take `limit` tokens.
 
         As in LongBench, equal parts of the beginning and the end (with the question) are kept.
@@ -102,7 +102,7 @@ class Prompt:
             raise KvfoldError(f"a question takes {whole} of {limit} tokens with its answer")
         return self.truncated(room, head=(room + asked) // 2)
 
-    def truncated(self, room: int, head: int | None = None) -> Prompt:
+    def truncated(self, room: int, head: int | None = None) -> SamplePrompt:
         """The context's first `head` tokens (default: half) and its last ones, `room` in all."""
         length = self.ids.shape[1]
         room = max(room, self.opening)

@@ -17,23 +17,23 @@ from kvfold.contexts.answer import end_tokens
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.outcome import cache_usage, scored_answer
-from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.sample import Outcome, ScoredAnswer
+from kvfold.eval.run.prompt import SamplePrompt
+from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 from kvfold.eval.tasks import Task
 from kvfold.generation.generate import generate
 
 
 def run_question_aware(
-    model: PreTrainedModel, prompt: Prompt, cell: EvalCell, task: Task
-) -> Outcome:
+    model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell, task: Task
+) -> SampleOutcome:
     """Outcome of a sample: one prefill of context and question per question.
 
     The turns of a conversation share one cache. Raises KvfoldError for history "gold" in a
     conversation, as that cache holds the model's own answers; for tasks scored by likelihood; and
     without a question.
     """
-    record, ends, answers = prompt.record, end_tokens(model), list[ScoredAnswer]()
-    if record.conversation and cell.protocol.history == "gold":
+    sample, ends, answers = prompt.sample, end_tokens(model), list[ScoredAnswer]()
+    if sample.conversation and cell.protocol.history == "gold":
         raise KvfoldError(
             'a conversation in one cache goes on with the model\'s own answers: history "gold" '
             "needs a context that is compressed before the questions"
@@ -44,8 +44,8 @@ def run_question_aware(
             "its context"
         )
     ids, cache, prefill, total = prompt.ids, None, 0.0, 0.0
-    for turn, question in enumerate(record.questions):
-        first = turn == 0 or not record.conversation
+    for turn, question in enumerate(sample.questions):
+        first = turn == 0 or not sample.conversation
         if cache is None or first:
             ids = prompt.ids
             cache = CompressedCache(
@@ -53,10 +53,10 @@ def run_question_aware(
                 cell.method,
                 cell.budget,
                 tokenizer=prompt.tokenizer,
-                seed=cell.seed + record.index,
+                seed=cell.seed + sample.index,
             )
         ids = torch.cat([ids, prompt.question_ids(question, first)], 1)
-        text = _TimedStop(prompt.tokenizer, ids.shape[1], record.stop)
+        text = _TimedStop(prompt.tokenizer, ids.shape[1], sample.stop)
         began = time.perf_counter()
         out = generate(
             model,
@@ -77,7 +77,7 @@ def run_question_aware(
         ids = torch.cat([ids, torch.tensor([said], dtype=ids.dtype)], 1)
     if cache is None:
         raise KvfoldError("there is no question")
-    return Outcome(
+    return SampleOutcome(
         answers=tuple(answers),
         tokens=prompt.tokens,
         left_out=prompt.left_out,

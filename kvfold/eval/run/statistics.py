@@ -12,14 +12,14 @@ from pydantic import BaseModel, ConfigDict
 from kvfold.eval.run.intervals import (
     Array,
     Moments,
-    Pair,
+    PairedMoments,
     bounded,
     moments,
-    pair,
     paired,
+    paired_moments,
     student,
 )
-from kvfold.eval.run.sample import Outcome, Sample
+from kvfold.eval.run.sample_result import SampleOutcome, SampleResult
 
 PERPLEXITY = "perplexity"
 # Properties in a sample's metadata by which scores are broken down.
@@ -63,12 +63,12 @@ class PairedDifference(BaseModel):
     correlation: float | None = None
 
     @property
-    def pair(self) -> Pair | None:
+    def pair(self) -> PairedMoments | None:
         """Gains and losses as fractions in [0, 1]; None for a perplexity."""
         if self.gained is None or self.lost is None or self.correlation is None:
             return None
         gained, lost = shares(self.gained), shares(self.lost)
-        return Pair(gained, lost, np.array(self.correlation))
+        return PairedMoments(gained, lost, np.array(self.correlation))
 
 
 def percent(of: Moments) -> Estimate:
@@ -85,7 +85,7 @@ def shares(of: Estimate) -> Moments:
     return Moments(np.array(of.value / 100), variance, of.count, max(round(of.count), 1))
 
 
-def estimate(outcomes: Sequence[Outcome], metric: str) -> Estimate:
+def estimate(outcomes: Sequence[SampleOutcome], metric: str) -> Estimate:
     """Weighted mean of a metric over samples, in percent, or a perplexity.
 
     The samples are the independent units: answers about one context are averaged first.
@@ -103,7 +103,7 @@ def estimate(outcomes: Sequence[Outcome], metric: str) -> Estimate:
 
 
 def difference(
-    outcomes: Mapping[int, Outcome], full: Mapping[int, Outcome], metric: str
+    outcomes: Mapping[int, SampleOutcome], full: Mapping[int, SampleOutcome], metric: str
 ) -> PairedDifference | None:
     """Paired difference over the sample numbers in both; None if they share none."""
     shared = [index for index in outcomes if index in full]
@@ -121,7 +121,7 @@ def difference(
 
 def of_scores(gains: Array, weights: Array) -> PairedDifference:
     """Difference in percent, from per-sample `gains [n]` in [-1, 1] and `weights [n]`."""
-    of = pair(gains, weights)
+    of = paired_moments(gains, weights)
     value, low, high = (100 * float(each) for each in paired(of))
     return PairedDifference(
         value=value,
@@ -148,7 +148,7 @@ def of_perplexities(ours: Array, base: Array, weights: Array) -> PairedDifferenc
     return PairedDifference(value=value, low=value - far, high=value + far, samples=samples)
 
 
-def _values(outcomes: Sequence[Outcome], metric: str) -> tuple[Array, Array]:
+def _values(outcomes: Sequence[SampleOutcome], metric: str) -> tuple[Array, Array]:
     """Weighted mean over each sample's answers `[n]`, and the samples' weights `[n]`."""
     values, weights = [], []
     for outcome in outcomes:
@@ -162,11 +162,11 @@ def _values(outcomes: Sequence[Outcome], metric: str) -> tuple[Array, Array]:
     return np.array(values, dtype=np.float64), np.array(weights, dtype=np.float64)
 
 
-def breakdown(samples: Sequence[Sample], metric: str) -> dict[str, dict[str, Estimate]]:
+def breakdown(samples: Sequence[SampleResult], metric: str) -> dict[str, dict[str, Estimate]]:
     """Scores by each property of `BREAKDOWN` that has several values, and by turn if several."""
     found: dict[str, dict[str, Estimate]] = {}
     for name in BREAKDOWN:
-        groups: dict[str, list[Outcome]] = {}
+        groups: dict[str, list[SampleOutcome]] = {}
         for sample in samples:
             if sample.metadata.get(name) is not None and sample.outcome is not None:
                 groups.setdefault(str(sample.metadata[name]), []).append(sample.outcome)

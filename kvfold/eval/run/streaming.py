@@ -14,11 +14,11 @@ from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.likelihood import token_by_token
 from kvfold.eval.run.outcome import cache_usage
-from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.sample import Outcome, ScoredAnswer
+from kvfold.eval.run.prompt import SamplePrompt
+from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 
 
-def run_streaming(model: PreTrainedModel, prompt: Prompt, cell: EvalCell) -> Outcome:
+def run_streaming(model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell) -> SampleOutcome:
     """Outcome of a streamed text, with its negative log-likelihood.
 
     A budget given as a ratio is taken of the whole text. Raises KvfoldError if the text is longer
@@ -29,11 +29,11 @@ def run_streaming(model: PreTrainedModel, prompt: Prompt, cell: EvalCell) -> Out
         raise KvfoldError(f"takes {length} tokens, {cell.protocol.max_length} are the limit")
     if budget is not None and budget.kind == "ratio":
         budget = Budget.tokens(max(1, math.floor(budget.amount * length + 1e-9)))
-    seed = cell.seed + prompt.record.index
+    seed = cell.seed + prompt.sample.index
     cache = CompressedCache(model, cell.method, budget, tokenizer=prompt.tokenizer, seed=seed)
     began = time.perf_counter()
     answer = ScoredAnswer.of_text(token_by_token(model, cache, prompt.ids.to(model.device)))
-    return Outcome(
+    return SampleOutcome(
         answers=(answer,),
         tokens=length,
         left_out=0,

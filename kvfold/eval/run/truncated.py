@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.eval.run.cell import FULL, EvalCell
-from kvfold.eval.run.prompt import Prompt
-from kvfold.eval.run.sample import Outcome
+from kvfold.eval.run.prompt import SamplePrompt
+from kvfold.eval.run.sample_result import SampleOutcome
 from kvfold.generation.generate import read_turn
 
 
-def context_room(model: PreTrainedModel, prompt: Prompt, cell: EvalCell, aware: bool) -> int:
+def context_room(model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell, aware: bool) -> int:
     """Context tokens that fit into the cell's budget; if `aware`, next to the question's tokens."""
     assert cell.budget is not None
     asked = prompt.tokens_after()[0] if aware else 0
@@ -25,7 +25,9 @@ def context_room(model: PreTrainedModel, prompt: Prompt, cell: EvalCell, aware: 
     return budget.per_layer(prompt.ids.shape[1] + asked, 1, 1, 1, 1) - asked
 
 
-def as_whole_context(whole: Prompt, shorter: Prompt, outcome: Outcome) -> Outcome:
+def as_whole_context(
+    whole: SamplePrompt, shorter: SamplePrompt, outcome: SampleOutcome
+) -> SampleOutcome:
     """A full cache's outcome on the `shorter` prompt, with sizes relative to the `whole` one."""
     held, left_out = outcome.held, shorter.left_out - whole.left_out
     longer = (held.seen + left_out) / held.seen

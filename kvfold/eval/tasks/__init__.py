@@ -24,15 +24,22 @@ from kvfold.eval.tasks import (
     ruler_words,
     scbench,
 )
-from kvfold.eval.tasks.record import NoData, Question, Request, Task, TaskRecord, Unreadable
+from kvfold.eval.tasks.base import (
+    NoData,
+    Question,
+    SampleRequest,
+    Task,
+    TaskSample,
+    UnreadableSample,
+)
 
 __all__ = [
     "NoData",
     "Question",
-    "Request",
+    "SampleRequest",
     "Task",
-    "TaskRecord",
-    "Unreadable",
+    "TaskSample",
+    "UnreadableSample",
     "families",
     "select",
     "tasks",

@@ -8,20 +8,20 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from kvfold.eval.tasks.base import SampleRequest, TaskSample
 from kvfold.eval.tasks.length import largest
-from kvfold.eval.tasks.record import Request, TaskRecord
 
 # Samples per task and length, as in RULER and the key-value papers.
 SAMPLES = 500
 
-# Makes a record from haystack size, random generator and sample number.
-Build = Callable[[int, random.Random, int], TaskRecord]
+# Makes a sample from haystack size, random generator and sample number.
+Build = Callable[[int, random.Random, int], TaskSample]
 
 
 def fitted(
-    request: Request, name: str, build: Build, least: int, most: int | None = None
-) -> Iterator[TaskRecord]:
-    """The request's number of records, each as long as fits into its `length` with the answer.
+    request: SampleRequest, name: str, build: Build, least: int, most: int | None = None
+) -> Iterator[TaskSample]:
+    """The request's number of samples, each as long as fits into its `length` with the answer.
 
     The haystack's size is searched between `least` and `most`, in the unit of `build`.
     `metadata["tokens"]` is the length of prompt plus answer. Raises KvfoldError if `length` cannot
@@ -31,25 +31,25 @@ def fitted(
     for index in range(SAMPLES if request.samples is None else request.samples):
         seed = f"{request.seed} {name} {request.length} {index}"
 
-        def made(size: int, seed: str = seed, index: int = index) -> TaskRecord:
+        def made(size: int, seed: str = seed, index: int = index) -> TaskSample:
             return build(size, random.Random(seed), index)
 
         def taken(size: int) -> int:
             return tokens(made(size), count)
 
-        record = made(largest(taken, request.length, least, most, name))
-        metadata = {**record.metadata, "tokens": tokens(record, count), "seed": request.seed}
-        yield replace(record, index=index, metadata=metadata)
+        sample = made(largest(taken, request.length, least, most, name))
+        metadata = {**sample.metadata, "tokens": tokens(sample, count), "seed": request.seed}
+        yield replace(sample, index=index, metadata=metadata)
 
 
-def tokens(record: TaskRecord, count: Callable[[str], int]) -> int:
+def tokens(sample: TaskSample, count: Callable[[str], int]) -> int:
     """Maximal tokens of prompt plus answer over the questions; of a conversation, all turns."""
-    asked = [count(q.text + q.answer_prefix) + q.max_new_tokens for q in record.questions]
-    if record.conversation:
-        return count(record.context) + sum(asked)
+    asked = [count(q.text + q.answer_prefix) + q.max_new_tokens for q in sample.questions]
+    if sample.conversation:
+        return count(sample.context) + sum(asked)
     # Counted as one text: concatenation can reduce the number of tokens.
-    whole = [count(record.prompt(q)) + q.max_new_tokens for q in record.questions]
-    return max(whole, default=count(record.context))
+    whole = [count(sample.prompt(q)) + q.max_new_tokens for q in sample.questions]
+    return max(whole, default=count(sample.context))
 
 
 def number(rng: random.Random, digits: int = 7) -> str:

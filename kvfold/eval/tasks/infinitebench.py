@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic import Field
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.infinitebench import METRICS
 from kvfold.eval.tasks import source
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 from kvfold.eval.tasks.infinitebench_prompts import PROMPTS
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 QUESTION_FIRST = frozenset({"math_find", "code_run"})
 CHOICES = frozenset({"longbook_choice_eng", "code_debug"})
@@ -78,7 +78,7 @@ def label(task: str, row: _InfiniteBenchRow) -> Any:
     return values[0] if task == "math_find" else str(values[0])
 
 
-def _convert(task: str, row: _InfiniteBenchRow) -> TaskRecord:
+def _convert(task: str, row: _InfiniteBenchRow) -> TaskSample:
     prompt = PROMPTS[task]
     fields, expected = _fields(task, row), label(task, row)
     answers = expected if isinstance(expected, list) else [expected]
@@ -89,7 +89,7 @@ def _convert(task: str, row: _InfiniteBenchRow) -> TaskRecord:
         prompt.answer_prefix.format_map(fields),
         {"label": expected},
     )
-    return TaskRecord(
+    return TaskSample(
         f"infinitebench_{task}",
         0,
         prompt.before.format_map(fields) + row.context,
@@ -98,13 +98,13 @@ def _convert(task: str, row: _InfiniteBenchRow) -> TaskRecord:
     )
 
 
-def _records(task: str, request: Request) -> Iterator[TaskRecord | Unreadable]:
+def _samples(task: str, request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
     hub = "xinrongzhang2022/InfiniteBench"
     convert = partial(_convert, task)
-    return source.records(request, _InfiniteBenchRow, convert, file=task, hub=hub, subset=task)
+    return source.samples(request, _InfiniteBenchRow, convert, file=task, hub=hub, subset=task)
 
 
-def _score(task: str, prediction: str, question: Question) -> Scored:
+def _score(task: str, prediction: str, question: Question) -> MetricScore:
     return METRICS[task][1](prediction, question.metadata["label"])
 
 
@@ -115,7 +115,7 @@ TASKS = tuple(
         "OpenBMB/InfiniteBench, arXiv 2402.13718",
         "infinitebench",
         prompt.group,
-        partial(_records, task),
+        partial(_samples, task),
         {METRICS[task][0]: partial(_score, task)},
         truncation="middle",
     )

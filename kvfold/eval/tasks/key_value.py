@@ -15,11 +15,11 @@ from functools import partial
 
 from pydantic import Field
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.ruler import string_match_part
 from kvfold.eval.tasks import source
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 from kvfold.eval.tasks.generated import fitted, identifier
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 # A UUID takes at most 36 tokens, one per character.
 MAX_NEW_TOKENS = 50
@@ -48,11 +48,11 @@ def question(key: str, value: str) -> Question:
 
 def _build(
     name: str, questions: int, conversation: bool, size: int, rng: random.Random, index: int
-) -> TaskRecord:
-    """A record with `size` random pairs and `questions` random keys to look up."""
+) -> TaskSample:
+    """A sample with `size` random pairs and `questions` random keys to look up."""
     pairs = [(identifier(rng), identifier(rng)) for _ in range(size)]
     asked = [rng.randrange(size) for _ in range(questions)]
-    return TaskRecord(
+    return TaskSample(
         name,
         index,
         context(pairs),
@@ -62,31 +62,31 @@ def _build(
     )
 
 
-def _single(request: Request) -> Iterator[TaskRecord | Unreadable]:
+def _single(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
     """Records of kv_retrieval: from the benchmark's rows if given, else generated."""
     if not source.has(request, "kv_retrieval"):
         return fitted(
             request, "kv_retrieval", partial(_build, "kv_retrieval", 1, False), LEAST_PAIRS
         )
 
-    def convert(row: _KeyValueRow) -> TaskRecord:
+    def convert(row: _KeyValueRow) -> TaskSample:
         pairs = [(key, value) for key, value in row.ordered_kv_records]
         if (row.key, row.value) not in pairs:
             raise ValueError(f"key {row.key!r} and its value are not among the pairs")
         place = pairs.index((row.key, row.value))
         metadata = {"pairs": len(pairs), "places": [place]}
         asked = (question(row.key, row.value),)
-        return TaskRecord("kv_retrieval", 0, context(pairs), asked, metadata=metadata)
+        return TaskSample("kv_retrieval", 0, context(pairs), asked, metadata=metadata)
 
-    return source.records(request, _KeyValueRow, convert, file="kv_retrieval")
+    return source.samples(request, _KeyValueRow, convert, file="kv_retrieval")
 
 
-def _many(name: str, conversation: bool, request: Request) -> Iterator[TaskRecord]:
+def _many(name: str, conversation: bool, request: SampleRequest) -> Iterator[TaskSample]:
     build = partial(_build, name, request.questions, conversation)
     return fitted(request, name, build, LEAST_PAIRS)
 
 
-def _score(prediction: str, asked: Question) -> Scored:
+def _score(prediction: str, asked: Question) -> MetricScore:
     return string_match_part(prediction, asked.answers)
 
 

@@ -13,11 +13,11 @@ from functools import partial
 
 from pydantic import Field
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import longbench as metrics
 from kvfold.eval.tasks import source
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 from kvfold.eval.tasks.longbench_prompts import GROUPS, MAX_NEW_TOKENS, PROMPTS
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 HUB = "THUDM/LongBench"
 # Tasks prompted without a chat template: few-shot lists and code, which the model continues.
@@ -41,7 +41,7 @@ def bucket(words: int) -> str:
     return "0-4k" if words < 4000 else "4-8k" if words < 8000 else "8k+"
 
 
-def _convert(name: str, task: str, row: _LongBenchRow) -> TaskRecord:
+def _convert(name: str, task: str, row: _LongBenchRow) -> TaskSample:
     before, after = PROMPTS[task].split("{context}")
     question = Question(
         after.replace("{input}", row.input),
@@ -50,7 +50,7 @@ def _convert(name: str, task: str, row: _LongBenchRow) -> TaskRecord:
         metadata={"classes": row.all_classes},
     )
     known = {} if row.length is None else {"words": row.length, "bucket": bucket(row.length)}
-    return TaskRecord(
+    return TaskSample(
         name,
         0,
         before + row.context,
@@ -62,10 +62,10 @@ def _convert(name: str, task: str, row: _LongBenchRow) -> TaskRecord:
     )
 
 
-def _records(
-    name: str, task: str, subset: str, request: Request
-) -> Iterator[TaskRecord | Unreadable]:
-    return source.records(
+def _samples(
+    name: str, task: str, subset: str, request: SampleRequest
+) -> Iterator[TaskSample | UnreadableSample]:
+    return source.samples(
         request,
         _LongBenchRow,
         partial(_convert, name, task),
@@ -76,7 +76,7 @@ def _records(
     )
 
 
-def _score(task: str, metric: str | None, prediction: str, question: Question) -> Scored:
+def _score(task: str, metric: str | None, prediction: str, question: Question) -> MetricScore:
     classes = question.metadata["classes"]
     return metrics.score(task, prediction, question.answers, classes, metric=metric)
 
@@ -94,7 +94,7 @@ def _task(task: str, extended: bool) -> Task:
         "THUDM/LongBench, arXiv 2308.14508",
         "longbench_e" if extended else "longbench",
         GROUPS[task],
-        partial(_records, name, task, f"{task}_e" if extended else task),
+        partial(_samples, name, task, f"{task}_e" if extended else task),
         scores,
         truncation="middle",
     )

@@ -15,10 +15,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.choice import accuracy
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 
 MAX_NEW_TOKENS = 128
 
@@ -36,7 +36,7 @@ class _LongBenchV2Row(source.DatasetRow):
     domain: str | None = None
 
 
-def _convert(row: _LongBenchV2Row) -> TaskRecord:
+def _convert(row: _LongBenchV2Row) -> TaskSample:
     text = (
         f"\n</text>\n\nWhat is the correct answer to this question: {row.question.strip()}\n"
         f"Choices:\n(A) {row.choice_A.strip()}\n(B) {row.choice_B.strip()}\n"
@@ -44,7 +44,7 @@ def _convert(row: _LongBenchV2Row) -> TaskRecord:
         'Format your response as follows: "The correct answer is (insert answer here)".'
     )
     before = "Please read the following text and answer the question below.\n\n<text>\n"
-    return TaskRecord(
+    return TaskSample(
         "longbench_v2",
         0,
         before + row.context.strip(),
@@ -53,12 +53,12 @@ def _convert(row: _LongBenchV2Row) -> TaskRecord:
     )
 
 
-def _records(request: Request) -> Iterator[TaskRecord | Unreadable]:
+def _samples(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
     hub = "THUDM/LongBench-v2"
-    return source.records(request, _LongBenchV2Row, _convert, file="longbench_v2", hub=hub)
+    return source.samples(request, _LongBenchV2Row, _convert, file="longbench_v2", hub=hub)
 
 
-def _accuracy(compensated: bool, prediction: str, question: Question) -> Scored:
+def _accuracy(compensated: bool, prediction: str, question: Question) -> MetricScore:
     return accuracy(prediction, question.answers[0], compensated=compensated)
 
 
@@ -69,7 +69,7 @@ TASKS = (
         "THUDM/LongBench, arXiv 2412.15204",
         "longbench_v2",
         "multiple choice",
-        _records,
+        _samples,
         {
             "accuracy": partial(_accuracy, False),
             "compensated_accuracy": partial(_accuracy, True),

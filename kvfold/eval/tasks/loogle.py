@@ -15,10 +15,17 @@ from typing import Any
 
 from pydantic import Field
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import loogle as metrics
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Metric, Question, Request, Task, TaskRecord, Unreadable
+from kvfold.eval.tasks.base import (
+    Metric,
+    Question,
+    SampleRequest,
+    Task,
+    TaskSample,
+    UnreadableSample,
+)
 
 _QA = ("Please answer the question based on the long texts below. \n", "\nQuestion: {Q}\nAnswer: ")
 _CLOZE = (
@@ -54,7 +61,7 @@ def _pairs(row: _LooGLERow) -> list[tuple[str, Any]]:
     return [(pair["Q"], pair["A"]) for pair in ast.literal_eval(row.qa_pairs)]
 
 
-def _convert(task: str, row: _LooGLERow) -> TaskRecord:
+def _convert(task: str, row: _LooGLERow) -> TaskSample:
     before, after, limit = PROMPTS[task]
     try:
         pairs = _pairs(row)
@@ -73,24 +80,24 @@ def _convert(task: str, row: _LooGLERow) -> TaskRecord:
             )
         )
     name, metadata = f"loogle_{task}", {"title": row.title}
-    return TaskRecord(name, 0, before + row.input, tuple(questions), metadata=metadata)
+    return TaskSample(name, 0, before + row.input, tuple(questions), metadata=metadata)
 
 
-def _records(task: str, request: Request) -> Iterator[TaskRecord | Unreadable]:
+def _samples(task: str, request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
     convert = partial(_convert, task)
     hub = "bigainlco/LooGLE"
-    return source.records(request, _LooGLERow, convert, file=task, hub=hub, subset=task)
+    return source.samples(request, _LooGLERow, convert, file=task, hub=hub, subset=task)
 
 
-def _rouge(kind: str, prediction: str, question: Question) -> Scored:
+def _rouge(kind: str, prediction: str, question: Question) -> MetricScore:
     return metrics.rouge_recall(prediction, question.answers[0], kind)
 
 
-def _bleu(order: int, prediction: str, question: Question) -> Scored:
+def _bleu(order: int, prediction: str, question: Question) -> MetricScore:
     return metrics.bleu(prediction, question.answers[0], order)
 
 
-def _cloze(partial_match: bool, prediction: str, question: Question) -> Scored:
+def _cloze(partial_match: bool, prediction: str, question: Question) -> MetricScore:
     return metrics.cloze(prediction, question.metadata["answer"], partial=partial_match)
 
 
@@ -119,7 +126,7 @@ TASKS = tuple(
         "bigai-nlco/LooGLE, arXiv 2311.04939",
         "loogle",
         "summarisation" if "summar" in task else "question answering",
-        partial(_records, task),
+        partial(_samples, task),
         _MASKS if task == "shortdep_cloze" else _TEXT,
         truncation="middle",
     )

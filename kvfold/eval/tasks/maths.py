@@ -17,10 +17,10 @@ from functools import partial
 from pydantic import Field
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import maths as metrics
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 
 SHOTS = 5
 MAX_NEW_TOKENS = {"gsm8k": 512, "math500": 2048}
@@ -39,7 +39,7 @@ class _Math500Row(source.DatasetRow):
     level: int | None = None
 
 
-def _gsm8k_row(shots: str, row: _Gsm8kRow) -> TaskRecord:
+def _gsm8k_row(shots: str, row: _Gsm8kRow) -> TaskSample:
     found = metrics.STRICT.search(row.answer)
     if found is None:
         raise ValueError("field 'answer': no '####' and number")
@@ -50,53 +50,53 @@ def _gsm8k_row(shots: str, row: _Gsm8kRow) -> TaskRecord:
         "\nAnswer:",
     )
     # With solved examples the prompt is a document to continue, without a chat template.
-    return TaskRecord("gsm8k", 0, shots, (question,), chat=not shots, stop=("Question:",))
+    return TaskSample("gsm8k", 0, shots, (question,), chat=not shots, stop=("Question:",))
 
 
-def _gsm8k(request: Request) -> Iterator[TaskRecord | Unreadable]:
+def _gsm8k(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
     shots = _solved(request) if request.shots else ""
     convert = partial(_gsm8k_row, shots)
-    return source.records(
+    return source.samples(
         request, _Gsm8kRow, convert, file="gsm8k", hub="openai/gsm8k", subset="main"
     )
 
 
-def _solved(request: Request) -> str:
+def _solved(request: SampleRequest) -> str:
     """The first `SHOTS` solved examples, the same for all questions; raises KvfoldError for a bad
     row."""
     examples = replace(request, data=str(request.shots), samples=SHOTS)
 
-    def whole(row: _Gsm8kRow) -> TaskRecord:
-        return TaskRecord("gsm8k", 0, f"Question: {row.question}\nAnswer: {row.answer}\n\n", ())
+    def whole(row: _Gsm8kRow) -> TaskSample:
+        return TaskSample("gsm8k", 0, f"Question: {row.question}\nAnswer: {row.answer}\n\n", ())
 
     parts = []
-    for shot in itertools.islice(source.records(examples, _Gsm8kRow, whole, file="gsm8k"), SHOTS):
-        if isinstance(shot, Unreadable):
+    for shot in itertools.islice(source.samples(examples, _Gsm8kRow, whole, file="gsm8k"), SHOTS):
+        if isinstance(shot, UnreadableSample):
             raise KvfoldError(f"{shot.where}: {shot.why}")
         parts.append(shot.context)
     return "".join(parts)
 
 
-def _math500_row(row: _Math500Row) -> TaskRecord:
+def _math500_row(row: _Math500Row) -> TaskSample:
     question = Question(row.problem + BOXED, (row.answer,), MAX_NEW_TOKENS["math500"])
     metadata = {"subject": row.subject, "level": row.level}
-    return TaskRecord("math500", 0, "", (question,), metadata=metadata)
+    return TaskSample("math500", 0, "", (question,), metadata=metadata)
 
 
-def _math500(request: Request) -> Iterator[TaskRecord | Unreadable]:
+def _math500(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
     hub = "HuggingFaceH4/MATH-500"
-    return source.records(request, _Math500Row, _math500_row, file="math500", hub=hub)
+    return source.samples(request, _Math500Row, _math500_row, file="math500", hub=hub)
 
 
-def _flexible(prediction: str, question: Question) -> Scored:
+def _flexible(prediction: str, question: Question) -> MetricScore:
     return metrics.gsm8k_flexible(prediction, question.answers[0])
 
 
-def _strict(prediction: str, question: Question) -> Scored:
+def _strict(prediction: str, question: Question) -> MetricScore:
     return metrics.gsm8k_strict(prediction, question.answers[0])
 
 
-def _equivalent(prediction: str, question: Question) -> Scored:
+def _equivalent(prediction: str, question: Question) -> MetricScore:
     return metrics.equivalent(prediction, question.answers[0])
 
 

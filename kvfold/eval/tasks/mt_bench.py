@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 
 MAX_NEW_TOKENS = 1024
 # The benchmark's sampling temperatures by category; 0 for others. Recorded, not applied.
@@ -26,18 +26,18 @@ class _MTBenchRow(source.DatasetRow):
     turns: list[str] = Field(min_length=1)
 
 
-def _convert(row: _MTBenchRow) -> TaskRecord:
+def _convert(row: _MTBenchRow) -> TaskSample:
     questions = tuple(Question(turn, (), MAX_NEW_TOKENS) for turn in row.turns)
     metadata = {
         "id": row.question_id,
         "category": row.category,
         "temperature": TEMPERATURES.get(row.category, 0.0),
     }
-    return TaskRecord("mt_bench", 0, "", questions, conversation=True, metadata=metadata)
+    return TaskSample("mt_bench", 0, "", questions, conversation=True, metadata=metadata)
 
 
-def _records(request: Request) -> Iterator[TaskRecord | Unreadable]:
-    return source.records(request, _MTBenchRow, _convert, file="question")
+def _samples(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
+    return source.samples(request, _MTBenchRow, _convert, file="question")
 
 
 TASKS = (
@@ -47,7 +47,7 @@ TASKS = (
         "lm-sys/FastChat, arXiv 2306.05685",
         "mt_bench",
         "multi-turn",
-        _records,
+        _samples,
         phase="decode",
     ),
 )

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import needle as metric
 from kvfold.eval.tasks import ruler_wording, source
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample
 from kvfold.eval.tasks.generated import fitted, number
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord
 from kvfold.eval.tasks.ruler_niah import split
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
@@ -45,10 +45,10 @@ SANDWICH = Needle(
 )
 
 # Draws the needle of a sample.
-Draw = Callable[[random.Random, Request], Needle]
+Draw = Callable[[random.Random, SampleRequest], Needle]
 
 
-def magic(rng: random.Random, request: Request) -> Needle:
+def magic(rng: random.Random, request: SampleRequest) -> Needle:
     """A needle with random key and number in RULER's wording, so that no model can know it."""
     key, value = Vocabulary.of(request.words).keys(rng, 1)[0], number(rng)
     text = ruler_wording.needles("numbers", [key], several=False)
@@ -60,7 +60,7 @@ def depth(index: int, depths: int) -> float:
     return 100 * (index % depths) / max(depths - 1, 1)
 
 
-def generate(name: str, draw: Draw, request: Request) -> Iterator[TaskRecord]:
+def generate(name: str, draw: Draw, request: SampleRequest) -> Iterator[TaskSample]:
     """Records that cycle through the depths; use a multiple of `depths` samples.
 
     The haystack starts at a random sentence, so that samples of one depth differ. Raises
@@ -71,7 +71,7 @@ def generate(name: str, draw: Draw, request: Request) -> Iterator[TaskRecord]:
     named = source.name_of(path) if path else ruler_wording.NO_ESSAYS
     every = split(text)
 
-    def build(size: int, rng: random.Random, index: int) -> TaskRecord:
+    def build(size: int, rng: random.Random, index: int) -> TaskSample:
         needle, percent = draw(rng, request), depth(index, request.depths)
         start = rng.randrange(len(every))
         words = " ".join(every[start:] + every[:start]).split()
@@ -90,20 +90,20 @@ def generate(name: str, draw: Draw, request: Request) -> Iterator[TaskRecord]:
             "length": request.length,
             "haystack": named,
         }
-        return TaskRecord(name, index, context, (question,), stop=("\n",), metadata=metadata)
+        return TaskSample(name, index, context, (question,), stop=("\n",), metadata=metadata)
 
     return fitted(request, name, build, LEAST_WORDS)
 
 
-def _keywords(prediction: str, question: Question) -> Scored:
+def _keywords(prediction: str, question: Question) -> MetricScore:
     return metric.keywords(prediction, question.answers)
 
 
-def _rouge_1(prediction: str, question: Question) -> Scored:
+def _rouge_1(prediction: str, question: Question) -> MetricScore:
     return metric.rouge_1(prediction, question.metadata["needle"])
 
 
-def _rouge_l(prediction: str, question: Question) -> Scored:
+def _rouge_l(prediction: str, question: Question) -> MetricScore:
     return metric.rouge_l(prediction, question.metadata["needle"])
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.named import DEFAULT, NAMED
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 
 MAX_NEW_TOKENS = 64
 
@@ -29,7 +29,7 @@ class _OwnRow(source.DatasetRow):
     max_new_tokens: int = Field(default=MAX_NEW_TOKENS, ge=1)
 
 
-def _convert(row: _OwnRow) -> TaskRecord:
+def _convert(row: _OwnRow) -> TaskSample:
     if (row.answer is None) == (row.answers is None):
         raise ValueError("give either 'answer', a text, or 'answers', a list of texts")
     if row.metric not in NAMED:
@@ -44,14 +44,14 @@ def _convert(row: _OwnRow) -> TaskRecord:
         row.answer_prefix,
         {"metric": row.metric},
     )
-    return TaskRecord("jsonl", 0, row.context, (question,), metadata={"metric": row.metric})
+    return TaskSample("jsonl", 0, row.context, (question,), metadata={"metric": row.metric})
 
 
-def _records(request: Request) -> Iterator[TaskRecord | Unreadable]:
-    return source.records(request, _OwnRow, _convert, file="jsonl")
+def _samples(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
+    return source.samples(request, _OwnRow, _convert, file="jsonl")
 
 
-def _score(prediction: str, question: Question) -> Scored:
+def _score(prediction: str, question: Question) -> MetricScore:
     return NAMED[question.metadata["metric"]](prediction, question.answers)
 
 
@@ -62,7 +62,7 @@ TASKS = (
         "a file of yours",
         "jsonl",
         "own data",
-        _records,
+        _samples,
         {"score": _score},
     ),
 )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import NoData, Question, Request, Task, TaskRecord
+from kvfold.eval.tasks.base import NoData, Question, SampleRequest, Task, TaskSample
 
 # Upper bound of a token's mean length in natural text.
 CHARACTERS_PER_TOKEN = 12
@@ -32,7 +32,7 @@ def window(text: str, start: int, length: int, count: Callable[[str], int]) -> s
     return text[start : start + low]
 
 
-def _records(request: Request) -> Iterator[TaskRecord]:
+def _samples(request: SampleRequest) -> Iterator[TaskSample]:
     """Consecutive windows of `request.length` tokens; raises NoData without `request.data`."""
     if request.data is None:
         raise NoData("perplexity needs data: a text file, or a folder of them", "a text")
@@ -44,14 +44,14 @@ def _records(request: Request) -> Iterator[TaskRecord]:
         if start + len(piece) >= len(text):
             return
         metadata = {"start": start, "tokens": count(piece)}
-        yield TaskRecord("perplexity", index, piece, (), chat=False, metadata=metadata)
+        yield TaskSample("perplexity", index, piece, (), chat=False, metadata=metadata)
         start += len(piece)
 
 
-def _halves(request: Request) -> Iterator[TaskRecord]:
+def _halves(request: SampleRequest) -> Iterator[TaskSample]:
     """The same windows, split: the first half is the context, the second half is scored."""
     count = request.counter()
-    for whole in _records(request):
+    for whole in _samples(request):
         first = window(whole.context, 0, request.length // 2, count)
         rest = Question(whole.context[len(first) :], (), 0)
         yield replace(whole, task="continuation", context=first, questions=(rest,))
@@ -64,7 +64,7 @@ TASKS = (
         "mit-han-lab/streaming-llm, arXiv 2309.17453",
         "perplexity",
         "language modelling",
-        _records,
+        _samples,
         phase="stream",
         truncation="windows",
         by_likelihood=True,

@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.ruler import string_match_all, string_match_part
 from kvfold.eval.tasks import source
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 # First words of a prompt's question, and of its answer's prefix.
@@ -28,7 +28,7 @@ _STARTS = {
 }
 
 Family = Literal["niah", "vt", "cwe", "fwe", "qa"]
-Records = Callable[[Request], Iterator[TaskRecord | Unreadable]]
+Records = Callable[[SampleRequest], Iterator[TaskSample | UnreadableSample]]
 
 
 class _RulerRow(source.DatasetRow):
@@ -43,14 +43,14 @@ def task(
 ) -> Task:
     """One of the 13 tasks; samples come from `name`.jsonl if given, else from `generate`."""
 
-    def records(request: Request) -> Iterator[TaskRecord | Unreadable]:
+    def samples(request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
         if not generated or not source.has(request, name):
             return generate(request)
         return read(name, family, request)
 
     metric = string_match_part if family == "qa" else string_match_all
 
-    def score(prediction: str, question: Question) -> Scored:
+    def score(prediction: str, question: Question) -> MetricScore:
         return metric(prediction, question.answers)
 
     return Task(
@@ -59,20 +59,22 @@ def task(
         "NVIDIA/RULER, arXiv 2404.06654",
         "ruler",
         group,
-        records,
+        samples,
         {metric.__name__: score},
         generated=generated,
     )
 
 
-def read(name: str, family: Family, request: Request) -> Iterator[TaskRecord | Unreadable]:
+def read(
+    name: str, family: Family, request: SampleRequest
+) -> Iterator[TaskSample | UnreadableSample]:
     """Records of a ready-made file, each prompt split into context, question and answer prefix.
 
     Raises KvfoldError if there is no such file.
     """
     question_start, prefix_start = _STARTS[family]
 
-    def convert(row: _RulerRow) -> TaskRecord:
+    def convert(row: _RulerRow) -> TaskSample:
         prompt = row.input + (row.answer_prefix or "")
         answer = prompt.rfind(prefix_start)
         ask = prompt.rfind(question_start, 0, max(answer, 0))
@@ -81,8 +83,8 @@ def read(name: str, family: Family, request: Request) -> Iterator[TaskRecord | U
         question = Question(
             prompt[ask:answer], tuple(row.outputs), MAX_NEW_TOKENS[family], prompt[answer:]
         )
-        return TaskRecord(
+        return TaskSample(
             f"ruler_{name}", 0, prompt[:ask], (question,), metadata={"tokens": row.length}
         )
 
-    return source.records(request, _RulerRow, convert, file=name)
+    return source.samples(request, _RulerRow, convert, file=name)

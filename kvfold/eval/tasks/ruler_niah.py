@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from kvfold.eval.tasks import ruler, source
 from kvfold.eval.tasks import ruler_wording as wording
+from kvfold.eval.tasks.base import Question, SampleRequest, TaskSample
 from kvfold.eval.tasks.generated import fitted, identifier, number
-from kvfold.eval.tasks.record import Question, Request, TaskRecord
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
 # RULER: 40 points from 0 to 100 %.
@@ -37,7 +37,7 @@ class Essay(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Needles:
+class NeedleTask:
     """Parameters of a needle task.
 
     Number of keys, of values per key, and of keys asked for; kinds of keys and values; haystack.
@@ -58,8 +58,8 @@ class Needles:
         size: int,
         rng: random.Random,
         index: int,
-    ) -> TaskRecord:
-        """A record with a haystack of `size` repeats of the noise, needles, or essay words."""
+    ) -> TaskSample:
+        """A sample with a haystack of `size` repeats of the noise, needles, or essay words."""
         keys = self._keys(rng, vocabulary, max(self.keys, self.queries))
         values = {key: [self._value(rng) for _ in range(self.values)] for key in keys}
         needles = [self._needle(key, value) for key in keys for value in values[key]]
@@ -76,7 +76,7 @@ class Needles:
         limit = ruler.MAX_NEW_TOKENS["niah"]
         essays = essay.name if essay else wording.NO_ESSAYS
         used = {"essay": essays, "needle": "needles"}.get(self.haystack, self.haystack)
-        return TaskRecord(
+        return TaskSample(
             task,
             index,
             f"{intro}\n{hidden}",
@@ -130,7 +130,7 @@ def split(text: str) -> list[str]:
     return re.split(r"(?<=[.!?])\s+", text.strip())
 
 
-def _generate(name: str, needles: Needles, request: Request) -> Iterator[TaskRecord]:
+def _generate(name: str, needles: NeedleTask, request: SampleRequest) -> Iterator[TaskSample]:
     path = source.haystack(request)
     essay = Essay(source.name_of(path), source.text(path).split()) if path else None
     build = partial(needles.build, f"ruler_{name}", essay, Vocabulary.of(request.words))
@@ -138,17 +138,17 @@ def _generate(name: str, needles: Needles, request: Request) -> Iterator[TaskRec
 
 
 _TASKS = {
-    "niah_single_1": ("one number in noise", Needles()),
-    "niah_single_2": ("one number in essays", Needles("essay")),
-    "niah_single_3": ("one UUID in essays", Needles("essay", value_kind="uuids")),
-    "niah_multikey_1": ("one of four keys, in essays", Needles("essay", keys=4)),
-    "niah_multikey_2": ("one needle among needles", Needles("needle")),
+    "niah_single_1": ("one number in noise", NeedleTask()),
+    "niah_single_2": ("one number in essays", NeedleTask("essay")),
+    "niah_single_3": ("one UUID in essays", NeedleTask("essay", value_kind="uuids")),
+    "niah_multikey_1": ("one of four keys, in essays", NeedleTask("essay", keys=4)),
+    "niah_multikey_2": ("one needle among needles", NeedleTask("needle")),
     "niah_multikey_3": (
         "one UUID among UUIDs",
-        Needles("needle", key_kind="uuids", value_kind="uuids"),
+        NeedleTask("needle", key_kind="uuids", value_kind="uuids"),
     ),
-    "niah_multivalue": ("four values of one key, in essays", Needles("essay", values=4)),
-    "niah_multiquery": ("four keys at once, in essays", Needles("essay", queries=4)),
+    "niah_multivalue": ("four values of one key, in essays", NeedleTask("essay", values=4)),
+    "niah_multiquery": ("four keys at once, in essays", NeedleTask("essay", queries=4)),
 }
 
 TASKS = tuple(

@@ -21,8 +21,8 @@ from typing import Any, Literal
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
+from kvfold.eval.tasks.base import NoData, Question, SampleRequest, TaskSample, UnreadableSample
 from kvfold.eval.tasks.generated import fitted
-from kvfold.eval.tasks.record import NoData, Question, Request, TaskRecord, Unreadable
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def _build(
     size: int,
     rng: random.Random,
     index: int,
-) -> TaskRecord:
-    """A record with `size` passages: gold ones, then related ones, then any others, shuffled."""
+) -> TaskSample:
+    """A sample with `size` passages: gold ones, then related ones, then any others, shuffled."""
     asked = questions[index % len(questions)]
     chosen = list(asked.passages)
     related = [p for p in dict.fromkeys(asked.related) if p not in chosen]
@@ -85,12 +85,12 @@ def _build(
     limit = ruler.MAX_NEW_TOKENS["qa"]
     question = Question(f"\n\n{ask}{asked.text}", asked.answers, limit, prefix)
     metadata = {"documents": len(chosen)}
-    return TaskRecord(task, index, f"{intro}\n\n{documents}", (question,), metadata=metadata)
+    return TaskSample(task, index, f"{intro}\n\n{documents}", (question,), metadata=metadata)
 
 
-def _records(
-    name: str, file: str, parse: Callable[[Any], list[PassageQuestion]], request: Request
-) -> Iterator[TaskRecord | Unreadable]:
+def _samples(
+    name: str, file: str, parse: Callable[[Any], list[PassageQuestion]], request: SampleRequest
+) -> Iterator[TaskSample | UnreadableSample]:
     """Records of a QA task; raises NoData without data, KvfoldError for an unreadable file."""
     path = Path(request.data) if request.data else None
     if path and path.is_dir() and (path / file).is_file():
@@ -114,8 +114,8 @@ def _task(
     parse: Callable[[Any], list[PassageQuestion]],
     summary: str,
 ) -> Any:
-    records = partial(_records, name, file, parse)
-    return ruler.task(name, "qa", "question answering", summary, records, generated=False)
+    samples = partial(_samples, name, file, parse)
+    return ruler.task(name, "qa", "question answering", summary, samples, generated=False)
 
 
 TASKS = (

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
+from kvfold.eval.tasks.base import Question, SampleRequest, TaskSample
 from kvfold.eval.tasks.generated import fitted
 from kvfold.eval.tasks.length import largest
-from kvfold.eval.tasks.record import Question, Request, TaskRecord
 
 NAMES = 5
 LEAST = 5
@@ -54,7 +54,7 @@ def _example(size: int, seed: str, rng: random.Random) -> str:
     return f"{text.intro}\n\n{hidden}\n{text.question}{answer}\n\n"
 
 
-def _generate(request: Request) -> Iterator[TaskRecord]:
+def _generate(request: SampleRequest) -> Iterator[TaskSample]:
     count, seed = request.counter(), f"{request.seed} example"
     room = min(EXAMPLE_TOKENS, request.length // 3)
 
@@ -63,7 +63,7 @@ def _generate(request: Request) -> Iterator[TaskRecord]:
 
     example_size = largest(taken, room, LEAST, what="the example of variable tracking")
 
-    def build(size: int, rng: random.Random, index: int) -> TaskRecord:
+    def build(size: int, rng: random.Random, index: int) -> TaskSample:
         example = _example(example_size, seed, rng)
         names, value = _chain(rng, 5)
         text = wording.tracking(value, NAMES)
@@ -71,7 +71,7 @@ def _generate(request: Request) -> Iterator[TaskRecord]:
         limit = ruler.MAX_NEW_TOKENS["vt"]
         question = Question(f"\n{text.question}", tuple(names), limit, text.prefix)
         context = f"{example}{text.intro}\n\n{hidden}"
-        return TaskRecord("ruler_vt", index, context, (question,), metadata={"haystack": "noise"})
+        return TaskSample("ruler_vt", index, context, (question,), metadata={"haystack": "noise"})
 
     return fitted(request, "vt", build, LEAST)
 

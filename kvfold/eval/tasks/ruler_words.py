@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
+from kvfold.eval.tasks.base import Question, SampleRequest, TaskSample
 from kvfold.eval.tasks.generated import fitted
-from kvfold.eval.tasks.record import Question, Request, TaskRecord
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
 COMMON = 10
@@ -34,14 +34,14 @@ def _listed(words: list[str], repeats: int, others: int, rng: random.Random) -> 
     return " ".join(f"{place}. {word}" for place, word in enumerate(drawn, 1))
 
 
-def _common(request: Request) -> Iterator[TaskRecord]:
+def _common(request: SampleRequest) -> Iterator[TaskSample]:
     """Records of cwe: common words in a numbered list, after a solved example."""
     vocabulary, long = Vocabulary.of(request.words), request.length >= LONG
     example_words, example_repeats = (40, (10, 3)) if long else (20, (3, 1))
     repeats = (30, 3) if long else (6, 1)
     intro, question, prefix = wording.COMMON
 
-    def build(size: int, rng: random.Random, index: int) -> TaskRecord:
+    def build(size: int, rng: random.Random, index: int) -> TaskSample:
         solved = vocabulary.words(rng, example_words)
         answer = " ".join(f"{n}. {word}" for n, word in enumerate(solved[:COMMON], 1))
         example = f"{intro}\n{_listed(solved, *example_repeats, rng)}\n{question}{prefix} {answer}"
@@ -49,18 +49,18 @@ def _common(request: Request) -> Iterator[TaskRecord]:
         context = f"{example}\n{intro}\n{_listed(words, *repeats, rng)}"
         limit = ruler.MAX_NEW_TOKENS["cwe"]
         asked = Question(f"\n{question}", tuple(words[:COMMON]), limit, prefix)
-        return TaskRecord("ruler_cwe", index, context, (asked,), metadata={"words": size})
+        return TaskSample("ruler_cwe", index, context, (asked,), metadata={"words": size})
 
     return fitted(request, "cwe", build, COMMON + 1)
 
 
-def _frequent(request: Request) -> Iterator[TaskRecord]:
+def _frequent(request: SampleRequest) -> Iterator[TaskSample]:
     """Records of fwe: coded words with Zeta-distributed frequencies."""
     intro, question, prefix = wording.FREQUENT
     limit = ruler.MAX_NEW_TOKENS["fwe"]
     size_of_vocabulary = max((request.length - limit) // 50, 5)
 
-    def build(size: int, rng: random.Random, index: int) -> TaskRecord:
+    def build(size: int, rng: random.Random, index: int) -> TaskSample:
         coded: dict[str, None] = {}
         while len(coded) < size_of_vocabulary:
             coded["".join(rng.choices(string.ascii_lowercase, k=CODED_LETTERS))] = None
@@ -72,7 +72,7 @@ def _frequent(request: Request) -> Iterator[TaskRecord]:
         rng.shuffle(drawn)
         context = f"{intro} {' '.join(drawn)}"
         asked = Question(f"\n{question}", tuple(ranked[1:4]), limit, prefix)
-        return TaskRecord("ruler_fwe", index, context, (asked,), metadata={"words": len(drawn)})
+        return TaskSample("ruler_fwe", index, context, (asked,), metadata={"words": len(drawn)})
 
     return fitted(request, "fwe", build, LEAST_CODED)
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.scbench import METRICS
 from kvfold.eval.tasks import source
+from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample, UnreadableSample
 from kvfold.eval.tasks.infinitebench_prompts import PromptTemplate
-from kvfold.eval.tasks.record import Question, Request, Task, TaskRecord, Unreadable
 
 _KEY = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
 _READ = "Read the book and answer the question."
@@ -91,7 +91,7 @@ def _label(task: str, turn: _Turn) -> Any:
     return values
 
 
-def _convert(task: str, conversation: bool, row: _SCBenchRow) -> TaskRecord:
+def _convert(task: str, conversation: bool, row: _SCBenchRow) -> TaskSample:
     prompt = PROMPTS[task]
     questions = []
     for turn in row.multi_turns:
@@ -107,7 +107,7 @@ def _convert(task: str, conversation: bool, row: _SCBenchRow) -> TaskRecord:
             )
         )
     fields = _fields(task, row, row.multi_turns[0])
-    return TaskRecord(
+    return TaskSample(
         f"scbench_{task}",
         0,
         prompt.before.format_map(fields) + row.context,
@@ -117,13 +117,13 @@ def _convert(task: str, conversation: bool, row: _SCBenchRow) -> TaskRecord:
     )
 
 
-def _records(task: str, request: Request) -> Iterator[TaskRecord | Unreadable]:
+def _samples(task: str, request: SampleRequest) -> Iterator[TaskSample | UnreadableSample]:
     convert = partial(_convert, task, request.conversation)
     name, hub = f"scbench_{task}", "microsoft/SCBench"
-    return source.records(request, _SCBenchRow, convert, file=name, hub=hub, subset=name)
+    return source.samples(request, _SCBenchRow, convert, file=name, hub=hub, subset=name)
 
 
-def _score(task: str, prediction: str, question: Question) -> Scored:
+def _score(task: str, prediction: str, question: Question) -> MetricScore:
     return METRICS[task][1](prediction, question.metadata["label"])
 
 
@@ -134,7 +134,7 @@ TASKS = tuple(
         "microsoft/MInference, arXiv 2412.10319",
         "scbench",
         prompt.group,
-        partial(_records, task),
+        partial(_samples, task),
         {METRICS[task][0]: partial(_score, task)},
         truncation="middle",
     )

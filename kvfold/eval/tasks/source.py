@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.tasks.record import NoData, Request, TaskRecord, Unreadable
+from kvfold.eval.tasks.base import NoData, SampleRequest, TaskSample, UnreadableSample
 
 
 class DatasetRow(BaseModel):
@@ -25,17 +25,17 @@ class DatasetRow(BaseModel):
 AnyRow = TypeVar("AnyRow", bound=DatasetRow)
 
 
-def records(
-    request: Request,
+def samples(
+    request: SampleRequest,
     schema: type[AnyRow],
-    convert: Callable[[AnyRow], TaskRecord],
+    convert: Callable[[AnyRow], TaskSample],
     *,
     file: str,
     hub: str | None = None,
     subset: str | None = None,
     wanted: Callable[[dict[str, Any]], bool] = lambda row: True,
-) -> Iterator[TaskRecord | Unreadable]:
-    """The first `samples` rows as numbered records; an unreadable row becomes `Unreadable`.
+) -> Iterator[TaskSample | UnreadableSample]:
+    """The first `samples` rows as numbered samples; an unreadable row becomes `UnreadableSample`.
 
     Reads `request.data`: a JSONL file, `file`.jsonl in a folder, or the `subset` of a hub dataset.
     `wanted` filters rows of a shared file. Raises NoData, which names `hub`, if there is no data,
@@ -44,17 +44,17 @@ def records(
     found = (one for one in _rows(request.data, file, hub, subset) if _picked(one, wanted))
     for index, (where, row) in enumerate(itertools.islice(found, request.samples)):
         if isinstance(row, str):
-            yield Unreadable(where, row)
+            yield UnreadableSample(where, row)
             continue
         try:
             yield replace(convert(schema.model_validate(row)), index=index)
         except ValidationError as error:
-            yield Unreadable(where, _first(error))
+            yield UnreadableSample(where, _first(error))
         except (ValueError, SyntaxError) as error:
-            yield Unreadable(where, str(error))
+            yield UnreadableSample(where, str(error))
 
 
-def has(request: Request, file: str) -> bool:
+def has(request: SampleRequest, file: str) -> bool:
     """True if `request.data` has samples for a task that can also be generated.
 
     A folder without `file`.jsonl is taken as data for other tasks.
@@ -138,7 +138,7 @@ def _dataset(name: str, subset: str | None) -> Iterator[tuple[str, Any]]:
         yield f"{name}/{split}[{number}]", dict(row)
 
 
-def haystack(request: Request) -> Path | None:
+def haystack(request: SampleRequest) -> Path | None:
     """Path of the haystack: `request.haystack`, else haystack or haystack.txt in its `data`."""
     if request.haystack is not None or request.data is None:
         return request.haystack

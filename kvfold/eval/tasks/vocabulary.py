@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.words import ADJECTIVES, NOUNS
+from kvfold.eval.tasks.needle_words import ADJECTIVES, NOUNS
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvfold.errors import KvfoldError
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class MetricScore:
     """One prediction's score `value` in [0, 1].
 
     `failed` is the reason if the prediction could not be parsed or scored; `value` is then the
@@ -24,17 +24,17 @@ class Scored:
     weight: float = 1.0
 
 
-def best(scores: Iterable[Scored]) -> Scored:
+def best(scores: Iterable[MetricScore]) -> MetricScore:
     """The highest score over several references, with the first failure on any of them.
 
     Raises ValueError without references.
     """
     scores = list(scores)
     value = max(score.value for score in scores)
-    return Scored(value, next((score.failed for score in scores if score.failed), None))
+    return MetricScore(value, next((score.failed for score in scores if score.failed), None))
 
 
-def mean(scores: Iterable[Scored]) -> float:
+def mean(scores: Iterable[MetricScore]) -> float:
     """The weighted mean; NaN if the weights sum to 0."""
     scores = list(scores)
     weight = sum(score.weight for score in scores)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kvfold.bench.machine import Setup
 from kvfold.eval.run.cell import EvalCell
-from kvfold.eval.run.sample import Sample
+from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.run.statistics import (
     PERPLEXITY,
     Estimate,
@@ -22,7 +22,7 @@ from kvfold.eval.run.statistics import (
 from kvfold.eval.tasks import Task
 
 
-class Result(BaseModel):
+class CellResult(BaseModel):
     """The record of one cell.
 
     score: the task's metric in percent, or a perplexity if `lower_is_better`; `scores` has all
@@ -78,7 +78,9 @@ class Result(BaseModel):
         return self.nbytes / self.nbytes_full
 
 
-def result(task: Task, cell: EvalCell, samples: Sequence[Sample], full: Sequence[Sample]) -> Result:
+def cell_result(
+    task: Task, cell: EvalCell, samples: Sequence[SampleResult], full: Sequence[SampleResult]
+) -> CellResult:
     """The record of a cell; `full` are the samples of its reference cell.
 
     Samples are matched by number, so their order does not matter.
@@ -94,7 +96,7 @@ def result(task: Task, cell: EvalCell, samples: Sequence[Sample], full: Sequence
     answering = sum(outcome.answer_seconds for outcome in outcomes.values())
     itself = cell == cell.reference
     nominal = float(cell.budget) if cell.budget and "." in cell.budget else None
-    return Result(
+    return CellResult(
         cell=cell,
         benchmark=task.benchmark,
         group=task.group,

@@ -8,24 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvfold.eval.run.cell import EvalCell
+from kvfold.eval.run.cell_result import CellResult, cell_result
 from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.plan import EvalPlan
-from kvfold.eval.run.result import Result, result
-from kvfold.eval.run.sample import Sample
+from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import tasks
-from kvfold.jobs.executor import Workers
+from kvfold.jobs.executor import RunJobs
 from kvfold.jobs.records import RecordFile
 
 SAMPLES, RECORDS = "samples.jsonl", "records.jsonl"
 
 
-def store(folder: Path) -> RecordFile[Sample]:
+def samples_file(folder: Path) -> RecordFile[SampleResult]:
     """The samples file of a folder."""
-    return RecordFile(folder / SAMPLES, Sample)
+    return RecordFile(folder / SAMPLES, SampleResult)
 
 
-def evaluate(
-    plan: EvalPlan, samples: RecordFile[Sample], workers: Workers[EvalJob, list[Sample]]
+def run_missing(
+    plan: EvalPlan, samples: RecordFile[SampleResult], workers: RunJobs[EvalJob, list[SampleResult]]
 ) -> Iterator[int]:
     """Runs the plan's samples that the file lacks; yields the number of finished samples.
 
@@ -45,23 +45,23 @@ def evaluate(
         yield count
 
 
-def summarize(samples: list[Sample]) -> list[Result]:
+def summarize(samples: list[SampleResult]) -> list[CellResult]:
     """One record per cell of `samples`, in order of first appearance.
 
     The first line counts if concurrent runs wrote a sample twice.
     """
-    by_cell: dict[EvalCell, dict[int, Sample]] = {}
+    by_cell: dict[EvalCell, dict[int, SampleResult]] = {}
     for sample in samples:
         by_cell.setdefault(sample.cell, {}).setdefault(sample.index, sample)
     known = tasks()
 
-    def of(cell: EvalCell) -> list[Sample]:
+    def of(cell: EvalCell) -> list[SampleResult]:
         return list(by_cell.get(cell, {}).values())
 
-    return [result(known[cell.task], cell, of(cell), of(cell.reference)) for cell in by_cell]
+    return [cell_result(known[cell.task], cell, of(cell), of(cell.reference)) for cell in by_cell]
 
 
-def write_records(folder: Path, records: list[Result]) -> Path:
+def write_records(folder: Path, records: list[CellResult]) -> Path:
     """Replaces the folder's records file atomically; returns its path."""
     path = folder / RECORDS
     temporary = path.with_suffix(".tmp")

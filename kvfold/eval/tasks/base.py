@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data types of tasks: records (a context and its questions), requests, and the task itself."""
+"""Data types of tasks: samples (a context and its questions), requests, and the task itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.metrics import Scored
+from kvfold.eval.metrics import MetricScore
 
 Phase = Literal["prefill", "decode", "stream"]
 
@@ -33,7 +33,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class TaskRecord:
+class TaskSample:
     """One sample: a context and the questions asked about it.
 
     chat: true if the benchmark puts its prompts into a chat template.
@@ -58,7 +58,7 @@ class TaskRecord:
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableSample:
     """A sample that could not be read: file and line, and the reason."""
 
     where: str
@@ -66,7 +66,7 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """Options for drawing samples.
 
     samples, seed: number of samples (None: all, or the task's default), and the random seed.
@@ -125,12 +125,12 @@ class NoData(KvfoldError):
 
 
 # Scores a prediction for a question.
-Metric = Callable[[str, Question], Scored]
+Metric = Callable[[str, Question], MetricScore]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A benchmark's task: the source of its records and its metrics.
+    """A benchmark's task: the source of its samples and its metrics.
 
     benchmark, group: name of the benchmark; the skill that results are averaged by.
     metrics: by name; the first is the task's score. Empty for transcripts and perplexities.
@@ -147,7 +147,7 @@ class Task:
     source: str
     benchmark: str
     group: str
-    records: Callable[[Request], Iterator[TaskRecord | Unreadable]]
+    samples: Callable[[SampleRequest], Iterator[TaskSample | UnreadableSample]]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     phase: Phase = "prefill"
     truncation: Literal["none", "middle", "windows"] = "none"
@@ -159,18 +159,18 @@ class Task:
         """Name of the task's score; None without metrics."""
         return next(iter(self.metrics), None)
 
-    def score(self, prediction: str, question: Question) -> Scored:
+    def score(self, prediction: str, question: Question) -> MetricScore:
         """The task's score of one prediction; raises KvfoldError if it has no metric."""
         if self.metric is None:
             raise KvfoldError(f"{self.name} has no metric")
         return self.metrics[self.metric](prediction, question)
 
-    def missing_data(self, request: Request) -> NoData | None:
+    def missing_data(self, request: SampleRequest) -> NoData | None:
         """The error if `request` has no data for this task, else None; draws one sample."""
         if self.generated:
             return None
         try:
-            next(iter(self.records(replace(request, samples=1, count=request.count or len))), None)
+            next(iter(self.samples(replace(request, samples=1, count=request.count or len))), None)
         except NoData as missing:
             return missing
         except KvfoldError:

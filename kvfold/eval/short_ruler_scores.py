@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
-from kvfold.eval import ruler
+from kvfold.eval import short_ruler
 from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
 from kvfold.generation.generate import generate, read_turn
 from kvfold.hf.chat_template import Frame, token_count, token_ids
@@ -25,7 +25,7 @@ NEW_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class Trial:
+class RetrievalTrial:
     """One method at one budget on one task, at `length` tokens of document.
 
     `question_aware` compresses document and question together; `keys` overrides the number of
@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class TrialScore:
+class RetrievalScore:
     """A sample's score in [0, 1], and the fractions of entries and of bytes kept.
 
     The fractions are taken after compression, or after the answer if `question_aware`.
@@ -52,14 +52,14 @@ class TrialScore:
     bytes: float
 
 
-def evaluate(
+def retrieval_scores(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    trial: Trial,
+    trial: RetrievalTrial,
     samples: int,
     seed: int = 0,
     vocabulary: Vocabulary = BUNDLED,
-) -> Iterator[TrialScore]:
+) -> Iterator[RetrievalScore]:
     """Scores of `samples` generated samples, which depend on `seed`, task and length only.
 
     Keys are made of words of `vocabulary`. Raises ValueError for an unknown task or a length that
@@ -69,7 +69,7 @@ def evaluate(
     frame = Frame.of(tokenizer)
     count = partial(token_count, tokenizer)
     for _ in range(samples):
-        sample = ruler.generate(
+        sample = short_ruler.generate(
             trial.task, trial.length, count, rng, keys=trial.keys, vocabulary=vocabulary
         )
         yield _score(model, tokenizer, trial, sample, frame)
@@ -78,10 +78,10 @@ def evaluate(
 def _score(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    trial: Trial,
-    sample: ruler.NeedleDocument,
+    trial: RetrievalTrial,
+    sample: short_ruler.NeedleDocument,
     frame: Frame,
-) -> TrialScore:
+) -> RetrievalScore:
     """Score of one sample: greedy answer from the compressed cache, then the cache's statistics."""
     question = sample.questions[0]
     cache = CompressedCache(model, trial.method, trial.budget, tokenizer=tokenizer)
@@ -101,4 +101,4 @@ def _score(
             out = generate(model, ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
     answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     stats = stats or cache.stats()
-    return TrialScore(question.score(str(answer)), stats.kept_fraction, stats.ratio)
+    return RetrievalScore(question.score(str(answer)), stats.kept_fraction, stats.ratio)

@@ -14,7 +14,7 @@ from kvfold.bench.machine import Setup
 from kvfold.contexts.answer import Ended
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
-from kvfold.eval.tasks import TaskRecord, Unreadable
+from kvfold.eval.tasks import TaskSample, UnreadableSample
 
 
 class ScoredAnswer(BaseModel):
@@ -71,7 +71,7 @@ class CacheUsage(BaseModel):
     peak_bytes: int | None
 
 
-class Outcome(BaseModel):
+class SampleOutcome(BaseModel):
     """Answers, cache usage and times of a sample that ran without error.
 
     `tokens` counts context and first question after truncation, `left_out` the truncated tokens.
@@ -88,7 +88,7 @@ class Outcome(BaseModel):
     answer_seconds: float
 
 
-class Sample(BaseModel):
+class SampleResult(BaseModel):
     """One line of the samples file: sample number `index` in one cell.
 
     `text` is the sample's digest. `error` is the reason if there is no outcome. `at` is the UTC
@@ -100,7 +100,7 @@ class Sample(BaseModel):
     cell: EvalCell
     index: int
     text: str
-    outcome: Outcome | None
+    outcome: SampleOutcome | None
     error: str | None
     metadata: dict[str, Any]
     at: str
@@ -108,9 +108,9 @@ class Sample(BaseModel):
     setup: Setup
 
 
-def digest(sample: TaskRecord | Unreadable) -> str:
+def digest(sample: TaskSample | UnreadableSample) -> str:
     """Hash of a sample's prompts and right answers, which detects changed data."""
-    if isinstance(sample, Unreadable):
+    if isinstance(sample, UnreadableSample):
         said = sample.why
     else:
         asked = [(sample.prompt(question), question.answers) for question in sample.questions]
