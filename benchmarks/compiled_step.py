@@ -18,8 +18,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold.bench.baseline import full_cache, full_twin
+from kvfold.bench.models import BenchModel
 from kvfold.bench.sdpa_variants import fastest
-from kvfold.bench.shapes import BenchModel
 
 NEW, WARM_UP = 48, 6
 METHODS = ["full", "snapkv", "knorm", "tova", "h2o", "d2o", "roco"]

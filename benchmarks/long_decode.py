@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvfold
-from kvfold.bench.shapes import BenchModel
+from kvfold.bench.models import BenchModel
 
 METHODS = ("streaming_llm", "tova", "h2o", "d2o")
 BUDGET, PROMPT, PARTS = 256, 512, 10

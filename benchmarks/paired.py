@@ -23,7 +23,7 @@ from kvfold.eval.run.intervals import Array, paired, pooled_pairs
 from kvfold.eval.run.statistics import PairedDifference, of_perplexities, of_scores
 from kvfold.eval.tasks import tasks
 from kvfold.report.headline import signed
-from kvfold.report.summary import Gap
+from kvfold.report.summary import ScoreGap
 
 FILE = "samples.csv.gz"
 
@@ -65,7 +65,7 @@ def load(folder: Path) -> Samples:
 
 def gap(
     samples: Samples, one: str, other: str, aware: bool = False, task: str | None = None
-) -> Gap:
+) -> ScoreGap:
     """`one` above `other`, pooled over the scored tasks, or of `task` alone."""
     units = [
         unit
@@ -82,10 +82,10 @@ def gap(
     if not pairs:
         (found,) = each
         assert found.low is not None and found.high is not None
-        return Gap(found.value, found.low, found.high)
+        return ScoreGap(found.value, found.low, found.high)
     lengths = Counter(unit.task for unit in units)
     weights = [1 / (len(lengths) * lengths[unit.task]) for unit in units]
-    return Gap(*(100 * float(part) for part in paired(pooled_pairs(pairs, weights))))
+    return ScoreGap(*(100 * float(part) for part in paired(pooled_pairs(pairs, weights))))
 
 
 def _difference(ours: Cell, theirs: Cell, scored: bool) -> PairedDifference:
@@ -101,7 +101,7 @@ def _values(cell: Cell, indices: list[int]) -> tuple[Array, Array]:
     return np.array(means), np.array([each[:, 1].sum() for each in answers])
 
 
-def written(of: Gap) -> str:
+def written(of: ScoreGap) -> str:
     """As the tables have it."""
     return f"{signed(of.value)} ({signed(of.low)} to {signed(of.high)})"
 

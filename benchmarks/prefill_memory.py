@@ -14,8 +14,8 @@ import os
 import torch
 
 import kvfold
+from kvfold.bench.models import BenchModel
 from kvfold.bench.peak import ALLOCATOR, RESET, memory
-from kvfold.bench.shapes import BenchModel
 
 WAYS = {
     "whole": {},

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 import kvfold
 from kvfold.bench.baseline import twin
-from kvfold.bench.shapes import BenchModel
+from kvfold.bench.models import BenchModel
 from kvfold.generation.generate import read_turn
 
 STEPS, WARM_UP, REST = 50, 5, 0.005

@@ -20,22 +20,29 @@ from transformers import CompileConfig
 from typer.testing import CliRunner, Result
 
 import kvfold
-from kvfold.bench import counterparts, kvpress, process, quantized, session
+from kvfold.bench import counterparts, kvpress, kvpress_client, quantized, session
 from kvfold.bench import participants as sides
 from kvfold.bench.baseline import full_cache, full_twin, twin
 from kvfold.bench.clock import Stopwatch, compression_watched
 from kvfold.bench.lineup import labels, makers
-from kvfold.bench.machine import Setup
-from kvfold.bench.participants import AGAIN, FULL, CompiledSide, FullSide, Label, MethodSide
+from kvfold.bench.machine import MachineSetup
+from kvfold.bench.models import BenchModel, FoldedTokenizer
+from kvfold.bench.participants import (
+    AGAIN,
+    FULL,
+    CompiledParticipant,
+    FullParticipant,
+    MethodParticipant,
+    ParticipantLabel,
+)
 from kvfold.bench.peak import peak_of
 from kvfold.bench.picture import figure
-from kvfold.bench.record import Cell, Measurement, Record, check_setup
-from kvfold.bench.sdpa_variants import Kernel, Kernels, fastest
-from kvfold.bench.session import Session, missing_rounds
-from kvfold.bench.shapes import BenchModel, FoldedTokenizer
-from kvfold.bench.summary import Spread, rows
+from kvfold.bench.record import BenchCell, Measurement, RoundRecord, check_setup
+from kvfold.bench.sdpa_variants import SdpaChoice, SdpaVariant, fastest
+from kvfold.bench.session import BenchSession, missing_rounds
+from kvfold.bench.summary import Quartiles, rows
 from kvfold.bench.table import tables
-from kvfold.bench.throughput import BatchRun, Throughput, largest, sizes
+from kvfold.bench.throughput import BatchRun, ThroughputRecord, largest, sizes
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cli import app
 from kvfold.errors import KvfoldError
@@ -47,11 +54,11 @@ from kvfold.terminal import console
 
 from .models import build, continuation
 
-SETUP = Setup(
+SETUP = MachineSetup(
     cpu="this", cores=2, gpu=None, threads=1, python="3.11", versions={"kvfold": "0", "torch": "2"}
 )
-NOISE = Label("baseline", AGAIN)
-SNAPKV = Label("kvfold", "snapkv", "0.5")
+NOISE = ParticipantLabel("baseline", AGAIN)
+SNAPKV = ParticipantLabel("kvfold", "snapkv", "0.5")
 
 
 @pytest.fixture(scope="module")
@@ -76,29 +83,29 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def cell_of(subject: BenchModel, length: int = 80, new_tokens: int = 3) -> Cell:
-    return Cell(**subject.source.model_dump(), length=length, batch=1, new_tokens=new_tokens)
+def cell_of(subject: BenchModel, length: int = 80, new_tokens: int = 3) -> BenchCell:
+    return BenchCell(**subject.source.model_dump(), length=length, batch=1, new_tokens=new_tokens)
 
 
 def record(
-    label: Label,
+    label: ParticipantLabel,
     *,
-    cell: Cell,
+    cell: BenchCell,
     name: str = "a",
     index: int = 0,
     first: float = 1.0,
     steps: tuple[float, ...] = (1.0, 1.0),
     nbytes: int = 100,
     peak: int | None = None,
-    setup: Setup = SETUP,
+    setup: MachineSetup = SETUP,
     subject: BenchModel,
-) -> Record:
+) -> RoundRecord:
     measured = Measurement(
         prefill_seconds=first, compression_seconds=0.0, step_seconds=steps,
         seconds_per_token=steps[0], tokens_per_second=1 / steps[0], cache_bytes=nbytes, kept=1.0,
         peak_bytes=peak,
     )  # fmt: skip
-    return Record(
+    return RoundRecord(
         session=name, round=index, at="now", side=label.side, method=label.method,
         budget=label.budget, baseline="sdpa", shape=subject.shape, setup=setup, commit=None,
         cell=cell, measured=measured,
@@ -126,7 +133,7 @@ def test_the_baseline_gives_the_model_s_own_logits(prefill: Any, decode: Any) ->
     model = build("llama")
     eager = build("llama")
     eager.set_attn_implementation("eager")
-    fast = full_twin(model, Kernels(Kernel(prefill), Kernel(decode)))
+    fast = full_twin(model, SdpaChoice(SdpaVariant(prefill), SdpaVariant(decode)))
     cache = full_cache(fast, room=6)
     ids = continuation(2, 40)
     # The prompt, one token, three at once (which need a mask), and one more.
@@ -147,7 +154,7 @@ def test_the_baseline_packs_query_heads_as_rows(monkeypatch: pytest.MonkeyPatch)
         return own(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    model = full_twin(build("llama"), Kernels(Kernel("repeated"), Kernel("packed")))
+    model = full_twin(build("llama"), SdpaChoice(SdpaVariant("repeated"), SdpaVariant("packed")))
     cache = full_cache(model, room=2)
     model(input_ids=continuation(3, 20), past_key_values=cache, use_cache=True)
     shapes.clear()
@@ -157,7 +164,7 @@ def test_the_baseline_packs_query_heads_as_rows(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_full_cache_has_room_for_the_tokens_that_come() -> None:
-    model = full_twin(build("llama"), Kernels())
+    model = full_twin(build("llama"), SdpaChoice())
     cache = full_cache(model, room=5)
     model(input_ids=continuation(1, 20), past_key_values=cache, use_cache=True)
     before = [layer.grown[0].rows.data_ptr() for layer in cache.layers]
@@ -183,7 +190,9 @@ def test_the_fastest_kernels_are_named() -> None:
     kernels = fastest(build("llama"), 1, 16)
     assert kernels.prefill.layout in ("repeated", "grouped")
     assert kernels.decode.layout in ("packed", "grouped")
-    assert str(Kernels()) == "prefill sdpa, keys repeated; decode sdpa, query heads packed as rows"
+    assert (
+        str(SdpaChoice()) == "prefill sdpa, keys repeated; decode sdpa, query heads packed as rows"
+    )
 
 
 # --- time -----------------------------------------------------------------------------------
@@ -203,10 +212,10 @@ def test_time_inside_time_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compression_is_told_from_prefill(subject: BenchModel) -> None:
     before = (CompressedLayer.finish, CompressedLayer.end_reading)
     ids = subject.tokens(1, 80)
-    full = FullSide(subject, Kernels()).prefill(ids, 1)
+    full = FullParticipant(subject, SdpaChoice()).prefill(ids, 1)
     assert full.compression == 0.0
     for method in ("snapkv", "kvzip"):
-        taken = MethodSide(subject, method, "0.5").prefill(ids, 1)
+        taken = MethodParticipant(subject, method, "0.5").prefill(ids, 1)
         assert 0 < taken.compression < taken.seconds
     assert (CompressedLayer.finish, CompressedLayer.end_reading) == before
 
@@ -232,7 +241,7 @@ def test_labels_have_a_budget_where_the_method_takes_one() -> None:
 
 def test_a_participant_that_cannot_work_is_refused_before_the_run(subject: BenchModel) -> None:
     with pytest.raises(KvfoldError, match="at least 32"):
-        makers(subject, [Label("kvfold", "snapkv", "5")])
+        makers(subject, [ParticipantLabel("kvfold", "snapkv", "5")])
 
 
 def test_a_random_model_s_tokenizer_stays_inside_its_vocabulary(subject: BenchModel) -> None:
@@ -256,7 +265,7 @@ def test_the_same_seed_makes_the_same_model_and_prompt(subject: BenchModel) -> N
 
 def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path: Path, subject: BenchModel) -> None:
     path, cell = tmp_path / "r.jsonl", cell_of(subject)
-    store = RecordFile(path, Record)
+    store = RecordFile(path, RoundRecord)
     store.add([record(NOISE, cell=cell, subject=subject)])
     whole = path.read_bytes()
     for length in (1, 5, len(whole) // 2, len(whole) - 1):
@@ -274,7 +283,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, text
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(KvfoldError, match=r"line 1 of .* is no record"):
-        RecordFile(path, Record).load()
+        RecordFile(path, RoundRecord).load()
     assert path.read_text() == text
 
 
@@ -292,7 +301,7 @@ def test_records_of_another_machine_are_refused(subject: BenchModel, tmp_path: P
 def test_a_killed_run_goes_on_where_it_stopped(
     subject: BenchModel, tmp_path: Path, no_peak: None
 ) -> None:
-    store, cell = RecordFile(tmp_path / "r.jsonl", Record), cell_of(subject)
+    store, cell = RecordFile(tmp_path / "r.jsonl", RoundRecord), cell_of(subject)
     made = makers(subject, [SNAPKV])
     everyone = [NOISE, *made]
 
@@ -305,7 +314,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
 
     def run(note: Callable[[str], None]) -> None:
         missing = missing_rounds(store.load().records, cell, everyone, 3)
-        for line in Session.of(subject, {}).rounds(cell, made, missing, note):
+        for line in BenchSession.of(subject, {}).rounds(cell, made, missing, note):
             store.add(line)
 
     with pytest.raises(Killed):
@@ -319,13 +328,13 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert len({r.session for r in records}) == 2
     assert missing_rounds(records, cell, everyone, 3) == {}
     # A method that is new to the file runs alone with a full cache of its own session.
-    extra = Label("kvfold", "knorm", "0.5")
+    extra = ParticipantLabel("kvfold", "knorm", "0.5")
     assert missing_rounds(records, cell, [*everyone, extra], 3) == {extra: 3}
 
 
 def test_ratios_come_from_the_same_round_only(subject: BenchModel) -> None:
     cell = cell_of(subject)
-    full = Label("baseline", FULL)
+    full = ParticipantLabel("baseline", FULL)
     lines = [
         record(full, cell=cell, first=2.0, steps=(1.0, 4.0, 2.0), peak=50, subject=subject),
         record(SNAPKV, cell=cell, first=1.0, steps=(0.5, 1.0, 2.0), nbytes=25, peak=40,
@@ -338,11 +347,11 @@ def test_ratios_come_from_the_same_round_only(subject: BenchModel) -> None:
     ]  # fmt: skip
     own, other = (row for row in rows(lines) if row.label == SNAPKV)
     assert own.rounds == 3
-    assert own.first_token == Spread(0.5, 0.5, 0.5)
+    assert own.first_token == Quartiles(0.5, 0.5, 0.5)
     # The median of 0.5, 0.25 and 1, step by step.
-    assert own.per_token == Spread(0.5, 0.5, 0.5)
-    assert own.nbytes == Spread(0.25, 0.25, 0.25)
-    assert own.peak == Spread(0.8, 0.8, 0.8)
+    assert own.per_token == Quartiles(0.5, 0.5, 0.5)
+    assert own.nbytes == Quartiles(0.25, 0.25, 0.25)
+    assert own.peak == Quartiles(0.8, 0.8, 0.8)
     assert other.first_token is None and other.per_token is None
 
 
@@ -351,32 +360,32 @@ def test_the_spread_is_of_rounds(subject: BenchModel) -> None:
     lines = [
         record(label, cell=cell, index=i, first=first, subject=subject)
         for i, own in enumerate((1.0, 2.0, 3.0, 4.0, 5.0))
-        for label, first in ((Label("baseline", FULL), 2.0), (NOISE, own))
+        for label, first in ((ParticipantLabel("baseline", FULL), 2.0), (NOISE, own))
     ]
     noise = rows(lines)[1]
-    assert noise.first_token == Spread(1.5, 1.0, 2.0)
+    assert noise.first_token == Quartiles(1.5, 1.0, 2.0)
 
 
 def test_a_peer_is_also_set_against_its_own_full_cache(subject: BenchModel) -> None:
     cell = cell_of(subject)
-    peer, its_full = Label("kvpress", "snapkv", "0.5"), Label("kvpress", FULL)
+    peer, its_full = ParticipantLabel("kvpress", "snapkv", "0.5"), ParticipantLabel("kvpress", FULL)
     lines = [
-        record(Label("baseline", FULL), cell=cell, first=4.0, subject=subject),
+        record(ParticipantLabel("baseline", FULL), cell=cell, first=4.0, subject=subject),
         record(its_full, cell=cell, first=2.0, subject=subject),
         record(peer, cell=cell, first=1.0, subject=subject),
     ]
-    assert rows(lines)[2].first_token == Spread(0.25, 0.25, 0.25)
-    assert rows(lines[1:], "kvpress")[1].first_token == Spread(0.5, 0.5, 0.5)
+    assert rows(lines)[2].first_token == Quartiles(0.25, 0.25, 0.25)
+    assert rows(lines[1:], "kvpress")[1].first_token == Quartiles(0.5, 0.5, 0.5)
 
 
 def test_table_and_picture_are_made(subject: BenchModel, tmp_path: Path) -> None:
     cells = [cell_of(subject, length=n) for n in (4096, 131072)]
-    long = Label("kvfold", "kvzip:chunk=1000,level=uniform + kivi:bits=2", "0.05")
+    long = ParticipantLabel("kvfold", "kvzip:chunk=1000,level=uniform + kivi:bits=2", "0.05")
     lines = [
         record(label, cell=cell, index=i, first=123.456, steps=(0.0123,), peak=10, subject=subject)
         for cell in cells
         for i in range(2)
-        for label in (Label("baseline", FULL), NOISE, SNAPKV, long)
+        for label in (ParticipantLabel("baseline", FULL), NOISE, SNAPKV, long)
     ]
     screen = console()
     screen.width = 100
@@ -446,9 +455,12 @@ def test_compiled_sides_take_part_beside_eager_ones(
     assert result.exit_code == 0, result.output
     printed = " ".join(result.output.split())
     assert "left out: streaming_llm, 0.2, compiled:" in printed and "moves its sinks" in printed
-    made = [r.label for r in RecordFile(out, Record).load().records if r.side == "kvfold"]
-    eager = [Label("kvfold", "h2o", "0.2"), Label("kvfold", "streaming_llm", "0.2")]
-    assert made == [*eager, Label("kvfold", "h2o", "0.2", compiled=True)]
+    made = [r.label for r in RecordFile(out, RoundRecord).load().records if r.side == "kvfold"]
+    eager = [
+        ParticipantLabel("kvfold", "h2o", "0.2"),
+        ParticipantLabel("kvfold", "streaming_llm", "0.2"),
+    ]
+    assert made == [*eager, ParticipantLabel("kvfold", "h2o", "0.2", compiled=True)]
 
 
 @pytest.mark.slow
@@ -473,7 +485,9 @@ def test_a_compiled_side_holds_what_an_eager_one_does(
 ) -> None:
     sized = method in ("h2o", "snapkv", "adakv")
     budget, ids = "0.9" if sized else None, subject.tokens(1, 430)
-    eager, compiled = (kind(subject, method, budget) for kind in (MethodSide, CompiledSide))
+    eager, compiled = (
+        kind(subject, method, budget) for kind in (MethodParticipant, CompiledParticipant)
+    )
     with compiling():
         for side in (eager, compiled):
             side.prefill(ids[:, :400], 30)
@@ -505,7 +519,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_peak_is_measured_in_a_process_of_its_own(subject: BenchModel) -> None:
-    side = FullSide(subject, Kernels())
+    side = FullParticipant(subject, SdpaChoice())
     # 4 KiB of queries, keys and values a token are the least that a prompt of 4096 takes.
     assert peak_of(side.spec(), 1, 4096, 1) > 2**20
     with pytest.raises(KvfoldError, match=r"cannot measure the peak of nothing: .*unknown method"):
@@ -517,7 +531,7 @@ def test_the_peak_is_measured_in_a_process_of_its_own(subject: BenchModel) -> No
 
 def test_counterparts_pass_on_parameters_and_what_is_evicted() -> None:
     def press(method: str, budget: str | None) -> Any:
-        return counterparts.press(Label("kvpress", method, budget), 1000)
+        return counterparts.press(ParticipantLabel("kvpress", method, budget), 1000)
 
     votes = {"window_size": 16, "kernel_size": 5}
     assert press("snapkv:window=16,kernel=5", "0.25") == [
@@ -559,26 +573,26 @@ for line in sys.stdin:
 @pytest.fixture
 def stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subject: BenchModel, no_peak: None
-) -> Iterator[kvpress.Kvpress]:
+) -> Iterator[kvpress.KvpressPeer]:
     """A peer's process that answers without doing anything."""
     script = tmp_path / "peer.py"
     script.write_text(STAND_IN)
-    monkeypatch.setattr(process, "SCRIPT", script)
+    monkeypatch.setattr(kvpress_client, "SCRIPT", script)
     monkeypatch.setattr(kvpress, "can_measure", lambda: False)
     last = sorted(subject.model.named_parameters())[-1][1].detach()
     monkeypatch.setenv("CHECK", json.dumps(last.flatten()[:8].double().tolist()))
-    peer = kvpress.Kvpress(subject, Path(sys.executable))
+    peer = kvpress.KvpressPeer(subject, Path(sys.executable))
     yield peer
     peer.close()
 
 
 def test_a_peer_takes_turns_from_its_own_process(
-    stand_in: kvpress.Kvpress, subject: BenchModel
+    stand_in: kvpress.KvpressPeer, subject: BenchModel
 ) -> None:
     cell = cell_of(subject)
-    made = stand_in.makers([SNAPKV, Label("kvfold", "d2o", "0.5")])
+    made = stand_in.makers([SNAPKV, ParticipantLabel("kvfold", "d2o", "0.5")])
     assert [str(label) for label in made] == ["kvpress full", "kvpress snapkv, 0.5"]
-    run = Session.of(subject, {"kvpress": stand_in.setup})
+    run = BenchSession.of(subject, {"kvpress": stand_in.setup})
     (line,) = run.rounds(cell, made, dict.fromkeys(made, 1), lambda text: None)
     assert [r.side for r in line] == ["baseline", "baseline", "kvpress", "kvpress"]
     measured = line[3].measured
@@ -592,40 +606,45 @@ def test_a_peer_takes_turns_from_its_own_process(
     ]  # fmt: skip
 
 
-def test_a_peer_that_fails_says_why(stand_in: kvpress.Kvpress, subject: BenchModel) -> None:
+def test_a_peer_that_fails_says_why(stand_in: kvpress.KvpressPeer, subject: BenchModel) -> None:
     with pytest.raises(KvfoldError, match="kvpress failed: no dance"):
-        stand_in.process.ask("dance")
-    made = stand_in.makers([Label("kvfold", "knorm", "0.5")])
+        stand_in.client.ask("dance")
+    made = stand_in.makers([ParticipantLabel("kvfold", "knorm", "0.5")])
     side = list(made.values())[1]()
     with pytest.raises(KvfoldError, match="process ended: out of memory"):
         side.prefill(subject.tokens(1, 10), 1)
 
 
 def test_a_peer_with_other_weights_is_refused(
-    stand_in: kvpress.Kvpress, subject: BenchModel, monkeypatch: pytest.MonkeyPatch
+    stand_in: kvpress.KvpressPeer, subject: BenchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHECK", "[1.0]")
     with pytest.raises(KvfoldError, match="other random weights"):
-        kvpress.Kvpress(subject, Path(sys.executable))
+        kvpress.KvpressPeer(subject, Path(sys.executable))
 
 
 def test_what_a_peer_cannot_hold_is_left_out(
-    stand_in: kvpress.Kvpress, subject: BenchModel, monkeypatch: pytest.MonkeyPatch
+    stand_in: kvpress.KvpressPeer, subject: BenchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvpress, "free_memory", lambda: 2**30)
     short, long = cell_of(subject, length=1000), cell_of(subject, length=10**5)
-    own, theirs = Label("kvfold", "h2o", "0.2"), Label("kvpress", "h2o", "0.2")
+    own, theirs = (
+        ParticipantLabel("kvfold", "h2o", "0.2"),
+        ParticipantLabel("kvpress", "h2o", "0.2"),
+    )
     assert stand_in.left_out(theirs, short) is None
     assert "eager attention takes about" in str(stand_in.left_out(theirs, long))
     assert stand_in.left_out(own, long) is None
     rows_at_once = long.model_copy(update={"batch": 2})
-    assert "one row" in str(stand_in.left_out(Label("kvpress", "kvzip", "0.2"), rows_at_once))
+    assert "one row" in str(
+        stand_in.left_out(ParticipantLabel("kvpress", "kvzip", "0.2"), rows_at_once)
+    )
 
 
 def test_a_python_without_kvpress_is_refused(subject: BenchModel) -> None:
     # It needs an older transformers than the one beside kvfold, so it cannot be here.
     with pytest.raises(KvfoldError, match=r"cannot import kvpress .* pip install"):
-        kvpress.Kvpress(subject, Path(sys.executable))
+        kvpress.KvpressPeer(subject, Path(sys.executable))
 
 
 def test_the_quantised_cache_needs_a_backend(
@@ -633,7 +652,7 @@ def test_the_quantised_cache_needs_a_backend(
 ) -> None:
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KvfoldError, match="pip install optimum-quanto"):
-        quantized.Quantized(subject)
+        quantized.QuantizedPeer(subject)
 
 
 def test_bytes_of_quantised_layers_count_each_storage_once() -> None:
@@ -680,7 +699,7 @@ def test_throughput_stays_below_the_cap_and_the_next_row_would_not(
     result = bench(*work)
     assert result.exit_code == 0, result.output
     assert "weights and cache in 700.0 KiB" in result.output
-    lines = {r.method: r for r in RecordFile(out, Throughput).load().records}
+    lines = {r.method: r for r in RecordFile(out, ThroughputRecord).load().records}
     assert set(lines) == {FULL, "h2o"}
     assert lines["h2o"].budget == "24"
     room = 700 * 1024 - subject.shape.weight_bytes
@@ -696,9 +715,9 @@ def test_throughput_stays_below_the_cap_and_the_next_row_would_not(
     assert out.read_bytes() == before
 
 
-def next_batch_bytes(subject: BenchModel, line: Throughput) -> int:
+def next_batch_bytes(subject: BenchModel, line: ThroughputRecord) -> int:
     """The most that the cache holds with one row more."""
-    side = MethodSide(subject, line.method, line.budget)
+    side = MethodParticipant(subject, line.method, line.budget)
     ids = subject.tokens(line.outcome.batch + 1, 64)
     side.prefill(ids[:, :24], 40)
     held = [side.cache_size().nbytes]

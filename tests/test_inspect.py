@@ -34,10 +34,10 @@ from kvfold.inspect.attention_maps import (
     lazy_window,
     watch,
 )
-from kvfold.inspect.document import InspectedText, NeedleSpan
 from kvfold.inspect.downsample import cuts, means
+from kvfold.inspect.inspected_text import InspectedText, NeedleSpan
 from kvfold.inspect.page import contents, folded, page
-from kvfold.inspect.retention import Retention, heads_per_token, hold
+from kvfold.inspect.retention import Retention, heads_per_token, measure_retention
 from kvfold.methods.stages.allocate.density import by_density
 from tests.models import VOCABULARY, build
 
@@ -70,11 +70,11 @@ def looked_at(
 ) -> tuple[InspectedText, list[LayerAttention], list[Retention]]:
     model, tokenizer = bundled
     document = InspectedText.with_needles(tokenizer, 400, seed=1)
-    holdings = [
-        hold(model, tokenizer, document, method, kvfold.Budget.ratio(0.3))
+    retentions = [
+        measure_retention(model, tokenizer, document, method, kvfold.Budget.ratio(0.3))
         for method in ("pyramidkv", "adakv")
     ]
-    return document, watch(model, document.ids), holdings
+    return document, watch(model, document.ids), retentions
 
 
 # --- what is measured ---------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_spans_are_even_and_their_means_are_the_whole_s() -> None:
 def test_holdings_are_the_positions_of_the_cache(bundled: tuple[Any, Any], method: str) -> None:
     model, tokenizer = bundled
     document = InspectedText.with_needles(tokenizer, 400, seed=2)
-    found = hold(model, tokenizer, document, method, kvfold.Budget.ratio(0.3))
+    found = measure_retention(model, tokenizer, document, method, kvfold.Budget.ratio(0.3))
     limit = None if method == "dbudgetkv" else 0.3
     context = kvfold.compress(
         model, tokenizer, document.text, method, limit, special_tokens=document.special_tokens
@@ -223,9 +223,9 @@ def test_what_needles_keep_is_counted_over_their_entries() -> None:
     layers = [[[torch.tensor([0, 1, 5]), torch.tensor([], dtype=torch.long)]]] * 2
     counts = heads_per_token(layers, 6)
     assert counts.tolist() == [[1, 1, 0, 0, 0, 1]] * 2
-    holding = Retention("m", "b", counts, (2, 2), 1, 2)
-    assert holding.kept_of([NeedleSpan(0, 2, True), NeedleSpan(4, 6, False)]) == 6 / 16
-    assert holding.shares[0].tolist() == [0.5, 0.5, 0, 0, 0, 0.5]
+    retention = Retention("m", "b", counts, (2, 2), 1, 2)
+    assert retention.kept_of([NeedleSpan(0, 2, True), NeedleSpan(4, 6, False)]) == 6 / 16
+    assert retention.shares[0].tolist() == [0.5, 0.5, 0, 0, 0, 0.5]
 
 
 # --- the document -------------------------------------------------------------------------------
@@ -278,13 +278,13 @@ def grid(text: str, shape: tuple[int, ...]) -> np.ndarray:
 def test_the_page_holds_what_was_measured(
     looked_at: tuple[InspectedText, list[LayerAttention], list[Retention]],
 ) -> None:
-    document, layers, holdings = looked_at
-    data = json.loads(Tags(page("model", document, layers, holdings)).data)
+    document, layers, retentions = looked_at
+    data = json.loads(Tags(page("model", document, layers, retentions)).data)
     tokens = len(document.pieces)
-    assert data == json.loads(json.dumps(contents("model", document, layers, holdings)))
+    assert data == json.loads(json.dumps(contents("model", document, layers, retentions)))
     assert tuple(data["pieces"]) == document.pieces
-    for shown, holding in zip(data["methods"], holdings, strict=True):
-        assert np.array_equal(grid(shown["counts"], (4, tokens)), holding.counts.numpy())
+    for shown, retention in zip(data["methods"], retentions, strict=True):
+        assert np.array_equal(grid(shown["counts"], (4, tokens)), retention.counts.numpy())
     for shown, layer in zip(data["attention"], layers, strict=True):
         levels = grid(shown["cells"], (CELLS, CELLS)).astype(float)
         cells = layer.cells.numpy()
@@ -299,18 +299,18 @@ def test_the_page_holds_what_was_measured(
 def test_d2o_s_share_is_that_of_its_own_allocation(
     looked_at: tuple[InspectedText, list[LayerAttention], list[Retention]],
 ) -> None:
-    document, layers, holdings = looked_at
+    document, layers, retentions = looked_at
     variances = [layer.variance[None] for layer in layers]
     sizes = by_density(variances, torch.tensor([10000]), torch.tensor([10**6]))
     expected = [int(size) / 10000 for size in sizes]
-    assert contents("m", document, layers, holdings)["d2o"] == pytest.approx(expected, abs=1e-3)
+    assert contents("m", document, layers, retentions)["d2o"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_hostile_text_is_data_and_nothing_is_fetched(bundled: tuple[Any, Any]) -> None:
     model, tokenizer = bundled
     document = InspectedText.of(tokenizer, HOSTILE * 3)
-    holdings = [hold(model, tokenizer, document, "knorm", kvfold.Budget.ratio(0.5))]
-    whole = page("<b>m</b></title>", document, watch(model, document.ids), holdings)
+    retentions = [measure_retention(model, tokenizer, document, "knorm", kvfold.Budget.ratio(0.5))]
+    whole = page("<b>m</b></title>", document, watch(model, document.ids), retentions)
     tags = Tags(whole)
     kinds = [tag for tag, _ in tags.found]
     assert kinds.count("script") == 2 and "b" not in kinds
@@ -327,7 +327,7 @@ def test_hostile_text_is_data_and_nothing_is_fetched(bundled: tuple[Any, Any]) -
 def test_pictures_show_what_was_measured(
     looked_at: tuple[InspectedText, list[LayerAttention], list[Retention]],
 ) -> None:
-    document, layers, holdings = looked_at
+    document, layers, retentions = looked_at
     heat = pictures.attention_figure(layers)
     panels = [axes for axes in heat.axes if axes.get_title("left").startswith("layer")]
     for panel, layer in zip(panels, layers, strict=True):
@@ -339,10 +339,10 @@ def test_pictures_show_what_was_measured(
     assert mean == pytest.approx([float(layer.variance.mean()) for layer in layers])
     image = pictures.lazy_figure(layers).axes[0].images[0].get_array()
     assert np.allclose(image[2], layers[2].edges.numpy())
-    kept = pictures.kept_maps_figure(document, [0, 1, 2, 3], holdings).axes
+    kept = pictures.kept_maps_figure(document, [0, 1, 2, 3], retentions).axes
     assert [panel.get_title("left") for panel in kept] == ["pyramidkv", "adakv"]
-    assert np.allclose(kept[1].images[0].get_array(), holdings[1].shares.numpy())
-    assert f"{holdings[1].kept_of(document.needles):.1%}" in kept[1].get_title("right")
+    assert np.allclose(kept[1].images[0].get_array(), retentions[1].shares.numpy())
+    assert f"{retentions[1].kept_of(document.needles):.1%}" in kept[1].get_title("right")
 
 
 def test_layers_beyond_a_row_of_heatmaps_go_on_in_the_next(

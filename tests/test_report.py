@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvfold.bench.machine import Setup
+from kvfold.bench.machine import MachineSetup
 from kvfold.cli import app
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell, EvalProtocol, EvaluatedModel
@@ -38,7 +38,7 @@ from kvfold.report.tables import by_task, markdown, to_csv
 from kvfold.report.write import write
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
-HERE = Setup(cpu="a", cores=2, gpu=None, threads=2, python="3.12", versions={"torch": "2"})
+HERE = MachineSetup(cpu="a", cores=2, gpu=None, threads=2, python="3.12", versions={"torch": "2"})
 MODEL = EvaluatedModel(
     name="tiny", config="c", weights="w", vocabulary="v", dtype="float32", attention="sdpa"
 )
@@ -135,7 +135,7 @@ def test_intervals_of_tasks_combine_each_side_for_itself() -> None:
     one = made("m", "0.2", apart=(-2.0, -5.0, 1.0))
     other = made("m", "0.2", apart=(-4.0, -8.0, -1.0), task="b")
     alone, both = summary.gap([one]), summary.gap([one, other])
-    assert alone == summary.Gap(-2.0, -5.0, 1.0) and alone.is_noise
+    assert alone == summary.ScoreGap(-2.0, -5.0, 1.0) and alone.is_noise
     assert both is not None and not both.is_noise
     assert both.value == pytest.approx(-3.0)
     assert both.low == pytest.approx(-3 - math.hypot(1.5, 2.0))

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from kvfold.bench.sdpa_variants import Kernels
+from kvfold.bench.sdpa_variants import SdpaChoice
 from kvfold.hf.attention import disable, logit_options
 from kvfold.hf.stock_layers import is_compressible, stock_layers
 from kvfold.store.buffer import GrowingBuffer
@@ -25,7 +25,7 @@ from kvfold.store.buffer import GrowingBuffer
 NAME = "kvfold_full"
 
 
-def full_twin(model: PreTrainedModel, kernels: Kernels) -> PreTrainedModel:
+def full_twin(model: PreTrainedModel, kernels: SdpaChoice) -> PreTrainedModel:
     """A copy of the modules that shares the weights and attends with `kernels`."""
     made = twin(model)
     name = f"{NAME}_{kernels.prefill.layout}_{kernels.decode.layout}"
@@ -45,7 +45,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _attention(
-    kernels: Kernels,
+    kernels: SdpaChoice,
     module: nn.Module,
     query: Tensor,
     key: Tensor,

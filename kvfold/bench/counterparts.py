@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvfold.bench.participants import FULL, Label
+from kvfold.bench.participants import FULL, ParticipantLabel
 from kvfold.budget import Budget
 from kvfold.methods.adakv import AdaKV
 from kvfold.methods.base import Method, parse
@@ -56,7 +56,7 @@ PRESSES: dict[type[Method], Callable[[Any], Press]] = {
 }
 
 
-def press(label: Label, length: int) -> Press | None:
+def press(label: ParticipantLabel, length: int) -> Press | None:
     """The press for a prompt of `length` tokens.
 
     None for the full cache, for methods without a counterpart, and for budgets in bytes.

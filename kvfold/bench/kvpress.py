@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kvfold.bench.counterparts import press
+from kvfold.bench.kvpress_client import KvpressClient
 from kvfold.bench.lineup import Makers
-from kvfold.bench.machine import Setup
-from kvfold.bench.participants import FULL, CacheSize, Label, Prefill
+from kvfold.bench.machine import MachineSetup
+from kvfold.bench.models import BenchModel
+from kvfold.bench.participants import FULL, CacheSize, ParticipantLabel, PrefillCost
 from kvfold.bench.peak import ALLOCATOR, WARM_UP, can_measure
-from kvfold.bench.process import Process
-from kvfold.bench.record import Cell
-from kvfold.bench.shapes import BenchModel
+from kvfold.bench.record import BenchCell
 from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 
@@ -28,7 +28,7 @@ EAGER = "ObservedAttentionPress"
 MATRICES, FLOAT_BYTES = 3, 4
 
 
-class Kvpress:
+class KvpressPeer:
     """kvpress over the subject's weights, in a process run by `python`.
 
     Raises KvfoldError if kvpress is not installed there, or if that torch draws other random
@@ -39,18 +39,18 @@ class Kvpress:
 
     def __init__(self, subject: BenchModel, python: Path) -> None:
         self.subject, self.python = subject, python
-        self.process = self.start()
-        hello = self.process.ask("hello")
-        here = Setup.here()
+        self.client = self.start()
+        hello = self.client.ask("hello")
+        here = MachineSetup.here()
         self.setup = here.model_copy(update=hello)
         self.heads = subject.shape.query_heads
 
-    def start(self, environment: dict[str, str] | None = None) -> Process:
+    def start(self, environment: dict[str, str] | None = None) -> KvpressClient:
         """A new kvpress process that has built the same model; raises KvfoldError as the class."""
         source = self.subject.source
-        process = Process(self.python, environment)
-        process.ask("hello", threads=torch.get_num_threads())
-        answer = process.ask(
+        client = KvpressClient(self.python, environment)
+        client.ask("hello", threads=torch.get_num_threads())
+        answer = client.ask(
             "build",
             config=source.config,
             path=source.path,
@@ -60,14 +60,14 @@ class Kvpress:
         )
         last = sorted(self.subject.model.named_parameters())[-1][1].detach()
         if last.flatten()[:8].double().tolist() != answer["check"]:
-            process.close()
+            client.close()
             raise KvfoldError(
                 f"{self.python} makes other random weights from the same seed: install the same "
                 f"version of torch there, {torch.__version__}"
             )
-        return process
+        return client
 
-    def left_out(self, label: Label, cell: Cell) -> str | None:
+    def left_out(self, label: ParticipantLabel, cell: BenchCell) -> str | None:
         """Reason why kvpress cannot run `label` in a cell; None if it can, or does not own it."""
         spec = press(label, cell.length) if label.side == self.name else None
         if spec is None:
@@ -81,17 +81,17 @@ class Kvpress:
 
     def close(self) -> None:
         """Ends the kvpress process."""
-        self.process.close()
+        self.client.close()
 
-    def makers(self, wanted: Sequence[Label]) -> Makers:
+    def makers(self, wanted: Sequence[ParticipantLabel]) -> Makers:
         """Constructors of kvpress's full cache, and of its counterpart for each `wanted` label."""
-        labels = [Label(self.name, FULL)]
+        labels = [ParticipantLabel(self.name, FULL)]
         labels += [
-            Label(self.name, label.method, label.budget)
+            ParticipantLabel(self.name, label.method, label.budget)
             for label in wanted
             if press(label, 1) is not None
         ]
-        return {label: partial(PressSide, self, label) for label in labels}
+        return {label: partial(PressParticipant, self, label) for label in labels}
 
 
 def free_memory() -> int:
@@ -101,41 +101,41 @@ def free_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class PressSide:
+class PressParticipant:
     """Participant that runs one press, or kvpress's full cache, in the process of `peer`."""
 
-    def __init__(self, peer: Kvpress, label: Label) -> None:
+    def __init__(self, peer: KvpressPeer, label: ParticipantLabel) -> None:
         self.peer, self.label, self.key = peer, label, str(label)
 
-    def prefill(self, ids: Tensor, room: int) -> Prefill:
-        answer = self._prefill(self.peer.process, ids)
-        return Prefill(answer["seconds"], answer["compression"], answer["peak"])
+    def prefill(self, ids: Tensor, room: int) -> PrefillCost:
+        answer = self._prefill(self.peer.client, ids)
+        return PrefillCost(answer["seconds"], answer["compression"], answer["peak"])
 
     def step(self, tokens: Tensor) -> float:
-        answer = self.peer.process.ask("step", key=self.key, tokens=tokens.tolist())
+        answer = self.peer.client.ask("step", key=self.key, tokens=tokens.tolist())
         return float(answer["seconds"])
 
     def cache_size(self) -> CacheSize:
-        answer = self.peer.process.ask("cache_size", key=self.key)
+        answer = self.peer.client.ask("cache_size", key=self.key)
         return CacheSize(answer["nbytes"], answer["kept"])
 
     def free(self) -> None:
-        self.peer.process.ask("free", key=self.key)
+        self.peer.client.ask("free", key=self.key)
 
     def peak_alone(self, batch: int, length: int, room: int) -> int | None:
         if self.peer.subject.model.device.type != "cpu" or not can_measure():
             return None
-        process = self.peer.start(ALLOCATOR)
+        client = self.peer.start(ALLOCATOR)
         try:
             ids = self.peer.subject.tokens(batch, length)
-            self._prefill(process, ids[:, :WARM_UP])
-            process.ask("free", key=self.key)
-            before = process.ask("mark")["bytes"]
-            self._prefill(process, ids)
-            return int(process.ask("peak")["bytes"]) - int(before)
+            self._prefill(client, ids[:, :WARM_UP])
+            client.ask("free", key=self.key)
+            before = client.ask("mark")["bytes"]
+            self._prefill(client, ids)
+            return int(client.ask("peak")["bytes"]) - int(before)
         finally:
-            process.close()
+            client.close()
 
-    def _prefill(self, process: Process, ids: Tensor) -> dict[str, Any]:
+    def _prefill(self, client: KvpressClient, ids: Tensor) -> dict[str, Any]:
         spec = press(self.label, ids.shape[1])
-        return process.ask("prefill", key=self.key, press=spec, ids=ids.tolist())
+        return client.ask("prefill", key=self.key, press=spec, ids=ids.tolist())

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 import kvfold
 
 
-class Setup(BaseModel):
+class MachineSetup(BaseModel):
     """Hardware, threads and versions; times are only comparable between equal setups."""
 
     model_config = ConfigDict(frozen=True)
@@ -28,7 +28,7 @@ class Setup(BaseModel):
     versions: dict[str, str]
 
     @classmethod
-    def here(cls) -> Setup:
+    def here(cls) -> MachineSetup:
         """The setup of this process."""
         return cls(
             cpu=_cpu(),
@@ -43,7 +43,7 @@ class Setup(BaseModel):
             },
         )
 
-    def differences(self, other: Setup) -> list[str]:
+    def differences(self, other: MachineSetup) -> list[str]:
         """One sentence per field that differs, this setup's value before the `other`'s."""
         ours, theirs = self.model_dump(), other.model_dump()
         ours |= ours.pop("versions")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Participants of a run: the protocol `Side`, the full cache, and kvfold's methods."""
+"""Participants of a run: the protocol `Participant`, the full cache, and kvfold's methods."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache
 
 from kvfold.bench.baseline import full_cache, full_twin
 from kvfold.bench.clock import compression_watched, seconds
+from kvfold.bench.models import BenchModel
 from kvfold.bench.peak import can_measure, peak_of
-from kvfold.bench.sdpa_variants import Kernels
-from kvfold.bench.shapes import BenchModel
+from kvfold.bench.sdpa_variants import SdpaChoice
 from kvfold.cache.cache import CompressedCache
 from kvfold.generation.generate import read_turn
 from kvfold.generation.static.decode import GraphCache, check_compiled
@@ -27,7 +27,7 @@ FULL, AGAIN = "full", "full again"
 
 
 @dataclass(frozen=True)
-class Label:
+class ParticipantLabel:
     """Name of a participant: its side ("baseline", "kvfold" or a peer), method and budget.
 
     `compiled` is true if decode steps run as one compiled graph.
@@ -50,7 +50,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Prefill:
+class PrefillCost:
     """Seconds to the first token, compression seconds among them, and peak memory in bytes.
 
     The peak is above the memory allocated before the prefill; None if it cannot be measured in
@@ -70,12 +70,12 @@ class CacheSize:
     kept: float
 
 
-class Side(Protocol):
+class Participant(Protocol):
     """One participant: a prefill, then decode steps one at a time."""
 
-    label: Label
+    label: ParticipantLabel
 
-    def prefill(self, ids: Tensor, room: int) -> Prefill:
+    def prefill(self, ids: Tensor, room: int) -> PrefillCost:
         """Prefill of `ids [B, N]` up to the first token's logits; at most `room` steps follow."""
 
     def step(self, tokens: Tensor) -> float:
@@ -94,10 +94,12 @@ class Side(Protocol):
         """Drops the cache."""
 
 
-class LocalSide:
+class LocalParticipant:
     """A participant that runs in this process."""
 
-    def __init__(self, label: Label, subject: BenchModel, model: PreTrainedModel) -> None:
+    def __init__(
+        self, label: ParticipantLabel, subject: BenchModel, model: PreTrainedModel
+    ) -> None:
         self.label, self.subject, self.model = label, subject, model
         self.cache: Any = None
 
@@ -114,7 +116,7 @@ class LocalSide:
         self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
     @torch.no_grad()
-    def prefill(self, ids: Tensor, room: int) -> Prefill:
+    def prefill(self, ids: Tensor, room: int) -> PrefillCost:
         self.free()
         self.cache = self.make(room)
         device, ids = self.model.device, ids.to(self.model.device)
@@ -127,7 +129,7 @@ class LocalSide:
         peak = None
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device) - before
-        return Prefill(taken, watch.total(), peak)
+        return PrefillCost(taken, watch.total(), peak)
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> float:
@@ -151,12 +153,12 @@ class LocalSide:
     def cache_size(self) -> CacheSize: ...
 
 
-class FullSide(LocalSide):
+class FullParticipant(LocalParticipant):
     """The full cache with the fastest SDPA variant; `method` is its name in the records."""
 
-    def __init__(self, subject: BenchModel, kernels: Kernels, method: str = FULL) -> None:
+    def __init__(self, subject: BenchModel, kernels: SdpaChoice, method: str = FULL) -> None:
         model = full_twin(subject.model, kernels)
-        super().__init__(Label("baseline", method), subject, model)
+        super().__init__(ParticipantLabel("baseline", method), subject, model)
         self.kernels = kernels
 
     def make(self, room: int) -> Cache:
@@ -176,11 +178,11 @@ class FullSide(LocalSide):
         return CacheSize(sum(layer.nbytes() for layer in layers), 1.0)
 
 
-class MethodSide(LocalSide):
+class MethodParticipant(LocalParticipant):
     """A method of kvfold at a budget; raises KvfoldError if the pair or the model does not work."""
 
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
-        super().__init__(Label("kvfold", method, budget), subject, subject.model)
+        super().__init__(ParticipantLabel("kvfold", method, budget), subject, subject.model)
         self.cache = self.make(0)  # checks method, budget and model now
 
     def make(self, room: int) -> CompressedCache:
@@ -209,7 +211,7 @@ class MethodSide(LocalSide):
         return CacheSize(stats.nbytes, stats.kept_fraction)
 
 
-class CompiledSide(MethodSide):
+class CompiledParticipant(MethodParticipant):
     """A method whose decode steps run as one compiled graph; raises KvfoldError if it cannot."""
 
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
@@ -218,7 +220,7 @@ class CompiledSide(MethodSide):
         check_compiled(self.model, self.cache, {})
         self.graph_cache: GraphCache | None = None
 
-    def prefill(self, ids: Tensor, room: int) -> Prefill:
+    def prefill(self, ids: Tensor, room: int) -> PrefillCost:
         taken = super().prefill(ids, room)
         self.graph_cache = GraphCache(self.cache, room)
         self.graph_cache.fix()

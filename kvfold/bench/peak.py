@@ -38,7 +38,7 @@ def can_measure() -> bool:
 def peak_of(spec: dict[str, Any], batch: int, length: int, room: int) -> int:
     """Peak bytes of a prefill of `[batch, length]` tokens, above loaded weights, in a new process.
 
-    `spec` comes from `LocalSide.spec`. Raises KvfoldError if the process fails.
+    `spec` comes from `LocalParticipant.spec`. Raises KvfoldError if the process fails.
     """
     work = {"batch": batch, "length": length, "room": room, "threads": torch.get_num_threads()}
     done = subprocess.run(
@@ -65,29 +65,29 @@ def memory(field: str) -> int:
 
 def main() -> None:
     """Reads a participant's spec as JSON from standard input, prints its peak as JSON."""
-    from kvfold.bench.participants import FullSide, LocalSide, MethodSide
-    from kvfold.bench.quantized import QuantizedSide
-    from kvfold.bench.sdpa_variants import Kernel, Kernels
-    from kvfold.bench.shapes import BenchModel
+    from kvfold.bench.models import BenchModel
+    from kvfold.bench.participants import FullParticipant, LocalParticipant, MethodParticipant
+    from kvfold.bench.quantized import QuantizedParticipant
+    from kvfold.bench.sdpa_variants import SdpaChoice, SdpaVariant
 
     spec = json.load(sys.stdin)
     torch.set_num_threads(spec["threads"])
     subject = BenchModel.of(spec["name"], spec["dtype"], spec["seed"])
-    side: LocalSide
+    participant: LocalParticipant
     if spec["side"] == "baseline":
-        kernels = Kernels(Kernel(spec["prefill"]), Kernel(spec["decode"]))
-        side = FullSide(subject, kernels)
+        kernels = SdpaChoice(SdpaVariant(spec["prefill"]), SdpaVariant(spec["decode"]))
+        participant = FullParticipant(subject, kernels)
     elif spec["side"] == "transformers":
-        side = QuantizedSide(subject)
+        participant = QuantizedParticipant(subject)
     else:
-        side = MethodSide(subject, spec["method"], spec["budget"])
+        participant = MethodParticipant(subject, spec["method"], spec["budget"])
     ids: Tensor = subject.tokens(spec["batch"], spec["length"])
     # Warm-up: weights are paged in and libraries initialised before the measurement.
-    side.prefill(ids[:, :WARM_UP], 1)
-    side.free()
+    participant.prefill(ids[:, :WARM_UP], 1)
+    participant.free()
     RESET.write_text("5")
     before = memory("VmRSS")
-    side.prefill(ids, spec["room"])
+    participant.prefill(ids, spec["room"])
     print(json.dumps({"peak_bytes": memory("VmHWM") - before}))
 
 

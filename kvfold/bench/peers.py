@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvfold.bench.kvpress import Kvpress
+from kvfold.bench.kvpress import KvpressPeer
 from kvfold.bench.lineup import Peer
-from kvfold.bench.quantized import Quantized
-from kvfold.bench.shapes import BenchModel
+from kvfold.bench.models import BenchModel
+from kvfold.bench.quantized import QuantizedPeer
 from kvfold.errors import KvfoldError
 
 NAMES = ("kvpress", "transformers-quantized")
@@ -35,9 +35,9 @@ def peers(subject: BenchModel, names: Sequence[str], python: Path | None) -> Ite
         found: list[Peer] = []
         for name in dict.fromkeys(names):
             peer: Peer = (
-                Quantized(subject)
+                QuantizedPeer(subject)
                 if python is None or name != "kvpress"
-                else Kvpress(subject, python)
+                else KvpressPeer(subject, python)
             )
             stack.callback(peer.close)
             found.append(peer)

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvfold.bench.participants import AGAIN
-from kvfold.bench.record import Cell
-from kvfold.bench.summary import Row
+from kvfold.bench.record import BenchCell
+from kvfold.bench.summary import BenchRow
 
 PANELS = {
     "first_token": "time to first token",
@@ -21,7 +21,7 @@ PANELS = {
 COLORS = ("#1f4e8c", "#d1495b", "#2e8b57", "#b8860b", "#6a4c93", "#4a4a4a")
 
 
-def figure(rows: Sequence[Row]) -> Figure:
+def figure(rows: Sequence[BenchRow]) -> Figure:
     """One panel per quantity: x = multiple of the full cache, y = method, one colour per cell.
 
     Dots are medians over rounds, lines the quartiles. The grey band is the full cache's second
@@ -44,7 +44,7 @@ def figure(rows: Sequence[Row]) -> Figure:
 
 
 def _draw(
-    panel: Axes, name: str, rows: Sequence[Row], cells: list[Cell], methods: list[str]
+    panel: Axes, name: str, rows: Sequence[BenchRow], cells: list[BenchCell], methods: list[str]
 ) -> None:
     """Draws the quantity `name` in one panel."""
     for number, cell in enumerate(cells):

@@ -13,10 +13,10 @@ from transformers import cache_utils
 
 from kvfold.bench.baseline import twin
 from kvfold.bench.lineup import Makers
-from kvfold.bench.machine import Setup
-from kvfold.bench.participants import CacheSize, Label, LocalSide
-from kvfold.bench.record import Cell
-from kvfold.bench.shapes import BenchModel
+from kvfold.bench.machine import MachineSetup
+from kvfold.bench.models import BenchModel
+from kvfold.bench.participants import CacheSize, LocalParticipant, ParticipantLabel
+from kvfold.bench.record import BenchCell
 from kvfold.errors import KvfoldError
 from kvfold.hf.models import text_config
 
@@ -35,16 +35,16 @@ def backend() -> str:
     )
 
 
-class QuantizedSide(LocalSide):
+class QuantizedParticipant(LocalParticipant):
     """transformers' 4-bit cache; quantisation time counts as prefill."""
 
     def __init__(self, subject: BenchModel) -> None:
         super().__init__(self.label_here(), subject, twin(subject.model))
 
     @staticmethod
-    def label_here() -> Label:
+    def label_here() -> ParticipantLabel:
         """The participant's label, with the installed backend."""
-        return Label("transformers", f"{backend()} {BITS} bit")
+        return ParticipantLabel("transformers", f"{backend()} {BITS} bit")
 
     def make(self, room: int) -> Any:
         config = text_config(self.model)
@@ -56,20 +56,20 @@ class QuantizedSide(LocalSide):
         return CacheSize(nbytes, 1.0)
 
 
-class Quantized:
+class QuantizedPeer:
     """The peer with one participant, QuantizedSide; raises KvfoldError without a backend."""
 
     name = "transformers"
 
     def __init__(self, subject: BenchModel) -> None:
         backend()
-        self.subject, self.setup = subject, Setup.here()
+        self.subject, self.setup = subject, MachineSetup.here()
 
-    def makers(self, wanted: Sequence[Label]) -> Makers:
+    def makers(self, wanted: Sequence[ParticipantLabel]) -> Makers:
         """Constructor of the one participant; `wanted` does not matter."""
-        return {QuantizedSide.label_here(): partial(QuantizedSide, self.subject)}
+        return {QuantizedParticipant.label_here(): partial(QuantizedParticipant, self.subject)}
 
-    def left_out(self, label: Label, cell: Cell) -> None:
+    def left_out(self, label: ParticipantLabel, cell: BenchCell) -> None:
         """None: it runs every cell."""
 
     def close(self) -> None:

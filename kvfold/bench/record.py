@@ -8,13 +8,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from kvfold.bench.machine import Setup
-from kvfold.bench.participants import Label
-from kvfold.bench.shapes import Shape
+from kvfold.bench.machine import MachineSetup
+from kvfold.bench.models import ModelShape
+from kvfold.bench.participants import ParticipantLabel
 from kvfold.errors import KvfoldError
 
 
-class Cell(BaseModel):
+class BenchCell(BaseModel):
     """A measured workload: model, dtype, prompt length in tokens, batch rows, tokens to decode."""
 
     model_config = ConfigDict(frozen=True)
@@ -58,7 +58,7 @@ class Measurement(BaseModel):
         return self.prefill_seconds + self.compression_seconds
 
 
-class Line(BaseModel):
+class BenchRecord(BaseModel):
     """Fields common to all records.
 
     Participants of one `session` and `round` ran interleaved, so only their times compare. `at` is
@@ -75,24 +75,26 @@ class Line(BaseModel):
     budget: str | None
     compiled: bool = False
     baseline: str
-    shape: Shape
-    setup: Setup
+    shape: ModelShape
+    setup: MachineSetup
     commit: str | None
 
     @property
-    def label(self) -> Label:
+    def label(self) -> ParticipantLabel:
         """The participant."""
-        return Label(self.side, self.method, self.budget, self.compiled)
+        return ParticipantLabel(self.side, self.method, self.budget, self.compiled)
 
 
-class Record(Line):
+class RoundRecord(BenchRecord):
     """One participant in one round of a cell."""
 
-    cell: Cell
+    cell: BenchCell
     measured: Measurement
 
 
-def check_setup(records: Iterable[Line], setups: dict[str, Setup], path: Path) -> None:
+def check_setup(
+    records: Iterable[BenchRecord], setups: dict[str, MachineSetup], path: Path
+) -> None:
     """Raises KvfoldError if the file at `path` has records of another machine or other versions.
 
     `setups` maps each side that takes part to its setup.

@@ -30,7 +30,7 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Kernel:
+class SdpaVariant:
     """One way to call SDPA with G query heads per KV head.
 
     `flash` forces the flash kernel; otherwise SDPA picks one.
@@ -70,18 +70,18 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class SdpaChoice:
     """Kernels of the full cache, one for prefill and one for decode."""
 
-    prefill: Kernel = Kernel("repeated")
-    decode: Kernel = Kernel("packed")
+    prefill: SdpaVariant = SdpaVariant("repeated")
+    decode: SdpaVariant = SdpaVariant("packed")
 
     def __str__(self) -> str:
         return f"prefill {self.prefill}; decode {self.decode}"
 
 
 @torch.no_grad()
-def fastest(model: PreTrainedModel, batch: int, length: int) -> Kernels:
+def fastest(model: PreTrainedModel, batch: int, length: int) -> SdpaChoice:
     """The fastest kernels on this machine for a prompt of `length`; prefill is timed on ≤ 2048."""
     config = text_config(model)
     heads = config.num_attention_heads
@@ -93,18 +93,18 @@ def fastest(model: PreTrainedModel, batch: int, length: int) -> Kernels:
     key, value = some(2, batch, stored, length, size)
     flashes = (False, True) if model.device.type == "cuda" else (False,)
 
-    def best(query: Tensor, tokens: int, layouts: tuple[Layout, ...]) -> Kernel:
-        kernels = [Kernel(layout, flash) for flash in flashes for layout in layouts]
+    def best(query: Tensor, tokens: int, layouts: tuple[Layout, ...]) -> SdpaVariant:
+        kernels = [SdpaVariant(layout, flash) for flash in flashes for layout in layouts]
         k, v = key[:, :, :tokens], value[:, :, :tokens]
         return min(kernels, key=partial(_time, query=query, key=k, value=v))
 
-    return Kernels(
+    return SdpaChoice(
         best(query, short, ("repeated", "grouped")),
         best(query[:, :, -1:].contiguous(), length, ("packed", "grouped")),
     )
 
 
-def _time(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> float:
+def _time(kernel: SdpaVariant, query: Tensor, key: Tensor, value: Tensor) -> float:
     """Seconds of the fastest of `TRIES` calls; infinite if this machine has no such kernel."""
     scale = query.shape[-1] ** -0.5
     try:

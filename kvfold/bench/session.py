@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from kvfold.bench.lineup import Makers
-from kvfold.bench.machine import Setup, commit
-from kvfold.bench.participants import AGAIN, FullSide, Label, Side
+from kvfold.bench.machine import MachineSetup, commit
+from kvfold.bench.models import BenchModel, ModelShape
+from kvfold.bench.participants import AGAIN, FullParticipant, Participant, ParticipantLabel
 from kvfold.bench.peak import WARM_UP
-from kvfold.bench.record import Cell, Measurement, Record
+from kvfold.bench.record import BenchCell, Measurement, RoundRecord
 from kvfold.bench.sdpa_variants import fastest
-from kvfold.bench.shapes import BenchModel, Shape
 
 # Pause in seconds before each turn. Threads of the previous participant's process go to sleep in
 # it; all participants pause alike, as the scheduler favours a process that has slept.
@@ -31,32 +31,32 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Session:
+class BenchSession:
     """One run: its model, and the fields that all its records share.
 
     `setups` maps each side that takes part to its setup; `name` is random.
     """
 
     subject: BenchModel
-    shape: Shape
-    setups: dict[str, Setup]
+    shape: ModelShape
+    setups: dict[str, MachineSetup]
     commit: str | None
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @classmethod
-    def of(cls, subject: BenchModel, peers: dict[str, Setup]) -> Session:
+    def of(cls, subject: BenchModel, peers: dict[str, MachineSetup]) -> BenchSession:
         """A new run on this machine; `peers` maps peers to the setups of their processes."""
-        here = Setup.here()
+        here = MachineSetup.here()
         setups = {"baseline": here, "kvfold": here, **peers}
         return cls(subject, subject.shape, setups, commit())
 
     def rounds(
         self,
-        cell: Cell,
+        cell: BenchCell,
         makers: Makers,
-        missing: dict[Label, int],
+        missing: dict[ParticipantLabel, int],
         note: Note,
-    ) -> Iterator[list[Record]]:
+    ) -> Iterator[list[RoundRecord]]:
         """The records of each round, until every participant has its `missing` rounds.
 
         The full cache takes part twice in every round; the second shows the noise. A peer's full
@@ -66,7 +66,10 @@ class Session:
             return
         note(f"{cell}: choosing the full cache's kernels")
         kernels = fastest(self.subject.model, cell.batch, cell.length)
-        full: list[Side] = [FullSide(self.subject, kernels), FullSide(self.subject, kernels, AGAIN)]
+        full: list[Participant] = [
+            FullParticipant(self.subject, kernels),
+            FullParticipant(self.subject, kernels, AGAIN),
+        ]
         others = {label: make() for label, make in makers.items() if _joins(label, missing, 0)}
         ids = self.subject.tokens(cell.batch, cell.length + cell.new_tokens)
         for index in range(max(missing.values())):
@@ -74,48 +77,54 @@ class Session:
             def say(text: str, number: int = index + 1) -> None:
                 note(f"round {number}: {text}")
 
-            joining = [side for label, side in others.items() if _joins(label, missing, index)]
-            sides = full + joining
+            joining = [
+                participant
+                for label, participant in others.items()
+                if _joins(label, missing, index)
+            ]
+            participants = full + joining
             peaks = {}
             if index == 0:
-                peaks = _peaks(sides, cell, say)
-                warm_up(sides, ids)
-            measured = run_round(sides, ids, cell, random.Random(index), say)
+                peaks = _peaks(participants, cell, say)
+                warm_up(participants, ids)
+            measured = run_round(participants, ids, cell, random.Random(index), say)
             yield [
-                self._record(cell, index, side, measured[side.label], peaks, str(kernels))
-                for side in sides
+                self._record(
+                    cell, index, participant, measured[participant.label], peaks, str(kernels)
+                )
+                for participant in participants
             ]
 
     def _record(
         self,
-        cell: Cell,
+        cell: BenchCell,
         index: int,
-        side: Side,
+        participant: Participant,
         measured: Measurement,
-        peaks: dict[Label, int | None],
+        peaks: dict[ParticipantLabel, int | None],
         baseline: str,
-    ) -> Record:
-        if side.label in peaks:
-            peak = peaks[side.label]
+    ) -> RoundRecord:
+        if participant.label in peaks:
+            peak = peaks[participant.label]
             measured = measured.model_copy(update={"peak_bytes": peak or measured.peak_bytes})
-        return Record(
+        return RoundRecord(
             session=self.name,
             round=index,
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             cell=cell,
-            side=side.label.side,
-            method=side.label.method,
-            budget=side.label.budget,
-            compiled=side.label.compiled,
+            side=participant.label.side,
+            method=participant.label.method,
+            budget=participant.label.budget,
+            compiled=participant.label.compiled,
             baseline=baseline,
             shape=self.shape,
-            setup=self.setups[side.label.side],
+            setup=self.setups[participant.label.side],
             commit=self.commit,
             measured=measured,
         )
 
 
-def _joins(label: Label, missing: dict[Label, int], index: int) -> bool:
+def _joins(label: ParticipantLabel, missing: dict[ParticipantLabel, int], index: int) -> bool:
     """True if the participant needs round `index`, or is the full cache of a peer that does."""
     if missing.get(label, 0) > index:
         return True
@@ -124,8 +133,11 @@ def _joins(label: Label, missing: dict[Label, int], index: int) -> bool:
 
 
 def missing_rounds(
-    records: Sequence[Record], cell: Cell, labels: Sequence[Label], repeats: int
-) -> dict[Label, int]:
+    records: Sequence[RoundRecord],
+    cell: BenchCell,
+    labels: Sequence[ParticipantLabel],
+    repeats: int,
+) -> dict[ParticipantLabel, int]:
     """Rounds of `cell` that each participant still has to run; finished ones are left out."""
     done = Counter(record.label for record in records if record.cell == cell)
     return {label: repeats - done[label] for label in labels if done[label] < repeats}
@@ -133,8 +145,12 @@ def missing_rounds(
 
 @torch.no_grad()
 def run_round(
-    sides: Sequence[Side], ids: Tensor, cell: Cell, order: random.Random, note: Note
-) -> dict[Label, Measurement]:
+    participants: Sequence[Participant],
+    ids: Tensor,
+    cell: BenchCell,
+    order: random.Random,
+    note: Note,
+) -> dict[ParticipantLabel, Measurement]:
     """One round: every participant's prefill, then decode steps interleaved token by token.
 
     `ids [B, length + new_tokens]` hold the prompt and the tokens fed to the decode steps, equal for
@@ -142,20 +158,22 @@ def run_round(
     """
     prompt, following = ids[:, : cell.length], ids[:, cell.length :]
     prefills, sizes = {}, {}
-    steps: dict[Label, list[float]] = {side.label: [] for side in sides}
-    for side in order.sample(sides, len(sides)):
-        note(f"{cell}, prefill of {side.label}")
+    steps: dict[ParticipantLabel, list[float]] = {
+        participant.label: [] for participant in participants
+    }
+    for participant in order.sample(participants, len(participants)):
+        note(f"{cell}, prefill of {participant.label}")
         time.sleep(REST)
-        prefills[side.label] = side.prefill(prompt, cell.new_tokens)
+        prefills[participant.label] = participant.prefill(prompt, cell.new_tokens)
     for index in range(cell.new_tokens):
         note(f"{cell}, token {index + 1} of {cell.new_tokens}")
-        for side in order.sample(sides, len(sides)):
+        for participant in order.sample(participants, len(participants)):
             time.sleep(REST)
-            steps[side.label].append(side.step(following[:, index : index + 1]))
+            steps[participant.label].append(participant.step(following[:, index : index + 1]))
             if index == 0:
-                sizes[side.label] = side.cache_size()
-    for side in sides:
-        side.free()
+                sizes[participant.label] = participant.cache_size()
+    for participant in participants:
+        participant.free()
     measured = {}
     for label, prefill in prefills.items():
         per_token = statistics.median(steps[label])
@@ -173,19 +191,23 @@ def run_round(
 
 
 @torch.no_grad()
-def warm_up(sides: Sequence[Side], ids: Tensor) -> None:
+def warm_up(participants: Sequence[Participant], ids: Tensor) -> None:
     """A short prefill and one decode step per participant, so that no first call is timed."""
-    for side in sides:
-        side.prefill(ids[:, :WARM_UP], 1)
-        side.step(ids[:, :1])
-        side.free()
+    for participant in participants:
+        participant.prefill(ids[:, :WARM_UP], 1)
+        participant.step(ids[:, :1])
+        participant.free()
 
 
-def _peaks(sides: Sequence[Side], cell: Cell, note: Note) -> dict[Label, int | None]:
+def _peaks(
+    participants: Sequence[Participant], cell: BenchCell, note: Note
+) -> dict[ParticipantLabel, int | None]:
     """Peak bytes of each participant's prefill; the full cache is measured once."""
     peaks = {}
-    for side in sides:
-        if side.label.method != AGAIN:
-            note(f"{cell}, peak memory of {side.label}")
-            peaks[side.label] = side.peak_alone(cell.batch, cell.length, cell.new_tokens)
+    for participant in participants:
+        if participant.label.method != AGAIN:
+            note(f"{cell}, peak memory of {participant.label}")
+            peaks[participant.label] = participant.peak_alone(
+                cell.batch, cell.length, cell.new_tokens
+            )
     return peaks

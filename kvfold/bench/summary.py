@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvfold.bench.participants import FULL, Label
-from kvfold.bench.record import Cell, Record
+from kvfold.bench.participants import FULL, ParticipantLabel
+from kvfold.bench.record import BenchCell, RoundRecord
 
 QUARTILES = 4
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quartiles:
     """Median and quartiles over rounds."""
 
     median: float
@@ -22,7 +22,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
+    def of(cls, values: Sequence[float]) -> Quartiles | None:
         """The spread of `values`; None without values."""
         if not values:
             return None
@@ -33,28 +33,28 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One participant in one cell, over all its rounds.
 
     Seconds, tokens per second and `kept` are medians. `first_token`, `per_token`, `nbytes` and
     `peak` are ratios to the full cache of the same round; None if no round has both.
     """
 
-    cell: Cell
-    label: Label
+    cell: BenchCell
+    label: ParticipantLabel
     rounds: int
     prefill_seconds: float
     compression_seconds: float
     seconds_per_token: float
     tokens_per_second: float
     kept: float
-    first_token: Spread | None
-    per_token: Spread | None
-    nbytes: Spread | None
-    peak: Spread | None
+    first_token: Quartiles | None
+    per_token: Quartiles | None
+    nbytes: Quartiles | None
+    peak: Quartiles | None
 
 
-def rows(records: Sequence[Record], side: str = "baseline") -> list[Row]:
+def rows(records: Sequence[RoundRecord], side: str = "baseline") -> list[BenchRow]:
     """One row per cell and participant, in order of the records, against the full cache of `side`.
 
     Ratios need the full cache of that side in the same session and round.
@@ -64,32 +64,32 @@ def rows(records: Sequence[Record], side: str = "baseline") -> list[Row]:
         for record in records
         if record.side == side and record.method == FULL
     }
-    grouped: dict[tuple[Cell, Label], list[Record]] = {}
+    grouped: dict[tuple[BenchCell, ParticipantLabel], list[RoundRecord]] = {}
     for record in records:
         grouped.setdefault((record.cell, record.label), []).append(record)
     return [_row(cell, label, group, full) for (cell, label), group in grouped.items()]
 
 
 def _row(
-    cell: Cell,
-    label: Label,
-    group: list[Record],
-    full: dict[tuple[Cell, str, int], Record],
-) -> Row:
+    cell: BenchCell,
+    label: ParticipantLabel,
+    group: list[RoundRecord],
+    full: dict[tuple[BenchCell, str, int], RoundRecord],
+) -> BenchRow:
     """The row of one participant in one cell, from its records and the full cache's."""
     places = [(record.cell, record.session, record.round) for record in group]
     pairs = [
         (record, full[place]) for record, place in zip(group, places, strict=True) if place in full
     ]
 
-    def middle(value: Callable[[Record], float]) -> float:
+    def middle(value: Callable[[RoundRecord], float]) -> float:
         return statistics.median(value(record) for record in group)
 
-    def spread(ratio: Callable[[Record, Record], float | None]) -> Spread | None:
+    def spread(ratio: Callable[[RoundRecord, RoundRecord], float | None]) -> Quartiles | None:
         ratios = [ratio(record, base) for record, base in pairs]
-        return Spread.of([value for value in ratios if value is not None])
+        return Quartiles.of([value for value in ratios if value is not None])
 
-    return Row(
+    return BenchRow(
         cell,
         label,
         len(group),
@@ -105,12 +105,12 @@ def _row(
     )
 
 
-def step_ratio(record: Record, full: Record) -> float:
+def step_ratio(record: RoundRecord, full: RoundRecord) -> float:
     """Median over decode steps of the step's time over the full cache's time for that step."""
     steps = zip(record.measured.step_seconds, full.measured.step_seconds, strict=True)
     return statistics.median(own / base for own, base in steps)
 
 
-def _peak_ratio(record: Record, full: Record) -> float | None:
+def _peak_ratio(record: RoundRecord, full: RoundRecord) -> float | None:
     peak, base = record.measured.peak_bytes, full.measured.peak_bytes
     return peak / base if peak is not None and base else None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from kvfold.bench.summary import Row, Spread
+from kvfold.bench.summary import BenchRow, Quartiles
 
 COLUMNS = ("first token", "x full", "ms/token", "x full ", "tok/s", "bytes", "peak")
 NOTE = (
@@ -17,7 +17,7 @@ NOTE = (
 )
 
 
-def tables(rows: Sequence[Row], against: str = "the full cache") -> list[Table]:
+def tables(rows: Sequence[BenchRow], against: str = "the full cache") -> list[Table]:
     """One table per cell."""
     cells = dict.fromkeys(row.cell for row in rows)
     return [
@@ -26,7 +26,7 @@ def tables(rows: Sequence[Row], against: str = "the full cache") -> list[Table]:
     ]
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _table(title: str, rows: Sequence[BenchRow]) -> Table:
     shown = Table(
         title=title,
         title_justify="left",
@@ -54,7 +54,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     return shown
 
 
-def spread(of: Spread | None) -> str:
+def spread(of: Quartiles | None) -> str:
     """Median and quartiles as text, for example "1.02 1.00-1.05"; "-" for None."""
     return "-" if of is None else f"{of.median:.2f} {of.low:.2f}-{of.high:.2f}"
 
@@ -64,7 +64,7 @@ def rate(per_second: float) -> str:
     return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.1f}"
 
 
-def _rounds(rows: Sequence[Row]) -> str:
+def _rounds(rows: Sequence[BenchRow]) -> str:
     counts = sorted({row.rounds for row in rows})
     low, high = counts[0], counts[-1]
     return f"{low} rounds" if low == high else f"{low} to {high} rounds"

@@ -13,10 +13,16 @@ from functools import partial
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from kvfold.bench.participants import FULL, FullSide, Label, LocalSide, MethodSide
-from kvfold.bench.record import Line
-from kvfold.bench.sdpa_variants import Kernels, fastest
-from kvfold.bench.session import Note, Session
+from kvfold.bench.participants import (
+    FULL,
+    FullParticipant,
+    LocalParticipant,
+    MethodParticipant,
+    ParticipantLabel,
+)
+from kvfold.bench.record import BenchRecord
+from kvfold.bench.sdpa_variants import SdpaChoice, fastest
+from kvfold.bench.session import BenchSession, Note
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import parse
 
@@ -24,7 +30,7 @@ from kvfold.methods.base import parse
 SIZE_INTERVAL = 64
 
 
-class Load(BaseModel):
+class ThroughputCell(BaseModel):
     """A workload: `prompt` and `generated` tokens per row, and the `cap` on weights plus cache in
     bytes."""
 
@@ -56,10 +62,10 @@ class BatchRun(BaseModel):
     tokens_per_second: float
 
 
-class Throughput(Line):
+class ThroughputRecord(BenchRecord):
     """One participant in one round, at the largest batch under the cap."""
 
-    load: Load
+    load: ThroughputCell
     outcome: BatchRun
 
 
@@ -73,26 +79,26 @@ def sizes(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def labels(methods: Sequence[str], prompt: int) -> list[Label]:
+def throughput_labels(methods: Sequence[str], prompt: int) -> list[ParticipantLabel]:
     """Labels of the full cache and of each method, whose budget is `prompt` tokens.
 
     Raises KvfoldError for a method that cannot be read.
     """
     parsed = [parse(method) for method in methods]
     others = [
-        Label("kvfold", str(method), str(prompt) if method.takes_budget else None)
+        ParticipantLabel("kvfold", str(method), str(prompt) if method.takes_budget else None)
         for method in parsed
         if str(method) != FULL
     ]
-    return [Label("baseline", FULL), *dict.fromkeys(others)]
+    return [ParticipantLabel("baseline", FULL), *dict.fromkeys(others)]
 
 
 @dataclass(frozen=True)
-class Runner:
+class ThroughputRunner:
     """Runs participants under one workload; `note` receives progress."""
 
-    session: Session
-    load: Load
+    session: BenchSession
+    load: ThroughputCell
     note: Note
 
     @property
@@ -100,7 +106,9 @@ class Runner:
         """Bytes under the cap that the weights leave for the cache."""
         return self.load.cap - self.session.shape.weight_bytes
 
-    def rounds(self, missing: dict[Label, int], known: dict[Label, int]) -> Iterator[Throughput]:
+    def rounds(
+        self, missing: dict[ParticipantLabel, int], known: dict[ParticipantLabel, int]
+    ) -> Iterator[ThroughputRecord]:
         """One record per participant and round, until each has its `missing` rounds.
 
         `known` are largest batches found by earlier runs. Raises KvfoldError if one row alone
@@ -121,25 +129,25 @@ class Runner:
                 yield self._record(index, label, kernels, outcome)
 
     @torch.no_grad()
-    def run(self, label: Label, kernels: Kernels, batch: int) -> BatchRun:
+    def run(self, label: ParticipantLabel, kernels: SdpaChoice, batch: int) -> BatchRun:
         """Prefill and decode of `batch` rows by one participant."""
         load, subject = self.load, self.session.subject
-        side: LocalSide
+        participant: LocalParticipant
         if label.side == "baseline":
-            side = FullSide(subject, kernels)
+            participant = FullParticipant(subject, kernels)
         else:
-            side = MethodSide(subject, label.method, label.budget)
+            participant = MethodParticipant(subject, label.method, label.budget)
         ids = subject.tokens(batch, load.prompt + load.generated)
         self.note(f"{load}: {label}, batch {batch}, prefill")
-        prefill = side.prefill(ids[:, : load.prompt], load.generated)
-        most, decode = side.cache_size().nbytes, 0.0
+        prefill = participant.prefill(ids[:, : load.prompt], load.generated)
+        most, decode = participant.cache_size().nbytes, 0.0
         for index in range(load.generated):
             at = load.prompt + index
-            decode += side.step(ids[:, at : at + 1])
+            decode += participant.step(ids[:, at : at + 1])
             if index % SIZE_INTERVAL == 0 or index == load.generated - 1:
-                most = max(most, side.cache_size().nbytes)
+                most = max(most, participant.cache_size().nbytes)
                 self.note(f"{load}: {label}, batch {batch}, token {index + 1}")
-        side.free()
+        participant.free()
         return BatchRun(
             batch=batch,
             cache_bytes=most,
@@ -148,9 +156,11 @@ class Runner:
             tokens_per_second=batch * load.generated / (prefill.seconds + decode),
         )
 
-    def _record(self, index: int, label: Label, kernels: Kernels, outcome: BatchRun) -> Throughput:
+    def _record(
+        self, index: int, label: ParticipantLabel, kernels: SdpaChoice, outcome: BatchRun
+    ) -> ThroughputRecord:
         session = self.session
-        return Throughput(
+        return ThroughputRecord(
             session=session.name,
             round=index,
             at=datetime.now(UTC).isoformat(timespec="seconds"),

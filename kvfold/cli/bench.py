@@ -20,9 +20,9 @@ from kvfold.terminal import messages, print_json
 
 if TYPE_CHECKING:
     from kvfold.bench.lineup import Makers, Peer
-    from kvfold.bench.record import Cell, Record
-    from kvfold.bench.session import Session
-    from kvfold.bench.summary import Row
+    from kvfold.bench.record import BenchCell, RoundRecord
+    from kvfold.bench.session import BenchSession
+    from kvfold.bench.summary import BenchRow
     from kvfold.jobs.records import RecordFile
 
 METHODS = (
@@ -87,10 +87,10 @@ def command(
         import torch
 
         from kvfold.bench.lineup import compiled, labels, makers
+        from kvfold.bench.models import BenchModel
         from kvfold.bench.peers import peers
-        from kvfold.bench.record import Cell, Record
-        from kvfold.bench.session import Session
-        from kvfold.bench.shapes import BenchModel
+        from kvfold.bench.record import BenchCell, RoundRecord
+        from kvfold.bench.session import BenchSession
         from kvfold.generation.static.decode import compiling
         from kvfold.jobs.records import RecordFile
     if threads is not None:
@@ -107,7 +107,7 @@ def command(
         return
     source = subject.source
     cells = [
-        Cell(**source.model_dump(), length=length, batch=batch, new_tokens=new_tokens)
+        BenchCell(**source.model_dump(), length=length, batch=batch, new_tokens=new_tokens)
         for length in numbers(lengths)
         for batch in numbers(batches)
     ]
@@ -116,12 +116,12 @@ def command(
         for label, reason in reasons.items():
             screen.print(Text(f"left out: {label}: {reason}", style="yellow"))
     made = makers(subject, [*wanted, *(able if compile else [])])
-    store = RecordFile(out, Record)
+    store = RecordFile(out, RoundRecord)
     settings = compiling() if compile else nullcontext()
     with peers(subject, peer or [], peer_python) as invited, settings:
         for each in invited:
             made |= each.makers(wanted)
-        session = Session.of(subject, {each.name: each.setup for each in invited})
+        session = BenchSession.of(subject, {each.name: each.setup for each in invited})
         work = {cell: _able(screen, cell, made, invited) for cell in cells}
         _measure(screen, store, session, work, repeats)
     _show(screen, store, cells, as_json)
@@ -144,7 +144,7 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in found]
 
 
-def _able(screen: Console, cell: Cell, makers: Makers, invited: list[Peer]) -> Makers:
+def _able(screen: Console, cell: BenchCell, makers: Makers, invited: list[Peer]) -> Makers:
     """The participants that can run `cell`; prints the others with the reason."""
     able = dict(makers)
     for label in makers:
@@ -156,20 +156,20 @@ def _able(screen: Console, cell: Cell, makers: Makers, invited: list[Peer]) -> M
 
 def _measure(
     screen: Console,
-    store: RecordFile[Record],
-    session: Session,
-    work: dict[Cell, Makers],
+    store: RecordFile[RoundRecord],
+    session: BenchSession,
+    work: dict[BenchCell, Makers],
     repeats: int,
 ) -> None:
     """Runs and stores the rounds that the file does not hold yet."""
-    from kvfold.bench.participants import AGAIN, Label
+    from kvfold.bench.participants import AGAIN, ParticipantLabel
     from kvfold.bench.record import check_setup
     from kvfold.bench.session import missing_rounds
     from kvfold.cli.records import loaded
 
     records = loaded(screen, store)
     check_setup(records, session.setups, store.path)
-    noise = Label("baseline", AGAIN)
+    noise = ParticipantLabel("baseline", AGAIN)
     missing = {
         cell: missing_rounds(records, cell, [noise, *makers], repeats)
         for cell, makers in work.items()
@@ -187,12 +187,14 @@ def _measure(
                 bar.advance(task)
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def _as_json(row: BenchRow) -> dict[str, Any]:
     """A participant's medians, and its ratios to the full cache with quartiles, as a dict."""
     return dataclasses.asdict(row) | {"cell": row.cell.model_dump(), "label": str(row.label)}
 
 
-def _show(screen: Console, store: RecordFile[Record], cells: list[Cell], as_json: bool) -> None:
+def _show(
+    screen: Console, store: RecordFile[RoundRecord], cells: list[BenchCell], as_json: bool
+) -> None:
     """Prints tables or JSON of these cells, and writes a picture beside the records."""
     from kvfold.bench.picture import figure
     from kvfold.bench.summary import rows

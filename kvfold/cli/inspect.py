@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvfold.budget import Budget
     from kvfold.inspect.attention_maps import LayerAttention
-    from kvfold.inspect.document import InspectedText
+    from kvfold.inspect.inspected_text import InspectedText
     from kvfold.inspect.retention import Retention
 
 FOLDER = "kvfold-inspect"
@@ -77,7 +77,7 @@ def command(
         from kvfold.cli.inspect_tables import explained, layers_table, methods_table
         from kvfold.generation.length import check_length
         from kvfold.hf.models import trained_length
-        from kvfold.inspect.document import LENGTH, InspectedText
+        from kvfold.inspect.inspected_text import LENGTH, InspectedText
     # Refused here, before a large model is loaded.
     named, limit = names(methods), kvfold.Budget.of(budget)
     for each in named:
@@ -92,12 +92,12 @@ def command(
         document = InspectedText.of(tokenizer, text)
         check_length(network, document.ids.shape[1], allow_longer)
     _make(folder)
-    layers, holdings = _measure(screen, network, tokenizer, document, named, limit, seed)
+    layers, retentions = _measure(screen, network, tokenizer, document, named, limit, seed)
     screen.print(layers_table(layers))
     screen.print(Text(explained(layers), style="dim"), end="\n\n")
-    screen.print(methods_table(document, holdings))
+    screen.print(methods_table(document, retentions))
     title = "bundled model" if model == "bundled" else model
-    _write(folder, title, document, layers, holdings)
+    _write(folder, title, document, layers, retentions)
     screen.print(Text(f"Open {(folder / PAGE).resolve()}", overflow="fold"))
     screen.print(Text(f"Pictures beside it: {', '.join(PICTURES)}", overflow="fold"))
 
@@ -168,7 +168,7 @@ def _measure(
     """Attention per layer, and kept entries per method: one reading each, with a progress bar."""
     from kvfold.hf.stock_layers import is_compressible, stock_layers
     from kvfold.inspect.attention_maps import watch
-    from kvfold.inspect.retention import hold
+    from kvfold.inspect.retention import measure_retention
 
     own = sum(map(is_compressible, stock_layers(model)))
     with progress(screen) as bar:
@@ -176,15 +176,15 @@ def _measure(
         task = bar.add_task(f"watching {own} layers read {tokens}", total=own + len(named))
         advance: Callable[[], None] = lambda: bar.advance(task)  # noqa: E731
         layers = watch(model, document.ids.to(model.device), advance)
-        holdings = []
+        retentions = []
         for each in named:
             bar.update(task, description=f"{each} compresses {tokens}")
             try:
-                holdings.append(hold(model, tokenizer, document, each, limit, seed))
+                retentions.append(measure_retention(model, tokenizer, document, each, limit, seed))
             except KvfoldError as refused:
                 raise KvfoldError(f"{each}: {refused}") from refused
             advance()
-    return layers, holdings
+    return layers, retentions
 
 
 def _write(
@@ -192,7 +192,7 @@ def _write(
     title: str,
     document: InspectedText,
     layers: Sequence[LayerAttention],
-    holdings: Sequence[Retention],
+    retentions: Sequence[Retention],
 ) -> None:
     from kvfold.inspect import pictures
     from kvfold.inspect.page import page
@@ -203,12 +203,12 @@ def _write(
         pictures.variance_figure(layers),
         pictures.lazy_figure(layers),
         pictures.norm_figure(layers),
-        pictures.kept_maps_figure(document, indices, holdings),
+        pictures.kept_maps_figure(document, indices, retentions),
     )
     try:
         for name, figure in zip(PICTURES, figures, strict=True):
             figure.savefig(folder / name)
-        whole = page(title, document, layers, holdings)
+        whole = page(title, document, layers, retentions)
         (folder / PAGE).write_text(whole, encoding="utf-8")
     except OSError as problem:
         raise KvfoldError(f"cannot write to {folder}: {problem}") from problem

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvfold.cli.console import size, table
 from kvfold.inspect.attention_maps import MOST, SINKS, THRESHOLDS, LayerAttention, lazy_window
-from kvfold.inspect.document import InspectedText
+from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.retention import Retention
 
 EXPLAINED = (
@@ -43,18 +43,18 @@ def explained(layers: Sequence[LayerAttention]) -> str:
     return EXPLAINED.format(sinks=SINKS, window=lazy_window(len(layers[0].edges)))
 
 
-def methods_table(document: InspectedText, holdings: Sequence[Retention]) -> Table:
+def methods_table(document: InspectedText, retentions: Sequence[Retention]) -> Table:
     """A row per method: fraction kept, bytes, and the fraction of needle tokens kept, if any."""
     asked = [needle for needle in document.needles if needle.asked]
     numbers = ("kept", *(("of needles", "of the one asked") if asked else ()), "bytes", "of full")
     shown = table("what each method keeps", "method", *numbers, right=numbers)
-    for holding in holdings:
-        found = (holding.kept_of(document.needles), holding.kept_of(asked)) if asked else ()
+    for retention in retentions:
+        found = (retention.kept_of(document.needles), retention.kept_of(asked)) if asked else ()
         shown.add_row(
-            holding.method,
-            f"{holding.kept:.1%}",
+            retention.method,
+            f"{retention.kept:.1%}",
             *(f"{share:.0%}" for share in found),
-            size(holding.nbytes),
-            f"{holding.nbytes / holding.nbytes_full:.1%}",
+            size(retention.nbytes),
+            f"{retention.nbytes / retention.nbytes_full:.1%}",
         )
     return shown

@@ -18,7 +18,7 @@ from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
 from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import Frame, token_count
-from kvfold.inspect.document import InspectedText, needles_in
+from kvfold.inspect.inspected_text import InspectedText, needles_in
 
 KEYS = 6
 WARM_UP = 2

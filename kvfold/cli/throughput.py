@@ -11,13 +11,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import FULL
 from kvfold.bench.record import check_setup
-from kvfold.bench.session import Session
-from kvfold.bench.shapes import BenchModel
-from kvfold.bench.summary import Spread
+from kvfold.bench.session import BenchSession
+from kvfold.bench.summary import Quartiles
 from kvfold.bench.table import rate, spread
-from kvfold.bench.throughput import Load, Runner, Throughput, labels, sizes
+from kvfold.bench.throughput import (
+    ThroughputCell,
+    ThroughputRecord,
+    ThroughputRunner,
+    sizes,
+    throughput_labels,
+)
 from kvfold.budget import Budget
 from kvfold.cli.console import progress, size, table
 from kvfold.cli.records import loaded
@@ -39,9 +45,9 @@ def measure(
     most = int(Budget.bytes(cap).amount)
     pairs = [sizes(setting) for setting in settings]
     source = subject.source.model_dump()
-    loads = [Load(**source, prompt=p, generated=g, cap=most) for p, g in pairs]
-    store = RecordFile(out, Throughput)
-    session = Session.of(subject, {})
+    loads = [ThroughputCell(**source, prompt=p, generated=g, cap=most) for p, g in pairs]
+    store = RecordFile(out, ThroughputRecord)
+    session = BenchSession.of(subject, {})
     records = loaded(screen, store)
     check_setup(records, session.setups, out)
     with progress(screen) as bar:
@@ -50,9 +56,11 @@ def measure(
             before = [record for record in records if record.load == load]
             done = Counter(record.label for record in before)
             known = {record.label: record.outcome.batch for record in before}
-            wanted = labels(methods, load.prompt)
+            wanted = throughput_labels(methods, load.prompt)
             missing = {label: repeats - done[label] for label in wanted if done[label] < repeats}
-            runner = Runner(session, load, lambda text: bar.update(task, description=text))
+            runner = ThroughputRunner(
+                session, load, lambda text: bar.update(task, description=text)
+            )
             for record in runner.rounds(missing, known):
                 store.add([record])
     records = store.load().records
@@ -63,7 +71,7 @@ def measure(
     screen.print(Text(f"records: {out.resolve()}"))
 
 
-def _table(load: Load, records: Sequence[Throughput]) -> Table:
+def _table(load: ThroughputCell, records: Sequence[ThroughputRecord]) -> Table:
     numbers = ("batch", "cache", "tokens/s", "x full", "prefill", "decode")
     shown = table(
         f"{load}, weights and cache in {size(load.cap)}", "method", *numbers, right=numbers
@@ -82,7 +90,7 @@ def _table(load: Load, records: Sequence[Throughput]) -> Table:
             f"{middle.batch}",
             size(middle.cache_bytes),
             rate(middle.tokens_per_second),
-            spread(Spread.of(ratios)),
+            spread(Quartiles.of(ratios)),
             f"{middle.prefill_seconds:.3g} s",
             f"{middle.decode_seconds:.3g} s",
         )

@@ -22,8 +22,8 @@ from kvfold.inspect.attention_maps import (
     LayerAttention,
     lazy_window,
 )
-from kvfold.inspect.document import InspectedText
 from kvfold.inspect.downsample import cuts, means
+from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.retention import Retention
 from kvfold.methods.stages.allocate.density import densities
 
@@ -38,7 +38,7 @@ def page(
     title: str,
     document: InspectedText,
     layers: Sequence[LayerAttention],
-    holdings: Sequence[Retention],
+    retentions: Sequence[Retention],
 ) -> str:
     """The HTML page; the document's text is embedded as data, never as markup or script."""
     template = files("kvfold.inspect") / "template"
@@ -46,7 +46,7 @@ def page(
         "title": html.escape(title),
         "style": (template / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((template / name).read_text(encoding="utf-8") for name in SCRIPTS),
-        "data": as_script_data(contents(title, document, layers, holdings)),
+        "data": as_script_data(contents(title, document, layers, retentions)),
     }
     whole = (template / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], whole)
@@ -62,18 +62,18 @@ def contents(
     title: str,
     document: InspectedText,
     layers: Sequence[LayerAttention],
-    holdings: Sequence[Retention],
+    retentions: Sequence[Retention],
 ) -> dict[str, Any]:
     """Data of the page's script; grids are row-major bytes in base64."""
     tokens = len(document.pieces)
     return {
-        "facts": _facts(title, tokens, layers, holdings),
+        "facts": _facts(title, tokens, layers, retentions),
         "pieces": document.pieces,
         "folded": folded(document.pieces),
         "needles": [vars(needle) for needle in document.needles],
         "layers": [layer.index for layer in layers],
-        "heads": holdings[0].heads,
-        "methods": [{"name": h.method, "counts": _base64_bytes(h.counts)} for h in holdings],
+        "heads": retentions[0].heads,
+        "methods": [{"name": h.method, "counts": _base64_bytes(h.counts)} for h in retentions],
         "attention": [_attention(layer) for layer in layers],
         "d2o": _share_of_d2o(layers),
         "cuts": cuts(tokens, CELLS),
@@ -102,9 +102,9 @@ def folded(pieces: Sequence[str]) -> dict[int, str]:
 
 
 def _facts(
-    title: str, tokens: int, layers: Sequence[LayerAttention], holdings: Sequence[Retention]
+    title: str, tokens: int, layers: Sequence[LayerAttention], retentions: Sequence[Retention]
 ) -> list[tuple[str, str]]:
-    budgets = dict.fromkeys(h.budget for h in holdings if h.budget != "none")
+    budgets = dict.fromkeys(h.budget for h in retentions if h.budget != "none")
     facts = [
         ("model", title),
         ("tokens", f"{tokens:,}"),

@@ -21,8 +21,8 @@ from kvfold.inspect.attention_maps import (
     LayerAttention,
     lazy_window,
 )
-from kvfold.inspect.document import InspectedText
 from kvfold.inspect.downsample import cuts, means
+from kvfold.inspect.inspected_text import InspectedText
 from kvfold.inspect.kept import COLUMNS, maps_figure
 from kvfold.inspect.retention import Retention
 
@@ -126,10 +126,10 @@ def norm_figure(layers: Sequence[LayerAttention]) -> Figure:
 
 
 def kept_maps_figure(
-    document: InspectedText, layers: Sequence[int], holdings: Sequence[Retention]
+    document: InspectedText, layers: Sequence[int], retentions: Sequence[Retention]
 ) -> Figure:
     """Layer × position map per method: the share of KV heads that store a token."""
-    grids = {holding.method: holding.shares.numpy() for holding in holdings}
+    grids = {retention.method: retention.shares.numpy() for retention in retentions}
     needles = [(needle.start, needle.stop) for needle in document.needles]
     return maps_figure(grids, needles, 1, "layer, shade: share of KV heads", layers)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.budget import Budget
-from kvfold.inspect.document import InspectedText, NeedleSpan
+from kvfold.inspect.inspected_text import InspectedText, NeedleSpan
 from kvfold.inspect.kept import Positions
 from kvfold.methods.base import parse
 
@@ -48,7 +48,7 @@ class Retention:
         return int(inside.sum()) / (sum(self.heads) * inside.shape[1])
 
 
-def hold(
+def measure_retention(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     document: InspectedText,

@@ -16,7 +16,7 @@ Kind = Literal["overall", "group", "task"]
 OVERALL = "all tasks"
 
 
-class View(NamedTuple):
+class BoardView(NamedTuple):
     """Rows over all tasks, one group or one task, at one `length` or (None) over all lengths.
 
     `haystack` names the texts that needles were hidden in, as `haystacks` does.
@@ -70,7 +70,7 @@ class Board:
         """Rows over all tasks."""
         return rows(self.scored)
 
-    def views(self) -> list[View]:
+    def views(self) -> list[BoardView]:
         """Views of all tasks, each group and each task; at all lengths, and at each if several."""
         members: list[tuple[Kind, str, list[CellResult]]] = [("overall", OVERALL, self.scored)]
         for group, tasks in self.groups.items():
@@ -78,11 +78,11 @@ class Board:
             members += [("task", t, [r for r in self.scored if r.cell.task == t]) for t in tasks]
         found = []
         for kind, name, own in members:
-            found.append(View(kind, name, None, rows(own), haystacks(own)))
+            found.append(BoardView(kind, name, None, rows(own), haystacks(own)))
             lengths = self.lengths(self.scored)
             for length in lengths if len(lengths) > 1 else []:
                 at = [r for r in own if r.cell.length == length]
-                found += [View(kind, name, length, rows(at), haystacks(at))] if at else []
+                found += [BoardView(kind, name, length, rows(at), haystacks(at))] if at else []
         return found
 
 

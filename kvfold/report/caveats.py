@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvfold.bench.machine import Setup
+from kvfold.bench.machine import MachineSetup
 from kvfold.eval.run.cell import FULL, RANDOM, EvalCell
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.statistics import Estimate
@@ -245,7 +245,7 @@ def _by_reason(results: Sequence[CellResult], field: str) -> list[str]:
 
 def _machines(results: Sequence[CellResult]) -> list[str]:
     """Differences of each further setup from the first one."""
-    setups: list[Setup] = []
+    setups: list[MachineSetup] = []
     for setup in (setup for result in results for setup in result.setups):
         if setup not in setups:
             setups.append(setup)

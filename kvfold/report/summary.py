@@ -23,7 +23,7 @@ from kvfold.eval.run.statistics import Estimate, PairedDifference, percent, shar
 
 
 @dataclass(frozen=True)
-class Gap:
+class ScoreGap:
     """Score difference to the full cache on the same samples, in points, with a 95 % interval."""
 
     value: float
@@ -52,7 +52,7 @@ class ReportRow:
     units: int
     expected: int
     score: Estimate | None
-    gap: Gap | None
+    gap: ScoreGap | None
     kept_nominal: float | None
     kept: float | None
     bytes_ratio: float | None
@@ -112,7 +112,7 @@ def _mean_perplexity(scores: Sequence[Estimate], weights: list[float]) -> Estima
     return Estimate(value=value, error=error, low=low, high=high, count=count)
 
 
-def gap(results: Sequence[CellResult]) -> Gap | None:
+def gap(results: Sequence[CellResult]) -> ScoreGap | None:
     """Mean difference to the full cache; None unless every result has one, of two samples or more.
 
     Gains and losses are pooled over tasks, so eight tasks of 20 samples give an interval like one
@@ -125,8 +125,8 @@ def gap(results: Sequence[CellResult]) -> Gap | None:
     pairs = [one.pair for one in known]
     both = [one for one in pairs if one is not None]
     if len(both) < len(pairs):
-        return Gap(*map(float, combined([_interval(one) for one in known], weights)))
-    return Gap(*(100 * float(each) for each in paired(pooled_pairs(both, weights))))
+        return ScoreGap(*map(float, combined([_interval(one) for one in known], weights)))
+    return ScoreGap(*(100 * float(each) for each in paired(pooled_pairs(both, weights))))
 
 
 def _interval(of: Estimate | PairedDifference) -> Interval:

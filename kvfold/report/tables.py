@@ -13,7 +13,7 @@ from typing import Any
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.statistics import Estimate
-from kvfold.report.board import Board, View, titles
+from kvfold.report.board import Board, BoardView, titles
 from kvfold.report.caveats import board_caveats
 from kvfold.report.headline import headline, signed
 from kvfold.report.summary import ReportRow, rows
@@ -68,7 +68,7 @@ def by_task(boards: Sequence[Board]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _view(view: View) -> list[str]:
+def _view(view: BoardView) -> list[str]:
     """Heading, haystacks and table of a view."""
     where = [f"Haystack: {_safe(view.haystack)}."] if view.haystack else []
     return [f"### {_safe(view.name)}", *where, _table(view.rows)]

@@ -19,14 +19,14 @@ from kvfold.report.summary import rows
 from kvfold.report.tables import by_task, markdown, to_csv
 
 
-class Written(NamedTuple):
+class ReportFiles(NamedTuple):
     """Paths of the files, the page first, and each board's headline by its title."""
 
     paths: list[Path]
     claims: dict[str, Headline]
 
 
-def write(results: Sequence[CellResult], folder: Path) -> Written:
+def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
     """Writes page, tables and figures of `results` into `folder`; raises OSError if it cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     every = boards(results)
@@ -57,4 +57,4 @@ def write(results: Sequence[CellResult], folder: Path) -> Written:
     claims = {
         title: headline(board.overall()) for board, title in zip(every, titles(every), strict=True)
     }
-    return Written(paths, claims)
+    return ReportFiles(paths, claims)

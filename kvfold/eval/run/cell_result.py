@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from kvfold.bench.machine import Setup
+from kvfold.bench.machine import MachineSetup
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.run.statistics import (
@@ -68,7 +68,7 @@ class CellResult(BaseModel):
     failed: dict[str, int]
     errors: dict[str, int]
     commits: tuple[str | None, ...]
-    setups: tuple[Setup, ...]
+    setups: tuple[MachineSetup, ...]
 
     @property
     def bytes_ratio(self) -> float | None:
@@ -139,8 +139,8 @@ def _per_layer(kept: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(sum(layer) / len(layer) for layer in zip(*kept, strict=True))
 
 
-def _distinct(setups: Iterable[Setup]) -> tuple[Setup, ...]:
-    found: list[Setup] = []
+def _distinct(setups: Iterable[MachineSetup]) -> tuple[MachineSetup, ...]:
+    found: list[MachineSetup] = []
     for setup in setups:
         if setup not in found:
             found.append(setup)

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.bench.machine import Setup, commit
+from kvfold.bench.machine import MachineSetup, commit
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import TRUNCATED, EvalCell
 from kvfold.eval.run.prompt import SamplePrompt
@@ -141,8 +141,8 @@ def _message(problem: Exception) -> str:
 
 
 @cache
-def _setup() -> Setup:
-    return Setup.here()
+def _setup() -> MachineSetup:
+    return MachineSetup.here()
 
 
 @cache

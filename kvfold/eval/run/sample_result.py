@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from kvfold.bench.machine import Setup
+from kvfold.bench.machine import MachineSetup
 from kvfold.contexts.answer import Ended
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
@@ -105,7 +105,7 @@ class SampleResult(BaseModel):
     metadata: dict[str, Any]
     at: str
     commit: str | None
-    setup: Setup
+    setup: MachineSetup
 
 
 def digest(sample: TaskSample | UnreadableSample) -> str:

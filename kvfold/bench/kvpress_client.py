@@ -12,11 +12,11 @@ from typing import Any
 
 from kvfold.errors import KvfoldError
 
-SCRIPT = Path(__file__).with_name("kvpress_process.py")
+SCRIPT = Path(__file__).with_name("kvpress_server.py")
 INSTALL = "-m pip install torch 'kvpress==0.5.5' 'transformers<5.3'"
 
 
-class Process:
+class KvpressClient:
     """A running kvpress process, started with `environment` added to this process's.
 
     Raises KvfoldError if `python` cannot be run.

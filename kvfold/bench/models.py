@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Source(BaseModel):
+class ModelSource(BaseModel):
     """Origin of a model; another process can rebuild the same one from it."""
 
     model_config = ConfigDict(frozen=True)
@@ -87,7 +87,7 @@ class Source(BaseModel):
         return str(FOLDER) if self.name == "bundled" else self.name
 
 
-class Shape(BaseModel):
+class ModelShape(BaseModel):
     """Sizes that determine a model's cost: dimensions, heads, parameters, bytes of the weights."""
 
     model_config = ConfigDict(frozen=True)
@@ -107,7 +107,7 @@ class Shape(BaseModel):
 class BenchModel:
     """A model ready to be measured, and a tokenizer whose ids are in its vocabulary."""
 
-    source: Source
+    source: ModelSource
     model: PreTrainedModel
     tokenizer: Any
 
@@ -124,7 +124,7 @@ class BenchModel:
             raise KvfoldError(f"unknown dtype {dtype!r}: choose {', '.join(DTYPES)}")
         if name in SHAPES:
             usual = "bfloat16" if torch.cuda.is_available() else "float32"
-            source = Source(name=name, dtype=dtype or usual, seed=seed)
+            source = ModelSource(name=name, dtype=dtype or usual, seed=seed)
             model = random_model(source)
             bundled = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
             return cls(source, model, FoldedTokenizer(bundled, model.config.vocab_size))
@@ -132,15 +132,15 @@ class BenchModel:
         # transformers' wrapper hides the signature of `to` from type checkers.
         model.to(DTYPES[dtype] if dtype else model.dtype)  # type: ignore[arg-type]
         kind = str(model.dtype).removeprefix("torch.")
-        return cls(Source(name=name, dtype=kind, seed=seed), model, tokenizer)
+        return cls(ModelSource(name=name, dtype=kind, seed=seed), model, tokenizer)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """The model's sizes."""
         config = text_config(self.model)
         heads = config.num_attention_heads
         weights = list(self.model.parameters())
-        return Shape(
+        return ModelShape(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             query_heads=heads,
@@ -159,7 +159,7 @@ class BenchModel:
         return torch.randint(3, size, (batch, length), generator=generator)
 
 
-def random_model(source: Source) -> PreTrainedModel:
+def random_model(source: ModelSource) -> PreTrainedModel:
     """A Llama of the shape `source.name` with random weights; peers rebuild it from the seed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):

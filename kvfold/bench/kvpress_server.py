@@ -2,7 +2,8 @@
 """Server process for kvpress, run by the Python environment that kvpress is installed in.
 
 Reads one JSON request per line from standard input and writes one JSON answer per line to standard
-output; `process.py` is the client. Imports nothing of kvfold: kvpress needs an older transformers.
+output; `kvpress_client.py` is the client. Imports nothing of kvfold: kvpress needs an older
+transformers.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def build_press(spec: Any) -> Any:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, seed: int) -> None:
-    """Random weights of unit gain, equal to those of `shapes.fill`."""
+    """Random weights of unit gain, equal to those of `models.fill`."""
     torch.manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         if weight.dim() > 1:
