@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 import kvfold
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
-from tests.models import build
-from tests.test_cli import refused, run_json, word_tokenizer
+from tests.cli.test_run import refused, run_json, word_tokenizer
+from tests.helpers.models import build
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
 
