@@ -13,8 +13,9 @@ from transformers import LlamaForCausalLM
 import kvfold
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
-from tests.cli.test_run import refused, run_json, word_tokenizer
+from tests.helpers.commands import refused, run_json
 from tests.helpers.models import build
+from tests.helpers.tokenizers import word_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvfold
 from kvfold import KvfoldError
@@ -17,15 +16,11 @@ from kvfold.cache.fork import fork
 from kvfold.contexts.answer import Answer
 from kvfold.hf.chat_template import Frame
 from kvfold.store.shared_buffer import SharedBuffer
-from tests.cli.test_run import WORDS, word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, KINDS, KIVI, QUESTION, new_model, state
+from tests.helpers.chats import QUESTIONS, TEMPLATE, held, same, storages
+from tests.helpers.contexts import DOCUMENT, KINDS, KIVI, QUESTION, new_model
+from tests.helpers.tokenizers import word_tokenizer
 
 EVERY = pytest.mark.parametrize("spec", KINDS)
-QUESTIONS = [" ".join(WORDS[(i * j) % 9] for j in range(1, 3 + i % 4)) for i in range(12)]
-TEMPLATE = (
-    "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' </s> ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -40,41 +35,6 @@ def tokenizer() -> Any:
 
 def compressed(model: Any, tokenizer: Any, spec: str, text: str = DOCUMENT) -> kvfold.Context:
     return kvfold.compress(model, tokenizer, text, spec, KINDS[spec][0])
-
-
-def held(context: kvfold.Context) -> list[dict[str, Any]]:
-    """Copies of everything that the context's layers hold."""
-    return [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in state(layer).items()}
-        for layer in context.cache.states
-    ]
-
-
-def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    return all(
-        torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
-        for a, b in zip(one, other, strict=True)
-        for name in a
-    )
-
-
-def storages(held: Any, found: dict[int, int], seen: set[int]) -> dict[int, int]:
-    """Bytes of every storage that is reachable, by address."""
-    if id(held) in seen:
-        return found
-    seen.add(id(held))
-    if isinstance(held, Tensor):
-        storage = held.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(held, dict):
-        for value in held.values():
-            storages(value, found, seen)
-    elif isinstance(held, list | tuple | set):
-        for value in held:
-            storages(value, found, seen)
-    elif type(held).__module__.startswith("kvfold") or hasattr(held, "record_past"):
-        storages(vars(held), found, seen)
-    return found
 
 
 def reachable(*caches: kvfold.CompressedCache) -> int:

@@ -17,9 +17,9 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError
 from kvfold.cache.fork import fork
 from kvfold.hf import versions
-from tests.cli.test_run import word_tokenizer
+from tests.helpers.longrope import longrope, notices_drops
 from tests.helpers.models import build, continuation, prompts
-from tests.properties.test_refusals import longrope, notices_drops
+from tests.helpers.tokenizers import word_tokenizer
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 SPECS = [

@@ -6,8 +6,8 @@ import torch
 
 import kvfold
 from kvfold import CompressedCache
-from tests.cli.test_run import WORDS, word_tokenizer
 from tests.helpers.models import build, prompts
+from tests.helpers.tokenizers import WORDS, word_tokenizer
 
 # Layers that are compressed: gemma3 here has as many with sliding windows.
 COMPRESSED = {"llama": 4, "gemma3": 2}

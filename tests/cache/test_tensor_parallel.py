@@ -22,9 +22,9 @@ from kvfold.cache.tensor_parallel import Ranks
 from kvfold.contexts.files.format import Header, opened, read_header
 from kvfold.errors import KvfoldError
 from kvfold.loading import load
-from tests.cli.test_run import word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, KIVI
+from tests.helpers.contexts import DOCUMENT, KIVI
 from tests.helpers.models import build
+from tests.helpers.tokenizers import word_tokenizer
 
 # Each process imports and loads for itself.
 pytestmark = pytest.mark.slow

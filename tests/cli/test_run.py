@@ -16,9 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import kvfold
 from kvfold.cli import app
@@ -28,52 +26,9 @@ from kvfold.contexts.answer import Answer
 from kvfold.eval.tasks import families, tasks
 from kvfold.inspect.kept import kept_figure, kept_grid
 from kvfold.loading import Loading, load
+from tests.helpers.commands import kvfold_command, refused, run_json
 from tests.helpers.models import build
-
-WORDS = ["the", "grass", "is", "green", "sky", "blue", "here", "we", "go"]
-PROMPT = " ".join(WORDS * 8)
-SPECIAL = ["<pad>", "<bos>", "<unk>"]
-
-
-def kvfold_command(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "100"})
-
-
-def refused(*arguments: str) -> str:
-    """The message of a command that must be refused: the last line, after loading bars."""
-    result = kvfold_command(*arguments)
-    assert result.exit_code == 2, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert "Traceback" not in result.output
-    message = result.stderr.splitlines()[-1]
-    assert message.startswith("error: ")
-    return message
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>"
-    )
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(SPECIAL + WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
+from tests.helpers.tokenizers import PROMPT, SPECIAL, WORDS, tiny_llama, word_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -291,12 +246,6 @@ def test_every_command_that_loads_a_model_has_the_same_options(command: str) -> 
     for option in ("dtype", "device", "device-map", "attn-implementation", "revision",
                    "trust-remote-code", "gguf-file", "adapter"):  # fmt: skip
         assert f"--{option} " in shown
-
-
-def run_json(*arguments: str) -> dict[str, Any]:
-    result = kvfold_command(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def test_run_prints_json_that_counts_the_same(folder: Path) -> None:

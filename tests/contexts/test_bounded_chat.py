@@ -14,11 +14,11 @@ import kvfold
 from kvfold import BudgetError, KvfoldError
 from kvfold.cache.fork import end_turn, fork, fork_within
 from kvfold.store.ragged import RaggedStore
-from tests.cache.test_fork import QUESTIONS, held, same
-from tests.cli.test_run import word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, QUESTION, new_model
+from tests.helpers.chats import QUESTIONS, held, same
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.models import build
 from tests.helpers.serving import running
+from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import MaskedDense, worst
 
 OWN = 36  # at least the window of `auto`

@@ -12,9 +12,10 @@ import torch
 import kvfold
 from kvfold import KvfoldError
 from kvfold.hf.models import trained_length
-from tests.cli.test_run import WORDS, kvfold_command, refused, tiny_llama, word_tokenizer
+from tests.helpers.commands import kvfold_command, refused
 from tests.helpers.models import build, prompts
 from tests.helpers.serving import running
+from tests.helpers.tokenizers import WORDS, tiny_llama, word_tokenizer
 
 TRAINED = 64
 BOTH_NUMBERS = r"\b{}\b.*\b64\b"

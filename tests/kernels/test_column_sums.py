@@ -11,7 +11,7 @@ from kvfold.kernels import column_sums as columns
 from kvfold.kernels import query_blocks as chunked
 from kvfold.kernels import reference
 from kvfold.kernels import swapped_qk as swapped
-from tests.kernels.triton.test_triton import flash_stand_in
+from tests.helpers.gpu_stand_ins import flash_stand_in
 
 KERNELS = pytest.mark.parametrize("kernel", [reference, chunked], ids=["reference", "chunked"])
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])

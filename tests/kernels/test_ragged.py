@@ -20,14 +20,14 @@ from kvfold.kernels import varlen
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.ragged import QUERIES, attend_to_segments
 from kvfold.kernels.views import BLOCK, Encoded, Flat, PartView, RaggedView
-from tests.cli.test_run import word_tokenizer
 from tests.helpers.budgets import compressed
+from tests.helpers.caches import bits, counted_bytes, positions, reachable_bytes, same
+from tests.helpers.exactness import FLOAT32_ONLY, kernel_spread, pieces
+from tests.helpers.gpu_stand_ins import varlen_stand_in
 from tests.helpers.models import FAMILIES, build, continuation
 from tests.helpers.models import prompts as random_prompts
-from tests.helpers.truth import MaskedDense, Reader, stock_cache
-from tests.kernels.triton.test_triton import varlen_stand_in
-from tests.properties.test_exactness import FLOAT32_ONLY, kernel_spread, pieces, worst
-from tests.properties.test_phases import bits, counted_bytes, positions, reachable_bytes, same
+from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.truth import MaskedDense, Reader, stock_cache, worst
 
 # --- the kernel --------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from kvfold.hf.chat_template import Frame, token_ids
 from kvfold.methods.base import Across, Measured
 from kvfold.methods.kvzip import INSTRUCTION, PREVIOUS, REPEAT, REPEAT_FROM
 from tests.helpers.models import build, prompts
+from tests.helpers.observations import observe
 from tests.helpers.truth import Reader
-from tests.methods.stages.score.test_observation_window import observe
 
 LENGTHS = (64, 53, 24)
 

@@ -19,10 +19,10 @@ from kvfold import (
     parse,
 )
 from kvfold.cache.waiting import Waiting
-from tests.cli.test_run import word_tokenizer
 from tests.helpers.budgets import SMALL, needs_driver
 from tests.helpers.models import build
 from tests.helpers.models import continuation as steps_of
+from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
 from tests.properties.test_parity import (
     ALONE,

@@ -37,8 +37,9 @@ from kvfold import (
 from kvfold.jobs import executor as workers
 from kvfold.methods import registry
 from kvfold.methods.stages.allocate.uniform import uniform
-from tests.cli.test_run import PROMPT, kvfold_command, refused, tiny_llama, word_tokenizer
+from tests.helpers.commands import kvfold_command, refused
 from tests.helpers.models import build, prompts
+from tests.helpers.tokenizers import PROMPT, tiny_llama, word_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-methods.md"
 EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]

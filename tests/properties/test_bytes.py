@@ -14,9 +14,9 @@ import kvfold
 from kvfold.kernels.views import BLOCK
 from kvfold.store.buffer import slack
 from kvfold.store.ragged_part import ROOM
-from tests.cli.test_run import word_tokenizer
+from tests.helpers.caches import reachable_bytes
 from tests.helpers.models import build, continuation, prompts
-from tests.properties.test_phases import reachable_bytes
+from tests.helpers.tokenizers import word_tokenizer
 
 TOKENS, LAYERS, HEADS, SIZE = 4096, 4, 2, 64
 KEPT = floor(0.2 * TOKENS)

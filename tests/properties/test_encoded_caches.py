@@ -19,13 +19,12 @@ import kvfold
 from kvfold.generation.generate import read_turn
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.views import Encoded, PartView, RaggedView
-from tests.cli.test_run import word_tokenizer
 from tests.helpers import truth as masked_dense
 from tests.helpers.budgets import compressed
+from tests.helpers.caches import counted_bytes, positions, reachable_bytes, same
 from tests.helpers.models import build, continuation, prompts
-from tests.helpers.truth import MaskedDense, Reader, stock_cache
-from tests.properties.test_exactness import worst
-from tests.properties.test_phases import counted_bytes, positions, reachable_bytes, same
+from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.truth import MaskedDense, Reader, stock_cache, worst
 
 ALONE, PADDED = (75,), (75, 53, 11)
 BUDGET = 40

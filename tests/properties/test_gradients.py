@@ -9,9 +9,9 @@ from torch import Tensor
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
-from tests.cli.test_run import PROMPT, tiny_llama, word_tokenizer
 from tests.helpers.budgets import METHODS, compressed
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.tokenizers import PROMPT, tiny_llama, word_tokenizer
 
 STEPS = (64, 1, 1, 3, 1)
 TEXT = torch.cat([prompts((64,))[0], continuation(1, 6)], 1)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import kvfold
 from kvfold.errors import UnsupportedModel
-from tests.cli.test_run import word_tokenizer
 from tests.helpers.budgets import NAMED, SMALL, compressed, needs_driver
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
 
 ALONE, PADDED = (64,), (64, 53, 24)

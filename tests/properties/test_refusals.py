@@ -28,8 +28,8 @@ from kvfold.cache import trial
 from kvfold.cache.fork import fork
 from kvfold.hf import models, versions
 from kvfold.hf.attention import NAMES, attention_name, is_enabled
-from kvfold.hf.versions import TELLS_CACHE_FROM
 from tests.helpers.budgets import COMPRESSING
+from tests.helpers.longrope import longrope, notices_drops
 from tests.helpers.models import (
     WITHOUT_INTERFACE,
     WITHOUT_OUR_CACHE,
@@ -463,28 +463,6 @@ def test_sinks_do_not_move_where_frequencies_change_with_the_length():
     with pytest.raises(UnsupportedModel, match='positions="original"'):
         CompressedCache(model, "streaming_llm", 20)
     CompressedCache(model, "streaming_llm_original", 20)
-
-
-# --- Phi-3 with longrope ---------------------------------------------------------------------
-
-
-def longrope():
-    """A Phi-3 that changes its frequencies at 32 tokens."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [1.5] * 4,
-        "original_max_position_embeddings": 32,
-    }
-    changes = {"partial_rotary_factor": ..., "original_max_position_embeddings": 32}
-    return build("phi3", rope_parameters=rope, **changes)
-
-
-notices_drops = pytest.mark.skipif(
-    Version(transformers.__version__) < TELLS_CACHE_FROM,
-    reason="refused by this transformers",
-)
 
 
 def test_longrope_is_refused_where_a_dropped_cache_goes_unnoticed(monkeypatch):

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 import kvfold
 from kvfold.serve.decoding import Stripped
-from tests.cache.test_fork import QUESTIONS, TEMPLATE
-from tests.cli.test_run import SPECIAL, WORDS, word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, KINDS, KIVI, QUESTION, new_model
+from tests.helpers.chats import QUESTIONS, TEMPLATE
+from tests.helpers.contexts import DOCUMENT, KINDS, KIVI, QUESTION, new_model
 from tests.helpers.serving import NAME, Running, running, until
+from tests.helpers.tokenizers import SPECIAL, WORDS, word_tokenizer
 
 OTHER = " ".join(reversed(DOCUMENT.split()))
 

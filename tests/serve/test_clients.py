@@ -13,10 +13,10 @@ import pytest
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
-from tests.cache.test_fork import TEMPLATE
-from tests.cli.test_run import word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, new_model
+from tests.helpers.chats import TEMPLATE
+from tests.helpers.contexts import DOCUMENT, new_model
 from tests.helpers.serving import NAME, Running, running
+from tests.helpers.tokenizers import word_tokenizer
 
 FIRST, SECOND = "the sky is", "the grass is"
 LITELLM = Path(__file__).parents[2] / ".venv-litellm" / "bin" / "python"

@@ -29,10 +29,10 @@ from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.errors import ApiError
 from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
 from kvfold.serve.stored_context import size_of
-from tests.cache.test_fork import storages
-from tests.cli.test_run import word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, QUESTION, new_model
+from tests.helpers.chats import storages
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.serving import until
+from tests.helpers.tokenizers import word_tokenizer
 
 DOCUMENTS = [" ".join(random.Random(i).sample(DOCUMENT.split(), 120)) for i in range(6)]
 

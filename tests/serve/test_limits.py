@@ -24,9 +24,9 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.limits import check_client
 from kvfold.serve.request_schemas import MOST_CHARACTERS, MOST_ENTRIES
 from kvfold.serve.settings import ServerSettings
-from tests.cli.test_run import word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, QUESTION, new_model
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.serving import Running, running, until
+from tests.helpers.tokenizers import word_tokenizer
 from tests.serve.test_refusals import CHAT, TEXT, assert_clean, chat, completion, head
 
 CONTEXTS = "/v1/contexts"

@@ -21,10 +21,10 @@ import kvfold
 from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import token_count
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
-from tests.cache.test_fork import TEMPLATE
-from tests.cli.test_run import word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, new_model
+from tests.helpers.chats import TEMPLATE
+from tests.helpers.contexts import DOCUMENT, new_model
 from tests.helpers.serving import Running, running
+from tests.helpers.tokenizers import word_tokenizer
 
 CONTEXTS, QUESTIONS, TOKENS = 20, 10, 24
 METHODS = [("kvzip", 0.5), ("snapkv", 0.6), ("full", None), ("adakv", 0.7)]

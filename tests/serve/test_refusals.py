@@ -20,9 +20,10 @@ import openai
 import pytest
 
 import kvfold
-from tests.cli.test_run import refused, word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, QUESTION, new_model
+from tests.helpers.commands import refused
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.serving import NAME, Running, braked, running, until
+from tests.helpers.tokenizers import word_tokenizer
 
 BODY_LIMIT = 20_000
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

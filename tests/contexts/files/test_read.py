@@ -42,45 +42,11 @@ from kvfold.contexts.files.format import (
 )
 from kvfold.loading import load as load_model
 from kvfold.methods.base import preset, spelled_out
-from kvfold.store.dense import DenseStore
-from kvfold.store.ragged import RaggedStore
-from tests.cli.test_run import WORDS, kvfold_command, refused, word_tokenizer
-from tests.helpers.models import build
+from tests.helpers.commands import kvfold_command, refused
+from tests.helpers.contexts import DOCUMENT, KINDS, KIVI, QUESTION, new_model, state
+from tests.helpers.tokenizers import WORDS, word_tokenizer
 
-DOCUMENT = " ".join(WORDS[i % 7] if i % 5 else WORDS[i % 9] for i in range(150))
-QUESTION = "the sky is"
-KIVI = "kivi:bits=4,group=8,residual=32"
-# Specification, budget, store of the last layer.
-KINDS = {
-    "full": (None, DenseStore),
-    "snapkv": (40, DenseStore),
-    "h2o": (60, DenseStore),
-    "d2o": (60, DenseStore),
-    "d2o:similarity=independent": (60, DenseStore),
-    "streaming_llm": (40, DenseStore),
-    "kvzip": (40, RaggedStore),
-    "adakv": (40, RaggedStore),
-    KIVI: (None, RaggedStore),
-    f"snapkv + {KIVI}": (80, RaggedStore),
-    "think": (None, RaggedStore),
-    "minicache": (None, RaggedStore),
-    "streaming_llm_original:decode=append + minicache": (40, RaggedStore),
-    "dbudgetkv": (None, DenseStore),
-    "auto": (None, RaggedStore),
-}
 EVERY = pytest.mark.parametrize("spec", KINDS)
-
-
-def new_model(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    model = build(family, dtype, vocab_size=12, **changes)
-    # Answers of words only, which are the same tokens when they are read again.
-    model.generation_config.suppress_tokens = [0, 1, 2]
-    return model
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 @pytest.fixture(scope="module")
@@ -98,24 +64,6 @@ def saved(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
     path = tmp_path_factory.mktemp("contexts") / "saved.kvfold"
     compressed(model, tokenizer, f"snapkv + {KIVI}").save(path)
     return path
-
-
-def state(layer: Any) -> dict[str, Any]:
-    """Everything that a compressed layer holds, tensors and numbers."""
-    store = layer.stored()
-    held: dict[str, Any] = {
-        f"store.{name}.{i}": tensor
-        for name, tensors in store.named().items()
-        for i, tensor in enumerate(tensors)
-    }
-    skipped = {"plan", "phase", "waiting", "rotation", "store", "query_window", "sinks", "logical"}
-    skipped |= {"_capacities", "_ends"}  # derived from the capacity
-    held |= {name: value for name, value in vars(layer).items() if name not in skipped}
-    held |= {"seen": layer.sequence.seen, "valid": layer.sequence.valid}
-    held |= {"given": None if layer.sinks is None else layer.sinks.given}
-    held |= {"sinks": None if layer.sinks is None else layer.sinks.count}
-    held |= {"queries": layer.query_window.attended, "dead": getattr(store, "dead", None)}
-    return held
 
 
 def same(one: Any, other: Any) -> bool:

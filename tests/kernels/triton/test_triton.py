@@ -2,7 +2,6 @@
 """Kernels for GPUs against naive float64, interpreted where there is no GPU; outputs poisoned."""
 
 import inspect
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,11 +11,6 @@ from kvfold.kernels import gather as rows_of
 from kvfold.kernels import packing as store
 from kvfold.kernels import swapped_qk as swapped
 from kvfold.kernels.packing import PackedKeys, PackedValues
-from kvfold.kernels.views import Flat
-from kvfold.store.encoding import Encode
-from kvfold.store.ragged import RaggedStore
-
-pytest.importorskip("triton")
 from kvfold.kernels.triton import (
     Splits,
     attend_to_packed,
@@ -28,7 +22,12 @@ from kvfold.kernels.triton import (
     pack_values,
 )
 from kvfold.kernels.triton.quantized import BothPacked
+from kvfold.kernels.views import Flat
+from kvfold.store.encoding import Encode
+from kvfold.store.ragged import RaggedStore
+from tests.helpers.gpu_stand_ins import flash_stand_in, varlen_stand_in
 
+pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.2
 LENGTHS = [0, 1, 63, 64, 65, 0, 300]
@@ -411,31 +410,6 @@ def test_gathering_nothing():
     assert keys.shape == values.shape == (0, 32) and starts.tolist() == [0, 0, 0]
 
 
-# --- torch's own kernels for GPUs, with stand-ins of their shapes -------------------------------
-
-
-def varlen_stand_in(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, enable_gqa
-):
-    """As torch's kernel behaves: log-sum-exps `[Hq, T_q]`, +inf where there is nothing."""
-    assert return_aux.lse and enable_gqa and key.dim() == value.dim() == query.dim() == 3
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
-    out = torch.full(query.shape, torch.nan, dtype=query.dtype)
-    lse = torch.full(query.shape[1::-1], torch.inf)
-    for i, (start, end) in enumerate(pairwise(cu_seq_k)):
-        for at in range(cu_seq_q[i], cu_seq_q[i + 1]):
-            for head in range(query.shape[1]):
-                keys, values = (
-                    x[start:end, head * x.shape[1] // query.shape[1]] for x in (key, value)
-                )
-                if end > start:
-                    logits = keys.float() @ query[at, head].float() * scale
-                    out[at, head] = logits.softmax(0).to(out.dtype) @ values
-                    lse[head, at] = logits.logsumexp(0)
-    return out, lse
-
-
 @GROUPS
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:4]], ids=["seven", "four"])
 def test_segments_folded_into_torchs_sequences(groups, lengths, monkeypatch):
@@ -455,19 +429,6 @@ def test_torchs_kernel_has_the_parameters_that_are_given():
     given = inspect.signature(varlen_stand_in).parameters
     known = inspect.signature(varlen_attn).parameters
     assert all(known[name].kind == given[name].kind for name in given)
-
-
-def flash_stand_in(query, key, value, dropout, is_causal, *, scale):
-    """As torch's kernel behaves: half precision in, float32 log-sum-exps out, and much else."""
-    assert query.dtype == key.dtype == value.dtype and query.dtype in dispatch.HALF
-    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
-    assert dropout == 0.0 and (not is_causal or query.shape[2] == key.shape[2])
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (x.float().repeat_interleave(groups, 1) for x in (key, value))
-    logits = query.float() @ keys.mT * scale
-    if is_causal:
-        logits = logits.masked_fill(torch.ones_like(logits).triu(1) > 0, -torch.inf)
-    return (logits.softmax(-1) @ values).to(query.dtype), logits.logsumexp(-1), None, None
 
 
 @GROUPS

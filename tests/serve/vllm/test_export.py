@@ -31,8 +31,8 @@ from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
 from kvfold.serve.vllm.request import CONTEXT, Asked
 from kvfold.serve.vllm.scheduler import ContextLoad, SchedulerSide
 from kvfold.serve.vllm.worker import WorkerSide, share
-from tests.cli.test_run import word_tokenizer
-from tests.contexts.files.test_read import DOCUMENT, KIVI, new_model
+from tests.helpers.contexts import DOCUMENT, KIVI, new_model
+from tests.helpers.tokenizers import word_tokenizer
 
 BLOCK = 16
 # Heads that keep nearly equally many.

@@ -22,9 +22,9 @@ from kvfold.serve.vllm.launch import VllmOptions, started
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import Shelf
 from kvfold.serve.vllm.proxy import Proxy, build
-from tests.cache.test_fork import TEMPLATE
-from tests.contexts.files.test_read import DOCUMENT, KIVI, new_model
-from tests.serve.vllm.test_export import word_tokenizer
+from tests.helpers.chats import TEMPLATE
+from tests.helpers.contexts import DOCUMENT, KIVI, new_model
+from tests.helpers.tokenizers import word_tokenizer
 
 LONGEST, LARGEST, KEY = 200, 5000, "secret"
 CHAT = {"model": "m", "context_id": "a", "messages": [{"role": "user", "content": "the sky is"}]}

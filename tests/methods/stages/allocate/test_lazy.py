@@ -20,7 +20,7 @@ from kvfold.methods.stages.allocate.lazy import (
     pyramid_layers,
     random_layers,
 )
-from tests.methods.stages.score.test_observation_window import alone, naive_rows, observe
+from tests.helpers.observations import alone, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])
 SINKS, WINDOW = 2, 6

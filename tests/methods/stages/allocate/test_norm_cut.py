@@ -15,7 +15,7 @@ from kvfold.methods.stages.score.observation_window import window_votes
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import top
-from tests.methods.stages.score.test_observation_window import alone, naive_rows, observe
+from tests.helpers.observations import alone, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])
 RANKING = pytest.mark.parametrize("ranking", ["position", "attention"])

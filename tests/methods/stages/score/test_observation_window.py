@@ -16,78 +16,16 @@ from kvfold.methods.stages.score.key_norm import negative_norm
 from kvfold.methods.stages.score.last_query import newest_row
 from kvfold.methods.stages.score.observation_window import pool, window_votes
 from kvfold.methods.stages.score.position import recency, uniform_noise
+from tests.helpers.observations import alone, mean_of_groups, naive_rows, observe
 
-SIZE, SCALE = 8, 0.4
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def observe(lengths, heads=2, groups=2, window=8, **options):
-    """Rows of `lengths` tokens, left-padded with loud nonsense; the last `window` queries."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    seen, batch = max(lengths), len(lengths)
-    queries = torch.randn(batch, heads * groups, seen, SIZE, generator=generator)
-    keys = torch.randn(batch, heads, seen, SIZE, generator=generator)
-    places = torch.arange(seen) - (seen - torch.tensor(lengths))[:, None]
-    padding = places < 0
-    keys = keys.masked_fill(padding[:, None, :, None], 50.0)
-    queries = queries.masked_fill(padding[:, None, :, None], 50.0)
-    places = places.masked_fill(padding, -1)
-    return Observation(
-        keys,
-        torch.zeros_like(keys),
-        places[:, None].expand(batch, heads, seen),
-        queries[:, :, -window:],
-        places[:, -window:],
-        scale=SCALE,
-        **options,
-    )
-
-
-def alone(seen, row, length):
-    """One row of a batch as if it had come without the others, and so without padding."""
-    heads = seen.keys.shape[1]
-    window = min(length, seen.queries.shape[2])
-    columns = torch.arange(length)
-    return Observation(
-        seen.keys[row : row + 1, :, -length:],
-        seen.values[row : row + 1, :, -length:],
-        columns.expand(1, heads, length),
-        seen.queries[row : row + 1, :, -window:],
-        columns[None, -window:],
-        scale=SCALE,
-        seed=seen.seed,
-    )
-
-
-def naive_rows(seen, softcap=None, sinks=None):
-    """Attention `[Hq][W][T]` of row 0, whose last query is at its last key."""
-    queries, keys = seen.queries[0].double(), seen.keys[0].double()
-    query_heads, window, stored = len(queries), queries.shape[1], keys.shape[1]
-    rows = torch.zeros(query_heads, window, stored, dtype=torch.float64)
-    for head in range(query_heads):
-        key = keys[head // (query_heads // len(keys))]
-        for w in range(window):
-            visible = stored - window + w + 1
-            weights = []
-            for j in range(visible):
-                logit = float(queries[head, w] @ key[j]) * SCALE
-                logit = logit if softcap is None else softcap * math.tanh(logit / softcap)
-                weights.append(math.exp(logit))
-            total = sum(weights) + (0 if sinks is None else math.exp(sinks[head]))
-            rows[head, w, :visible] = torch.tensor(weights) / total
-    return rows
 
 
 def naive_pool(scores, kernel, pooling):
     """1-D pooling of a list: what lies outside counts as nothing."""
     near = [scores[max(0, i - kernel // 2) : i + kernel // 2 + 1] for i in range(len(scores))]
     return [max(part) if pooling == "max" else sum(part) / kernel for part in near]
-
-
-def mean_of_groups(per_query_head, groups):
-    parts = per_query_head.split(groups)
-    return torch.stack([sum(part) / groups for part in parts])
 
 
 # --- pooling -----------------------------------------------------------------------------------

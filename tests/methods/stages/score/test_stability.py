@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.score.stability import low_mean_unless_unstable
 from kvfold.methods.stages.select.top import top
-from tests.methods.stages.score.test_observation_window import (
-    alone,
-    mean_of_groups,
-    naive_rows,
-    observe,
-)
+from tests.helpers.observations import alone, mean_of_groups, naive_rows, observe
 
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])
 

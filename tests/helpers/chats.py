@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to a context, a chat template, and the tensors that caches hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvfold
+from tests.helpers.contexts import state
+from tests.helpers.tokenizers import WORDS
+
+QUESTIONS = [" ".join(WORDS[(i * j) % 9] for j in range(1, 3 + i % 4)) for i in range(12)]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+
+
+def held(context: kvfold.Context) -> list[dict[str, Any]]:
+    """Copies of everything that the context's layers hold."""
+    return [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in state(layer).items()}
+        for layer in context.cache.states
+    ]
+
+
+def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    return all(
+        torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
+        for a, b in zip(one, other, strict=True)
+        for name in a
+    )
+
+
+def storages(held: Any, found: dict[int, int], seen: set[int]) -> dict[int, int]:
+    """Bytes of every storage that is reachable, by address."""
+    if id(held) in seen:
+        return found
+    seen.add(id(held))
+    if isinstance(held, Tensor):
+        storage = held.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(held, dict):
+        for value in held.values():
+            storages(value, found, seen)
+    elif isinstance(held, list | tuple | set):
+        for value in held:
+            storages(value, found, seen)
+    elif type(held).__module__.startswith("kvfold") or hasattr(held, "record_past"):
+        storages(vars(held), found, seen)
+    return found

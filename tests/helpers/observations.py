@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observations made by hand, and naive attention in float64 to compare scores with."""
+
+import math
+
+import torch
+
+from kvfold.methods.observation import Observation
+
+SIZE, SCALE = 8, 0.4
+
+
+def observe(lengths, heads=2, groups=2, window=8, **options):
+    """Rows of `lengths` tokens, left-padded with loud nonsense; the last `window` queries."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    seen, batch = max(lengths), len(lengths)
+    queries = torch.randn(batch, heads * groups, seen, SIZE, generator=generator)
+    keys = torch.randn(batch, heads, seen, SIZE, generator=generator)
+    places = torch.arange(seen) - (seen - torch.tensor(lengths))[:, None]
+    padding = places < 0
+    keys = keys.masked_fill(padding[:, None, :, None], 50.0)
+    queries = queries.masked_fill(padding[:, None, :, None], 50.0)
+    places = places.masked_fill(padding, -1)
+    return Observation(
+        keys,
+        torch.zeros_like(keys),
+        places[:, None].expand(batch, heads, seen),
+        queries[:, :, -window:],
+        places[:, -window:],
+        scale=SCALE,
+        **options,
+    )
+
+
+def alone(seen, row, length):
+    """One row of a batch as if it had come without the others, and so without padding."""
+    heads = seen.keys.shape[1]
+    window = min(length, seen.queries.shape[2])
+    columns = torch.arange(length)
+    return Observation(
+        seen.keys[row : row + 1, :, -length:],
+        seen.values[row : row + 1, :, -length:],
+        columns.expand(1, heads, length),
+        seen.queries[row : row + 1, :, -window:],
+        columns[None, -window:],
+        scale=SCALE,
+        seed=seen.seed,
+    )
+
+
+def naive_rows(seen, softcap=None, sinks=None):
+    """Attention `[Hq][W][T]` of row 0, whose last query is at its last key."""
+    queries, keys = seen.queries[0].double(), seen.keys[0].double()
+    query_heads, window, stored = len(queries), queries.shape[1], keys.shape[1]
+    rows = torch.zeros(query_heads, window, stored, dtype=torch.float64)
+    for head in range(query_heads):
+        key = keys[head // (query_heads // len(keys))]
+        for w in range(window):
+            visible = stored - window + w + 1
+            weights = []
+            for j in range(visible):
+                logit = float(queries[head, w] @ key[j]) * SCALE
+                logit = logit if softcap is None else softcap * math.tanh(logit / softcap)
+                weights.append(math.exp(logit))
+            total = sum(weights) + (0 if sinks is None else math.exp(sinks[head]))
+            rows[head, w, :visible] = torch.tensor(weights) / total
+    return rows
+
+
+def mean_of_groups(per_query_head, groups):
+    parts = per_query_head.split(groups)
+    return torch.stack([sum(part) / groups for part in parts])
