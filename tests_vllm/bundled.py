@@ -14,7 +14,7 @@ import torch
 import kvfold
 from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import token_count
-from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.placeholders import ServedFolder
 
 TOKENS, NEW = 700, 24
 # Method and budget; vLLM's pages hold 128 entries.
@@ -90,8 +90,8 @@ class Kvfold:
         return tokens
 
 
-def asked(shelf: Shelf, made: Kvfold, name: str, question: str) -> Any:
+def asked(served_folder: ServedFolder, made: Kvfold, name: str, question: str) -> Any:
     """The request for a question."""
-    from kvfold.serve.vllm.request import Asked
+    from kvfold.serve.vllm.request import ContextPrompt
 
-    return Asked(shelf.card(name), made.question(name, question))
+    return ContextPrompt(served_folder.get(name), made.question(name, question))

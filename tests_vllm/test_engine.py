@@ -16,8 +16,8 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 from kvfold.bundled import FOLDER
-from kvfold.serve.vllm.placeholders import Shelf
-from kvfold.serve.vllm.request import CONTEXT, Asked
+from kvfold.serve.vllm.placeholders import ServedFolder
+from kvfold.serve.vllm.request import CONTEXT, ContextPrompt
 from tests_vllm.bundled import CONTEXTS, NEW, Kvfold, asked
 
 PLAIN = list(range(5, 105))
@@ -34,8 +34,8 @@ def made(folder: Path) -> Kvfold:
 
 
 @pytest.fixture(scope="module")
-def shelf(made: Kvfold, folder: Path) -> Shelf:
-    return Shelf(folder)
+def served_folder(made: Kvfold, folder: Path) -> ServedFolder:
+    return ServedFolder(folder)
 
 
 @contextmanager
@@ -75,10 +75,12 @@ def sampling(new: int = NEW, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, **options)
 
 
-def answers(llm: LLM, requests: list[Asked | list[int]], new: int = NEW) -> list[list[int]]:
+def answers(llm: LLM, requests: list[ContextPrompt | list[int]], new: int = NEW) -> list[list[int]]:
     """Greedy tokens of requests in one batch; plain ones are lists of tokens."""
-    prompts = [r.prompt if isinstance(r, Asked) else {"prompt_token_ids": r} for r in requests]
-    extra = [r.extra_args if isinstance(r, Asked) else None for r in requests]
+    prompts = [
+        r.prompt if isinstance(r, ContextPrompt) else {"prompt_token_ids": r} for r in requests
+    ]
+    extra = [r.extra_args if isinstance(r, ContextPrompt) else None for r in requests]
     how = [sampling(new, extra_args=args) for args in extra]
     outputs = llm.generate(prompts, how, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -90,18 +92,20 @@ def counters(llm: LLM) -> dict[str, int]:
     return {name: found[f"vllm:{name}"].value for name in names}
 
 
-def assert_answers_as_kvfold(llm: LLM, made: Kvfold, shelf: Shelf, name: str) -> None:
+def assert_answers_as_kvfold(
+    llm: LLM, made: Kvfold, served_folder: ServedFolder, name: str
+) -> None:
     """24 of 24 greedy tokens, three questions, two rounds, with an ordinary request each time."""
     expected = [made.answer(name, question) for question in made.questions]
     plain = made.greedy(torch.tensor([PLAIN]))
-    requests = [asked(shelf, made, name, question) for question in made.questions]
+    requests = [asked(served_folder, made, name, question) for question in made.questions]
     for _ in range(2):
         assert answers(llm, [*requests, PLAIN]) == [*expected, plain]
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_vllm_answers_as_kvfold_does(llm, made, shelf, name):
-    assert_answers_as_kvfold(llm, made, shelf, name)
+def test_vllm_answers_as_kvfold_does(llm, made, served_folder, name):
+    assert_answers_as_kvfold(llm, made, served_folder, name)
 
 
 def test_the_contexts_would_be_told_apart(made):
@@ -110,18 +114,18 @@ def test_the_contexts_would_be_told_apart(made):
     assert found["whole-pages"] != found["same-count"]
 
 
-def test_contexts_take_turns_in_one_batch(llm, made, shelf):
+def test_contexts_take_turns_in_one_batch(llm, made, served_folder):
     question = made.questions[0]
-    requests = [asked(shelf, made, name, question) for name in CONTEXTS]
+    requests = [asked(served_folder, made, name, question) for name in CONTEXTS]
     assert answers(llm, requests) == [made.answer(name, question) for name in CONTEXTS]
 
 
-def test_the_first_question_loads_and_the_others_find_it_cached(llm, made, shelf):
+def test_the_first_question_loads_and_the_others_find_it_cached(llm, made, served_folder):
     llm.reset_prefix_cache()
     before = counters(llm)
     rounds = []
     for question in made.questions:
-        answers(llm, [asked(shelf, made, "whole-pages", question)])
+        answers(llm, [asked(served_folder, made, "whole-pages", question)])
         after = counters(llm)
         rounds.append({name: after[name] - before[name] for name in after})
         before = after
@@ -130,11 +134,11 @@ def test_the_first_question_loads_and_the_others_find_it_cached(llm, made, shelf
     assert loaded == [256, 0, 0] and cached == [0, 256, 256]
 
 
-def test_of_a_broken_page_only_the_rest_is_loaded_again(llm, made, shelf):
+def test_of_a_broken_page_only_the_rest_is_loaded_again(llm, made, served_folder):
     llm.reset_prefix_cache()
     before = counters(llm)
     for question in made.questions[:2]:
-        answers(llm, [asked(shelf, made, "broken-page", question)])
+        answers(llm, [asked(served_folder, made, "broken-page", question)])
     after = counters(llm)
     assert after["external_prefix_cache_hits"] - before["external_prefix_cache_hits"] == 300 + 44
     assert after["prefix_cache_hits"] - before["prefix_cache_hits"] == 256
@@ -160,17 +164,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_request_that_would_be_answered_wrongly_fails_alone(llm, made, shelf, case):
+def test_a_request_that_would_be_answered_wrongly_fails_alone(llm, made, served_folder, case):
     wrong: dict[str, Any] = WRONG[case]
     question = made.questions[0]
-    card = shelf.card(wrong.get("name", "whole-pages"))
-    right = asked(shelf, made, "whole-pages", question)
-    tokens = wrong.get("tokens", [*card.tokens, *wrong.get("question", right.question)])
-    salt = wrong.get("salt", card.id)
+    served = served_folder.get(wrong.get("name", "whole-pages"))
+    right = asked(served_folder, made, "whole-pages", question)
+    tokens = wrong.get("tokens", [*served.tokens, *wrong.get("question", right.question)])
+    salt = wrong.get("salt", served.id)
     prompt: dict[str, Any] = {"prompt_token_ids": tokens}
     if salt is not None:
-        prompt["cache_salt"] = shelf.card(salt).salt
-    extra = {"kv_transfer_params": wrong.get("args", {CONTEXT: card.id})}
+        prompt["cache_salt"] = served_folder.get(salt).salt
+    extra = {"kv_transfer_params": wrong.get("args", {CONTEXT: served.id})}
     how = sampling(extra_args=extra, **wrong.get("options", {}))
     beside = [sampling(), sampling(extra_args=right.extra_args)]
     prompts = [prompt, {"prompt_token_ids": PLAIN}, right.prompt]
@@ -182,29 +186,29 @@ def test_a_request_that_would_be_answered_wrongly_fails_alone(llm, made, shelf, 
     assert list(fine.token_ids) == made.answer("whole-pages", question)
 
 
-def test_a_file_that_goes_away_fails_its_requests_only(llm, made, shelf, folder):
+def test_a_file_that_goes_away_fails_its_requests_only(llm, made, served_folder, folder):
     path = folder / "gone.kvfold"
-    path.write_bytes(shelf.path("whole-pages").read_bytes())
+    path.write_bytes(served_folder.path("whole-pages").read_bytes())
     made.contexts["gone"] = made.contexts["whole-pages"]
     llm.reset_prefix_cache()
-    request = asked(shelf, made, "gone", made.questions[0])
+    request = asked(served_folder, made, "gone", made.questions[0])
     path.unlink()
     (output,) = llm.generate([request.prompt], sampling(extra_args=request.extra_args))
     assert output.outputs[0].finish_reason == "error"
     del made.contexts["gone"]
-    assert_answers_as_kvfold(llm, made, shelf, "whole-pages")
+    assert_answers_as_kvfold(llm, made, served_folder, "whole-pages")
 
 
 def test_a_new_version_of_a_file_is_never_answered_from_the_old_ones_pages(
-    llm, made, shelf, folder
+    llm, made, served_folder, folder
 ):
     path, question = folder / "changing.kvfold", made.questions[1]
     for name in ("whole-pages", "same-count"):
-        path.write_bytes(shelf.path(name).read_bytes())
+        path.write_bytes(served_folder.path(name).read_bytes())
         made.contexts["changing"] = made.contexts[name]
-        request = asked(shelf, made, "changing", question)
+        request = asked(served_folder, made, "changing", question)
         assert answers(llm, [request]) == [made.answer(name, question)]
-    stale = dataclasses.replace(request, card=shelf.card("whole-pages"))
+    stale = dataclasses.replace(request, served=served_folder.get("whole-pages"))
     extra = {"kv_transfer_params": {CONTEXT: "changing"}}
     (output,) = llm.generate([stale.prompt], sampling(extra_args=extra))
     assert output.outputs[0].finish_reason == "error"
@@ -215,8 +219,8 @@ def test_a_new_version_of_a_file_is_never_answered_from_the_old_ones_pages(
 
 
 @pytest.mark.parametrize("name", ["broken-page", "segments"])
-def test_two_ranks_answer_as_kvfold_does(ranks, made, shelf, name):
-    assert_answers_as_kvfold(ranks, made, shelf, name)
+def test_two_ranks_answer_as_kvfold_does(ranks, made, served_folder, name):
+    assert_answers_as_kvfold(ranks, made, served_folder, name)
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +229,12 @@ def ranks(folder: Path, made: Kvfold) -> Iterator[LLM]:
         yield started
 
 
-def test_preempted_requests_are_loaded_again(folder, made, shelf):
+def test_preempted_requests_are_loaded_again(folder, made, served_folder):
     new = 220
     with engine(folder, num_gpu_blocks_override=9) as small:
-        requests = [asked(shelf, made, "broken-page", question) for question in made.questions]
+        requests = [
+            asked(served_folder, made, "broken-page", question) for question in made.questions
+        ]
         expected = [made.answer("broken-page", question, new) for question in made.questions]
         assert answers(small, requests, new) == expected
         assert counters(small)["num_preemptions"] > 0

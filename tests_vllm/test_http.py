@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.placeholders import ServedFolder
 from tests_vllm.bundled import NEW, Kvfold, asked
 
 KEY = "secret"
@@ -43,8 +43,8 @@ def made(folder: Path) -> Kvfold:
 
 
 @pytest.fixture(scope="module")
-def shelf(made: Kvfold, folder: Path) -> Shelf:
-    return Shelf(folder)
+def served_folder(made: Kvfold, folder: Path) -> ServedFolder:
+    return ServedFolder(folder)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,10 @@ def test_a_chat_answers_as_the_library_does(client, made):
             assert answer.choices[0].message.content.strip() == expected
 
 
-def test_tokens_are_those_of_the_library(address, made, shelf):
+def test_tokens_are_those_of_the_library(address, made, served_folder):
     for _ in range(2):
         for question in made.questions:
-            body = asked(shelf, made, NAME, question).body
+            body = asked(served_folder, made, NAME, question).body
             body |= {"model": "bundled", "max_tokens": NEW, "temperature": 0}
             body |= {"ignore_eos": True, "return_token_ids": True}
             headers = {"Authorization": f"Bearer {KEY}"}
@@ -200,8 +200,10 @@ def test_refusals_say_why(client, made, name, status):
     assert refusal.value.status_code == status and refusal.value.message
 
 
-def test_a_wrong_request_past_the_proxys_help_fails_and_vllm_goes_on(address, client, made, shelf):
-    body = asked(shelf, made, NAME, made.questions[0]).body | {"model": "bundled"}
+def test_a_wrong_request_past_the_proxys_help_fails_and_vllm_goes_on(
+    address, client, made, served_folder
+):
+    body = asked(served_folder, made, NAME, made.questions[0]).body | {"model": "bundled"}
     del body["cache_salt"]
     headers = {"Authorization": f"Bearer {KEY}"}
     assert httpx.post(f"{address}/v1/completions", json=body, headers=headers).status_code == 500

@@ -20,7 +20,7 @@ from kvfold.contexts.files.format import opened, read_header
 from kvfold.serve.vllm.export import pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
-from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.request import CONTEXT
 from tests_vllm.bundled import NEW, Kvfold, asked
 
@@ -61,12 +61,12 @@ def test_layers_hold_their_parts(tmp_path, monkeypatch):
     text = ",".join(f"{count / max(kept):.3f}" for count in kept)
     monkeypatch.setenv(VARIABLE, text)
     parts = Parts.of(text, BLOCK)
-    shelf = Shelf(tmp_path, parts.level)
-    card, level = shelf.card("pyramid"), parts.level(read_header(path))
+    served_folder = ServedFolder(tmp_path, parts.level)
+    served, level = served_folder.get("pyramid"), parts.level(read_header(path))
     assert len(set(level.layers)) > 2 and level.lost < 0.2
     expected = [truth(made, path, level, made.question("pyramid", q)) for q in made.questions]
     plain = made.greedy(torch.tensor([PLAIN]))
-    requests = [asked(shelf, made, "pyramid", question) for question in made.questions]
+    requests = [asked(served_folder, made, "pyramid", question) for question in made.questions]
     transfer = KVTransferConfig(
         kv_connector="PartsConnector",
         kv_connector_module_path="kvfold.serve.vllm.per_layer.connector",
@@ -85,7 +85,7 @@ def test_layers_hold_their_parts(tmp_path, monkeypatch):
         kv_transfer_config=transfer,
     )
     how = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    args = {"kv_transfer_params": {CONTEXT: card.id}}
+    args = {"kv_transfer_params": {CONTEXT: served.id}}
     drawn = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, extra_args=args)
     try:
         for _ in range(2):

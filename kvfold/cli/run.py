@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvfold.cache.stats import Stats
-    from kvfold.cli.streaming import Clock
+    from kvfold.cli.streaming import TokenTimer
 
 
 @with_options(loading=loading, sampling=sampling)
@@ -169,7 +169,7 @@ def _after_system(tokenizer: PreTrainedTokenizerBase, system: str, text: str) ->
     return parts
 
 
-def costs(stats: Stats, clock: Clock) -> Table:
+def costs(stats: Stats, clock: TokenTimer) -> Table:
     """Table of kept entries, bytes and times."""
     shown = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
     rows: list[tuple[str, Any]] = [("tokens seen", f"{stats.seen:,}")]

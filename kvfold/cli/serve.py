@@ -135,7 +135,7 @@ def command(
         try:
             from kvfold.methods.base import parse
             from kvfold.serve.engine import Engine
-            from kvfold.serve.process import Server, listening
+            from kvfold.serve.process import GracefulServer, listening
             from kvfold.serve.settings import ServerSettings
         except ModuleNotFoundError as missing:
             raise KvfoldError(
@@ -171,7 +171,7 @@ def command(
     answering = Engine(name, network, tokenizer, settings)
     for problem in answering.contexts.adopt():
         errors().print(f"left out: {problem}")
-    Server(answering, lambda: _announce(bound, name, settings)).run([bound])
+    GracefulServer(answering, lambda: _announce(bound, name, settings)).run([bound])
 
 
 def _check_given(ctx: typer.Context, meant: Collection[str]) -> None:

@@ -48,11 +48,11 @@ def serve(
         from kvfold.serve.vllm.launch import VllmOptions
         from kvfold.serve.vllm.launch import serve as run
         from kvfold.serve.vllm.meta_model import MetaModel
-        from kvfold.serve.vllm.placeholders import Shelf
+        from kvfold.serve.vllm.placeholders import ServedFolder
     place, config, dtype = _model(model)
-    shelf = Shelf(folder)
-    compatibility = CompatibilityCheck(shelf, MetaModel(config, place), dtype)
-    contexts = ContextCatalog(shelf, compatibility, AutoTokenizer.from_pretrained(place))
+    served_folder = ServedFolder(folder)
+    compatibility = CompatibilityCheck(served_folder, MetaModel(config, place), dtype)
+    contexts = ContextCatalog(served_folder, compatibility, AutoTokenizer.from_pretrained(place))
     bound = listening(host, port)
     for about in contexts.all():
         if "refused" in about:

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import Answer
+from kvfold.contexts.answer import AnswerStream
 
 
 @dataclass
-class Clock:
+class TokenTimer:
     """Streamer for `generate` that records token times; calls `first_came` at the first token.
 
     `started` and `times` are of `time.perf_counter`, in seconds.
@@ -62,15 +62,15 @@ def answer(
     notes: Console,
     put: Callable[[str], Any],
     **options: Any,
-) -> tuple[str, Clock]:
+) -> tuple[str, TokenTimer]:
     """The answer to the prompt `ids [1, N]`, streamed to `put`, and its token times.
 
     `options` and errors are those of `kvfold.generate`.
     """
     prompt = ids.shape[1]
-    said = Answer(tokenizer, prompt, (), _without_leading_space(put), Event())
+    said = AnswerStream(tokenizer, prompt, (), _without_leading_space(put), Event())
     with notes.status(f"reading {prompt:,} tokens") as waiting:
-        clock = Clock(waiting.stop)
+        clock = TokenTimer(waiting.stop)
         produced = kvfold.generate(
             model,
             ids,

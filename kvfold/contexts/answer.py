@@ -41,7 +41,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
     return [] if end is None else end if isinstance(end, list) else [end]
 
 
-class Answer:
+class AnswerStream:
     """Stopping criterion for `generate` that streams text to `put` and ends at a stop string.
 
     `prompt` is the number of prompt tokens. Text that may be the start of a stop string is held

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import end_turn, fork_within
-from kvfold.contexts.answer import Answer
+from kvfold.contexts.answer import AnswerStream
 from kvfold.contexts.chat import Chat
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.hf.stock_layers import layer_lengths
@@ -40,7 +40,9 @@ class BoundedChat(Chat):
     def _new_reader(self) -> CompressedCache:
         return fork_within(self.context.cache, self.budget)
 
-    def _generate_ids(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
+    def _generate_ids(
+        self, asked: Tensor, answer: AnswerStream, options: dict[str, Any]
+    ) -> list[int]:
         reader = self.reader
         start = reader.get_seq_length()
         # A frozen cache can restore its sliding and recurrent layers to the start of the turn.

@@ -15,7 +15,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.stats import Stats
-from kvfold.contexts.answer import Answer, Reply, end_tokens
+from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
 from kvfold.errors import KvfoldError
 from kvfold.generation.length import check_length
 from kvfold.hf.chat_template import token_ids
@@ -192,7 +192,7 @@ class Chat:
             raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
         ids, start = self.ids, self.reader.get_seq_length()
         asked = torch.cat([ids, asked], 1)
-        answer = Answer(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
+        answer = AnswerStream(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
         try:
             generated = self._generate_ids(asked, answer, options)
             tokens = answer.finish(generated)
@@ -227,7 +227,9 @@ class Chat:
         tokens = self.ids.shape[1] + asked.shape[1]
         check_length(self.context.model, tokens, allow_longer or already)
 
-    def _generate_ids(self, asked: Tensor, answer: Answer, options: dict[str, Any]) -> list[int]:
+    def _generate_ids(
+        self, asked: Tensor, answer: AnswerStream, options: dict[str, Any]
+    ) -> list[int]:
         """Generated tokens after `asked [1, N]`, all tokens of the conversation."""
         criteria = [*(options.pop("stopping_criteria", None) or []), answer]
         out = stock_generate(

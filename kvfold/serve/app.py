@@ -19,7 +19,7 @@ import kvfold
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
 from kvfold.serve.limits import RequestLimits
-from kvfold.serve.metrics import Metrics
+from kvfold.serve.metrics import ServerMetrics
 from kvfold.serve.response_schemas import ErrorBody
 from kvfold.serve.routes import answers, contexts, status
 from kvfold.serve.routes.hangup import HungUp
@@ -49,7 +49,7 @@ def build(engine: Engine) -> FastAPI:
             torch.OutOfMemoryError: _out_of_memory,
         },
     )
-    metrics = Metrics(engine)
+    metrics = ServerMetrics(engine)
     app.include_router(answers.router(engine, metrics))
     app.include_router(contexts.router(engine))
     app.include_router(status.router(engine, metrics))
@@ -65,7 +65,7 @@ class RequestMetrics:
     the client may have sent its next request on it already.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

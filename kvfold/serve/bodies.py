@@ -77,7 +77,7 @@ def _parsed(body: bytes) -> Any:
     return json.loads(text)
 
 
-class Route(APIRoute):
+class ThreadParsedRoute(APIRoute):
     """A route that parses bodies in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:

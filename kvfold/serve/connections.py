@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvfold.serve.errors import ApiError
 
 
-class Connection(H11Protocol):
+class LimitedConnection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a limit on connections and two timeouts.
 
     A connection is closed if headers do not arrive, or pending output is not read, within
@@ -70,7 +70,7 @@ class Connection(H11Protocol):
 
 def limited(most: int, timeout: float) -> Callable[..., asyncio.Protocol]:
     """Protocol factory for uvicorn: at most `most` connections, `timeout` in seconds."""
-    return partial(Connection, most, timeout)
+    return partial(LimitedConnection, most, timeout)
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:

@@ -12,14 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import Answer
+from kvfold.contexts.answer import AnswerStream
 from kvfold.generation.generate import generate
 from kvfold.serve.response_schemas import Reason
-from kvfold.serve.sampling import Sampling
+from kvfold.serve.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
-class Started:
+class AnswerStarted:
     """First event of an answer: `prompt` tokens accepted, `cached` of them from a context."""
 
     prompt: int
@@ -27,7 +27,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Finished:
+class AnswerFinished:
     """Last event of an answer: `tokens` generated, and the finish reason."""
 
     tokens: int
@@ -39,19 +39,19 @@ def answer(
     tokenizer: Any,
     cache: CompressedCache,
     ids: list[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     most: int,
     prefill_chunk: int | None,
     put: Callable[[Any], None],
     cancelled: Event,
-) -> Finished:
+) -> AnswerFinished:
     """Generates at most `most` tokens after `ids`, a prefix of which `cache` may hold already.
 
     `put` gets the text in pieces, as for `Chat.stream`; a set `cancelled` ends it at the next
     token. `prefill_chunk` tokens are read per forward. Raises what `kvfold.generate` raises.
     """
     asked = torch.tensor([ids], device=model.device)
-    said = Answer(tokenizer, len(ids), sampling.stop, put, cancelled)
+    said = AnswerStream(tokenizer, len(ids), sampling.stop, put, cancelled)
     out = generate(
         model,
         asked,
@@ -68,10 +68,10 @@ def answer(
     said.finish(tokens)
     end = model.generation_config.eos_token_id
     ended = said.stopped or (tokens and tokens[-1] in (end if isinstance(end, list) else [end]))
-    return Finished(len(tokens), "stop" if ended else "length")
+    return AnswerFinished(len(tokens), "stop" if ended else "length")
 
 
-class Stripped:
+class StrippedText:
     """Strips white space from both ends of a text that comes in pieces, as `Context.ask` does."""
 
     def __init__(self) -> None:

@@ -29,11 +29,11 @@ from kvfold.hf.models import text_config, trained_length
 from kvfold.methods.base import Composition, FileName, Method, parse
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
-from kvfold.serve.decoding import Finished, Started, answer
+from kvfold.serve.decoding import AnswerFinished, AnswerStarted, answer
 from kvfold.serve.errors import ApiError
-from kvfold.serve.prompts import Prompts, key_bytes, segments_of
+from kvfold.serve.prompt_encoder import PromptEncoder, key_bytes, segments_of
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
-from kvfold.serve.sampling import Sampling
+from kvfold.serve.sampling import SamplingParams
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.stored_context import StoredContext
 from kvfold.serve.workers import Workers, stopping
@@ -59,7 +59,7 @@ class Engine:
         config, frame = text_config(model), Frame.of(tokenizer)
         self.max_length = None if settings.allow_longer else trained_length(model)
         limits = [n for n in (settings.context_tokens, self.max_length) if n is not None]
-        self.prompts = Prompts(
+        self.prompts = PromptEncoder(
             tokenizer,
             frame,
             config.vocab_size,
@@ -88,17 +88,17 @@ class Engine:
 
     def answer(
         self, request: ChatRequest | CompletionRequest, put: Put, cancelled: Event
-    ) -> Finished:
-        """Generates an answer: `put` gets `Started`, then pieces of text.
+    ) -> AnswerFinished:
+        """Generates an answer: `put` gets `AnswerStarted`, then pieces of text.
 
-        Raises ApiError: before `Started` for a request that is refused, later if the client hung up
-        or the server stops.
+        Raises ApiError: before `AnswerStarted` for a request that is refused, later if the client
+        hung up or the server stops.
         """
         self._start_job(cancelled)
-        sampling = Sampling.of(request)
+        sampling = SamplingParams.of(request)
         with self._prepared(request) as (cache, ids, cached):
             most = self._tokens_to_generate(len(ids), request)
-            put(Started(len(ids), cached))
+            put(AnswerStarted(len(ids), cached))
             done = answer(
                 self.model,
                 self.tokenizer,

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from kvfold.serve.engine import Engine
 
 
-class Metrics:
+class ServerMetrics:
     """Metrics of one server, in a registry of its own."""
 
     def __init__(self, engine: Engine) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvfold.serve.decoding import Finished, Started, Stripped
+from kvfold.serve.decoding import AnswerFinished, AnswerStarted, StrippedText
 from kvfold.serve.errors import ApiError
 from kvfold.serve.events import event
 from kvfold.serve.response_schemas import (
@@ -20,8 +20,8 @@ from kvfold.serve.response_schemas import (
     ChatCompletion,
     ChatDelta,
     ChatMessage,
+    ChunkChoice,
     Completion,
-    Delta,
     TextChoice,
     Usage,
 )
@@ -36,42 +36,44 @@ class ChatWriter:
 
     prefix = "chatcmpl"
 
-    def __init__(self, model: str, started: Started, counted: Callable[[Finished], None]) -> None:
+    def __init__(
+        self, model: str, started: AnswerStarted, counted: Callable[[AnswerFinished], None]
+    ) -> None:
         self.started, self.counted = started, counted
-        self.strip: Callable[[str], str] = Stripped().of
+        self.strip: Callable[[str], str] = StrippedText().of
         self.about: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def whole(self, text: str, done: Finished) -> BaseModel:
+    def whole(self, text: str, done: AnswerFinished) -> BaseModel:
         """The complete answer."""
         choice = ChatChoice(message=ChatMessage(content=text), finish_reason=done.reason)
         return ChatCompletion(**self.about, choices=[choice], usage=self.usage(done))
 
     def first(self) -> list[BaseModel]:
         """Chunks before the first text: the role."""
-        return [self._chunk(Delta(role="assistant", content=""))]
+        return [self._chunk(ChatDelta(role="assistant", content=""))]
 
     def piece(self, text: str) -> BaseModel:
         """A chunk with a piece of text."""
-        return self._chunk(Delta(content=text))
+        return self._chunk(ChatDelta(content=text))
 
-    def last(self, done: Finished) -> BaseModel:
+    def last(self, done: AnswerFinished) -> BaseModel:
         """The chunk with the finish reason."""
-        return self._chunk(Delta(), done)
+        return self._chunk(ChatDelta(), done)
 
-    def only_usage(self, done: Finished) -> BaseModel:
+    def only_usage(self, done: AnswerFinished) -> BaseModel:
         """The chunk with the token counts."""
         return ChatChunk(**self.about, choices=[], usage=self.usage(done))
 
-    def usage(self, done: Finished) -> Usage:
+    def usage(self, done: AnswerFinished) -> Usage:
         """Token counts of prompt and answer."""
         return Usage.of(self.started.prompt, self.started.cached, done.tokens)
 
-    def _chunk(self, delta: Delta, done: Finished | None = None) -> BaseModel:
-        choice = ChatDelta(delta=delta, finish_reason=None if done is None else done.reason)
+    def _chunk(self, delta: ChatDelta, done: AnswerFinished | None = None) -> BaseModel:
+        choice = ChunkChoice(delta=delta, finish_reason=None if done is None else done.reason)
         return ChatChunk(**self.about, choices=[choice])
 
 
@@ -80,11 +82,13 @@ class CompletionWriter(ChatWriter):
 
     prefix = "cmpl"
 
-    def __init__(self, model: str, started: Started, counted: Callable[[Finished], None]) -> None:
+    def __init__(
+        self, model: str, started: AnswerStarted, counted: Callable[[AnswerFinished], None]
+    ) -> None:
         super().__init__(model, started, counted)
         self.strip = str
 
-    def whole(self, text: str, done: Finished) -> BaseModel:
+    def whole(self, text: str, done: AnswerFinished) -> BaseModel:
         choice = TextChoice(text=text, finish_reason=done.reason)
         return Completion(**self.about, choices=[choice], usage=self.usage(done))
 
@@ -94,18 +98,18 @@ class CompletionWriter(ChatWriter):
     def piece(self, text: str) -> BaseModel:
         return Completion(**self.about, choices=[TextChoice(text=text)])
 
-    def last(self, done: Finished) -> BaseModel:
+    def last(self, done: AnswerFinished) -> BaseModel:
         choice = TextChoice(text="", finish_reason=done.reason)
         return Completion(**self.about, choices=[choice])
 
-    def only_usage(self, done: Finished) -> BaseModel:
+    def only_usage(self, done: AnswerFinished) -> BaseModel:
         return Completion(**self.about, choices=[], usage=self.usage(done))
 
 
 async def whole(job: WorkerJob, writer: ChatWriter) -> BaseModel:
     """The complete answer; raises what its generation raises."""
     text = ""
-    while not isinstance(came := await job.next(), Finished):
+    while not isinstance(came := await job.next(), AnswerFinished):
         text += writer.strip(came)
     writer.counted(came)
     return writer.whole(text, came)
@@ -116,7 +120,7 @@ async def events(job: WorkerJob, writer: ChatWriter, with_usage: bool) -> AsyncI
     try:
         for chunk in writer.first():
             yield _event(chunk, with_usage)
-        while not isinstance(came := await job.next(), Finished):
+        while not isinstance(came := await job.next(), AnswerFinished):
             if text := writer.strip(came):
                 yield _event(writer.piece(text), with_usage)
         writer.counted(came)

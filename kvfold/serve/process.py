@@ -36,7 +36,7 @@ def listening(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Server(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """uvicorn server with a graceful stop: accepted requests finish, new ones get a 503.
 
     `announce` is called when the server listens.

@@ -48,7 +48,7 @@ class TextPart(_Strict):
     text: Text
 
 
-class Message(_Strict):
+class RequestMessage(_Strict):
     """A message of a conversation; answers may be sent back with all their fields.
 
     `name` and LiteLLM's `provider_specific_fields` are ignored.
@@ -142,7 +142,9 @@ class AnswerRequest(_Strict):
 class ChatRequest(AnswerRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_ENTRIES)]
+    messages: Annotated[
+        list[RequestMessage], Field(fail_fast=True, min_length=1, max_length=MOST_ENTRIES)
+    ]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] | None = None
     top_logprobs: Zero | None = None

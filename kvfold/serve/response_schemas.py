@@ -68,18 +68,18 @@ class ChatCompletion(_Answer):
     usage: Usage
 
 
-class Delta(BaseModel):
+class ChatDelta(BaseModel):
     """New text in a chunk of an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
-class ChatDelta(BaseModel):
+class ChunkChoice(BaseModel):
     """The only choice of a chunk."""
 
     index: int = 0
-    delta: Delta
+    delta: ChatDelta
     logprobs: None = None
     finish_reason: Reason | None = None
 
@@ -88,7 +88,7 @@ class ChatChunk(_Answer):
     """A chunk of a streamed answer to a conversation."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChatDelta]
+    choices: list[ChunkChoice]
     usage: Usage | None = None
 
 
@@ -109,7 +109,7 @@ class Completion(_Answer):
     usage: Usage | None = None
 
 
-class Model(BaseModel):
+class ModelInfo(BaseModel):
     """The served model; `max_model_len` bounds prompt and answer together."""
 
     id: str
@@ -123,7 +123,7 @@ class ModelList(BaseModel):
     """`GET /v1/models`."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelInfo]
 
 
 class ContextInfo(BaseModel):

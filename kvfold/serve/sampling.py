@@ -16,7 +16,7 @@ COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Sampling parameters of an answer, and the strings that end it."""
 
     temperature: float
@@ -25,7 +25,7 @@ class Sampling:
     stop: tuple[str, ...]
 
     @classmethod
-    def of(cls, request: AnswerRequest) -> Sampling:
+    def of(cls, request: AnswerRequest) -> SamplingParams:
         """A request's parameters, with OpenAI's defaults for those not given."""
         return cls(
             temperature=1.0 if request.temperature is None else request.temperature,
@@ -44,10 +44,10 @@ class Sampling:
             chain.append(TopPLogitsWarper(self.top_p))
         generator = torch.Generator(device)
         generator.seed() if self.seed is None else generator.manual_seed(self.seed)
-        return [*chain, Draw(generator)]
+        return [*chain, TokenSampler(generator)]
 
 
-class Draw(LogitsProcessor):
+class TokenSampler(LogitsProcessor):
     """Logits processor that samples a token and masks all others.
 
     `do_sample` draws from torch's global generator, which all threads share: a request's seed would

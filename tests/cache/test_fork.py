@@ -13,7 +13,7 @@ import torch
 import kvfold
 from kvfold import KvfoldError
 from kvfold.cache.fork import fork
-from kvfold.contexts.answer import Answer
+from kvfold.contexts.answer import AnswerStream
 from kvfold.hf.chat_template import Frame
 from kvfold.store.shared_buffer import SharedBuffer
 from tests.helpers.chats import QUESTIONS, TEMPLATE, held, same, storages
@@ -299,11 +299,11 @@ class Letters:
         return bytes(tokens).decode(errors="replace")
 
 
-def pieces_of(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], Answer, list[int]]:
+def pieces_of(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], AnswerStream, list[int]]:
     """What is shown after each byte of a text, the answer, and the tokens that make it up."""
     shown: list[str] = []
     data = list(text.encode())
-    answer = Answer(Letters(), 1, stop, shown.append, Event())  # type: ignore[arg-type]
+    answer = AnswerStream(Letters(), 1, stop, shown.append, Event())  # type: ignore[arg-type]
     for end in range(1, len(data) + 1):
         if bool(answer(torch.tensor([[0, *data[:end]]]), None)):
             data = data[:end]
@@ -322,7 +322,7 @@ def test_words_around_a_token_without_text_stay_apart(tokenizer):
         ["the", "<pad>", "sky", "is", "<pad>", "<bos>", "blue"]
     )
     shown: list[str] = []
-    answer = Answer(tokenizer, 0, (), shown.append, Event())
+    answer = AnswerStream(tokenizer, 0, (), shown.append, Event())
     for end in range(1, len(tokens) + 1):
         answer(torch.tensor([tokens[:end]]), None)
     assert "".join(shown) == "the sky is blue"
@@ -333,7 +333,7 @@ def test_pieces_of_a_real_tokenizer_make_up_the_text():
     text = "The number is 2590996, said Zoë — naïve café owners; 你好!\n\nReally?"
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     shown: list[str] = []
-    answer = Answer(tokenizer, 0, (), shown.append, Event())
+    answer = AnswerStream(tokenizer, 0, (), shown.append, Event())
     for end in range(1, len(tokens) + 1):
         answer(torch.tensor([tokens[:end]]), None)
     answer.finish(tokens)
@@ -343,7 +343,7 @@ def test_pieces_of_a_real_tokenizer_make_up_the_text():
 
 def test_half_a_character_at_the_end_is_shown_as_such():
     shown: list[str] = []
-    answer = Answer(Letters(), 0, (), shown.append, Event())  # type: ignore[arg-type]
+    answer = AnswerStream(Letters(), 0, (), shown.append, Event())  # type: ignore[arg-type]
     answer(torch.tensor([[97, 0xC3]]), None)
     assert shown == []
     answer.finish([97, 0xC3])

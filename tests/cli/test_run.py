@@ -22,7 +22,7 @@ import kvfold
 from kvfold.cli import app
 from kvfold.cli.demo_page import page
 from kvfold.cli.run import encode
-from kvfold.contexts.answer import Answer
+from kvfold.contexts.answer import AnswerStream
 from kvfold.eval.tasks import families, tasks
 from kvfold.inspect.kept import kept_figure, kept_grid
 from kvfold.loading import Loading, load
@@ -289,10 +289,10 @@ def test_run_shows_tokens_as_they_come_and_ctrl_c_keeps_them(
             raise KeyboardInterrupt
         return own(self, *arguments)
 
-    own = Answer.__call__
+    own = AnswerStream.__call__
     run = ("run", str(folder), "--method", "full", "--prompt", PROMPT, "--max-new-tokens", "9")
     whole = run_json(*run)["answer"].split()
-    monkeypatch.setattr(Answer, "__call__", interrupted)
+    monkeypatch.setattr(AnswerStream, "__call__", interrupted)
     result = kvfold_command(*run)
     assert result.exit_code == 130
     assert result.stdout.split()[-3:] == whole[:3]

@@ -15,7 +15,7 @@ import httpx
 import openai
 
 from kvfold.serve.engine import Engine
-from kvfold.serve.process import Server, listening
+from kvfold.serve.process import GracefulServer, listening
 from kvfold.serve.settings import ServerSettings
 
 NAME = "tiny"
@@ -25,7 +25,7 @@ NAME = "tiny"
 class Running:
     """A server that answers."""
 
-    server: Server
+    server: GracefulServer
     port: int
 
     @property
@@ -74,7 +74,7 @@ def running(model: Any, tokenizer: Any, name: str = NAME, **settings: Any) -> It
     """A server until the block ends."""
     chosen = ServerSettings(**({"method": "snapkv", "budget": 40, "grace": 10} | settings))
     bound = listening("127.0.0.1", 0)
-    server = Server(Engine(name, model, tokenizer, chosen))
+    server = GracefulServer(Engine(name, model, tokenizer, chosen))
     thread = Thread(target=server.run, args=([bound],))
     thread.start()
     until(lambda: server.started)

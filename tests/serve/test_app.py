@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvfold
-from kvfold.serve.decoding import Stripped
+from kvfold.serve.decoding import StrippedText
 from tests.helpers.chats import QUESTIONS, TEMPLATE
 from tests.helpers.contexts import DOCUMENT, KINDS, KIVI, QUESTION, new_model
 from tests.helpers.serving import NAME, Running, running, until
@@ -143,7 +143,7 @@ def alone_until(words: list[str], stop: str) -> tuple[str, str]:
 
 def test_white_space_is_left_out_at_both_ends_only():
     for pieces in (["  a ", " ", " b\n", "\n"], [" ", "\n"], ["a"], [" a b "], ["", "a", " ", ""]):
-        strip = Stripped()
+        strip = StrippedText()
         assert "".join(map(strip.of, pieces)) == "".join(pieces).strip()
 
 
@@ -167,9 +167,9 @@ def test_a_seed_fixes_an_answer_whatever_else_is_answered(server, context, alone
 
 
 def test_tokens_are_drawn_by_their_probability():
-    from kvfold.serve.sampling import Draw
+    from kvfold.serve.sampling import TokenSampler
 
-    draw = Draw(torch.Generator().manual_seed(0))
+    draw = TokenSampler(torch.Generator().manual_seed(0))
     share = torch.tensor([0.1, 0.6, 0.3])
     drawn = torch.cat([draw(None, share.log()[None]).argmax(-1) for _ in range(4000)])
     found = drawn.bincount(minlength=3) / len(drawn)

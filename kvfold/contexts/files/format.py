@@ -37,11 +37,11 @@ VERSION = "1"
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
 
 
-class _Part(BaseModel):
+class _HeaderPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ModelPart(_Part):
+class ModelHeader(_HeaderPart):
     """The model that read the document; see `identity.py`."""
 
     name: str
@@ -51,7 +51,7 @@ class ModelPart(_Part):
     vocabulary: str
 
 
-class RopePart(_Part):
+class RopeHeader(_HeaderPart):
     """RoPE of the stored keys; its frequencies are tensors of the file.
 
     `moved`: positions by which keys were rotated beyond their original positions.
@@ -62,7 +62,7 @@ class RopePart(_Part):
     moved: int
 
 
-class LayerPart(_Part):
+class LayerHeader(_HeaderPart):
     """Numbers of a compressed layer (see `cache/state.py`), and names of its tensors.
 
     `kept` are the entries per KV head, `by_head` tensors per head, `whole` tensors of all heads.
@@ -83,7 +83,7 @@ class LayerPart(_Part):
     whole: list[str]
 
 
-class OtherPart(_Part):
+class StockLayerHeader(_HeaderPart):
     """A layer of transformers' own: class `kind`, numbers, and names of its tensors."""
 
     index: int
@@ -93,14 +93,14 @@ class OtherPart(_Part):
     whole: list[str]
 
 
-class BudgetPart(_Part):
+class BudgetHeader(_HeaderPart):
     """A `Budget`."""
 
     kind: Literal["tokens", "ratio", "bytes"]
     amount: int | float
 
 
-class Header(_Part):
+class Header(_HeaderPart):
     """Header of a context file.
 
     Args:
@@ -121,7 +121,7 @@ class Header(_Part):
 
     written_by: str
     method: str
-    budget: BudgetPart | None
+    budget: BudgetHeader | None
     protect: list[tuple[int, int]]
     seed: int
     per_chunk: int | None
@@ -131,25 +131,27 @@ class Header(_Part):
     before: str
     after: str
     between: str | None
-    model: ModelPart
-    rope: RopePart
+    model: ModelHeader
+    rope: RopeHeader
     has_prefix: bool
-    layers: list[LayerPart]
-    others: list[OtherPart]
+    layers: list[LayerHeader]
+    others: list[StockLayerHeader]
     same_as: dict[str, str]
     checksums: dict[str, str]
     origins: dict[str, str] = {}
 
 
-def merged_over_ranks(of_ranks: tuple[LayerPart | OtherPart, ...]) -> LayerPart | OtherPart:
+def merged_over_ranks(
+    of_ranks: tuple[LayerHeader | StockLayerHeader, ...],
+) -> LayerHeader | StockLayerHeader:
     """The header of a layer whose KV heads are split over tensor-parallel ranks, in rank order.
 
     Raises KvfoldError if ranks differ in a number that holds for all heads.
     """
     first = of_ranks[0]
     same: dict[str, Any] = {}
-    if isinstance(first, LayerPart):
-        layers = [part for part in of_ranks if isinstance(part, LayerPart)]
+    if isinstance(first, LayerHeader):
+        layers = [part for part in of_ranks if isinstance(part, LayerHeader)]
         full = all(part.surplus is not None for part in layers)
         same = {
             "kept": [count for part in layers for count in part.kept],

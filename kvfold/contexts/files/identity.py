@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.contexts.files.format import ModelPart, RopePart, digest
+from kvfold.contexts.files.format import ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
 from kvfold.hf.rotation import rope_of
 
@@ -51,14 +51,14 @@ FIELDS = (
 SAMPLE, CLOSE = 64, 1e-5
 
 
-def model_part(model: PreTrainedModel, tokenizer: Any) -> ModelPart:
+def model_header(model: PreTrainedModel, tokenizer: Any) -> ModelHeader:
     """Identity of the model and of its tokenizer's vocabulary."""
     config = text_config(model)
     fields = {name: getattr(config, name, None) for name in FIELDS}
     kept = {name: value for name, value in fields.items() if value is not None}
     # Round trip through JSON, so that it compares equal to what a file holds.
     kept = json.loads(json.dumps(kept))
-    return ModelPart(
+    return ModelHeader(
         name=type(model).__name__,
         config=kept,
         config_hash=digest(json.dumps(kept, sort_keys=True)),
@@ -78,14 +78,14 @@ def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
     return made.hexdigest()
 
 
-def rope_part(model: PreTrainedModel) -> tuple[RopePart, dict[str, Tensor]]:
+def rope_header(model: PreTrainedModel) -> tuple[RopeHeader, dict[str, Tensor]]:
     """RoPE parameters of the model, and its frequencies by name."""
     parameters, frequencies, scaling = rope_of(model)
     parameters = json.loads(json.dumps(parameters))
-    return RopePart(parameters=parameters, scaling=scaling, moved=0), frequencies
+    return RopeHeader(parameters=parameters, scaling=scaling, moved=0), frequencies
 
 
-def model_differences(here: ModelPart, there: ModelPart, weights: bool) -> list[str]:
+def model_differences(here: ModelHeader, there: ModelHeader, weights: bool) -> list[str]:
     """Differences between this model and the file's, in words; `weights` compares these, too."""
     found = differences(here.config, there.config)
     if here.name != there.name:
@@ -98,7 +98,7 @@ def model_differences(here: ModelPart, there: ModelPart, weights: bool) -> list[
 
 
 def rope_differences(
-    here: RopePart, there: RopePart, mine: dict[str, Tensor], theirs: dict[str, Tensor]
+    here: RopeHeader, there: RopeHeader, mine: dict[str, Tensor], theirs: dict[str, Tensor]
 ) -> list[str]:
     """Differences between this model's RoPE and the file's, in words.
 

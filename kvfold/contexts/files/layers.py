@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW, LayerState
-from kvfold.contexts.files.format import LayerPart
+from kvfold.contexts.files.format import LayerHeader
 from kvfold.kernels.views import Named
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
@@ -33,7 +33,7 @@ class SavedLayer:
     `part` has its numbers, `by_head[name]` one tensor per KV head, `whole[name]` a tensor of all.
     """
 
-    part: LayerPart
+    part: LayerHeader
     by_head: Named
     whole: dict[str, Tensor]
 
@@ -52,7 +52,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
     if state.sequence.valid is not None:
         whole["valid"] = state.sequence.valid
     new, first_new = store.new
-    part = LayerPart(
+    part = LayerHeader(
         index=index,
         store=store.kind,
         kept=kept(layer),
@@ -87,7 +87,7 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
         state.let_sinks_move()
 
 
-def _store(state: LayerState, part: LayerPart, by_head: Named) -> DenseStore | RaggedStore:
+def _store(state: LayerState, part: LayerHeader, by_head: Named) -> DenseStore | RaggedStore:
     heads = len(next(iter(by_head.values())))
     if part.store == DenseStore.kind:
         return DenseStore.from_named(by_head, heads, part.dead)

@@ -16,12 +16,12 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
-from kvfold.contexts.files.format import ContextFile, LayerPart, OtherPart, opened
+from kvfold.contexts.files.format import ContextFile, LayerHeader, StockLayerHeader, opened
 from kvfold.contexts.files.identity import (
     model_differences,
-    model_part,
+    model_header,
     rope_differences,
-    rope_part,
+    rope_header,
 )
 from kvfold.contexts.files.layers import SavedLayer, kept
 from kvfold.errors import ContextFileError, KvfoldError
@@ -82,10 +82,10 @@ def _check(
             f"dtype=torch.{header.dtype}, or compress the document again"
         )
 
-    found = model_differences(model_part(model, tokenizer), header.model, weights=heads is None)
+    found = model_differences(model_header(model, tokenizer), header.model, weights=heads is None)
     if found:
         raise ContextFileError(f"{file.path} was made with another model: {'; '.join(found)}")
-    rope, frequencies = rope_part(model)
+    rope, frequencies = rope_header(model)
     names = [name for name in header.checksums if name.startswith("rope.")]
     theirs = {name.removeprefix("rope."): file.tensor(name) for name in names}
     found = rope_differences(rope, header.rope, frequencies, theirs)
@@ -139,7 +139,7 @@ def _fill(
     cache: CompressedCache, file: ContextFile, model: PreTrainedModel, heads: slice | None
 ) -> None:
     header = file.header
-    parts: dict[int, LayerPart | OtherPart] = {p.index: p for p in header.layers}
+    parts: dict[int, LayerHeader | StockLayerHeader] = {p.index: p for p in header.layers}
     parts |= {p.index: p for p in header.others}
     if sorted(parts) != list(range(len(cache.layers))):
         raise ContextFileError(
@@ -148,7 +148,7 @@ def _fill(
     for index, layer in enumerate(cache.layers):
         part, device = parts[index], layer_device(model, index)
         kind = layer.__class__.__name__
-        if isinstance(part, LayerPart) and isinstance(layer, CompressedLayer):
+        if isinstance(part, LayerHeader) and isinstance(layer, CompressedLayer):
             chosen = range(len(part.kept))[heads or slice(None)]
             if not chosen:
                 raise ContextFileError(f"{file.path} has {len(part.kept)} heads, none in {heads}")
@@ -156,7 +156,7 @@ def _fill(
             layers.restore(layer, SavedLayer(part, by_head, whole))
             if kept(layer) != [part.kept[head] for head in chosen]:
                 raise file.damaged(f"layer {index} does not keep what it says")
-        elif isinstance(part, OtherPart) and part.kind == kind:
+        elif isinstance(part, StockLayerHeader) and part.kind == kind:
             chosen = _of_other(file, part, heads)
             by_head, whole = _tensors(file, f"others.{index}.", part, chosen, device)
             others.restore(layer, part, by_head, whole, device)
@@ -165,7 +165,7 @@ def _fill(
     cache.share_pairs()
 
 
-def _of_other(file: ContextFile, part: OtherPart, heads: slice | None) -> range:
+def _of_other(file: ContextFile, part: StockLayerHeader, heads: slice | None) -> range:
     """KV heads to read of a layer that is not compressed; raises ContextFileError for a part."""
     count = sum(name.startswith(f"others.{part.index}.keys.") for name in file.header.checksums)
     if heads is not None and part.whole and not part.by_head:
@@ -179,7 +179,7 @@ def _of_other(file: ContextFile, part: OtherPart, heads: slice | None) -> range:
 def _tensors(
     file: ContextFile,
     prefix: str,
-    part: LayerPart | OtherPart,
+    part: LayerHeader | StockLayerHeader,
     heads: range,
     device: torch.device,
 ) -> tuple[Named, dict[str, Tensor]]:

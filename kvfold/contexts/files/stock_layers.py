@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.contexts.files.format import OtherPart
+from kvfold.contexts.files.format import StockLayerHeader
 from kvfold.errors import ContextFileError
 from kvfold.kernels.views import Named
 
@@ -21,7 +21,7 @@ BY_HEAD = ("keys", "values")
 DTYPE, DEVICE = "dtype ", "device"
 
 
-def describe(layer: Any, index: int) -> tuple[OtherPart, Named, dict[str, Tensor]]:
+def describe(layer: Any, index: int) -> tuple[StockLayerHeader, Named, dict[str, Tensor]]:
     """A layer's numbers, its keys and values per KV head, and its other tensors.
 
     Raises ContextFileError for an attribute of another type.
@@ -44,7 +44,7 @@ def describe(layer: Any, index: int) -> tuple[OtherPart, Named, dict[str, Tensor
             raise ContextFileError(
                 f"layer {index} holds {name!r}, a {type(value).__name__}, which cannot be saved"
             )
-    part = OtherPart(
+    part = StockLayerHeader(
         index=index,
         kind=type(layer).__name__,
         numbers=numbers,
@@ -55,7 +55,11 @@ def describe(layer: Any, index: int) -> tuple[OtherPart, Named, dict[str, Tensor
 
 
 def restore(
-    layer: Any, part: OtherPart, by_head: Named, whole: dict[str, Tensor], device: torch.device
+    layer: Any,
+    part: StockLayerHeader,
+    by_head: Named,
+    whole: dict[str, Tensor],
+    device: torch.device,
 ) -> None:
     """Sets a fresh layer to a saved state; tensors are copied.
 

@@ -25,17 +25,17 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.format import (
-    BudgetPart,
+    BudgetHeader,
     Header,
-    LayerPart,
-    ModelPart,
-    OtherPart,
-    RopePart,
+    LayerHeader,
+    ModelHeader,
+    RopeHeader,
+    StockLayerHeader,
     digest_of,
     merged_over_ranks,
     metadata,
 )
-from kvfold.contexts.files.identity import model_part, rope_part
+from kvfold.contexts.files.identity import model_header, rope_header
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
@@ -86,7 +86,7 @@ class FileTensors:
 class RankPart:
     """A tensor-parallel rank's part of a file: headers of its layers, and tensors."""
 
-    parts: list[LayerPart | OtherPart]
+    parts: list[LayerHeader | StockLayerHeader]
     tensors: FileTensors
 
 
@@ -103,19 +103,19 @@ def save(context: Context, path: str | Path) -> None:
     context.check()
     tensors = FileTensors(cache.ranks.own_heads)
     parts = list(_layers(cache, tensors))
-    rope, frequencies = rope_part(context.model)
+    rope, frequencies = rope_header(context.model)
     whole = {"ids": context.ids[0].int()}
     if cache.phase.prefix is not None:
         whole["prefix"] = cache.phase.prefix
     tensors.add("", {}, whole)
     tensors.add("rope.", {}, frequencies)
-    model = model_part(context.model, context.tokenizer)
+    model = model_header(context.model, context.tokenizer)
     write = partial(_write, context, Path(path), model, rope)
     cache.ranks.on_first(RankPart(parts, tensors), write)
 
 
 def _write(
-    context: Context, path: Path, model: ModelPart, rope: RopePart, by_rank: list[RankPart]
+    context: Context, path: Path, model: ModelHeader, rope: RopeHeader, by_rank: list[RankPart]
 ) -> None:
     """Writes the parts of all ranks, `by_rank` in rank order."""
     cache, limit = context.cache, context.cache.budget
@@ -126,7 +126,7 @@ def _write(
     header = Header(
         written_by=kvfold.__version__,
         method=spelled_out(cache.method),
-        budget=None if limit is None else BudgetPart(kind=limit.kind, amount=limit.amount),
+        budget=None if limit is None else BudgetHeader(kind=limit.kind, amount=limit.amount),
         protect=list(cache.protect),
         seed=cache.seed,
         per_chunk=cache.per_chunk,
@@ -139,8 +139,8 @@ def _write(
         model=model,
         rope=rope,
         has_prefix=cache.phase.prefix is not None,
-        layers=[part for part in parts if isinstance(part, LayerPart)],
-        others=[part for part in parts if isinstance(part, OtherPart)],
+        layers=[part for part in parts if isinstance(part, LayerHeader)],
+        others=[part for part in parts if isinstance(part, StockLayerHeader)],
         same_as={name: other for s in by_rank for name, other in s.tensors.same_as.items()},
         checksums={name: digest_of(tensor) for name, tensor in stored.items()},
         origins=origins(cache.method),
@@ -191,7 +191,9 @@ def _check(cache: CompressedCache) -> None:
         )
 
 
-def _layers(cache: CompressedCache, tensors: FileTensors) -> Iterator[LayerPart | OtherPart]:
+def _layers(
+    cache: CompressedCache, tensors: FileTensors
+) -> Iterator[LayerHeader | StockLayerHeader]:
     """The header of each layer in turn, whose tensors are added to `tensors`."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, CompressedLayer):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
-from kvfold.contexts.files.identity import model_part
+from kvfold.contexts.files.identity import model_header
 from kvfold.hf.attention import attention_name
 
 # Baselines that are evaluated with every method.
@@ -30,7 +30,7 @@ class EvaluatedModel(BaseModel):
     @classmethod
     def of(cls, name: str, model: PreTrainedModel, tokenizer: Any) -> EvaluatedModel:
         """The subject for a model loaded under `name`."""
-        part = model_part(model, tokenizer)
+        part = model_header(model, tokenizer)
         return cls(
             name=name,
             config=part.config_hash,

@@ -12,8 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.answer import Answer as StoppingText
-from kvfold.contexts.answer import end_tokens
+from kvfold.contexts.answer import AnswerStream, end_tokens
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.outcome import cache_usage, scored_answer
@@ -87,7 +86,7 @@ def run_question_aware(
     )
 
 
-class _TimedStop(StoppingText):
+class _TimedStop(AnswerStream):
     """A stopping criterion that records the time of the first generated token."""
 
     def __init__(

@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvfold.serve.bodies import Route
-from kvfold.serve.decoding import Finished, Started
+from kvfold.serve.bodies import ThreadParsedRoute
+from kvfold.serve.decoding import AnswerFinished, AnswerStarted
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
 from kvfold.serve.limits import RESERVATION
-from kvfold.serve.metrics import Metrics
+from kvfold.serve.metrics import ServerMetrics
 from kvfold.serve.openai_format import ChatWriter, CompletionWriter, events, whole
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
 from kvfold.serve.response_schemas import ChatCompletion, Completion
@@ -47,9 +47,9 @@ class EventStream(StreamingResponse):
             self.job.close()
 
 
-def router(engine: Engine, metrics: Metrics) -> APIRouter:
+def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
     """Routes of chat and text completions."""
-    made = APIRouter(prefix="/v1", route_class=Route)
+    made = APIRouter(prefix="/v1", route_class=ThreadParsedRoute)
 
     async def answer(
         request: Request, asked: ChatRequest | CompletionRequest, kind: type[ChatWriter]
@@ -58,8 +58,8 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
             message = f"there is no model {asked.model!r}: this server has {engine.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
         job = WorkerJob(engine.workers, partial(engine.answer, asked), request.scope[RESERVATION])
-        # `Started` comes once the request is checked: before it, a refusal still sets the status.
-        started: Started = await unless_gone(request, job, job.next())
+        # `AnswerStarted` comes once the request is checked: a refusal before still sets the status.
+        started: AnswerStarted = await unless_gone(request, job, job.next())
         metrics.tokens.labels("prompt").inc(started.prompt)
         metrics.tokens.labels("cached").inc(started.cached)
         if asked.context_id is None and asked.prefix_cache:
@@ -69,7 +69,7 @@ def router(engine: Engine, metrics: Metrics) -> APIRouter:
             return EventStream(job, writer, asked.usage_wanted)
         return await unless_gone(request, job, whole(job, writer))
 
-    def counted(done: Finished) -> None:
+    def counted(done: AnswerFinished) -> None:
         metrics.tokens.labels("generated").inc(done.tokens)
 
     @made.post("/chat/completions", response_model=ChatCompletion, responses=STREAM)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
-from kvfold.serve.bodies import Route
+from kvfold.serve.bodies import ThreadParsedRoute
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
 from kvfold.serve.limits import RESERVATION
@@ -49,7 +49,7 @@ BODY = {
 
 def router(engine: Engine) -> APIRouter:
     """Routes of contexts."""
-    made = APIRouter(prefix="/v1/contexts", route_class=Route)
+    made = APIRouter(prefix="/v1/contexts", route_class=ThreadParsedRoute)
 
     @made.post("", response_model=ContextDetail, status_code=201, openapi_extra=BODY)
     async def create(request: Request) -> Any:

@@ -12,21 +12,21 @@ from starlette.responses import Response
 
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError
-from kvfold.serve.metrics import Metrics
-from kvfold.serve.response_schemas import Health, Model, ModelList
+from kvfold.serve.metrics import ServerMetrics
+from kvfold.serve.response_schemas import Health, ModelInfo, ModelList
 
 
-def router(engine: Engine, metrics: Metrics) -> APIRouter:
+def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
     """Routes of the model list and for monitoring."""
     made = APIRouter()
-    model = Model(id=engine.name, created=int(time.time()), max_model_len=engine.max_length)
+    model = ModelInfo(id=engine.name, created=int(time.time()), max_model_len=engine.max_length)
 
     @made.get("/v1/models", response_model=ModelList)
     def models() -> Any:
         """The list of the one served model."""
         return ModelList(data=[model])
 
-    @made.get("/v1/models/{name:path}", response_model=Model)
+    @made.get("/v1/models/{name:path}", response_model=ModelInfo)
     def one_model(name: str) -> Any:
         """The served model, if it has this name."""
         if name != engine.name:

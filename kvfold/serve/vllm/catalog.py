@@ -12,11 +12,11 @@ from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import Frame
 from kvfold.serve.errors import ApiError
-from kvfold.serve.prompts import Prompts
+from kvfold.serve.prompt_encoder import PromptEncoder
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
-from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
-from kvfold.serve.vllm.request import Asked, check_vocabulary, vocabulary
+from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder, UnknownContext
+from kvfold.serve.vllm.request import ContextPrompt, check_vocabulary, vocabulary
 
 
 class ContextCatalog:
@@ -26,45 +26,48 @@ class ContextCatalog:
     """
 
     def __init__(
-        self, shelf: Shelf, compatibility: CompatibilityCheck, tokenizer: PreTrainedTokenizerBase
+        self,
+        served_folder: ServedFolder,
+        compatibility: CompatibilityCheck,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.shelf, self.compatibility = shelf, compatibility
-        self.prompts = Prompts(
+        self.served_folder, self.compatibility = served_folder, compatibility
+        self.prompts = PromptEncoder(
             tokenizer, Frame.of(tokenizer), compatibility.meta_model.config.vocab_size
         )
         self.vocabulary = vocabulary(tokenizer)
-        self._read: dict[str, tuple[Card, ContextFileError | None]] = {}
+        self._read: dict[str, tuple[ServedContext, ContextFileError | None]] = {}
 
-    def chat(self, asking: ChatRequest) -> Asked:
+    def chat(self, asking: ChatRequest) -> ContextPrompt:
         """The prompt of a conversation after a document."""
-        card = self._card(asking.context_id)
-        turns = self.prompts.turns(asking.messages, card.frame)
-        return Asked(card, list(chain(*turns)))
+        served = self._requested(asking.context_id)
+        turns = self.prompts.turns(asking.messages, served.frame)
+        return ContextPrompt(served, list(chain(*turns)))
 
-    def complete(self, asking: CompletionRequest) -> Asked:
+    def complete(self, asking: CompletionRequest) -> ContextPrompt:
         """The prompt of a text, or of token ids, after a document."""
-        card, prompt = self._card(asking.context_id), asking.text_or_tokens
+        served, prompt = self._requested(asking.context_id), asking.text_or_tokens
         if isinstance(prompt, str):
             ids = self.prompts.ids(self.prompts.split(self.prompts.client_text(prompt)))
         else:
             ids = self.prompts.checked_ids(prompt)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt")
-        return Asked(card, ids)
+        return ContextPrompt(served, ids)
 
     def all(self) -> list[dict[str, Any]]:
         """All contexts: tokens, entries per head, fraction lost by equalizing; or the error."""
-        return [self._about(name) for name in self.shelf.ids()]
+        return [self._about(name) for name in self.served_folder.ids()]
 
     def _about(self, name: str) -> dict[str, Any]:
         about: dict[str, Any] = {"id": name, "object": "context"}
         try:
-            card = self._servable(name)
+            served = self._servable(name)
         except KvfoldError as problem:
             return about | {"refused": str(problem)}
-        return about | {"tokens": card.seen, "kept": card.kept, "lost": card.lost}
+        return about | {"tokens": served.seen, "kept": served.kept, "lost": served.lost}
 
-    def _card(self, name: str | None) -> Card:
+    def _requested(self, name: str | None) -> ServedContext:
         try:
             return self._servable(name)
         except UnknownContext as problem:
@@ -74,26 +77,26 @@ class ContextCatalog:
             code = "context_refused"
             raise ApiError(400, str(problem), code=code, param="context_id") from problem
 
-    def _servable(self, name: str | None) -> Card:
-        card = self.shelf.card(name)
-        check_vocabulary(card, self.vocabulary)
-        self.compatibility.check(card)
-        self._check_whole(card)
-        return card
+    def _servable(self, name: str | None) -> ServedContext:
+        served = self.served_folder.get(name)
+        check_vocabulary(served, self.vocabulary)
+        self.compatibility.check(served)
+        self._check_whole(served)
+        return served
 
-    def _check_whole(self, card: Card) -> None:
+    def _check_whole(self, served: ServedContext) -> None:
         """Raises ContextFileError for altered tensors; reads each version of a file once.
 
         The connector in vLLM checks too, but its client would only learn that the request failed.
         """
-        known, problem = self._read.get(card.id, (None, None))
-        if known is not card:
+        known, problem = self._read.get(served.id, (None, None))
+        if known is not served:
             problem = None
             try:
-                with opened(self.shelf.path(card.id)) as file:
+                with opened(self.served_folder.path(served.id)) as file:
                     file.check()
             except ContextFileError as found:
                 problem = found
-            self._read[card.id] = card, problem
+            self._read[served.id] = served, problem
         if problem is not None:
             raise problem

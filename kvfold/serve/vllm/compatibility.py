@@ -6,25 +6,25 @@ from __future__ import annotations
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.placeholders import Card, Shelf
+from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder
 
 
 class CompatibilityCheck:
-    """Compares files of `shelf` with the model of `meta_model`, served in `dtype` ("bfloat16")."""
+    """Compares contexts with the model of `meta_model`, served in `dtype` ("bfloat16")."""
 
-    def __init__(self, shelf: Shelf, meta_model: MetaModel, dtype: str) -> None:
-        self.shelf, self.meta_model, self.dtype = shelf, meta_model, dtype
+    def __init__(self, served_folder: ServedFolder, meta_model: MetaModel, dtype: str) -> None:
+        self.served_folder, self.meta_model, self.dtype = served_folder, meta_model, dtype
         self._fits: set[str] = set()
 
-    def check(self, card: Card) -> None:
+    def check(self, served: ServedContext) -> None:
         """Raises ContextFileError for a context of another model, RoPE or dtype."""
-        if card.salt in self._fits:
+        if served.salt in self._fits:
             return
-        with opened(self.shelf.path(card.id)) as file:
+        with opened(self.served_folder.path(served.id)) as file:
             if file.header.dtype != self.dtype:
                 raise ContextFileError(
                     f"{file.path} holds {file.header.dtype}, and vLLM computes in {self.dtype}: "
                     f"serve with --dtype {file.header.dtype}, or compress the document again"
                 )
             self.meta_model.check(file)
-        self._fits.add(card.salt)
+        self._fits.add(served.salt)

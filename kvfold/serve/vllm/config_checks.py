@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.placeholders import PREFIX, Card, Shelf
+from kvfold.serve.vllm.placeholders import PREFIX, ServedContext, ServedFolder
 from kvfold.serve.vllm.request import CONTEXT
 
 
@@ -39,7 +39,9 @@ def check_engine(config: Any, groups: int) -> None:
         raise KvfoldError(f"vLLM cannot serve compressed contexts with {'; '.join(found)}")
 
 
-def context_of(request: Any, shelf: Shelf, check: Callable[[Card], None]) -> Card | None:
+def context_of(
+    request: Any, served_folder: ServedFolder, check: Callable[[ServedContext], None]
+) -> ServedContext | None:
     """The context that a request of vLLM names, or None for an ordinary request.
 
     Raises KvfoldError if the answer would be wrong: missing or foreign salt, wrong placeholders, no
@@ -54,22 +56,22 @@ def context_of(request: Any, shelf: Shelf, check: Callable[[Card], None]) -> Car
                 f"placeholders would be read as text; send {{{CONTEXT!r}: id}} too"
             )
         return None
-    card = shelf.card(named)
-    if request.cache_salt != card.salt:
+    served = served_folder.get(named)
+    if request.cache_salt != served.salt:
         raise KvfoldError(
-            f"a request to context {card.id} needs cache_salt {card.salt!r}, not "
+            f"a request to context {served.id} needs cache_salt {served.salt!r}, not "
             f"{request.cache_salt!r}: without it, contexts would share pages"
         )
     given = request.prompt_token_ids or []
-    if given[: card.kept] != card.tokens:
+    if given[: served.kept] != served.tokens:
         raise KvfoldError(
-            f"the prompt does not begin with the {card.kept} placeholders of context {card.id}"
+            f"the prompt does not begin with the {served.kept} placeholders of context {served.id}"
         )
-    if len(given) == card.kept:
-        raise KvfoldError(f"nothing follows the {card.kept} placeholders of context {card.id}")
+    if len(given) == served.kept:
+        raise KvfoldError(f"nothing follows the {served.kept} placeholders of context {served.id}")
     _check_use(request)
-    check(card)
-    return card
+    check(served)
+    return served
 
 
 def _check_use(request: Any) -> None:

@@ -18,16 +18,16 @@ from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.config_checks import check_engine
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.placeholders import Shelf
-from kvfold.serve.vllm.scheduler import ContextLoad, SchedulerSide, Step, logger
+from kvfold.serve.vllm.placeholders import ServedFolder
+from kvfold.serve.vllm.scheduler import ContextLoad, EngineStep, SchedulerSide, logger
 from kvfold.serve.vllm.worker import WorkerSide
 
 
 @dataclass
-class Metadata(KVConnectorMetadata):
+class KvfoldConnectorMetadata(KVConnectorMetadata):
     """The work of a step, sent from the scheduler to the workers."""
 
-    step: Step
+    step: EngineStep
 
 
 class KvfoldConnector(KVConnectorBase_V1):
@@ -48,18 +48,19 @@ class KvfoldConnector(KVConnectorBase_V1):
             raise KvfoldError('name the folder of contexts: kv_connector_extra_config["contexts"]')
         model = vllm_config.model_config
         block = vllm_config.cache_config.block_size
-        shelf, meta_model = self.shelf(folder, block), MetaModel(model.hf_config, model.model)
+        served_folder = self.served_folder(folder, block)
+        meta_model = MetaModel(model.hf_config, model.model)
         # The other one stays None: a process is either scheduler or worker.
         self.scheduler_side: Any = None
         self.worker_side: Any = None
         if role == KVConnectorRole.SCHEDULER:
             dtype = str(model.dtype).removeprefix("torch.")
             self.scheduler_side = self.SchedulerSide(
-                shelf, CompatibilityCheck(shelf, meta_model, dtype), block
+                served_folder, CompatibilityCheck(served_folder, meta_model, dtype), block
             )
         else:
             rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-            self.worker_side = WorkerSide(shelf, meta_model, model.dtype, block, rank, size)
+            self.worker_side = WorkerSide(served_folder, meta_model, model.dtype, block, rank, size)
         self._failed: set[int] = set()
         self._refused: set[str] = set()
 
@@ -67,9 +68,9 @@ class KvfoldConnector(KVConnectorBase_V1):
         """Number of cache groups: kinds of layers with page tables of their own."""
         return len(kv_cache_config.kv_cache_groups)
 
-    def shelf(self, folder: str, block: int) -> Shelf:
+    def served_folder(self, folder: str, block: int) -> ServedFolder:
         """Context files of `folder`, for pages of `block` entries."""
-        return Shelf(folder)
+        return ServedFolder(folder)
 
     # --- in the scheduler ------------------------------------------------------------------------
 
@@ -83,9 +84,9 @@ class KvfoldConnector(KVConnectorBase_V1):
         """Notes the pages that vLLM has allocated for the request."""
         self.scheduler_side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+    def build_connector_meta(self, scheduler_output: Any) -> KvfoldConnectorMetadata:
         """The work of this step, for the workers."""
-        return Metadata(self.scheduler_side.take())
+        return KvfoldConnectorMetadata(self.scheduler_side.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Forgets the request; its pages can be freed at once."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.contexts.files.format import ContextFile, LayerPart
+from kvfold.contexts.files.format import ContextFile, LayerHeader
 from kvfold.contexts.files.layers import BY_HEAD
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named
@@ -75,7 +75,7 @@ def check_plain(file: ContextFile) -> None:
         raise KvfoldError(f"keys were moved by {header.rope.moved} positions already")
 
 
-def entries(file: ContextFile, part: LayerPart, heads: range) -> LayerEntries:
+def entries(file: ContextFile, part: LayerHeader, heads: range) -> LayerEntries:
     """The stored entries of KV heads `heads` of a layer."""
     names = [name for name in part.by_head if name not in BY_HEAD]
     by_head: Named = {
@@ -118,7 +118,7 @@ def _chosen(rows: Tensor, slots: Tensor) -> Tensor:
     return chosen.transpose(0, 1).contiguous()
 
 
-def _moving_sinks(file: ContextFile, part: LayerPart) -> int:
+def _moving_sinks(file: ContextFile, part: LayerHeader) -> int:
     """Number of sinks whose keys the file holds unmoved, as the cache re-indexes positions."""
     if part.store != "dense" or "positions" not in part.by_head:
         return 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvfold.contexts.files.format import ContextFile, digest
-from kvfold.contexts.files.identity import FIELDS, differences, rope_differences, rope_part
+from kvfold.contexts.files.identity import FIELDS, differences, rope_differences, rope_header
 from kvfold.errors import ContextFileError, KvfoldError, UnsupportedModel
 from kvfold.hf.models import shares_entries, text_config
 from kvfold.hf.rotation import Rotation
@@ -57,7 +57,7 @@ class MetaModel:
                 f"{file.path} holds {len(file.header.layers)} layers, and the model has "
                 f"{self.layers}"
             )
-        rope, frequencies = rope_part(self.model)
+        rope, frequencies = rope_header(self.model)
         names = [name for name in file.header.checksums if name.startswith("rope.")]
         theirs = {name.removeprefix("rope."): file.tensor(name) for name in names}
         found = rope_differences(rope, file.header.rope, frequencies, theirs)

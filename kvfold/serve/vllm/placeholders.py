@@ -27,7 +27,7 @@ class UnknownContext(KvfoldError):
 
 
 @dataclass(frozen=True)
-class Card:
+class ServedContext:
     """A context as prompts of vLLM refer to it.
 
     Args:
@@ -55,8 +55,8 @@ class Card:
         return len(self.tokens)
 
     @classmethod
-    def of(cls, name: str, file: ContextFile, counts: EntryCounts) -> Card:
-        """The card of an open file; raises what `check_plain` raises."""
+    def of(cls, name: str, file: ContextFile, counts: EntryCounts) -> ServedContext:
+        """The context in an open file; raises what `check_plain` raises."""
         check_plain(file)
         header = file.header
         return cls(
@@ -82,8 +82,8 @@ def _tokens(file: ContextFile, count: int) -> list[int]:
     return tokens
 
 
-class Shelf:
-    """Context files `<id>.kvfold` of a folder; a card is made once per version of its file.
+class ServedFolder:
+    """Context files `<id>.kvfold` of a folder; each is read once per version.
 
     `counts` gives the entry counts that vLLM gets of a file, and raises KvfoldError if too many
     entries would be lost. Raises KvfoldError if there is no such folder.
@@ -95,7 +95,7 @@ class Shelf:
         self.folder, self.counts = Path(folder), counts
         if not self.folder.is_dir():
             raise KvfoldError(f"there is no folder {self.folder} of contexts")
-        self._cards: dict[str, tuple[tuple[int, int, int], Card]] = {}
+        self._read: dict[str, tuple[tuple[int, int, int], ServedContext]] = {}
 
     def ids(self) -> list[str]:
         """Ids of all contexts, sorted."""
@@ -110,18 +110,20 @@ class Shelf:
             raise UnknownContext(f"there is no context {name!r} in {self.folder}")
         return path
 
-    def card(self, name: object) -> Card:
-        """The card of a context; raises UnknownContext, ContextFileError, KvfoldError."""
+    def get(self, name: object) -> ServedContext:
+        """The context of a name; raises UnknownContext, ContextFileError, KvfoldError."""
         path = self.path(name)
         try:
             state = path.stat()
         except OSError as problem:
             raise UnknownContext(f"there is no context {name!r} any more: {problem}") from problem
         version = (state.st_mtime_ns, state.st_size, state.st_ino)
-        known = self._cards.get(path.name)
+        known = self._read.get(path.name)
         if known is None or known[0] != version:
             with opened(path) as file:
-                made = Card.of(path.name.removesuffix(SUFFIX), file, self.counts(file.header))
+                made = ServedContext.of(
+                    path.name.removesuffix(SUFFIX), file, self.counts(file.header)
+                )
                 known = version, made
-            self._cards[path.name] = known
+            self._read[path.name] = known
         return known[1]

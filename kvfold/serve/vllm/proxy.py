@@ -22,7 +22,7 @@ from kvfold.serve.request_schemas import AnswerRequest, ChatRequest, CompletionR
 from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.chat import chunks, message
-from kvfold.serve.vllm.request import Asked
+from kvfold.serve.vllm.request import ContextPrompt
 
 VERBS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 # Headers of one connection, which are not forwarded.
@@ -78,7 +78,7 @@ class Proxy:
         return await self._forward(request, await self.auth.read(request))
 
     async def _complete(
-        self, request: Request, asking: AnswerRequest, asked: Asked
+        self, request: Request, asking: AnswerRequest, asked: ContextPrompt
     ) -> httpx.Response:
         """vLLM's answer to a prompt of placeholders and question tokens."""
         room = max(1, self.longest - len(asked.token_ids))

@@ -11,7 +11,7 @@ from typing import Any
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.config_checks import context_of
-from kvfold.serve.vllm.placeholders import Card, Shelf
+from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder
 
 logger = logging.getLogger("vllm.kvfold")
 
@@ -34,7 +34,7 @@ class ContextLoad:
 
 
 @dataclass
-class Step:
+class EngineStep:
     """Work of one engine step: contexts to load, and failed requests with their pages."""
 
     loads: list[ContextLoad] = field(default_factory=list)
@@ -49,26 +49,28 @@ class SchedulerSide:
     exception here would end the engine with all its requests.
     """
 
-    def __init__(self, shelf: Shelf, compatibility: CompatibilityCheck, block: int) -> None:
-        self.shelf, self.compatibility, self.block = shelf, compatibility, block
-        self._local: dict[str, tuple[Card, int]] = {}
+    def __init__(
+        self, served_folder: ServedFolder, compatibility: CompatibilityCheck, block: int
+    ) -> None:
+        self.served_folder, self.compatibility, self.block = served_folder, compatibility, block
+        self._local: dict[str, tuple[ServedContext, int]] = {}
         self._refused: dict[str, int] = {}
-        self._step = Step()
+        self._step = EngineStep()
 
     def matched(self, request: Any, local: int) -> tuple[int, bool]:
         """Tokens beyond the first `local` that come from a context; True if asynchronously."""
         try:
-            card = context_of(request, self.shelf, self.compatibility.check)
+            served = context_of(request, self.served_folder, self.compatibility.check)
         except KvfoldError as problem:
             logger.error("request %s is refused: %s", request.request_id, problem)
             self._refused[request.request_id] = local
             # vLLM would not ask the connector for a request that skips the prefix cache.
             request.skip_reading_prefix_cache = False
             return request.num_tokens - local, True
-        if card is None:
+        if served is None:
             return 0, False
-        self._local[request.request_id] = card, local
-        return max(card.kept - local, 0), False
+        self._local[request.request_id] = served, local
+        return max(served.kept - local, 0), False
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """Notes a request's pages, one list per cache group; `count` of its tokens are loaded."""
@@ -83,7 +85,7 @@ class SchedulerSide:
             self._step.loads.append(self.load(*known, count, blocks))
 
     def load(
-        self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]
+        self, served: ServedContext, start: int, count: int, blocks: Sequence[Sequence[int]]
     ) -> ContextLoad:
         """The load of `count` entries from index `start` on into the pages of the only group."""
         own = blocks[0]
@@ -91,11 +93,11 @@ class SchedulerSide:
             own[i // self.block] * self.block + i % self.block for i in range(start, start + count)
         ]
         touched = list(own[start // self.block : (start + count - 1) // self.block + 1])
-        return ContextLoad(card.id, card.salt, start, slots, touched)
+        return ContextLoad(served.id, served.salt, start, slots, touched)
 
-    def take(self) -> Step:
+    def take(self) -> EngineStep:
         """The work of this step; the next one starts empty."""
-        step, self._step = self._step, Step()
+        step, self._step = self._step, EngineStep()
         return step
 
     def forget(self, request: Any) -> None:

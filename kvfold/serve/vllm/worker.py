@@ -15,7 +15,7 @@ from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.vllm.export import LayerPages, pages
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.placeholders import Shelf, salt
+from kvfold.serve.vllm.placeholders import ServedFolder, salt
 from kvfold.serve.vllm.scheduler import ContextLoad
 
 logger = logging.getLogger("vllm.kvfold")
@@ -47,15 +47,15 @@ class WorkerSide:
 
     def __init__(
         self,
-        shelf: Shelf,
+        served_folder: ServedFolder,
         meta_model: MetaModel,
         dtype: torch.dtype,
         block: int,
         rank: int,
         size: int,
     ) -> None:
-        self.shelf, self.meta_model, self.dtype, self.block = shelf, meta_model, dtype, block
-        self.rank, self.size = rank, size
+        self.served_folder, self.meta_model = served_folder, meta_model
+        self.dtype, self.block, self.rank, self.size = dtype, block, rank, size
         self._tails: OrderedDict[str, list[LayerPages]] = OrderedDict()
 
     def fill(self, layers: Mapping[int, Any], load: ContextLoad) -> None:
@@ -90,8 +90,8 @@ class WorkerSide:
             yield from self._tails[load.salt]
             return
         tails = []
-        with opened(self.shelf.path(load.context)) as file:
-            counts = self.shelf.counts(file.header)
+        with opened(self.served_folder.path(load.context)) as file:
+            counts = self.served_folder.counts(file.header)
             if salt(file.header) != load.salt or counts.count != count:
                 raise ContextFileError(f"{file.path} was replaced meanwhile: ask again")
             heads = share(len(file.header.layers[0].kept), self.rank, self.size)

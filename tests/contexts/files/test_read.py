@@ -35,7 +35,7 @@ from kvfold.contexts.files.format import (
     FORMAT,
     HEADER,
     VERSION,
-    OtherPart,
+    StockLayerHeader,
     digest,
     opened,
     read_header,
@@ -596,7 +596,9 @@ def test_a_file_keeps_its_rights(model, tokenizer, tmp_path):
 )
 def test_a_file_sets_nothing_but_what_a_layer_holds(numbers):
     layer = DynamicSlidingWindowLayer(sliding_window=8)
-    part = OtherPart(index=0, kind=type(layer).__name__, numbers=numbers, by_head=[], whole=[])
+    part = StockLayerHeader(
+        index=0, kind=type(layer).__name__, numbers=numbers, by_head=[], whole=[]
+    )
     with pytest.raises(ContextFileError, match="layer 0"):
         others.restore(layer, part, {}, {}, torch.device("cpu"))
     assert callable(layer.update)

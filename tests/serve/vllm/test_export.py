@@ -27,8 +27,8 @@ from kvfold.serve.vllm.export import pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.per_layer.scheduler import CacheGroup, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import Parts, skipped
-from kvfold.serve.vllm.placeholders import Card, Shelf, UnknownContext
-from kvfold.serve.vllm.request import CONTEXT, Asked
+from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder, UnknownContext
+from kvfold.serve.vllm.request import CONTEXT, ContextPrompt
 from kvfold.serve.vllm.scheduler import ContextLoad, SchedulerSide
 from kvfold.serve.vllm.worker import WorkerSide, share
 from tests.helpers.contexts import DOCUMENT, KIVI, new_model
@@ -82,18 +82,20 @@ def meta_model(model: Any, folder: Path) -> MetaModel:
 
 
 @pytest.fixture(scope="module")
-def shelf(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+def served_folder(
+    model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> ServedFolder:
     """Contexts `even` of 40 entries, `other` of as many, and `uneven`."""
     path = tmp_path_factory.mktemp("contexts")
     kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40).save(path / "even.kvfold")
     kvfold.compress(model, tokenizer, DOCUMENT, "h2o", 40).save(path / "other.kvfold")
     kvfold.compress(model, tokenizer, DOCUMENT, *UNEVEN).save(path / "uneven.kvfold")
-    return Shelf(path)
+    return ServedFolder(path)
 
 
 @pytest.fixture(scope="module")
-def compatibility(shelf: Shelf, meta_model: MetaModel) -> CompatibilityCheck:
-    return CompatibilityCheck(shelf, meta_model, "float32")
+def compatibility(served_folder: ServedFolder, meta_model: MetaModel) -> CompatibilityCheck:
+    return CompatibilityCheck(served_folder, meta_model, "float32")
 
 
 def filled(path: Path, meta_model: MetaModel, heads: slice = slice(None)) -> DynamicCache:
@@ -180,7 +182,7 @@ def test_what_was_read_after_the_compression_goes_over_too(model, tokenizer, tmp
         served = logits(model, cache, count, QUESTION_IDS)
         assert (own - served).abs().max() < 2e-4 * (own.max() - own.min())
         with opened(path) as file:
-            assert Card.of("a", file, EntryCounts.of(file.header)).tokens[-3:] == [7, 7, 7]
+            assert ServedContext.of("a", file, EntryCounts.of(file.header)).tokens[-3:] == [7, 7, 7]
 
 
 def test_a_context_that_keeps_everything_is_not_moved(model, tokenizer, tmp_path):
@@ -203,10 +205,10 @@ def test_half_precision_keys_are_rotated_in_float32(tokenizer, tmp_path):
     assert (page.keys.transpose(0, 1) - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
-def test_a_rank_reads_its_own_heads(shelf, meta_model):
-    whole = filled(shelf.path("uneven"), meta_model)
+def test_a_rank_reads_its_own_heads(served_folder, meta_model):
+    whole = filled(served_folder.path("uneven"), meta_model)
     for head in range(2):
-        part = filled(shelf.path("uneven"), meta_model, slice(head, head + 1))
+        part = filled(served_folder.path("uneven"), meta_model, slice(head, head + 1))
         for mine, every in zip(part.layers, whole.layers, strict=True):
             assert torch.equal(mine.keys[0, 0], every.keys[0, head])
             assert torch.equal(mine.values[0, 0], every.values[0, head])
@@ -215,16 +217,16 @@ def test_a_rank_reads_its_own_heads(shelf, meta_model):
 # --- levels --------------------------------------------------------------------------------------
 
 
-def test_uneven_heads_give_what_most_heads_keep(model, tokenizer, meta_model, shelf):
-    context = kvfold.load(shelf.path("uneven"), model, tokenizer)
+def test_uneven_heads_give_what_most_heads_keep(model, tokenizer, meta_model, served_folder):
+    context = kvfold.load(served_folder.path("uneven"), model, tokenizer)
     kept = [[set(row.tolist()) for row in context.cache.positions(i)[0]] for i in range(4)]
     flat = [head for layer in kept for head in layer]
     count = min(map(len, flat))
     assert count < max(map(len, flat))
-    card = shelf.card("uneven")
-    assert card.kept == count
-    assert card.lost == pytest.approx(1 - count * len(flat) / sum(map(len, flat)))
-    cache = filled(shelf.path("uneven"), meta_model)
+    served = served_folder.get("uneven")
+    assert served.kept == count
+    assert served.lost == pytest.approx(1 - count * len(flat) / sum(map(len, flat)))
+    cache = filled(served_folder.path("uneven"), meta_model)
     full = filled_full(model, context.ids)
     for layer, heads in enumerate(kept):
         for head, own in enumerate(heads):
@@ -241,8 +243,8 @@ def filled_full(model: Any, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def test_levels_report_what_is_lost_and_refuse_too_much(shelf):
-    header = read_header(shelf.path("even"))
+def test_levels_report_what_is_lost_and_refuse_too_much(served_folder):
+    header = read_header(served_folder.path("even"))
     assert EntryCounts.of(header) == EntryCounts(40, 0.0, (40,) * 4)
 
     def keeping(*counts: int) -> Any:
@@ -259,71 +261,71 @@ def test_levels_report_what_is_lost_and_refuse_too_much(shelf):
 def test_uneven_layers_are_refused(model, tokenizer, tmp_path):
     kvfold.compress(model, tokenizer, DOCUMENT, "pyramidkv", 40).save(tmp_path / "a.kvfold")
     with pytest.raises(KvfoldError, match="of them would be lost"):
-        Shelf(tmp_path).card("a")
+        ServedFolder(tmp_path).get("a")
 
 
 @pytest.mark.parametrize("method", [KIVI, "think", "minicache"])
 def test_encoded_entries_are_refused(model, tokenizer, tmp_path, method):
     kvfold.compress(model, tokenizer, DOCUMENT, method).save(tmp_path / "a.kvfold")
     with pytest.raises(KvfoldError, match="stores entries encoded"):
-        Shelf(tmp_path).card("a")
+        ServedFolder(tmp_path).get("a")
 
 
 # --- placeholders --------------------------------------------------------------------------------
 
 
-def test_placeholders_are_tokens_that_most_heads_keep(model, tokenizer, shelf):
-    context = kvfold.load(shelf.path("even"), model, tokenizer)
+def test_placeholders_are_tokens_that_most_heads_keep(model, tokenizer, served_folder):
+    context = kvfold.load(served_folder.path("even"), model, tokenizer)
     heads = [set(row.tolist()) for i in range(4) for row in context.cache.positions(i)[0]]
     votes = {p: sum(p in head for head in heads) for head in heads for p in head}
     chosen = sorted(sorted(votes, key=lambda p: (-votes[p], p))[:40])
-    assert shelf.card("even").tokens == context.ids[0, chosen].tolist()
+    assert served_folder.get("even").tokens == context.ids[0, chosen].tolist()
 
 
 def test_salts_tell_contexts_and_versions_apart(model, tokenizer, tmp_path):
-    shelf, path = Shelf(tmp_path), tmp_path / "a.kvfold"
+    served_folder, path = ServedFolder(tmp_path), tmp_path / "a.kvfold"
     kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40).save(path)
-    first = shelf.card("a")
-    assert shelf.card("a") is first
+    first = served_folder.get("a")
+    assert served_folder.get("a") is first
     (tmp_path / "b.kvfold").write_bytes(path.read_bytes())
-    assert shelf.card("b").salt == first.salt
+    assert served_folder.get("b").salt == first.salt
     kvfold.compress(model, tokenizer, DOCUMENT, "h2o", 40).save(path)
-    second = shelf.card("a")
+    second = served_folder.get("a")
     assert second.salt != first.salt and second.salt.startswith("kvfold:")
-    assert shelf.ids() == ["a", "b"]
+    assert served_folder.ids() == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["none", "../even", "even.kvfold", "", "/etc/x", None, 5, "Even"])
-def test_only_ids_of_files_that_are_there_are_known(shelf, name):
+def test_only_ids_of_files_that_are_there_are_known(served_folder, name):
     with pytest.raises(UnknownContext):
-        shelf.card(name)
+        served_folder.get(name)
 
 
 def test_a_file_that_goes_away_meanwhile_is_unknown(tmp_path, monkeypatch):
-    shelf = Shelf(tmp_path)
-    monkeypatch.setattr(shelf, "path", lambda name: tmp_path / "gone.kvfold")
+    served_folder = ServedFolder(tmp_path)
+    monkeypatch.setattr(served_folder, "path", lambda name: tmp_path / "gone.kvfold")
     with pytest.raises(UnknownContext, match="any more"):
-        shelf.card("gone")
+        served_folder.get("gone")
 
 
-def test_a_damaged_file_is_refused(shelf, tmp_path):
-    data = bytearray(shelf.path("even").read_bytes())
+def test_a_damaged_file_is_refused(served_folder, tmp_path):
+    data = bytearray(served_folder.path("even").read_bytes())
     (tmp_path / "cut.kvfold").write_bytes(data[:-9])
     with pytest.raises(ContextFileError):
-        Shelf(tmp_path).card("cut")
+        ServedFolder(tmp_path).get("cut")
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(KvfoldError, match="no folder"):
-        Shelf(tmp_path / "none")
+        ServedFolder(tmp_path / "none")
 
 
 # --- the served model ----------------------------------------------------------------------------
 
 
-def test_a_context_fits_the_model_that_made_it(compatibility, shelf):
-    for name in shelf.ids():
-        compatibility.check(shelf.card(name))
+def test_a_context_fits_the_model_that_made_it(compatibility, served_folder):
+    for name in served_folder.ids():
+        compatibility.check(served_folder.get(name))
 
 
 @pytest.mark.parametrize(
@@ -335,35 +337,37 @@ def test_a_context_fits_the_model_that_made_it(compatibility, shelf):
     ],
     ids=str,
 )
-def test_another_model_is_refused_by_what_differs(shelf, folder, changes, named):
+def test_another_model_is_refused_by_what_differs(served_folder, folder, changes, named):
     config = new_model(**changes).config
-    other = CompatibilityCheck(shelf, MetaModel(config, str(folder)), "float32")
+    other = CompatibilityCheck(served_folder, MetaModel(config, str(folder)), "float32")
     with pytest.raises(ContextFileError, match="was made with another") as refusal:
-        other.check(shelf.card("even"))
+        other.check(served_folder.get("even"))
     assert named in str(refusal.value)
 
 
-def test_another_family_is_refused(shelf, folder):
+def test_another_family_is_refused(served_folder, folder):
     config = new_model("mistral").config
     with pytest.raises(ContextFileError, match="a MistralForCausalLM here, a Llama"):
-        CompatibilityCheck(shelf, MetaModel(config, str(folder)), "float32").check(
-            shelf.card("even")
+        CompatibilityCheck(served_folder, MetaModel(config, str(folder)), "float32").check(
+            served_folder.get("even")
         )
 
 
-def test_other_weights_of_one_configuration_are_refused(model, shelf, tmp_path):
+def test_other_weights_of_one_configuration_are_refused(model, served_folder, tmp_path):
     new_model(seed=5).save_pretrained(tmp_path)
-    other = CompatibilityCheck(shelf, MetaModel(model.config, str(tmp_path)), "float32")
+    other = CompatibilityCheck(served_folder, MetaModel(model.config, str(tmp_path)), "float32")
     with pytest.raises(ContextFileError, match="the same configuration, but other weights"):
-        other.check(shelf.card("even"))
+        other.check(served_folder.get("even"))
 
 
-def test_another_dtype_is_refused(shelf, meta_model):
+def test_another_dtype_is_refused(served_folder, meta_model):
     with pytest.raises(ContextFileError, match="holds float32, and vLLM computes in bfloat16"):
-        CompatibilityCheck(shelf, meta_model, "bfloat16").check(shelf.card("even"))
+        CompatibilityCheck(served_folder, meta_model, "bfloat16").check(served_folder.get("even"))
 
 
-def test_weights_are_found_in_several_files_and_in_another_dtype(model, folder, shelf, tmp_path):
+def test_weights_are_found_in_several_files_and_in_another_dtype(
+    model, folder, served_folder, tmp_path
+):
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
     parts = {"one.safetensors": names[:5], "two.safetensors": names[5:]}
@@ -371,19 +375,19 @@ def test_weights_are_found_in_several_files_and_in_another_dtype(model, folder, 
         save_file({name: tensors[name].double() for name in own}, tmp_path / file)
     places = {name: file for file, own in parts.items() for name in own}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-    CompatibilityCheck(shelf, MetaModel(model.config, str(tmp_path)), "float32").check(
-        shelf.card("even")
+    CompatibilityCheck(served_folder, MetaModel(model.config, str(tmp_path)), "float32").check(
+        served_folder.get("even")
     )
     del places[names[0]]
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(UnsupportedModel, match="has no weight"):
-        CompatibilityCheck(shelf, MetaModel(model.config, str(tmp_path)), "float32").check(
-            shelf.card("even")
+        CompatibilityCheck(served_folder, MetaModel(model.config, str(tmp_path)), "float32").check(
+            served_folder.get("even")
         )
     (tmp_path / INDEX).unlink()
     with pytest.raises(UnsupportedModel, match="cannot read the weights"):
-        CompatibilityCheck(shelf, MetaModel(model.config, str(tmp_path)), "float32").check(
-            shelf.card("even")
+        CompatibilityCheck(served_folder, MetaModel(model.config, str(tmp_path)), "float32").check(
+            served_folder.get("even")
         )
 
 
@@ -427,14 +431,14 @@ def test_layers_of_several_kinds_are_refused(family):
 # --- requests ------------------------------------------------------------------------------------
 
 
-def request_for(card: Card | None, **changes: Any) -> Any:
+def request_for(served: ServedContext | None, **changes: Any) -> Any:
     """What vLLM's scheduler knows of a request."""
-    asked = None if card is None else Asked(card, [5, 6, 7])
+    asked = None if served is None else ContextPrompt(served, [5, 6, 7])
     fields = {
         "request_id": "r",
         "prompt_token_ids": [5, 6, 7] if asked is None else asked.token_ids,
-        "cache_salt": None if card is None else card.salt,
-        "kv_transfer_params": None if card is None else {CONTEXT: card.id},
+        "cache_salt": None if served is None else served.salt,
+        "kv_transfer_params": None if served is None else {CONTEXT: served.id},
         "sampling_params": SimpleNamespace(prompt_logprobs=None),
         "skip_reading_prefix_cache": False,
         "lora_request": None,
@@ -466,26 +470,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_request_that_would_be_answered_wrongly_is_refused(shelf, compatibility, name):
+def test_a_request_that_would_be_answered_wrongly_is_refused(served_folder, compatibility, name):
     changes, reason = WRONG[name]
-    card = shelf.card("even")
-    assert context_of(request_for(card), shelf, compatibility.check) == card
+    served = served_folder.get("even")
+    assert context_of(request_for(served), served_folder, compatibility.check) == served
     with pytest.raises(KvfoldError, match=reason):
-        context_of(request_for(card, **changes), shelf, compatibility.check)
+        context_of(request_for(served, **changes), served_folder, compatibility.check)
 
 
-def test_a_request_with_nothing_after_its_placeholders_is_refused(shelf, compatibility):
-    card = shelf.card("even")
-    request = request_for(card, prompt_token_ids=card.tokens)
+def test_a_request_with_nothing_after_its_placeholders_is_refused(served_folder, compatibility):
+    served = served_folder.get("even")
+    request = request_for(served, prompt_token_ids=served.tokens)
     with pytest.raises(KvfoldError, match="nothing follows the 40 placeholders"):
-        context_of(request, shelf, compatibility.check)
+        context_of(request, served_folder, compatibility.check)
     with pytest.raises(KvfoldError, match="nothing is asked"):
-        Asked(card, [])
+        ContextPrompt(served, [])
 
 
-def test_an_ordinary_request_is_none_of_kvfolds_business(shelf, compatibility):
+def test_an_ordinary_request_is_none_of_kvfolds_business(served_folder, compatibility):
     for changes in ({}, {"cache_salt": "mine"}, {"kv_transfer_params": {"other": 1}}):
-        assert context_of(request_for(None, **changes), shelf, compatibility.check) is None
+        assert context_of(request_for(None, **changes), served_folder, compatibility.check) is None
 
 
 def engine(**changes: Any) -> Any:
@@ -523,24 +527,24 @@ def test_settings_under_which_pages_would_be_wrong_are_refused():
 
 
 @pytest.fixture
-def scheduler_side(shelf: Shelf, compatibility: CompatibilityCheck) -> SchedulerSide:
-    return SchedulerSide(shelf, compatibility, BLOCK)
+def scheduler_side(served_folder: ServedFolder, compatibility: CompatibilityCheck) -> SchedulerSide:
+    return SchedulerSide(served_folder, compatibility, BLOCK)
 
 
-def test_a_request_gets_its_context_into_its_own_pages(scheduler_side, shelf):
-    card = shelf.card("even")
-    request = request_for(card)
+def test_a_request_gets_its_context_into_its_own_pages(scheduler_side, served_folder):
+    served = served_folder.get("even")
+    request = request_for(served)
     assert scheduler_side.matched(request, 0) == (40, False)
     scheduler_side.allocated(request, [[9, 4, 7]], 40)
     (load,) = scheduler_side.take().loads
-    assert (load.context, load.salt, load.start) == ("even", card.salt, 0)
+    assert (load.context, load.salt, load.start) == ("even", served.salt, 0)
     assert load.slots == [*range(144, 160), *range(64, 80), *range(112, 120)]
     assert load.blocks == [9, 4, 7]
     assert scheduler_side.take().loads == []
 
 
-def test_what_is_cached_is_not_loaded_again(scheduler_side, shelf):
-    request = request_for(shelf.card("even"))
+def test_what_is_cached_is_not_loaded_again(scheduler_side, served_folder):
+    request = request_for(served_folder.get("even"))
     assert scheduler_side.matched(request, 32) == (8, False)
     scheduler_side.allocated(request, [[9, 4, 7]], 8)
     (load,) = scheduler_side.take().loads
@@ -550,8 +554,8 @@ def test_what_is_cached_is_not_loaded_again(scheduler_side, shelf):
     assert scheduler_side.take().loads == []
 
 
-def test_a_preempted_request_is_loaded_again(scheduler_side, shelf):
-    request = request_for(shelf.card("even"))
+def test_a_preempted_request_is_loaded_again(scheduler_side, served_folder):
+    request = request_for(served_folder.get("even"))
     scheduler_side.matched(request, 0)
     scheduler_side.allocated(request, [[1, 2, 3]], 40)
     scheduler_side.take()
@@ -563,8 +567,10 @@ def test_a_preempted_request_is_loaded_again(scheduler_side, shelf):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_refused_request_fails_and_nothing_is_computed_for_it(scheduler_side, shelf, name):
-    request = request_for(shelf.card("even"), **WRONG[name][0])
+def test_a_refused_request_fails_and_nothing_is_computed_for_it(
+    scheduler_side, served_folder, name
+):
+    request = request_for(served_folder.get("even"), **WRONG[name][0])
     assert scheduler_side.matched(request, 0) == (request.num_tokens, True)
     assert request.skip_reading_prefix_cache is False
     scheduler_side.allocated(request, [[1, 2, 3]], request.num_tokens)
@@ -573,8 +579,8 @@ def test_a_refused_request_fails_and_nothing_is_computed_for_it(scheduler_side, 
     assert scheduler_side.take().refused == {}
 
 
-def test_pages_that_a_refused_request_shares_are_not_spoilt(scheduler_side, shelf):
-    request = request_for(shelf.card("even"), kv_transfer_params=None)
+def test_pages_that_a_refused_request_shares_are_not_spoilt(scheduler_side, served_folder):
+    request = request_for(served_folder.get("even"), kv_transfer_params=None)
     assert scheduler_side.matched(request, 32) == (request.num_tokens - 32, True)
     scheduler_side.allocated(request, [[1, 2, 3]], request.num_tokens - 32)
     assert scheduler_side.take().refused == {"r": [3]}
@@ -591,8 +597,8 @@ def test_an_ordinary_request_is_left_alone(scheduler_side):
 # --- parts of layers -----------------------------------------------------------------------------
 
 
-def header_keeping(shelf: Shelf, *counts: int) -> Any:
-    header = read_header(shelf.path("even"))
+def header_keeping(served_folder: ServedFolder, *counts: int) -> Any:
+    header = read_header(served_folder.path("even"))
     layers = [
         part.model_copy(update={"kept": [count, count + 1]})
         for part, count in zip(header.layers, counts, strict=True)
@@ -600,8 +606,8 @@ def header_keeping(shelf: Shelf, *counts: int) -> Any:
     return header.model_copy(update={"layers": layers})
 
 
-def test_layers_keep_the_most_that_whole_pages_allow(shelf):
-    header = header_keeping(shelf, 100, 100, 70, 36)
+def test_layers_keep_the_most_that_whole_pages_allow(served_folder):
+    header = header_keeping(served_folder, 100, 100, 70, 36)
     parts = Parts.of("1,1,0.5,0.25", BLOCK)
     level = parts.level(header)
     assert level.layers == tuple(
@@ -617,7 +623,7 @@ def test_layers_keep_the_most_that_whole_pages_allow(shelf):
     ]
     assert level.count == max(possible) and 0 < level.lost < 0.25
     with pytest.raises(KvfoldError, match="would be lost"):
-        parts.level(header_keeping(shelf, 100, 100, 100, 10))
+        parts.level(header_keeping(served_folder, 100, 100, 100, 10))
     with pytest.raises(KvfoldError, match="names 2 layers, and the context has 4"):
         Parts.of("1,1", BLOCK).level(header)
 
@@ -628,16 +634,16 @@ def test_parts_are_above_0_and_up_to_1(text):
         Parts.of(text, BLOCK)
 
 
-def test_layers_get_the_last_entries_into_their_own_pages(shelf, meta_model, tmp_path):
-    (tmp_path / "even.kvfold").write_bytes(shelf.path("even").read_bytes())
+def test_layers_get_the_last_entries_into_their_own_pages(served_folder, meta_model, tmp_path):
+    (tmp_path / "even.kvfold").write_bytes(served_folder.path("even").read_bytes())
     parts = Parts.of("1,1,0.6,0.6", BLOCK)
-    own = Shelf(tmp_path, lambda header: dataclasses.replace(parts.level(header), lost=0.0))
-    card = dataclasses.replace(own.card("even"))
+    own = ServedFolder(tmp_path, lambda header: dataclasses.replace(parts.level(header), lost=0.0))
+    served = dataclasses.replace(own.get("even"))
     level = own.counts(read_header(own.path("even")))
     assert (level.count, level.layers) == (40, (40, 40, 24, 24))
     scheduler_side = PartsSchedulerSide(own, CompatibilityCheck(own, meta_model, "float32"), BLOCK)
     scheduler_side.groups = [CacheGroup([0, 1], 1.0), CacheGroup([2, 3], 0.6)]
-    request = request_for(card)
+    request = request_for(served)
     assert scheduler_side.matched(request, 0) == (40, False)
     scheduler_side.allocated(request, [[1, 2, 3], [0, 5, 4]], 40)
     (load,) = scheduler_side.take().loads
@@ -670,20 +676,25 @@ class Layer:
         pages[0, slots], pages[1, slots] = keys, values
 
 
-def load_of(card: Card, blocks: list[int], start: int = 0) -> ContextLoad:
-    slots = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, card.kept)]
-    return ContextLoad(card.id, card.salt, start, slots, blocks[start // BLOCK :])
+def load_of(served: ServedContext, blocks: list[int], start: int = 0) -> ContextLoad:
+    slots = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, served.kept)]
+    return ContextLoad(served.id, served.salt, start, slots, blocks[start // BLOCK :])
 
 
-def worker_side_of(shelf: Shelf, meta_model: MetaModel, rank: int = 0, size: int = 1) -> WorkerSide:
-    return WorkerSide(shelf, meta_model, torch.float32, BLOCK, rank, size)
+def worker_side_of(
+    served_folder: ServedFolder, meta_model: MetaModel, rank: int = 0, size: int = 1
+) -> WorkerSide:
+    return WorkerSide(served_folder, meta_model, torch.float32, BLOCK, rank, size)
 
 
-def test_pages_hold_the_context_in_order(shelf, meta_model):
-    load, worker_side = load_of(shelf.card("even"), [5, 1, 3]), worker_side_of(shelf, meta_model)
+def test_pages_hold_the_context_in_order(served_folder, meta_model):
+    load, worker_side = (
+        load_of(served_folder.get("even"), [5, 1, 3]),
+        worker_side_of(served_folder, meta_model),
+    )
     layers = {i: Layer(2) for i in range(4)}
     worker_side.fill(layers, load)
-    expected = filled(shelf.path("even"), meta_model)
+    expected = filled(served_folder.path("even"), meta_model)
     for index, layer in layers.items():
         rows = layer.kv_cache[:, load.slots]
         assert torch.equal(rows[0].transpose(0, 1)[None], expected.layers[index].keys)
@@ -693,12 +704,12 @@ def test_pages_hold_the_context_in_order(shelf, meta_model):
         assert layer.kv_cache[:, untouched].isnan().all()
 
 
-def test_ranks_hold_their_own_heads(shelf, meta_model):
-    load = load_of(shelf.card("even"), [0, 1, 2])
-    expected = filled(shelf.path("even"), meta_model)
+def test_ranks_hold_their_own_heads(served_folder, meta_model):
+    load = load_of(served_folder.get("even"), [0, 1, 2])
+    expected = filled(served_folder.path("even"), meta_model)
     for rank in range(2):
         layers = {i: Layer(1) for i in range(4)}
-        worker_side_of(shelf, meta_model, rank, 2).fill(layers, load)
+        worker_side_of(served_folder, meta_model, rank, 2).fill(layers, load)
         for index, layer in layers.items():
             keys = layer.kv_cache[0, load.slots, 0]
             assert torch.equal(keys, expected.layers[index].keys[0, rank])
@@ -711,37 +722,37 @@ def test_heads_are_dealt_out_as_vllm_does():
         share(6, 0, 4)
 
 
-def test_a_missing_slice_of_heads_is_refused(shelf, meta_model):
-    load = load_of(shelf.card("even"), [0, 1, 2])
+def test_a_missing_slice_of_heads_is_refused(served_folder, meta_model):
+    load = load_of(served_folder.get("even"), [0, 1, 2])
     # One of two ranks, which thinks that it is alone.
     layers = {i: Layer(1) for i in range(4)}
     with pytest.raises(KvfoldError, match=r"holds 1 heads of size 8 .* gives 2"):
-        worker_side_of(shelf, meta_model).fill(layers, load)
+        worker_side_of(served_folder, meta_model).fill(layers, load)
     with pytest.raises(KvfoldError, match=r"holds 2 heads of size 16"):
-        worker_side_of(shelf, meta_model).fill({i: Layer(2, 16) for i in range(4)}, load)
+        worker_side_of(served_folder, meta_model).fill({i: Layer(2, 16) for i in range(4)}, load)
     other = {i: Layer(2) for i in range(4)}
     del other[0].impl.do_kv_cache_update
     with pytest.raises(KvfoldError, match="fills its pages in the attention itself"):
-        worker_side_of(shelf, meta_model).fill(other, load)
+        worker_side_of(served_folder, meta_model).fill(other, load)
     with pytest.raises(KvfoldError, match="no attention layer 3"):
-        worker_side_of(shelf, meta_model).fill({i: Layer(2) for i in range(3)}, load)
+        worker_side_of(served_folder, meta_model).fill({i: Layer(2) for i in range(3)}, load)
 
 
-def test_a_broken_page_is_remembered(shelf, meta_model, monkeypatch):
-    card, worker_side = shelf.card("even"), worker_side_of(shelf, meta_model)
+def test_a_broken_page_is_remembered(served_folder, meta_model, monkeypatch):
+    served, worker_side = served_folder.get("even"), worker_side_of(served_folder, meta_model)
     first, again = ({i: Layer(2) for i in range(4)} for _ in range(2))
-    worker_side.fill(first, load_of(card, [0, 1, 2]))
-    monkeypatch.setattr(shelf, "path", lambda name: pytest.fail("the file is read again"))
-    load = load_of(card, [0, 1, 6], start=2 * BLOCK)
+    worker_side.fill(first, load_of(served, [0, 1, 2]))
+    monkeypatch.setattr(served_folder, "path", lambda name: pytest.fail("the file is read again"))
+    load = load_of(served, [0, 1, 6], start=2 * BLOCK)
     worker_side.fill(again, load)
     for index, layer in again.items():
         expected = first[index].kv_cache[:, 2 * BLOCK : 40]
         assert torch.equal(layer.kv_cache[:, load.slots], expected)
 
 
-def test_a_file_that_was_replaced_meanwhile_is_refused(shelf, meta_model):
-    card = dataclasses.replace(shelf.card("even"), salt=shelf.card("other").salt)
+def test_a_file_that_was_replaced_meanwhile_is_refused(served_folder, meta_model):
+    served = dataclasses.replace(served_folder.get("even"), salt=served_folder.get("other").salt)
     with pytest.raises(ContextFileError, match="was replaced meanwhile"):
-        worker_side_of(shelf, meta_model).fill(
-            {i: Layer(2) for i in range(4)}, load_of(card, [0, 1, 2])
+        worker_side_of(served_folder, meta_model).fill(
+            {i: Layer(2) for i in range(4)}, load_of(served, [0, 1, 2])
         )

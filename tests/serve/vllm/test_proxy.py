@@ -20,7 +20,7 @@ from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.launch import VllmOptions, started
 from kvfold.serve.vllm.meta_model import MetaModel
-from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.proxy import Proxy, build
 from tests.helpers.chats import TEMPLATE
 from tests.helpers.contexts import DOCUMENT, KIVI, new_model
@@ -55,11 +55,11 @@ def contexts(
     other = new_model(seed=3)
     kvfold.compress(other, tokenizer, DOCUMENT, "snapkv", 40).save(folder / "stranger.kvfold")
     model.save_pretrained(folder / "model")
-    shelf = Shelf(folder)
+    served_folder = ServedFolder(folder)
     compatibility = CompatibilityCheck(
-        shelf, MetaModel(model.config, str(folder / "model")), "float32"
+        served_folder, MetaModel(model.config, str(folder / "model")), "float32"
     )
-    return ContextCatalog(shelf, compatibility, tokenizer)
+    return ContextCatalog(served_folder, compatibility, tokenizer)
 
 
 class Fake:
@@ -134,13 +134,13 @@ def asked_by_kvfold(context: kvfold.Context, *turns: str) -> list[int]:
 
 def test_a_question_becomes_the_tokens_that_the_library_reads(vllm, contexts, context):
     answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"temperature": 0.0, "seed": 4})
-    card = contexts.shelf.card("a")
-    prompt = [*card.tokens, *asked_by_kvfold(context, "the sky is")]
+    served = contexts.served_folder.get("a")
+    prompt = [*served.tokens, *asked_by_kvfold(context, "the sky is")]
     assert vllm.seen[-1].url.path == "/v1/completions"
     assert vllm.sent == {
         "model": "m",
         "prompt": prompt,
-        "cache_salt": card.salt,
+        "cache_salt": served.salt,
         "kv_transfer_params": {"kvfold_context": "a"},
         "max_tokens": LONGEST - len(prompt),
         "temperature": 0.0,
@@ -168,7 +168,7 @@ def test_later_turns_are_those_of_the_library(vllm, contexts, context):
     roles = ("user", "assistant") * 3
     messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)]
     vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"messages": messages, "max_tokens": 7})
-    after = vllm.sent["prompt"][contexts.shelf.card("a").kept :]
+    after = vllm.sent["prompt"][contexts.served_folder.get("a").kept :]
     assert after == asked_by_kvfold(context, *turns)
     assert vllm.sent["max_tokens"] == 7
 
@@ -212,11 +212,11 @@ def test_an_altered_file_is_refused_before_vllm_fails(context, tokenizer, tmp_pa
     file = tmp_path / "a.kvfold"
     context.save(file)
     context.model.save_pretrained(tmp_path / "model")
-    shelf = Shelf(tmp_path)
+    served_folder = ServedFolder(tmp_path)
     compatibility = CompatibilityCheck(
-        shelf, MetaModel(context.model.config, str(tmp_path / "model")), "float32"
+        served_folder, MetaModel(context.model.config, str(tmp_path / "model")), "float32"
     )
-    vllm = Fake(ContextCatalog(shelf, compatibility, tokenizer))
+    vllm = Fake(ContextCatalog(served_folder, compatibility, tokenizer))
     assert vllm.ask("POST", "/v1/chat/completions", json=CHAT).status_code == 200
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -231,7 +231,7 @@ def test_an_altered_file_is_refused_before_vllm_fails(context, tokenizer, tmp_pa
 @pytest.mark.parametrize("prompt", ["the sky is", [3, 7, 5], ["the sky is"], [[3, 7, 5]]])
 def test_a_completion_goes_on_from_the_document(vllm, contexts, prompt):
     answer = vllm.ask("POST", "/v1/completions", json=TEXT | {"prompt": prompt})
-    after = vllm.sent["prompt"][contexts.shelf.card("a").kept :]
+    after = vllm.sent["prompt"][contexts.served_folder.get("a").kept :]
     assert after == [3, 7, 5] and vllm.sent["max_tokens"] == 16
     assert answer.json() == json.loads(completion().content)
 
@@ -342,7 +342,7 @@ def test_many_values_are_refused_and_deep_ones_are_vllm_s_own_business(vllm, con
 def test_another_vocabulary_is_refused(contexts, tokenizer):
     other = word_tokenizer()
     other.add_tokens(["more"])
-    vllm = Fake(ContextCatalog(contexts.shelf, contexts.compatibility, other))
+    vllm = Fake(ContextCatalog(contexts.served_folder, contexts.compatibility, other))
     answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT)
     assert answer.status_code == 400 and "another vocabulary" in answer.text
 

@@ -15,7 +15,7 @@ from kvfold.serve.vllm.connector import KvfoldConnector
 from kvfold.serve.vllm.per_layer.pages import PartSpec
 from kvfold.serve.vllm.per_layer.scheduler import CacheGroup, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
-from kvfold.serve.vllm.placeholders import Shelf
+from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.scheduler import ContextLoad
 
 try:
@@ -54,9 +54,9 @@ class PartsConnector(KvfoldConnector, SupportsHMA):
         """One: the groups differ by their part only."""
         return 1
 
-    def shelf(self, folder: str, block: int) -> Shelf:
+    def served_folder(self, folder: str, block: int) -> ServedFolder:
         """Context files with counts equalized layer by layer."""
-        return Shelf(folder, Parts.of(os.environ[VARIABLE], block).level)
+        return ServedFolder(folder, Parts.of(os.environ[VARIABLE], block).level)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         """Forgets the request; its pages of all groups can be freed at once."""

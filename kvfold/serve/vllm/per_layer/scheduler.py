@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvfold.errors import KvfoldError
 from kvfold.serve.vllm.per_layer.sizes import skipped
-from kvfold.serve.vllm.placeholders import Card
+from kvfold.serve.vllm.placeholders import ServedContext
 from kvfold.serve.vllm.scheduler import ContextLoad, SchedulerSide
 
 
@@ -27,7 +27,7 @@ class PartsSchedulerSide(SchedulerSide):
     groups: Sequence[CacheGroup] = ()
 
     def load(
-        self, card: Card, start: int, count: int, blocks: Sequence[Sequence[int]]
+        self, served: ServedContext, start: int, count: int, blocks: Sequence[Sequence[int]]
     ) -> ContextLoad:
         """The load of a whole context.
 
@@ -45,5 +45,5 @@ class PartsSchedulerSide(SchedulerSide):
                 own[i // self.block] * self.block + i % self.block for i in range(first, count)
             ]
             by_layer |= dict.fromkeys(group.layers, slots)
-        whole = ContextLoad(card.id, card.salt, start, [0] * count, [])
+        whole = ContextLoad(served.id, served.salt, start, [0] * count, [])
         return dataclasses.replace(whole, by_layer=by_layer)

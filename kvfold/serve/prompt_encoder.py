@@ -22,14 +22,14 @@ from kvfold.hf.user_text import (
     segments,
 )
 from kvfold.serve.errors import ApiError
-from kvfold.serve.request_schemas import Message
+from kvfold.serve.request_schemas import RequestMessage
 
 # Separator of segments in prefix keys: a byte that UTF-8 text never has.
 SEPARATOR = b"\xff"
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptEncoder:
     """Conversion of clients' texts to token ids, for a model of `vocabulary` tokens.
 
     A text is handled as segments (`hf/user_text.py`), so that special tokens a client spells stay
@@ -89,7 +89,7 @@ class Prompts:
     def _check_least(self, parts: Iterable[str]) -> None:
         self.check_length(least_tokens(parts, self._longest), "at least ")
 
-    def turns(self, messages: Sequence[Message], frame: Frame) -> list[list[int]]:
+    def turns(self, messages: Sequence[RequestMessage], frame: Frame) -> list[list[int]]:
         """Token ids after a context's document, turn by turn, the last question last, as in `Chat`.
 
         Raises ApiError for roles that do not alternate from the user's on, for a chat template
@@ -119,7 +119,7 @@ class Prompts:
         # An answer ends the turn of the question before it.
         return [list(chain(*ids[at : at + 2])) for at in range(0, len(ids), 2)]
 
-    def conversation(self, messages: Sequence[Message]) -> list[str]:
+    def conversation(self, messages: Sequence[RequestMessage]) -> list[str]:
         """Segments of a conversation without a context, up to where the answer begins.
 
         Raises ApiError if the chat template refuses it.
