@@ -47,6 +47,7 @@ from tests.helpers.caches import (
     same,
     start,
 )
+from tests.helpers.caches import model as model
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.truth import Reader, stock_cache
 
