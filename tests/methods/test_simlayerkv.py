@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SimLayerKV: which layers are lazy, and what they keep."""
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import parse
+from kvfold.methods.base import Across, Measured
+from tests.helpers.models import build, prompts
+from tests.helpers.observations import observe
+
+LENGTHS = (64, 53, 24)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", torch.float64)
+
+
+def kept(model, spec, budget=None):
+    """Entries after a padded prefill: `[L][B][H]`."""
+    ids, mask = prompts(LENGTHS)
+    cache = kvfold.CompressedCache(model, spec, budget)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    return torch.tensor(cache.stats().kept), cache
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("threshold=-1", [12, 12, 12]),
+        ("threshold=1", [64, 53, 24]),
+        ("threshold=-1,sinks=8,window=16", [24, 24, 24]),
+    ],
+)
+@pytest.mark.parametrize("when", ["last_query", "prefill", "first_decode"])
+def test_simlayerkv_trims_all_layers_or_none_at_the_ends(model, options, expected, when):
+    defaults = "" if "window" in options else ",window=8"
+    spec = f"simlayerkv:{options}{defaults},when={when}"
+    counts, cache = kept(model, spec)
+    if when == "first_decode":
+        assert counts[..., 0].tolist() == [[64, 53, 24]] * 4
+        mask = torch.cat([prompts(LENGTHS)[1], torch.ones(3, 1, dtype=torch.long)], 1)
+        with torch.no_grad():
+            model(torch.full((3, 1), 5), attention_mask=mask, past_key_values=cache)
+        counts = torch.tensor(cache.stats().kept)
+        expected = [n + 1 if "threshold=1" in options else n for n in expected]
+    assert counts.tolist() == [[[n] * 2 for n in expected]] * 4
+    if options == "threshold=-1" and when == "last_query":
+        places = [0, 1, 2, 3, *range(56, 64)]
+        assert cache.positions(0)[0][0].tolist() == places
+
+
+def test_simlayerkv_may_keep_the_last_layer(model):
+    counts, _ = kept(model, "simlayerkv:window=8,threshold=-1,keep_last_layer=true")
+    assert counts[:, 0, 0].tolist() == [12, 12, 12, 64]
+
+
+def test_simlayerkv_asks_the_queries_it_names():
+    for when, window in (("last_query", 1), ("first_decode", 1), ("prefill", 5)):
+        stages = parse(f"simlayerkv:when={when},n_last=5").stages()
+        assert stages.needs.window == window
+        assert stages.decode == ("once" if when == "first_decode" else "append")
+    seen = observe([40], layer=1)
+    sizes = set()
+    for when in ("last_query", "prefill,n_last=5", "prefill,n_last=5,recent=30"):
+        threshold = _threshold_between(seen, when)
+        sizes.add(round(threshold, 3))
+    assert len(sizes) == 3
+
+
+def _threshold_between(seen, when):
+    """The attention mass that the method sees, by bisection over its threshold."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        stages = parse(f"simlayerkv:window=8,sinks=2,threshold={middle},when={when}").stages()
+        assert isinstance(stages.allocate, Measured)
+        low, high = (middle, high) if int(stages.allocate.size(seen)) == 10 else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("strategy", ["random", "random_bottom", "random_top", "pyramid"])
+def test_simlayerkv_strategies_keep_as_much_as_it_does(strategy):
+    # With other numbers of heads, so that what is drawn differs.
+    layers = [observe([40, 31], heads=1 + layer, layers=6, seed=3) for layer in range(6)]
+    spec = "simlayerkv:window=8,sinks=2,threshold=0.3"
+    lazy = parse(spec).stages().allocate
+    compared = parse(f"{spec},strategy={strategy}").stages().allocate
+    assert isinstance(lazy, Measured) and isinstance(compared, Across)
+    alone = torch.stack([lazy.size(seen) for seen in layers])
+    nobody = torch.zeros(2, dtype=torch.long)
+    shared = torch.stack(
+        compared.share([compared.statistic(seen) for seen in layers], nobody, nobody)
+    )
+    trimmed = (alone == 10).sum(0)
+    assert 0 < trimmed.max() < 6
+    if strategy in ("random", "pyramid"):
+        assert torch.equal(shared.sum(0), alone.sum(0))
+    else:
+        assert (shared == 10).sum(0).tolist() == trimmed.clamp(max=3).tolist()
+        other = shared[3:] if strategy == "random_bottom" else shared[:3]
+        assert other.tolist() == [[40, 31]] * 3
