@@ -1,13 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVzip: what repeating the document keeps, its budget, and head scores from a file."""
+"""KVzip: what repeating the document keeps, by hand; its budget, and head scores from a file."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError, parse
+from kvfold.bundled import FOLDER
 from kvfold.hf.chat_template import Frame, token_ids
 from kvfold.methods.kvzip import INSTRUCTION, PREVIOUS, REPEAT, REPEAT_FROM
+from tests.helpers.budgets import SMALL
+from tests.helpers.by_hand import (
+    HEADS,
+    LAYERS,
+    ByHand,
+    Layer,
+    assert_holds,
+    best,
+    evict,
+    model_with,
+)
 from tests.helpers.models import build, prompts
 
 LENGTHS = (64, 53, 24)
@@ -126,3 +145,156 @@ def test_a_context_made_with_head_scores_is_loaded_without_their_file(tmp_path):
     again = kvfold.load(tmp_path / "house.kvfold", small, tokenizer)
     assert again.stats().kept == context.stats().kept
     assert again.stats().method == spec
+
+
+CHUNK = 24
+FIRST = "\n\nRepeat the previous context exactly."
+LATER = "\n\nRepeat the part of the previous context exactly, starting with "
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(tokenizer()(text, add_special_tokens=False).input_ids)
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
+
+
+@cache
+def chat_frame() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the chat template puts before a message and after it."""
+    message = [{"role": "user", "content": "WORDS"}]
+    text = tokenizer().apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, after = text.split("WORDS")
+    return ids_of(before), ids_of(after)
+
+
+@cache
+def kvzip_scores(heads: int, ids: tuple[int, ...], prefix: int) -> list[list[list[float]]]:
+    """Of each layer, KV head and token after the prefix: the most attention while repeating."""
+    model = model_with(heads, "truth", vocab_size=len(tokenizer()))
+    text, postfix = ids[prefix:], chat_frame()[1]
+    scores: list[list[list[float]]] = [[[] for _ in range(heads)] for _ in range(LAYERS)]
+    for start in range(0, len(text), CHUNK):
+        part = text[start : start + CHUNK]
+        request = ids_of(FIRST)
+        if start > 0:
+            request = (*ids_of(LATER), *text[start - 8 : start])
+        new = (*request, *postfix, *part)
+        one = ByHand(model)(torch.tensor([ids + new]))
+        scored = range(prefix + start, prefix + start + len(part))
+        for layer, of_layer in zip(one.layers, scores, strict=True):
+            for h, of_head in enumerate(of_layer):
+                of_head += most_attention(layer, h, prefix, scored, len(new))
+    return scores
+
+
+def most_attention(layer: Layer, h: int, prefix: int, scored: range, new: int) -> list[float]:
+    """Over all new queries of a group: softmax over the prefix, the part and the new entries."""
+    head = layer.heads[h]
+    group = len(layer.query) // len(layer.heads)
+    places = [*range(prefix), *scored, *range(len(head) - new, len(head))]
+    later = torch.ones(new, new, dtype=torch.bool).triu(1)
+    hidden = torch.cat([torch.zeros(new, len(places) - new, dtype=torch.bool), later], 1)
+    most = torch.zeros(len(scored), dtype=torch.float64)
+    for query in layer.query[h * group : (h + 1) * group, -new:]:
+        logits = query @ head.keys[places].T * layer.scale
+        rows = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        most = torch.maximum(most, rows[:, prefix : prefix + len(scored)].amax(0))
+    return most.tolist()
+
+
+def kvzip(scores: list[list[list[float]]], mean: int, prefix: int, options: str) -> list:
+    """Positions per layer and head: the prefix, and the best of all layers and heads."""
+    every = [
+        (-score, layer, head, token)
+        for layer, heads in enumerate(scores)
+        for head, tokens in enumerate(heads)
+        for token, score in enumerate(tokens)
+    ]
+    heads = len(scores) * len(scores[0])
+    total = min(mean * heads, len(every))
+    kept = sorted(every)[:total]
+    if options == "strict=true":
+        kept = [pair for pair in kept if pair[0] < kept[-1][0]]
+    if options == "level=uniform":
+        kept = [
+            (0.0, layer, head, token)
+            for layer, of_heads in enumerate(scores)
+            for head, tokens in enumerate(of_heads)
+            for token in best(tokens, mean)
+        ]
+    if options == "level=head":
+        order = sorted((-max(t), i, h) for i, hs in enumerate(scores) for h, t in enumerate(hs))
+        whole = {(i, h) for _, i, h in order[: total // len(scores[0][0])]}
+        kept = [pair for pair in every if pair[1:3] in whole]
+    out = [[list(range(prefix)) for _ in of_heads] for of_heads in scores]
+    for _, layer, head, token in kept:
+        out[layer][head].append(prefix + token)
+    return out
+
+
+def some_ids(count: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(40, len(tokenizer()), (count,), generator=generator).tolist())
+
+
+@pytest.mark.slow
+@HEADS
+@pytest.mark.parametrize("options", ["", "strict=true", "level=uniform", "level=head"])
+def test_kvzip_keeps_what_repeating_the_text_looks_at(options, heads):
+    """A chat of 70 tokens and a bare text of 53; the first's last part is a short one."""
+    size = len(tokenizer())
+    model, truth = (model_with(heads, role, vocab_size=size) for role in ("kvfold", "truth"))
+    opening = chat_frame()[0]
+    # The last token is read with the answer.
+    texts = [opening + some_ids(70 - len(opening), 1), some_ids(53, 2)]
+    cache = kvfold.CompressedCache(
+        model, f"kvzip:{options or 'level=pair'},chunk={CHUNK}", SMALL, tokenizer=tokenizer()
+    )
+    ids = torch.tensor([texts[0], (0,) * 17 + texts[1]])
+    mask = torch.tensor([[1] * 70, [0] * 17 + [1] * 53])
+    kvfold.generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=1, do_sample=False)
+    expected = []
+    for text, prefix in zip(texts, (len(opening), 0), strict=True):
+        kept = kvzip(kvzip_scores(heads, tuple(text[:-1]), prefix), SMALL, prefix, options)
+        one = ByHand(truth)(torch.tensor([text[:-1]]))
+        expected.append(evict(one, lambda _, kept=kept: kept)(torch.tensor([text[-1:]])))
+    assert_holds(cache, expected)
+
+
+@HEADS
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_kvzip_keeps_heads_by_scores_from_a_file_and_repeats_nothing(heads, suffix, tmp_path):
+    size = len(tokenizer())
+    model, truth = (model_with(heads, role, vocab_size=size) for role in ("kvfold", "truth"))
+    opening = chat_frame()[0]
+    texts = [opening + some_ids(70 - len(opening), 1), some_ids(53, 2)]
+    scores = torch.rand(LAYERS, heads, generator=torch.Generator().manual_seed(3))
+    file = str(tmp_path / f"heads{suffix}")
+    if suffix == ".pt":
+        torch.save(scores[:, None], file)
+    else:
+        save_file({"head_scores": scores}, file)
+    cache = kvfold.CompressedCache(
+        model, f"kvzip:level=head,head_scores={file}", 0.5, tokenizer=tokenizer()
+    )
+    ids = torch.tensor([texts[0], (0,) * 17 + texts[1]])
+    mask = torch.tensor([[1] * 70, [0] * 17 + [1] * 53])
+    lengths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    options = {"attention_mask": mask, "max_new_tokens": 1, "do_sample": False}
+    kvfold.generate(model, ids, cache=cache, prefill_chunk=30, **options)
+    hook.remove()
+    assert lengths == [30, 30, 9, 1]
+    expected = []
+    for text, prefix in zip(texts, (len(opening), 0), strict=True):
+        tokens = len(text) - 1 - prefix
+        per_token = [[[score] * tokens for score in layer] for layer in scores.tolist()]
+        kept = kvzip(per_token, int(tokens * 0.5), prefix, "level=head")
+        one = ByHand(truth)(torch.tensor([text[:-1]]))
+        expected.append(evict(one, lambda _, kept=kept: kept)(torch.tensor([text[-1:]])))
+    assert_holds(cache, expected)

@@ -20,11 +20,7 @@ from kvfold import (
 )
 from kvfold.cache.waiting import Waiting
 from tests.helpers.budgets import SMALL, needs_driver
-from tests.helpers.models import build
-from tests.helpers.models import continuation as steps_of
-from tests.helpers.tokenizers import word_tokenizer
-from tests.helpers.truth import Reader
-from tests.properties.test_parity import (
+from tests.helpers.by_hand import (
     ALONE,
     BATCHES,
     HEADS,
@@ -36,14 +32,18 @@ from tests.properties.test_parity import (
     assert_prefill,
     assert_steps,
     best,
-    compressed,
+    distinct_prompts,
     h2o,
     merge_evicted,
     model_with,
     newest,
     prompt_read,
-    prompts,
+    read_by_kvfold,
 )
+from tests.helpers.models import build
+from tests.helpers.models import continuation as steps_of
+from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.truth import Reader
 
 GROUP = RECENT = 8
 KIVI = f"kivi:group={GROUP},residual={RECENT}"
@@ -103,7 +103,7 @@ def both(selecting: str, encoding: str, heads: int, lengths: tuple[int, ...]) ->
     """A method that selects, alone and followed by one that encodes."""
     budget = given(selecting)
     specs = (selecting, f"{selecting} + {encoding}")
-    return [compressed(spec, budget, heads, lengths) for spec in specs]
+    return [read_by_kvfold(spec, budget, heads, lengths) for spec in specs]
 
 
 # --- pieces ---------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def both(selecting: str, encoding: str, heads: int, lengths: tuple[int, ...]) ->
     ],
 )
 def test_a_prompt_read_in_pieces_is_compressed_as_if_read_at_once(spec, budget, lengths):
-    (ids, mask), model = prompts(lengths), model_with(2, "kvfold")
+    (ids, mask), model = distinct_prompts(lengths), model_with(2, "kvfold")
     caches = [CompressedCache(model, spec, budget) for _ in range(2)]
     outs = [
         kvfold.generate(
@@ -146,7 +146,7 @@ def test_every_text_of_a_method_is_read_back(spec):
 def test_compositions_compress_and_go_on(spec):
     """A padded prompt, generated tokens, and a second turn; the budget of a part holds."""
     model = model_with(2, "kvfold")
-    ids, mask = prompts((64, 53, 24))
+    ids, mask = distinct_prompts((64, 53, 24))
     tokenizer = word_tokenizer() if needs_driver(spec) else None
     cache = CompressedCache(model, spec, given(spec), tokenizer=tokenizer)
     options = {"cache": cache, "max_new_tokens": 4, "do_sample": False}
@@ -270,7 +270,8 @@ def test_what_is_selected_loses_channels(heads):
 @pytest.mark.parametrize("budget", [SMALL, 0.5, "21000B", "63000B"])
 def test_what_is_kept_by_position_is_paired(budget, lengths):
     plain, paired = (
-        compressed(spec, budget, 2, lengths) for spec in (STREAMING, f"{STREAMING} + {MINICACHE}")
+        read_by_kvfold(spec, budget, 2, lengths)
+        for spec in (STREAMING, f"{STREAMING} + {MINICACHE}")
     )
     if not isinstance(budget, str):
         assert positions(paired.cache) == positions(plain.cache)
@@ -311,7 +312,7 @@ def test_what_h2o_evicts_is_merged(heads, lengths):
 @HEADS
 def test_what_h2o_evicts_is_spread_or_not(heads):
     """21 tokens and a budget of 20: one value leaves each head, wholly or not at all."""
-    held = compressed("h2o + merge:rule=cam", SMALL, heads, (21,)).cache
+    held = read_by_kvfold("h2o + merge:rule=cam", SMALL, heads, (21,)).cache
     before = prompt_read(heads, (21,), 0).layers
     outcomes = set()
     for layer, row, h in each_head(held):
@@ -336,7 +337,7 @@ def test_what_h2o_evicts_is_spread_or_not(heads):
 def test_merging_leaves_moving_sinks_where_they_belong():
     """CaM changes no keys; the first layer's do not depend on values."""
     plain, spread = (
-        compressed(spec, SMALL, 2, ALONE)
+        read_by_kvfold(spec, SMALL, 2, ALONE)
         for spec in ("streaming_llm", "streaming_llm + merge:rule=cam")
     )
     for token in steps_of(1, 4).split(1, 1):
@@ -464,7 +465,7 @@ def test_kvzip_without_a_tokenizer_is_refused():
 
 @pytest.mark.parametrize(("spec", "budget"), [("kvzip", SMALL), ("pyramidinfer", None)])
 def test_forwards_of_its_own_are_not_run_by_the_bare_model(spec, budget):
-    model, ids = model_with(2, "kvfold"), prompts(ALONE)[0]
+    model, ids = model_with(2, "kvfold"), distinct_prompts(ALONE)[0]
     message = r"forwards of its own.*kvfold\.compress or kvfold\.generate.*tokenizer="
     for run in (
         lambda cache: model(ids, past_key_values=cache),
@@ -477,7 +478,7 @@ def test_forwards_of_its_own_are_not_run_by_the_bare_model(spec, budget):
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
 def test_pyramidinfer_is_refused_where_layers_cannot_be_run_one_by_one(name):
-    model, ids = build(name), prompts(ALONE)[0]
+    model, ids = build(name), distinct_prompts(ALONE)[0]
     cache = CompressedCache(model, "pyramidinfer")
     with pytest.raises(UnsupportedModel, match=rf"(?i){name.replace('_', '')}.*one by one.*cannot"):
         kvfold.generate(model, ids, cache=cache, max_new_tokens=2)
@@ -494,7 +495,7 @@ def test_compressing_a_document_at_the_first_generated_token_is_refused():
 
 
 def test_whole_layers_beyond_the_budget_are_refused_and_harm_no_other_cache():
-    model, ids = model_with(2, "kvfold"), prompts(ALONE)[0]
+    model, ids = model_with(2, "kvfold"), distinct_prompts(ALONE)[0]
     before = Reader(model, CompressedCache(model, "d2o", SMALL))(ids)
     # Three of four layers stay whole: 3 · 64 of 4 · 47.
     cache = CompressedCache(model, "d2o:skip_layers=0/1/-1", 47)
@@ -511,7 +512,7 @@ def test_groups_that_do_not_fill_the_head_are_refused(group):
     cache = CompressedCache(model, f"kivi:group={group},residual={group}")
     message = rf"groups of {group} channels do not fill.*head size 8: choose a group that divides 8"
     with pytest.raises(KvfoldError, match=message):
-        Reader(model, cache)(prompts(ALONE)[0])
+        Reader(model, cache)(distinct_prompts(ALONE)[0])
 
 
 @torch.no_grad()

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimLayerKV: which layers are lazy, and what they keep."""
+"""SimLayerKV: which layers are lazy, and what they keep, by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -7,7 +12,22 @@ import torch
 import kvfold
 from kvfold import parse
 from kvfold.methods.base import Across, Measured
-from tests.helpers.models import build, prompts
+from tests.helpers.by_hand import (
+    ALONE,
+    SHAPES,
+    SINKS,
+    WINDOW,
+    Layer,
+    assert_holds,
+    assert_prefill,
+    evict,
+    first_and_newest,
+    prompt_read,
+    read_by_kvfold,
+    rows_of_layer,
+    with_window,
+)
+from tests.helpers.models import build, continuation, prompts
 from tests.helpers.observations import observe
 
 LENGTHS = (64, 53, 24)
@@ -103,3 +123,114 @@ def test_simlayerkv_strategies_keep_as_much_as_it_does(strategy):
         assert (shared == 10).sum(0).tolist() == trimmed.clamp(max=3).tolist()
         other = shared[3:] if strategy == "random_bottom" else shared[:3]
         assert other.tolist() == [[40, 31]] * 3
+
+
+def mass_of_last_query(layer: Layer) -> float:
+    row = rows_of_layer(layer)[:, -1].mean(0)
+    return float(row[:SINKS].sum() + row[-WINDOW:].sum())
+
+
+def mass_of_last_queries(layer: Layer, last: int = 5, recent: int = 6) -> float:
+    rows = rows_of_layer(layer).mean(0)
+    total = 0.0
+    for query in range(len(rows) - last, len(rows)):
+        before = [j for j in range(query - recent, query) if j >= SINKS]
+        total += float(rows[query, :SINKS].sum() + rows[query, before].sum())
+    return total / last
+
+
+def trimmed_if_lazy(
+    layers: list[Layer], threshold: float, mass: Callable[[Layer], float]
+) -> list[list[list[int]]]:
+    kept = []
+    for layer in layers:
+        tokens = len(layer.heads[0])
+        lazy = tokens > SINKS + WINDOW and mass(layer) > threshold
+        size = SINKS + WINDOW if lazy else tokens
+        kept.append([first_and_newest(head, size) for head in layer.heads])
+    return kept
+
+
+def between(masses: list[float]) -> float:
+    """A threshold that half of the layers exceed."""
+    ordered = sorted(masses)
+    return (ordered[1] + ordered[2]) / 2
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    ("options", "mass"),
+    [("", mass_of_last_query), (",when=prefill,n_last=5,recent=6", mass_of_last_queries)],
+)
+def test_simlayerkv_trims_lazy_layers(options, mass, heads, lengths):
+    threshold = between([mass(layer) for layer in prompt_read(heads, lengths, 0).layers])
+    spec = f"simlayerkv:window={WINDOW},threshold={threshold!r}{options}"
+    held = assert_prefill(
+        spec, None, heads, lengths, lambda layers: trimmed_if_lazy(layers, threshold, mass)
+    )
+    assert sorted(layer[0][0] for layer in held.stats().kept) == [12, 12, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "window", "spared", "lazy"),
+    [
+        ("llama2", 0.65, 40, None, 3),
+        ("mistral", 0.8, 40, None, 1),
+        ("llama3", 0.9, 56, None, 4),
+        ("qwen", 0.85, 56, 3, 3),
+    ],
+)
+def test_simlayerkv_presets_trim_at_the_published_thresholds(name, threshold, window, spared, lazy):
+    def size(index: int, layer: Layer) -> int:
+        row = rows_of_layer(layer)[:, -1].mean(0)
+        mass = float(row[:SINKS].sum() + row[-window:].sum())
+        return SINKS + window if mass > threshold and index != spared else 64
+
+    def keep(layers: list[Layer]) -> list[list[list[int]]]:
+        return [
+            [first_and_newest(head, size(index, layer)) for head in layer.heads]
+            for index, layer in enumerate(layers)
+        ]
+
+    held = read_by_kvfold(f"simlayerkv_{name}:window={window}", None, 2, ALONE).cache
+    assert_holds(held, [evict(copy.deepcopy(prompt_read(2, ALONE, 0)), keep)])
+    assert [layer[0][0] for layer in held.stats().kept].count(SINKS + window) == lazy
+
+
+@SHAPES
+def test_simlayerkv_prunes_lazy_layers_by_another_method_s_scores(heads, lengths):
+    """As many entries of a lazy layer stay, sinks + window, but those that SnapKV votes for."""
+    masses = [mass_of_last_query(layer) for layer in prompt_read(heads, lengths, 0).layers]
+    threshold, size = between(masses), SINKS + WINDOW
+
+    def keep(layers: list[Layer]) -> list[list[list[int]]]:
+        kept = []
+        for layer in layers:
+            tokens = len(layer.heads[0])
+            lazy = tokens > size and mass_of_last_query(layer) > threshold
+            count = size if lazy else tokens
+            kept.append([with_window(head, count) for head in layer.heads])
+        return kept
+
+    spec = f"simlayerkv:window={WINDOW},threshold={threshold!r} + snapkv:window={WINDOW}"
+    held = assert_prefill(spec, None, heads, lengths, keep)
+    assert sorted(layer[0][0] for layer in held.stats().kept) == [12, 12, 64, 64]
+
+
+@SHAPES
+def test_simlayerkv_asks_the_first_generated_token(heads, lengths):
+    step = continuation(len(lengths), 1)
+    after = [
+        copy.deepcopy(prompt_read(heads, lengths, row))(step[row : row + 1])
+        for row in range(len(lengths))
+    ]
+    threshold = between([mass_of_last_query(layer) for layer in after[0].layers])
+    spec = f"simlayerkv:window={WINDOW},threshold={threshold!r},when=first_decode"
+    reader = read_by_kvfold(spec, None, heads, lengths)
+    reader(step)
+    expected = [
+        evict(one, lambda layers: trimmed_if_lazy(layers, threshold, mass_of_last_query))
+        for one in after
+    ]
+    assert sorted(len(layer.heads[0]) for layer in expected[0].layers) == [12, 12, 65, 65]
+    assert_holds(reader.cache, expected)
