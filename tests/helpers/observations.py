@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observations made by hand, and naive attention in float64 to compare scores with."""
 
+from __future__ import annotations
+
 import math
 
 import torch
+from torch import Tensor
 
 from kvfold.methods.observation import Observation
 
@@ -70,3 +73,27 @@ def naive_rows(seen, softcap=None, sinks=None):
 def mean_of_groups(per_query_head, groups):
     parts = per_query_head.split(groups)
     return torch.stack([sum(part) / groups for part in parts])
+
+
+T, D = 8, 4
+ROW, COLUMN = torch.arange(T)[:, None], torch.arange(D)
+KEYS = ((7 * ROW + 3 * COLUMN + ROW * COLUMN) % 11 - 5) / 4
+VALUES = ((5 * ROW + 2 * COLUMN + 4 * ROW * COLUMN) % 7 - 3) / 2
+QUERIES = ((4 * ROW + 5 * COLUMN + 2 * ROW * COLUMN) % 9 - 4) / 4
+
+
+def observed(window: int = 0, left: int = 0) -> Observation:
+    """One head of eight entries, after `left` columns of padding."""
+
+    def padded(entries: Tensor) -> Tensor:
+        return torch.cat([torch.ones(left, D), entries])[None, None]
+
+    positions = torch.cat([torch.full((left,), -1), torch.arange(T)])[None, None]
+    return Observation(
+        padded(KEYS),
+        padded(VALUES),
+        positions,
+        QUERIES[None, None, T - window :] if window else None,
+        torch.arange(T - window, T)[None] if window else None,
+        scale=0.5,
+    )

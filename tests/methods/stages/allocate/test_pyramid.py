@@ -7,16 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold import BudgetError
 from kvfold.methods.stages.allocate.pyramid import pyramid, pyramid_official
-from kvfold.methods.stages.allocate.rounding import largest_remainder, raised
-from kvfold.methods.stages.allocate.uniform import uniform, uniform_with_skipped
+from kvfold.methods.stages.allocate.uniform import uniform
 
 LAYERS = st.integers(1, 80)
 BETA = st.one_of(st.integers(1, 40), st.floats(1, 40))
-
-
-# --- PyramidKV as released ---------------------------------------------------------------------
 
 
 def beside_window(seen, layers, budget, window):
@@ -71,9 +66,6 @@ def test_official_pyramid_keeps_a_prompt_shorter_than_the_budget():
     assert pyramid_official(128 * 32, 127, 32, window=8, beta=20) == [127] * 32
 
 
-# --- PyramidKV as written in the paper ---------------------------------------------------------
-
-
 def test_the_paper_s_example_by_hand():
     # base 10, top 10/5 = 2, bottom 20 − 2 = 18, one window of 3 on top of each.
     assert pyramid(13 * 5, 1000, 5, window=3, beta=5) == [21, 17, 13, 9, 5]
@@ -125,67 +117,3 @@ def test_a_total_below_the_windows_is_shared_evenly(layers, window, data):
 
 def test_a_pyramid_that_cannot_be_held_keeps_everything():
     assert pyramid(100 * 4, 50, 4, window=8, beta=20) == [50] * 4
-
-
-# --- uniform -----------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 10**7), LAYERS)
-@settings(max_examples=50, deadline=None)
-def test_uniform_is_exact_and_differs_by_one_at_most(total, layers):
-    counts = uniform(total, 1234, layers)
-    extra = total % layers
-    assert counts == [total // layers + 1] * extra + [total // layers] * (layers - extra)
-
-
-def test_skipped_layers_stay_whole_inside_the_total():
-    assert uniform_with_skipped(260, 100, 5, skipped=(0, 1)) == [100, 100, 20, 20, 20]
-    assert uniform_with_skipped(262, 100, 5, skipped=(4, 0)) == [100, 21, 21, 20, 100]
-
-
-@pytest.mark.parametrize(("total", "skipped"), [(199, (0, 1)), (10_000, (0, 1, 2))])
-def test_skipped_layers_that_take_everything_are_refused(total, skipped):
-    with pytest.raises(BudgetError, match="raise it or skip fewer layers"):
-        uniform_with_skipped(total, 100, 3, skipped)
-
-
-# --- rounding ----------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=80), st.integers(0, 10**6))
-@settings(max_examples=50, deadline=None)
-def test_largest_remainder_adds_up_and_stays_near(weights, total):
-    shares = [total * weight / sum(weights) for weight in weights]
-    counts = largest_remainder(shares, total)
-    assert sum(counts) == total
-    assert all(abs(count - share) < 1 + 1e-6 for count, share in zip(counts, shares, strict=True))
-
-
-def test_the_largest_remainder_is_rounded_up_and_ties_go_to_the_earlier_place():
-    assert largest_remainder([1.2, 1.7, 1.1], 4) == [1, 2, 1]
-    assert largest_remainder([1.5, 1.5, 1.0], 4) == [2, 1, 1]
-    assert largest_remainder([0.5, 0.5, 0.5, 0.5], 2) == [1, 1, 0, 0]
-    assert largest_remainder([0.29 * 100, 71.0], 100) == [29, 71]
-
-
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.integers(0, 120))
-@settings(max_examples=50, deadline=None)
-def test_nothing_exceeds_the_most_and_nothing_is_lost_while_there_is_room(shares, most):
-    counts = largest_remainder(shares, sum(shares), most)
-    assert max(counts) <= most
-    assert sum(counts) == min(sum(shares), most * len(shares))
-    assert all(c >= min(share, most) for c, share in zip(counts, shares, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("counts", "least", "expected"),
-    [
-        ([3, 7, 2, 4], 4, [4, 4, 4, 4]),  # what is missing is all that others have above it
-        ([1, 14, 6], 4, [4, 12, 5]),  # 3 missing, of 10 and of 2
-        ([2, 64, 6], 4, [4, 64, 4]),  # what is whole gives nothing
-        ([2, 3, 5], 4, [3, 3, 4]),  # not enough: nothing is invented
-        ([4, 5, 6], 4, [4, 5, 6]),
-    ],
-)
-def test_shares_below_what_is_forced_are_raised_at_the_cost_of_the_others(counts, least, expected):
-    assert raised(counts, least, 64) == expected
