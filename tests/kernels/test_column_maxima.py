@@ -9,15 +9,8 @@ import torch
 from kvfold.kernels import column_maxima as maxima
 from kvfold.kernels import query_blocks as chunked
 from kvfold.kernels import reference
-from tests.kernels.test_column_sums import (
-    DTYPES,
-    SCALE,
-    additive,
-    assert_same,
-    causal,
-    inputs,
-    random_mask,
-)
+from tests.helpers.kernel_inputs import DTYPES, additive, assert_same, causal, inputs, random_mask
+from tests.kernels.test_column_sums import SCALE
 
 KERNELS = pytest.mark.parametrize("kernel", [reference, maxima], ids=["reference", "chunked"])
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])
