@@ -12,7 +12,15 @@ from kvfold.methods.stages.score.observation_window import Pooling, check_window
 from kvfold.methods.stages.select.forced import Forced
 
 
-@register("adakv", paper="arXiv 2407.11550")
+@register(
+    "adakv",
+    paper="arXiv 2407.11550",
+    formula="""
+        s[h, t] = pool_{u near t} Σ_{i in window} a[h, i, u]
+        size[h] = window + f + h's part of the best H·(m − f) entries beyond the f best of each
+        f = ⌊floor·m⌋,  m = mean size − window
+    """,
+)
 @dataclass(frozen=True)
 class AdaKV(Method):
     """SnapKV's votes, with a layer's budget shared among its heads by their number of top votes.
@@ -30,12 +38,12 @@ class AdaKV(Method):
     """
 
     by_head: ClassVar[bool] = True
-    window: int = 32
-    kernel: int = 7
-    pooling: Pooling = "max"
-    floor: float = 0.2
-    rule: Rule = "floor"
-    normalize: bool = False
+    window: int = 32  # last queries that vote; their entries always stay
+    kernel: int = 7  # neighbours that votes are pooled over, odd
+    pooling: Pooling = "max"  # how votes are pooled
+    floor: float = 0.2  # share of the mean size that every head gets
+    rule: Rule = "floor"  # sizes that spend exactly the budget, or the released mix
+    normalize: bool = False  # heads weighed by the votes that their best entries hold
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)

@@ -15,7 +15,14 @@ from kvfold.methods.stages.score.output_error import change_alone, relative_chan
 from kvfold.methods.stages.select.forced import Forced
 
 
-@register("auto", paper="")
+@register(
+    "auto",
+    paper="",
+    formula="""
+        s[h, t] = max_{u near t} √( Σ_{q in h, i in window} A[q, i, u]²·‖v[h, u] − o[q, i]‖² )
+        kept = the fewest best with ‖o(kept) − o‖ ≤ tolerance·‖o‖ over all heads and the window
+    """,
+)
 @dataclass(frozen=True)
 class Auto(Method):
     """No budget: the fewest entries that keep each layer's attention output within a tolerance.
@@ -33,11 +40,11 @@ class Auto(Method):
 
     takes_budget: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
-    tolerance: float = 0.05
-    window: int = 32
-    kernel: int = 7
-    sinks: int = 4
-    measure: bool = False
+    tolerance: float = 0.05  # largest relative change of a layer's attention output
+    window: int = 32  # last queries, for which the output is compared; their entries stay
+    kernel: int = 7  # neighbours that changes are max-pooled over, odd
+    sinks: int = 4  # first tokens that stay
+    measure: bool = False  # also reports the error for as many older queries
 
     def __post_init__(self) -> None:
         if not self.tolerance > 0:

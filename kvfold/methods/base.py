@@ -168,6 +168,7 @@ class Method:
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
     takes_budget: ClassVar[bool] = True
     # True if no stage mixes KV heads; tensor parallelism is exact only then
     by_head: ClassVar[bool] = False

@@ -11,7 +11,14 @@ from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 
 
-@register("cam", paper="")
+@register(
+    "cam",
+    paper="",
+    formula="""
+        v[t] ← v[t] + M·v[e] / m,  M ~ Bernoulli(p),  t: the m ≤ targets kept entries after e
+        p = min(1, c[e] / mean_t c[t]),  c[t] = Σ_i a[h, i, t]
+    """,
+)
 @dataclass(frozen=True)
 class CaM(Method):
     """Keeps first and recent tokens; an evicted token's value is added to the kept ones after it.
@@ -28,10 +35,10 @@ class CaM(Method):
     Source: Zhang et al., CaM, ICML 2024; zyxxmu/cam `kv_cache_cam.py`.
     """
 
-    targets: int = 32
-    deterministic: bool = False
-    newest: int = 1
-    sinks: int = 4
+    targets: int = 32  # kept entries that receive an evicted one's value, at most
+    deterministic: bool = False  # adds the expectation instead of drawing
+    newest: int = 1  # evicted entries that are spread at once; 0: all
+    sinks: int = 4  # first tokens that stay
 
     def __post_init__(self) -> None:
         for name, least in (("targets", 1), ("newest", 0), ("sinks", 0)):

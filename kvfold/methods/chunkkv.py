@@ -13,7 +13,14 @@ from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import top
 
 
-@register("chunkkv", paper="arXiv 2502.00299")
+@register(
+    "chunkkv",
+    paper="arXiv 2502.00299",
+    formula="""
+        s[h, t] = Σ_{i in window} a[h, i, t]
+        rank of chunk j: by mean_t Σ_h s[h, t],  t = j·length … (j + 1)·length − 1
+    """,
+)
 @dataclass(frozen=True)
 class ChunkKV(Method):
     """Keeps whole chunks of consecutive tokens, so that phrases survive.
@@ -29,9 +36,9 @@ class ChunkKV(Method):
     Source: Liu et al., section 3; NVIDIA/kvpress `chunkkv_press.py`.
     """
 
-    length: int = 20
-    shared: bool = True
-    window: int = 32
+    length: int = 20  # tokens of a chunk
+    shared: bool = True  # one ranking of chunks for all KV heads
+    window: int = 32  # last queries that vote; their entries always stay
 
     def __post_init__(self) -> None:
         check_window(self.window, 1)

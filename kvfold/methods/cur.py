@@ -14,7 +14,14 @@ from kvfold.methods.stages.select.forced import Forced
 Leverage = Literal["kv_product", "kv_avg", "key", "value"]
 
 
-@register("cur", paper="arXiv 2509.15038")
+@register(
+    "cur",
+    paper="arXiv 2509.15038",
+    formula="""
+        s[h, t] = share_k[h, t]·share_v[h, t]
+        share_k[h, t] = ‖k[h, t]‖² / Σ_{u in block of t} ‖k[h, u]‖²,  share_v alike
+    """,
+)
 @dataclass(frozen=True)
 class CUR(Method):
     """Keeps entries whose keys and values have large norms, compared with their neighbours'.
@@ -26,9 +33,9 @@ class CUR(Method):
     """
 
     by_head: ClassVar[bool] = True
-    sinks: int = 4
-    leverage: Leverage = "kv_product"
-    local: int = 16
+    sinks: int = 4  # first tokens that stay
+    leverage: Leverage = "kv_product"  # how the shares of keys and values combine
+    local: int = 16  # entries of a block; 0: all entries
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.local < 0:

@@ -15,6 +15,12 @@ from kvfold.methods.stages.select.forced import Forced, Share
 @register(
     "d2o",
     paper="arXiv 2406.13035",
+    formula="""
+        s[h, t] = Σ_i a[h, i, t],  F[l] = mean_h Var_t s[h, t], scaled to 0 … 1 over layers
+        size[l] = softmax(−F)[l]·L·mean size
+        u = max_j cos(k[e], k[j]),  merged if u ≥ τ,  τ ← beta·mean_e u + (1 − beta)·τ
+        k[j] ← (exp(1)·k[j] + Σ_e exp(u)·k[e]) / (exp(1) + Σ_e exp(u)),  v[j] alike
+    """,
     presets={
         "official": {
             "beta": 0.5,
@@ -31,38 +37,32 @@ from kvfold.methods.stages.select.forced import Forced, Share
 class D2O(Method):
     """More entries for layers of dense attention; evicted entries merge into the most similar kept.
 
-    1. A layer's size falls with the variance of its column sums (`allocation`, `norm`).
-    2. It keeps `sinks`, the newest tokens (`recent`, a share of its size) and the largest sums.
-    3. An evicted entry is merged into the kept entry of highest cosine (`similarity`: of keys or of
-       values) if that cosine reaches the head's threshold, a moving average with weight `beta`;
-       otherwise it is lost. "independent" merges keys by keys and values by values, with a
-       threshold each (Table 9).
+    1. A layer's size falls with the variance of its column sums.
+    2. It keeps sinks, the newest tokens and the largest sums.
+    3. An evicted entry e is merged into the kept entry j of highest cosine u if u reaches the
+       head's threshold τ, a moving average, and is lost otherwise.
 
-    `skip_layers` (negative ones count from the end) stay whole inside the budget. `decode="append"`
-    compresses the prompt only. Raises KvfoldError for `beta` and `recent` outside [0, 1], negative
-    sinks, and spending=official with another allocation than softmax.
+    Merging raised the loss: docs/results/merging.md. Raises KvfoldError for numbers out of range,
+    and for spending=official with another allocation than softmax.
 
-    `d2o_official` holds the released code's values, and spends as it does: layers 0, 1 and the last
-    stay whole and do not count in the budget, the others keep their share of it, rounded down;
-    stats show the sum. Unlike the released code it compresses the prompt at its end, not when the
-    first token is generated; sums the columns of KV heads, as means over their query heads, in
-    float32; begins thresholds anew with every sequence; a layer of F = 0 switches nothing off.
-
-    Merging raised the loss: docs/results/merging.md.
+    `d2o_official` spends as the released code does: layers 0, 1 and the last stay whole beside the
+    budget, and the others' shares are rounded down; stats show the sum. Different from that code,
+    the prompt is compressed at its end, not at the first generated token; sums are of KV heads, in
+    float32; thresholds begin anew with every sequence; a layer of F = 0 switches nothing off.
     Source: Wan et al., sections 4 and 5.4 to 5.6; AIoT-MLSys-Lab/d2o.
     """
 
-    beta: float = 0.7
-    recent: float = 0.25
-    sinks: int = 4
-    allocation: density.Shape = "softmax"
-    norm: density.Norm = "across_layers"
-    merge: Merging = "softmax"
-    similarity: Similarity = "keys"
-    decide: Decide = "head"
-    skip_layers: tuple[int, ...] = ()
-    spending: density.Spending = "exact"
-    decode: Literal["hold", "append"] = "hold"
+    beta: float = 0.7  # weight of the newest eviction in a threshold
+    recent: float = 0.25  # share of a layer's size for the newest tokens
+    sinks: int = 4  # first tokens that stay
+    allocation: density.Shape = "softmax"  # form of the layers' shares
+    norm: density.Norm = "across_layers"  # how the variances are scaled
+    merge: Merging = "softmax"  # weights of merged entries; none: evicted entries are lost
+    similarity: Similarity = "keys"  # what is compared; independent: both, each for itself
+    decide: Decide = "head"  # a threshold for each head, or one
+    skip_layers: tuple[int, ...] = ()  # layers that stay whole, inside the budget
+    spending: density.Spending = "exact"  # sizes that add up to the budget, or the released ones
+    decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it
 
     def __post_init__(self) -> None:
         if not (0 <= self.beta <= 1 and 0 <= self.recent <= 1 and self.sinks >= 0):

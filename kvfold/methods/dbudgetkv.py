@@ -12,7 +12,15 @@ from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 
 
-@register("dbudgetkv", paper="arXiv 2502.16886", presets={"literal": {"include_sinks": True}})
+@register(
+    "dbudgetkv",
+    paper="arXiv 2502.16886",
+    presets={"literal": {"include_sinks": True}},
+    formula="""
+        N(e) = mean_q ‖A[q, n − 1, sinks + e … n − 1]‖,  without the e oldest and the sinks
+        size[l] = n − max{e : N(0) − N(e) ≤ threshold·N(0)}
+    """,
+)
 @dataclass(frozen=True)
 class DBudgetKV(Method):
     """No budget: the oldest tokens go until the newest query's attention changes too much.
@@ -37,12 +45,12 @@ class DBudgetKV(Method):
 
     takes_budget: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
-    threshold: float = 0.01
-    sinks: int = 4
-    keep_layers: tuple[int, ...] = (0, 1)
-    rows: int = 1
-    include_sinks: bool = False
-    ranking: Ranking = "position"
+    threshold: float = 0.01  # share of the norm that may be lost
+    sinks: int = 4  # first tokens that stay
+    keep_layers: tuple[int, ...] = (0, 1)  # layers that keep everything
+    rows: int = 1  # last queries that are averaged
+    include_sinks: bool = False  # sinks count in the norm
+    ranking: Ranking = "position"  # order in which tokens go
 
     def __post_init__(self) -> None:
         if not self.threshold >= 0:

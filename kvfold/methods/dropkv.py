@@ -14,7 +14,13 @@ from kvfold.methods.stages.select.forced import Forced
 EPSILON = 1e-6  # added to 1 − p, which is 0 for an entry with all of a query's attention
 
 
-@register("dropkv")
+@register(
+    "dropkv",
+    formula="""
+        s[h, t] = mean_{u near t} mean_{q in h} Σ_{i in window} D[q, i, u]²
+        D[q, i, u] = A[q, i, u] / (1 − A[q, i, u])·‖o[q, i] − v[h, u]‖
+    """,
+)
 @dataclass(frozen=True)
 class DropKV(Method):
     """Keeps the entries whose removal, alone, would change the attention output most.
@@ -29,8 +35,8 @@ class DropKV(Method):
     """
 
     by_head: ClassVar[bool] = True
-    window: int = 32
-    kernel: int = 7
+    window: int = 32  # last queries whose output counts; their entries stay
+    kernel: int = 7  # neighbours that changes are averaged over, odd
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)

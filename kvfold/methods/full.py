@@ -5,7 +5,7 @@ from typing import ClassVar
 from kvfold.methods.base import Method, Stages, register
 
 
-@register("full", paper="")
+@register("full", paper="", formula="kept = 0 … n − 1")
 @dataclass(frozen=True)
 class Full(Method):
     """Keeps every entry: the full cache, to which all other methods are compared."""

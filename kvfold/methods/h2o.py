@@ -11,7 +11,14 @@ from kvfold.methods.stages.score.accumulated_attention import accumulated_attent
 from kvfold.methods.stages.select.forced import Forced, Share
 
 
-@register("h2o", paper="arXiv 2306.14048")
+@register(
+    "h2o",
+    paper="arXiv 2306.14048",
+    formula="""
+        s[h, t] = Σ_i a[h, i, t] over all queries i so far
+        kept = the newest ⌊recent·b⌋, and the best of the others
+    """,
+)
 @dataclass(frozen=True)
 class H2O(Method):
     """Keeps recent tokens and heavy hitters: those that received most attention so far.
@@ -24,9 +31,9 @@ class H2O(Method):
     """
 
     by_head: ClassVar[bool] = True
-    recent: float = 0.5
-    decode: Literal["hold", "append"] = "hold"
-    normalize: Literal["none", "visible_queries"] = "none"
+    recent: float = 0.5  # share of the size for the newest tokens
+    decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it
+    normalize: Literal["none", "visible_queries"] = "none"  # sums, or means over queries
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent <= 1:

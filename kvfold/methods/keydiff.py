@@ -9,7 +9,11 @@ from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.observation import Observation
 
 
-@register("keydiff", paper="arXiv 2504.15364")
+@register(
+    "keydiff",
+    paper="arXiv 2504.15364",
+    formula="s[h, t] = −cos(k[h, t], m[h]),  m[h] = mean_t k[h, t] / ‖k[h, t]‖",
+)
 @dataclass(frozen=True)
 class KeyDiff(Method):
     """Keeps the keys that differ most from the average key of their head.

@@ -6,7 +6,14 @@ from kvfold.methods.base import Method, Stages, register
 from kvfold.store.quantized import Packing
 
 
-@register("kivi", paper="arXiv 2402.02750")
+@register(
+    "kivi",
+    paper="arXiv 2402.02750",
+    formula="""
+        code = round((x − min) / scale),  scale = (max − min) / (2^bits − 1),  in each group
+        read as code·scale + min
+    """,
+)
 @dataclass(frozen=True)
 class KIVI(Method):
     """Quantizes keys per channel and values per token to 2, 4 or 8 bits; recent tokens stay raw.
@@ -23,11 +30,11 @@ class KIVI(Method):
     Source: Liu et al., section 3; jy-yuan/KIVI `quant/new_pack.py`, `models/llama_kivi.py`.
     """
 
-    bits: int = 4
-    group: int = 32
-    residual: int = 128
-    key_bits: int = 0
-    value_bits: int = 0
+    bits: int = 4  # bits of a number: 2, 4 or 8
+    group: int = 32  # numbers that share scale and minimum
+    residual: int = 128  # tokens of a block of keys, and newest values that stay raw
+    key_bits: int = 0  # bits of keys; 0: as `bits`
+    value_bits: int = 0  # bits of values; 0: as `bits`
     takes_budget: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
 

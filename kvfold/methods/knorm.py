@@ -10,7 +10,7 @@ from kvfold.methods.stages.score.key_norm import negative_norm
 from kvfold.methods.stages.select.forced import Forced
 
 
-@register("knorm", paper="arXiv 2406.11430")
+@register("knorm", paper="arXiv 2406.11430", formula="s[h, t] = −‖k[h, t]‖")
 @dataclass(frozen=True)
 class KNorm(Method):
     """Keeps the keys of lowest L2 norm, as these receive high attention.
@@ -21,8 +21,8 @@ class KNorm(Method):
     """
 
     by_head: ClassVar[bool] = True
-    protect_recent: int = 0
-    skip_layers: tuple[int, ...] = ()
+    protect_recent: int = 0  # newest tokens that stay
+    skip_layers: tuple[int, ...] = ()  # layers that stay whole
 
     def __post_init__(self) -> None:
         if self.protect_recent < 0:

@@ -20,37 +20,39 @@ NO_FILE = FileName("none")
 PREVIOUS = 8  # last tokens of the preceding part, quoted after REPEAT_FROM
 
 
-@register("kvzip", paper="arXiv 2505.23416")
+@register(
+    "kvzip",
+    paper="arXiv 2505.23416",
+    formula="""
+        s[l, h, t] = max_{q in h, i in repetition} A[q, i, t]
+        kept = the best L·H·mean size of all layers and KV heads together
+    """,
+)
 @dataclass(frozen=True)
 class KVzip(Method):
     """Keeps the entries that the model attends to most while it repeats the text.
 
-    1. The text is read, and then repeated by teacher forcing in parts of `chunk` tokens, each as
-       the answer to a prompt that asks for it.
-    2. An entry's score is the maximum attention weight from any query of its group meanwhile.
-    3. The best entries of all layers and heads are kept, for any later question. The opening of the
-       chat template is kept too, and does not count in the budget.
+    The text is read, and then repeated by teacher forcing in parts of `chunk` tokens, each as the
+    answer to a prompt that asks for it. The opening of the chat template is kept too, and does not
+    count in the budget.
 
-    `level="pair"` ranks all entries in this one pool, `"uniform"` keeps equally many in every head,
+    `level="pair"` ranks all entries in one pool, `"uniform"` keeps equally many in every head,
     `"head"` keeps or empties whole heads by their highest score. The paper computes head scores
-    once on another sample: `head_scores` names a file of them (.safetensors or .pt, one tensor [L,
-    H]; no comma or plus in its name), and nothing is repeated. Without it they come from the text
-    itself. `instruction` puts the released code's sentence before the document; it does not count
-    in the budget.
+    once on another sample: `head_scores` names a file of them (.safetensors or .pt, one tensor
+    `[L, H]`; no comma or plus in its name), and nothing is repeated.
 
     `strict` is the released rule: of all N pairs it keeps those that score above the `int(r·N)`-th
-    best, one less if no two are equal. Without it exactly `floor(r·n)` of n tokens are kept in the
-    mean over all heads. Scores are float32; the released code uses the model's dtype. Raises
-    KvfoldError for a `chunk` below 1, and for `strict` or `head_scores` at another level.
+    best, one less if no two are equal. Scores are float32; the released code uses its model's.
+    Raises KvfoldError for a `chunk` below 1, and for `strict` or `head_scores` at another level.
     Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`.
     """
 
     by_head: ClassVar[bool] = True
-    level: Literal["pair", "uniform", "head"] = "pair"
-    chunk: int = 2000
-    strict: bool = False
-    instruction: bool = False
-    head_scores: FileName = NO_FILE
+    level: Literal["pair", "uniform", "head"] = "pair"  # pool of all entries, or of heads
+    chunk: int = 2000  # tokens of the text that are repeated at once
+    strict: bool = False  # the released rule, scores above a threshold
+    instruction: bool = False  # released sentence before the text, not in the budget
+    head_scores: FileName = NO_FILE  # file of head scores, none: from the text
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -7,7 +7,7 @@ from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.position import recency
 
 
-@register("local_window", paper="")
+@register("local_window", paper="", formula="kept = n − b … n − 1")
 @dataclass(frozen=True)
 class LocalWindow(Method):
     """Keeps the most recent tokens, when a prefill ends and while decoding."""

@@ -9,7 +9,14 @@ from kvfold.methods.stages.merge.most_similar import merge_one, merge_similar
 from kvfold.methods.stages.merge.value_spread import spread_values
 
 
-@register("merge", paper="")
+@register(
+    "merge",
+    paper="",
+    formula="""
+        d2o: k[j] ← (exp(1)·k[j] + Σ_e exp(u)·k[e]) / (exp(1) + Σ_e exp(u)),  v[j] alike
+        cam: v[t] ← v[t] + M·v[e] / m,  for the m ≤ 32 kept entries t after e
+    """,
+)
 @dataclass(frozen=True)
 class Merge(Method):
     """Merges the tokens that another method evicts into kept ones: "h2o + merge:rule=d2o".
@@ -25,7 +32,7 @@ class Merge(Method):
     """
 
     takes_budget: ClassVar[bool] = False
-    rule: Literal["d2o", "cam"] = "d2o"
+    rule: Literal["d2o", "cam"] = "d2o"  # method whose merging is used
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]

@@ -6,7 +6,14 @@ from kvfold.methods.base import Method, Stages, register
 from kvfold.store.paired import Pairing
 
 
-@register("minicache", paper="arXiv 2405.14366")
+@register(
+    "minicache",
+    paper="arXiv 2405.14366",
+    formula="""
+        d = slerp(x[l] / ‖x[l]‖, x[l + 1] / ‖x[l + 1]‖, t),  for keys and for values
+        read as ‖x[l]‖·d in layer l and ‖x[l + 1]‖·d in layer l + 1
+    """,
+)
 @dataclass(frozen=True)
 class MiniCache(Method):
     """Neighbouring layers share one direction per entry; each layer keeps its own magnitudes.
@@ -23,10 +30,10 @@ class MiniCache(Method):
     Source: Liu et al., section 4.
     """
 
-    t: float = 0.6
-    gamma: float = 0.05
-    start: float = 0.5
-    block: int = 64
+    t: float = 0.6  # place of the shared direction between the layers, 0 to 1
+    gamma: float = 0.05  # share of entries that stay unmerged
+    start: float = 0.5  # share of the layers, from the bottom, that are not paired
+    block: int = 64  # generated entries that are merged at once
     takes_budget: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
 

@@ -8,7 +8,14 @@ from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.select.token_pruning import survivors
 
 
-@register("pyramidinfer", paper="arXiv 2405.12532")
+@register(
+    "pyramidinfer",
+    paper="arXiv 2405.12532",
+    formula="""
+        s[t] = mean_q Σ_{i in newest} w[i]·A[q, i, t],  w from 1 to newest_weight
+        share[l] = least + (1 − least)·(1 + cos(π·l / L)) / 2
+    """,
+)
 @dataclass(frozen=True)
 class PyramidInfer(Method):
     """Deeper layers compute fewer tokens of the prompt, so that work and cache shrink together.
@@ -25,12 +32,12 @@ class PyramidInfer(Method):
     """
 
     takes_budget: ClassVar[bool] = False
-    least: float = 0.9
-    recent: float = 0.2
-    sinks: int = 4
-    newest_weight: float = 1.2
-    least_context: int = 64
-    interval: int = 1
+    least: float = 0.9  # share that the last layers pass on
+    recent: float = 0.2  # share of the prompt that always goes on
+    sinks: int = 4  # first tokens that go on
+    newest_weight: float = 1.2  # weight of the newest query; the oldest has 1
+    least_context: int = 64  # tokens before the newest that are not pruned further
+    interval: int = 1  # layers from one pruning to the next
 
     def __post_init__(self) -> None:
         if not 0 < self.least <= 1 or not 0 <= self.recent < 1:

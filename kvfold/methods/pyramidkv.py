@@ -13,7 +13,15 @@ from kvfold.methods.stages.select.forced import Forced
 ROUNDED_STEP = "the released schedule rounds its step down, so that upper layers keep more"
 
 
-@register("pyramidkv", paper="arXiv 2406.02069", presets={"official": {"rounding": "official"}})
+@register(
+    "pyramidkv",
+    paper="arXiv 2406.02069",
+    presets={"official": {"rounding": "official"}},
+    formula="""
+        s[h, t] = pool_{u near t} Σ_{i in window} a[h, i, u]
+        size[l] = window + m·(2 − 1/beta) − l / (L − 1)·2m·(1 − 1/beta),  m = mean size − window
+    """,
+)
 @dataclass(frozen=True)
 class PyramidKV(Method):
     """SnapKV's votes, with sizes that fall from the bottom layer to the top one.
@@ -27,11 +35,11 @@ class PyramidKV(Method):
     """
 
     by_head: ClassVar[bool] = True
-    window: int = 8
-    kernel: int = 7
-    pooling: Pooling = "max"
-    beta: int = 20
-    rounding: Literal["exact", "official"] = "exact"
+    window: int = 8  # last queries that vote; their entries always stay
+    kernel: int = 7  # neighbours that votes are pooled over, odd
+    pooling: Pooling = "max"  # how votes are pooled
+    beta: int = 20  # mean size over the top layer's, both without the window
+    rounding: Literal["exact", "official"] = "exact"  # exact sum, or as released
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)

@@ -6,7 +6,7 @@ from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.position import uniform_noise
 
 
-@register("random", paper="")
+@register("random", paper="", formula="s[h, t] ~ uniform(0, 1)")
 @dataclass(frozen=True)
 class Random(Method):
     """Keeps a random set per KV head: the floor that a method must beat."""

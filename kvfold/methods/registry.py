@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import inspect
 import re
 import sys
 import warnings
@@ -45,14 +46,19 @@ _own_loaded = False
 
 
 def register(
-    name: str, *, paper: str = "", presets: dict[str, dict[str, Any]] | None = None
+    name: str,
+    *,
+    paper: str = "",
+    formula: str = "",
+    presets: dict[str, dict[str, Any]] | None = None,
 ) -> Callable[[M], M]:
     """Class decorator that registers a method as `name`, and each preset as `name_preset`.
 
     The class is a frozen dataclass derived from `Method`, whose fields all have defaults; the first
-    line of its docstring is its summary. `paper` is for example "arXiv 2404.14469". Raises
-    KvfoldError for any other class, and for a name that another class has. A class that is defined
-    again, as by a reload, replaces its earlier self.
+    line of its docstring is its summary. `paper` is for example "arXiv 2404.14469". `formula` says
+    in a few lines what is kept, or how it is stored; its indentation is removed. Raises KvfoldError
+    for any other class, and for a name that another class has. A class that is defined again, as by
+    a reload, replaces its earlier self.
     """
     if not isinstance(name, str):
         raise KvfoldError('register takes the name first: write @register("my_method")')
@@ -65,6 +71,7 @@ def register(
         for each in entries:
             _check_name(each, cls)
         cls.name, cls.paper, cls.summary = name, paper, _summary(cls)
+        cls.formula = inspect.cleandoc(formula)
         _REGISTRY.update(entries)
         return cls
 

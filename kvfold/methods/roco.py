@@ -10,7 +10,15 @@ from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.stability import low_mean_unless_unstable
 
 
-@register("roco", paper="arXiv 2402.06262")
+@register(
+    "roco",
+    paper="arXiv 2402.06262",
+    formula="""
+        mean[h, t] = Σ_i a[h, i, t] / N[t],  N[t]: queries that could see t
+        var[h, t] = Σ_i a[h, i, t]² / N[t] − mean[h, t]²
+        evicted = the lowest mean, without the ⌊protect_std_ratio·b⌋ + 1 of highest var
+    """,
+)
 @dataclass(frozen=True)
 class RoCo(Method):
     """Evicts the token of lowest mean attention among those whose attention is stable.
@@ -24,15 +32,14 @@ class RoCo(Method):
 
     The released code either never evicts from the prompt while decoding, or prunes it piece by
     piece during the prefill; here the whole prompt is read, and compressed once. Variances are
-    clamped at
-    0. Raises KvfoldError for options out of range.
+    clamped at 0. Raises KvfoldError for options out of range.
     Source: Ren and Zhu, section 3; DRSY/EasyKV `easykv/easykv.py`.
     """
 
     by_head: ClassVar[bool] = True
-    protect_recent: int = 10
-    protect_std_ratio: float = 0.3
-    decode: Literal["hold", "append"] = "hold"
+    protect_recent: int = 10  # newest tokens that are protected first
+    protect_std_ratio: float = 0.3  # share of the size that is protected
+    decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it
 
     def __post_init__(self) -> None:
         if self.protect_recent < 0:

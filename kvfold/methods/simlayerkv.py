@@ -14,6 +14,10 @@ from kvfold.methods.stages.select.forced import Forced
 @register(
     "simlayerkv",
     paper="arXiv 2410.13846",
+    formula="""
+        mass[l] = mean_q Σ_{t < sinks or t ≥ n − window} A[q, n − 1, t]
+        size[l] = sinks + window if mass[l] > threshold, else n
+    """,
     presets={
         "llama2": {"threshold": 0.65},
         "llama3": {"threshold": 0.9},
@@ -41,14 +45,14 @@ class SimLayerKV(Method):
     """
 
     takes_budget: ClassVar[bool] = False
-    threshold: float = 0.9
-    window: int = 1024
-    sinks: int = 4
-    when: Literal["last_query", "first_decode", "prefill"] = "last_query"
-    n_last: int = 32
-    recent: int = 512
-    keep_last_layer: bool = False
-    strategy: Literal["lazy", "random", "random_bottom", "random_top", "pyramid"] = "lazy"
+    threshold: float = 0.9  # mass above which a layer is lazy
+    window: int = 1024  # last tokens that a lazy layer keeps
+    sinks: int = 4  # first tokens that it keeps
+    when: Literal["last_query", "first_decode", "prefill"] = "last_query"  # queries that decide
+    n_last: int = 32  # queries of when=prefill
+    recent: int = 512  # tokens before each of these queries
+    keep_last_layer: bool = False  # the last layer is never lazy
+    strategy: lazy.Strategy = "lazy"  # lazy layers, or a baseline of the paper
 
     def __post_init__(self) -> None:
         if min(self.window, self.n_last, self.recent) < 1 or self.sinks < 0:

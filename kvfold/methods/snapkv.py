@@ -13,6 +13,7 @@ from kvfold.methods.stages.select.forced import Forced
 @register(
     "snapkv",
     paper="arXiv 2404.14469",
+    formula="s[h, t] = pool_{u near t} Σ_{i in window} a[h, i, u]",
     presets={
         "official": {"window": 64, "kernel": 5, "pooling": "avg"},
         "kvpress": {"window": 64, "kernel": 5, "pooling": "avg", "pool_first": True},
@@ -34,10 +35,10 @@ class SnapKV(Method):
     """
 
     by_head: ClassVar[bool] = True
-    window: int = 32
-    kernel: int = 7
-    pooling: Pooling = "max"
-    pool_first: bool = False
+    window: int = 32  # last queries that vote; their entries always stay
+    kernel: int = 7  # neighbours that votes are pooled over, odd
+    pooling: Pooling = "max"  # how votes are pooled
+    pool_first: bool = False  # pools each query head before the group's mean
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)

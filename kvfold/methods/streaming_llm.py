@@ -13,6 +13,10 @@ from kvfold.methods.stages.select.forced import Forced
     "streaming_llm",
     paper="arXiv 2309.17453",
     presets={"original": {"positions": "original"}},
+    formula="""
+        kept = 0 … sinks − 1 and n − b + sinks … n − 1
+        position of sink i = n − b + i
+    """,
 )
 @dataclass(frozen=True)
 class StreamingLLM(Method):
@@ -27,9 +31,9 @@ class StreamingLLM(Method):
     """
 
     by_head: ClassVar[bool] = True
-    sinks: int = 4
-    positions: Literal["reindex", "original"] = "reindex"
-    decode: Literal["hold", "append"] = "hold"
+    sinks: int = 4  # first tokens that stay
+    positions: Literal["reindex", "original"] = "reindex"  # consecutive, or those of the text
+    decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

@@ -7,7 +7,14 @@ from kvfold.methods.observation import Needs
 from kvfold.store.pruned import Pruning
 
 
-@register("think", paper="arXiv 2407.21018")
+@register(
+    "think",
+    paper="arXiv 2407.21018",
+    formula="""
+        s[h, c] = mean_{q in h, i} Q[q, i, c]²·mean_t k[h, t, c]²,  i: the last queries
+        dropped = the ⌊ratio·D⌋ channels c of lowest s
+    """,
+)
 @dataclass(frozen=True)
 class ThinK(Method):
     """Drops the key channels that the prompt's last queries use least; values stay raw.
@@ -22,9 +29,9 @@ class ThinK(Method):
     Source: Xu et al., section 3; SalesforceAIResearch/ThinK `kv_pruning_utils.py`.
     """
 
-    ratio: float = 0.4
-    recent: int = 32
-    queries: int = 32
+    ratio: float = 0.4  # share of a key's channels that is dropped
+    recent: int = 32  # newest keys that stay raw
+    queries: int = 32  # last queries that score the channels
     takes_budget: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
 

@@ -9,7 +9,7 @@ from kvfold.methods.stages.score.last_query import newest_row
 from kvfold.methods.stages.select.forced import Forced
 
 
-@register("tova", paper="arXiv 2401.06104")
+@register("tova", paper="arXiv 2401.06104", formula="s[t] = mean_q A[q, n − 1, t]")
 @dataclass(frozen=True)
 class TOVA(Method):
     """Evicts the token that the newest query attends to least, the same in all heads of a layer.
@@ -19,8 +19,8 @@ class TOVA(Method):
     Source: Oren et al., section 3.2; schwartz-lab-NLP/TOVA `tova_cache.py`.
     """
 
-    per_head: bool = False
-    keep_last: bool = False
+    per_head: bool = False  # each KV head evicts by its own attention
+    keep_last: bool = False  # the newest token is never evicted
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]

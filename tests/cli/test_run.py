@@ -57,6 +57,17 @@ def test_methods_lists_every_name_within_100_columns() -> None:
     assert named >= set(kvfold.list_methods())
 
 
+def test_methods_shows_one_in_full() -> None:
+    result = kvfold_command("methods", "snapkv_official")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "The prompt's last queries vote" in shown and "arXiv 2404.14469" in shown
+    assert kvfold.SnapKV.formula in shown
+    assert re.search(r"window int 64 last queries that vote", shown)
+    assert refused("methods", "snapkb").endswith("did you mean 'snapkv'?")
+    assert run_json("methods", "tova")["formula"] == kvfold.TOVA.formula
+
+
 def test_run_answers_and_counts(folder: Path) -> None:
     result = kvfold_command(
         "run", str(folder), "--method", "knorm", "--budget", "20", "--prompt", PROMPT,

@@ -70,6 +70,13 @@ def test_a_method_says_what_it_does(name):
     assert not cls.takes_budget or parse(name).stages().score is not None
 
 
+@NAMES
+def test_a_method_has_a_formula_that_fits_into_a_terminal(name):
+    formula = kvfold.list_methods()[name].formula
+    assert formula == inspect.cleandoc(formula)
+    assert 0 < max(map(len, formula.splitlines())) <= 90
+
+
 # --- presets and options -----------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from kvfold.methods.stages.select.forced import Forced
 Mass = Callable[[Observation], Tensor]
 Lazy = Callable[[Observation], Tensor]
 Range = Literal["all", "bottom", "top"]
+Strategy = Literal["lazy", "random", "random_bottom", "random_top", "pyramid"]
 PYRAMID_BETA = 20  # PyramidKV's default
 
 

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of methods for people: options and stages, in words, for pages and commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvfold.errors import IllegalComposition
+from kvfold.methods.base import Across, Measured, Method, Stages
+
+DECODE = {
+    "append": "generated tokens on top",
+    "hold": "holds its size",
+    "once": "compresses at the first generated token",
+}
+NOTHING = "nothing"
+# A field of a dataclass, and the comment behind it
+FIELD = re.compile(r"^    (\w+): [^#]*?(?:# (.+))?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a method: its name, kind and default as texts, and the comment behind it."""
+
+    name: str
+    kind: str
+    default: str
+    about: str
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """What a method does at one stage: a function or class with its options, or a text only."""
+
+    stage: str
+    about: str  # first paragraph of the function's docstring
+    function: Callable[..., Any] | None = None
+    options: tuple[tuple[str, str], ...] = ()
+
+
+def options(cls: type[Method]) -> list[Option]:
+    """Options of a method class, in order; `about` is "" where the source has no comment."""
+    comments = _comments(cls)
+    kinds = typing.get_type_hints(cls)
+    return [
+        Option(f.name, _kind(kinds[f.name]), as_text(f.default), comments.get(f.name, ""))
+        for f in dataclasses.fields(cls)
+    ]
+
+
+def stages_of(method: Method) -> tuple[Stages, bool]:
+    """Stages of a method, and True if it stands alone; else those that it adds to another."""
+    try:
+        return method.stages(), True
+    except IllegalComposition:
+        return method.brings(), False
+
+
+def steps(stages: Stages) -> list[StageUse]:
+    """The stages that do something, in the order in which they run."""
+    allocate, found = stages.allocate, list[StageUse]()
+    if stages.score is not None or observed(stages) != NOTHING:
+        found.append(StageUse("observe", observed(stages)))
+    found += _of("score", stages.score)
+    if isinstance(allocate, Measured):
+        found += _of("allocate", allocate.size)
+    elif isinstance(allocate, Across):
+        found += [*_of("statistic", allocate.statistic), *_of("allocate", allocate.share)]
+    else:
+        found += _of("allocate", allocate)
+    found += _of("heads", stages.heads)
+    if stages.forced:
+        found.append(StageUse("forced", forced(stages)))
+    found += _of("select", stages.select)
+    found += _of("merge", stages.merge)
+    found += _of("encode", stages.encode)
+    found += _of("token pruning", stages.token_pruning)
+    if stages.score is not None:
+        found.append(StageUse("decode", DECODE[stages.decode]))
+    if stages.positions == "reindex":
+        found.append(StageUse("positions", "kept tokens re-indexed"))
+    return found
+
+
+def in_words(stages: Stages) -> str:
+    """Stages of a method as a list in words."""
+    parts = []
+    if stages.score is not None:
+        parts = [f"observes {observed(stages)}", _sizes(stages)]
+        always = forced(stages)
+        parts += [f"always keeps {always}"] if always else []
+    parts += [f"selects by {_words(stages.select)}"] if stages.select else []
+    parts += [f"{_words(stages.merge)}"] if stages.merge else []
+    parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
+    if stages.score is not None:
+        parts.append(DECODE[stages.decode])
+    parts += ["kept tokens re-indexed"] if stages.positions == "reindex" else []
+    parts += ["prunes tokens between layers"] if stages.token_pruning else []
+    return ", ".join(parts) or "keeps every entry"
+
+
+def observed(stages: Stages) -> str:
+    """Data that the stages read beside keys, values and positions, in words."""
+    needs = stages.needs
+    parts = ["attention sums"] if needs.column_sums else []
+    parts += ["their squares"] if needs.column_squares else []
+    parts += ["the text being repeated"] if needs.reconstruction else []
+    if needs.window:
+        parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
+    return " and ".join(parts) or NOTHING
+
+
+def forced(stages: Stages) -> str:
+    """Entries that always stay, in words; "" if none do."""
+    sinks, recent = stages.forced.sinks, stages.forced.recent
+    parts = [f"the first {sinks}"] if sinks else []
+    if not isinstance(recent, int):
+        parts.append(f"the newest {recent.of_kept:.0%} of the budget")
+    elif recent:
+        parts.append(f"the last {recent}")
+    return " and ".join(parts)
+
+
+def as_text(value: Any) -> str:
+    """Value of an option as a method's text spells it."""
+    return "/".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _comments(cls: type[Method]) -> dict[str, str]:
+    """Comments behind the fields of a class; none if its source cannot be read."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return {}
+    return dict(FIELD.findall(source))
+
+
+def _kind(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return "list of int"
+    name = str(kind.__name__)
+    return {"str": "text", "FileName": "file name"}.get(name, name)
+
+
+def _of(stage: str, use: Any) -> list[StageUse]:
+    """The step of one stage: a function, a partial of one, or a dataclass such as an encoding."""
+    if use is None:
+        return []
+    function = use.func if isinstance(use, partial) else use
+    values: dict[str, Any] = use.keywords if isinstance(use, partial) else {}
+    if dataclasses.is_dataclass(use) and not isinstance(use, type):
+        function = type(use)
+        values = {f.name: getattr(use, f.name) for f in dataclasses.fields(use)}
+    about = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    shown = tuple((name, _shown(value)) for name, value in values.items())
+    return [StageUse(stage, about, function, shown)]
+
+
+def _shown(value: Any) -> str:
+    return _name(value) if callable(value) else as_text(value)
+
+
+def _sizes(stages: Stages) -> str:
+    """Allocation of the budget over layers and heads, in words."""
+    allocate = stages.allocate
+    if isinstance(allocate, Measured):
+        return f"sizes by {_words(allocate.size)}"
+    if isinstance(allocate, Across):
+        return f"{_words(allocate.share)} budgets"
+    assert allocate is not None
+    heads = f", {_words(stages.heads)} over heads" if stages.heads else ""
+    return f"{_words(allocate)} budgets{heads}"
+
+
+def _name(stage: Callable[..., Any]) -> str:
+    function = stage.func if isinstance(stage, partial) else stage
+    return str(function.__name__)
+
+
+def _words(stage: Callable[..., Any]) -> str:
+    return _name(stage).replace("_", " ")
