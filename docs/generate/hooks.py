@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What mkdocs calls: adds the pages made from the registry, and those of files outside docs/."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import links
+import method_pages
+import reference
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+# The page to sort and filter; mkdocs.yml excludes it, as results/README.md takes its name
+LEADERBOARD = "results/index.html"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fills the sections that mkdocs.yml leaves empty with the generated pages."""
+    methods = [{name: f"methods/{name}.md"} for name in method_pages.classes()]
+    _section(config, "Methods").extend([{"All methods": "methods/index.md"}, *methods])
+    _section(config, "Reference").extend({title: _address(title)} for title in reference.pages())
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the generated pages, and the leaderboard's page under a name of its own."""
+    made = {page: (links.ROOT / file).read_text("utf-8") for file, page in links.OUTSIDE.items()}
+    made["methods/index.md"] = method_pages.overview()
+    for name, cls in method_pages.classes().items():
+        made[f"methods/{name}.md"] = method_pages.page(cls)
+    for title, text in reference.pages().items():
+        made[_address(title)] = text
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    files.append(
+        File(
+            LEADERBOARD,
+            config.docs_dir,
+            config.site_dir,
+            config.use_directory_urls,
+            dest_uri="results/leaderboard.html",
+            inclusion=InclusionLevel.INCLUDED,
+        )
+    )
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Leads links to files outside docs/ to their pages, or to the repository."""
+    path = page.file.src_uri
+    if page.parent is None:  # no section, whose pages would be listed beside it
+        page.meta["hide"] = ["navigation"]
+    outside = {of: file for file, of in links.OUTSIDE.items()}
+    return links.for_site(markdown, outside.get(path, f"docs/{path}"), path)
+
+
+def _section(config: MkDocsConfig, title: str) -> list[Any]:
+    """The list of a section's pages in the navigation."""
+    assert config.nav is not None
+    return next(section[title] for section in config.nav if title in section)
+
+
+def _address(title: str) -> str:
+    return f"reference/{title.lower().replace(' ', '-')}.md"
