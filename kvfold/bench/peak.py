@@ -67,8 +67,8 @@ def main() -> None:
     """Reads a participant's spec as JSON from standard input, prints its peak as JSON."""
     from kvfold.bench.models import BenchModel
     from kvfold.bench.participants import FullParticipant, LocalParticipant, MethodParticipant
-    from kvfold.bench.quantized import QuantizedParticipant
     from kvfold.bench.sdpa_variants import SdpaChoice, SdpaVariant
+    from kvfold.bench.transformers_quantized import QuantizedParticipant
 
     spec = json.load(sys.stdin)
     torch.set_num_threads(spec["threads"])

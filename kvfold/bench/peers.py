@@ -10,7 +10,7 @@ from pathlib import Path
 from kvfold.bench.kvpress import KvpressPeer
 from kvfold.bench.lineup import Peer
 from kvfold.bench.models import BenchModel
-from kvfold.bench.quantized import QuantizedPeer
+from kvfold.bench.transformers_quantized import QuantizedPeer
 from kvfold.errors import KvfoldError
 
 NAMES = ("kvpress", "transformers-quantized")

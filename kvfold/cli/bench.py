@@ -100,10 +100,12 @@ def command(
     if throughput is not None:
         if compile:
             raise KvfoldError("--throughput decodes eagerly: leave out --compile")
-        from kvfold.cli.throughput import measure
+        from kvfold.cli.throughput import measure_throughput
 
         pairs = words(throughput)
-        measure(screen, subject, method or METHODS, pairs, memory_cap, repeats, out, as_json)
+        measure_throughput(
+            screen, subject, method or METHODS, pairs, memory_cap, repeats, out, as_json
+        )
         return
     source = subject.source
     cells = [

@@ -167,7 +167,7 @@ def _measure(
 ) -> tuple[list[LayerAttention], list[Retention]]:
     """Attention per layer, and kept entries per method: one reading each, with a progress bar."""
     from kvfold.hf.stock_layers import is_compressible, stock_layers
-    from kvfold.inspect.attention_maps import watch
+    from kvfold.inspect.attention_maps import watch_attention
     from kvfold.inspect.retention import measure_retention
 
     own = sum(map(is_compressible, stock_layers(model)))
@@ -175,7 +175,7 @@ def _measure(
         tokens = f"{document.ids.shape[1]:,} tokens"
         task = bar.add_task(f"watching {own} layers read {tokens}", total=own + len(named))
         advance: Callable[[], None] = lambda: bar.advance(task)  # noqa: E731
-        layers = watch(model, document.ids.to(model.device), advance)
+        layers = watch_attention(model, document.ids.to(model.device), advance)
         retentions = []
         for each in named:
             bar.update(task, description=f"{each} compresses {tokens}")

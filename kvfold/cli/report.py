@@ -27,9 +27,9 @@ def command(
     """Turn evaluation records into tables, Pareto pictures and one page."""
     screen = messages(as_json)
     with screen.status("importing torch and matplotlib"):
-        from kvfold.report.load import load
+        from kvfold.report.load import load_results
         from kvfold.report.write import write
-    results = load(records)
+    results = load_results(records)
     with screen.status(f"drawing {len(results):,} records"):
         try:
             written = write(results, out)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvfold.cache.stats import Stats
-    from kvfold.cli.streaming import TokenTimer
+    from kvfold.cli.streamed_answer import TokenTimer
 
 
 @with_options(loading=loading, sampling=sampling)
@@ -78,7 +78,7 @@ def command(
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         import kvfold
-        from kvfold.cli.streaming import answer
+        from kvfold.cli.streamed_answer import streamed_answer
         from kvfold.generation.generate import check_per_chunk
     # Refused here, before a large model is loaded.
     chosen, limit = checked(method, budget)
@@ -90,7 +90,7 @@ def command(
     cache = kvfold.CompressedCache(network, chosen, limit, tokenizer=tokenizer, seed=sampling.seed)
     out = console()
     put = (lambda piece: None) if as_json else (lambda piece: show(out, piece))
-    said, clock = answer(
+    said, clock = streamed_answer(
         network,
         tokenizer,
         ids,

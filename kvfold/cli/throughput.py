@@ -31,7 +31,7 @@ from kvfold.jobs.records import RecordFile
 from kvfold.terminal import print_json
 
 
-def measure(
+def measure_throughput(
     screen: Console,
     subject: BenchModel,
     methods: Sequence[str],

@@ -62,7 +62,7 @@ def lazy_window(tokens: int) -> int:
     return max(1, min(WINDOW, tokens // 8))
 
 
-def watch(
+def watch_attention(
     model: PreTrainedModel,
     input_ids: Tensor,
     seen: Callable[[], None] = lambda: None,
@@ -75,7 +75,7 @@ def watch(
     found: list[LayerAttention] = []
 
     def see(observed: Observation) -> None:
-        found.append(measure(observed, indices[observed.layer]))
+        found.append(layer_attention(observed, indices[observed.layer]))
         seen()
 
     cache = CompressedCache(model, _ObserveAll(input_ids.shape[1], see))
@@ -86,7 +86,7 @@ def watch(
     return found
 
 
-def measure(seen: Observation, index: int) -> LayerAttention:
+def layer_attention(seen: Observation, index: int) -> LayerAttention:
     """Statistics of layer `index`, from a one-row observation of all queries and column sums."""
     assert seen.queries is not None and seen.column_sums is not None
     tokens = seen.positions.shape[2]

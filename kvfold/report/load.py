@@ -14,7 +14,7 @@ from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.run_folder import RECORDS
 
 
-def load(paths: Iterable[Path]) -> list[CellResult]:
+def load_results(paths: Iterable[Path]) -> list[CellResult]:
     """All results of `paths`, each cell once; a path is a file, or a folder searched at any depth.
 
     Raises KvfoldError, naming file and line, for a line that is no record, and for a cell recorded

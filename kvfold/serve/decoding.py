@@ -34,7 +34,7 @@ class AnswerFinished:
     reason: Reason
 
 
-def answer(
+def generate_answer(
     model: PreTrainedModel,
     tokenizer: Any,
     cache: CompressedCache,

@@ -28,15 +28,15 @@ from kvfold.hf.chat_template import PARTING, Frame
 from kvfold.hf.models import text_config, trained_length
 from kvfold.methods.base import Composition, FileName, Method, parse
 from kvfold.serve.context_folder import ContextFolder
-from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
-from kvfold.serve.decoding import AnswerFinished, AnswerStarted, answer
+from kvfold.serve.context_pool import TEXT, TOKENS, ContextPool, token_bytes
+from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
 from kvfold.serve.errors import ApiError
 from kvfold.serve.prompt_encoder import PromptEncoder, key_bytes, segments_of
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
 from kvfold.serve.sampling import SamplingParams
 from kvfold.serve.settings import ServerSettings
 from kvfold.serve.stored_context import StoredContext
-from kvfold.serve.workers import Workers, stopping
+from kvfold.serve.worker_threads import WorkerThreads, stopping
 
 Put = Callable[[Any], None]
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Engine:
         self._of_thread = local()
         self._hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         self.abandoned_tokens = 0
-        self.workers = Workers(settings.workers, settings.queue)
+        self.workers = WorkerThreads(settings.workers, settings.queue)
         self.contexts = ContextPool(
             partial(kvfold.load, model=model, tokenizer=tokenizer),
             ContextFolder(settings.folder),
@@ -99,7 +99,7 @@ class Engine:
         with self._prepared(request) as (cache, ids, cached):
             most = self._tokens_to_generate(len(ids), request)
             put(AnswerStarted(len(ids), cached))
-            done = answer(
+            done = generate_answer(
                 self.model,
                 self.tokenizer,
                 cache,

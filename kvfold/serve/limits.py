@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from kvfold.serve.bodies import ValueCounter
 from kvfold.serve.errors import ApiError
 from kvfold.serve.settings import ServerSettings
-from kvfold.serve.workers import Workers
+from kvfold.serve.worker_threads import WorkerThreads
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -36,7 +36,7 @@ class RequestLimits:
     length; the body must be complete within the client's timeout. No body is stored here.
     """
 
-    def __init__(self, app: App, *, settings: ServerSettings, workers: Workers) -> None:
+    def __init__(self, app: App, *, settings: ServerSettings, workers: WorkerThreads) -> None:
         self.app, self.settings, self.workers = app, settings, workers
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

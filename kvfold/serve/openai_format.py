@@ -25,7 +25,7 @@ from kvfold.serve.response_schemas import (
     TextChoice,
     Usage,
 )
-from kvfold.serve.workers import WorkerJob
+from kvfold.serve.worker_threads import WorkerJob
 
 DONE = "data: [DONE]\n\n"
 log = logging.getLogger(__name__)

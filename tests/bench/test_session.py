@@ -20,7 +20,7 @@ from transformers import CompileConfig
 from typer.testing import CliRunner, Result
 
 import kvfold
-from kvfold.bench import counterparts, kvpress, kvpress_client, quantized, session
+from kvfold.bench import counterparts, kvpress, kvpress_client, session, transformers_quantized
 from kvfold.bench import participants as sides
 from kvfold.bench.baseline import full_cache, full_twin, twin
 from kvfold.bench.clock import Stopwatch, compression_watched
@@ -649,15 +649,15 @@ def test_a_python_without_kvpress_is_refused(subject: BenchModel) -> None:
 def test_the_quantised_cache_needs_a_backend(
     subject: BenchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(transformers_quantized.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KvfoldError, match="pip install optimum-quanto"):
-        quantized.QuantizedPeer(subject)
+        transformers_quantized.QuantizedPeer(subject)
 
 
 def test_bytes_of_quantised_layers_count_each_storage_once() -> None:
     shared = torch.zeros(10, dtype=torch.uint8)
     held = {"a": shared, "b": [shared[2:], (torch.zeros(3), {"c": torch.zeros(2)})], "d": 4}
-    assert quantized.tensor_bytes(held, set()) == 10 + 12 + 8
+    assert transformers_quantized.tensor_bytes(held, set()) == 10 + 12 + 8
 
 
 # --- throughput -----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from kvfold.inspect.attention_maps import (
     THRESHOLDS,
     LayerAttention,
     lazy_window,
-    watch,
+    watch_attention,
 )
 from kvfold.inspect.downsample import cuts, means
 from kvfold.inspect.inspected_text import InspectedText, NeedleSpan
@@ -74,7 +74,7 @@ def looked_at(
         measure_retention(model, tokenizer, document, method, kvfold.Budget.ratio(0.3))
         for method in ("pyramidkv", "adakv")
     ]
-    return document, watch(model, document.ids), retentions
+    return document, watch_attention(model, document.ids), retentions
 
 
 # --- what is measured ---------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def looked_at(
 def test_statistics_are_those_of_dense_attention(family: str) -> None:
     model, input_ids = build(family), ids()
     truth = dense(model, input_ids)
-    found = watch(model, input_ids)
+    found = watch_attention(model, input_ids)
     assert found
     if family in ("gpt_oss", "gemma2"):  # every other layer slides, and is left out
         assert [layer.index for layer in found] == [1, 3]
@@ -146,7 +146,7 @@ def check_norms(row: Tensor, kept: list[int]) -> None:
 
 
 def test_rows_of_cells_are_all_of_a_query_s_attention() -> None:
-    layers = watch(build("llama"), ids())
+    layers = watch_attention(build("llama"), ids())
     for layer in layers:
         assert layer.cells.shape == (CELLS, CELLS)
         torch.testing.assert_close(layer.cells.sum(-1), torch.ones(CELLS), rtol=1e-4, atol=1e-4)
@@ -170,12 +170,12 @@ class Largest(TorchDispatchMode):
 def test_no_matrix_of_all_queries_and_entries_is_made() -> None:
     tokens = 1500
     with Largest() as largest:
-        watch(build("llama"), ids(tokens))
+        watch_attention(build("llama"), ids(tokens))
     assert 0 < largest.elements < tokens * tokens / 2
 
 
 def test_a_text_shorter_than_the_grid_has_a_cell_for_every_token() -> None:
-    layers = watch(build("llama"), ids(7))
+    layers = watch_attention(build("llama"), ids(7))
     assert layers[0].cells.shape == (7, 7)
     torch.testing.assert_close(layers[0].cells, dense(build("llama"), ids(7))[0].mean(0))
 
@@ -183,7 +183,7 @@ def test_a_text_shorter_than_the_grid_has_a_cell_for_every_token() -> None:
 def test_watching_tells_of_each_layer_and_leaves_the_model_as_it_was() -> None:
     model, seen = build("llama"), []
     before = model(ids()).logits
-    watch(model, ids(), lambda: seen.append(1))
+    watch_attention(model, ids(), lambda: seen.append(1))
     assert len(seen) == 4
     torch.testing.assert_close(model(ids()).logits, before, rtol=0, atol=0)
 
@@ -310,7 +310,7 @@ def test_hostile_text_is_data_and_nothing_is_fetched(bundled: tuple[Any, Any]) -
     model, tokenizer = bundled
     document = InspectedText.of(tokenizer, HOSTILE * 3)
     retentions = [measure_retention(model, tokenizer, document, "knorm", kvfold.Budget.ratio(0.5))]
-    whole = page("<b>m</b></title>", document, watch(model, document.ids), retentions)
+    whole = page("<b>m</b></title>", document, watch_attention(model, document.ids), retentions)
     tags = Tags(whole)
     kinds = [tag for tag, _ in tags.found]
     assert kinds.count("script") == 2 and "b" not in kinds

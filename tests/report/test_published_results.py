@@ -15,7 +15,7 @@ import pytest
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.board import Board, boards
-from kvfold.report.load import load
+from kvfold.report.load import load_results
 from kvfold.report.summary import rows
 from kvfold.report.tables import markdown
 
@@ -102,7 +102,7 @@ def paired() -> ModuleType:
 
 @cache
 def records(folder: str) -> list[CellResult]:
-    return load([RESULTS / folder / "records.jsonl"])
+    return load_results([RESULTS / folder / "records.jsonl"])
 
 
 @cache

@@ -30,7 +30,7 @@ from kvfold.eval.run.statistics import Estimate, PairedDifference, percent
 from kvfold.report import caveats, summary
 from kvfold.report.board import boards, slugs, titles
 from kvfold.report.headline import headline, signed
-from kvfold.report.load import load
+from kvfold.report.load import load_results
 from kvfold.report.page import embedded, page, payload
 from kvfold.report.pictures import by_depth
 from kvfold.report.style import COLORS, styles
@@ -498,14 +498,14 @@ def _write(path: Path, results: Sequence[CellResult]) -> Path:
 def test_records_of_several_folders_each_once(tmp_path: Path) -> None:
     one = _write(tmp_path / "one" / "records.jsonl", three())
     _write(tmp_path / "two" / "deep" / "records.jsonl", [made("m", "0.2")])
-    assert load([tmp_path / "one", one, tmp_path]) == [*three(), made("m", "0.2")]
+    assert load_results([tmp_path / "one", one, tmp_path]) == [*three(), made("m", "0.2")]
 
 
 def test_a_cell_recorded_twice_is_refused(tmp_path: Path) -> None:
     _write(tmp_path / "one" / "records.jsonl", [made("m", "0.2")])
     _write(tmp_path / "two" / "records.jsonl", [made(), made("m", "0.2", (1.0, 1.0))])
     with pytest.raises(KvfoldError, match=r"a 1024, m 0\.2: .*line 1 of .*one.*line 2 of .*two"):
-        load([tmp_path])
+        load_results([tmp_path])
 
 
 @pytest.mark.parametrize("line", ['{"half": ', '{"session": "another"}', "\xff"])
@@ -513,17 +513,17 @@ def test_what_is_no_record_is_named(tmp_path: Path, line: str) -> None:
     path = _write(tmp_path / "records.jsonl", [made()])
     path.write_bytes(path.read_bytes() + line.encode("latin-1") + b"\n")
     with pytest.raises(KvfoldError, match=r"line 2 of .*records\.jsonl is no record"):
-        load([path])
+        load_results([path])
 
 
 def test_nothing_to_report_is_said(tmp_path: Path) -> None:
     empty = _write(tmp_path / "records.jsonl", [])
     for given, words in ((empty, "no records"), (tmp_path / "not", "cannot read")):
         with pytest.raises(KvfoldError, match=words):
-            load([given])
+            load_results([given])
     empty.unlink()
     with pytest.raises(KvfoldError, match=r"no records\.jsonl in"):
-        load([tmp_path])
+        load_results([tmp_path])
 
 
 @pytest.mark.slow

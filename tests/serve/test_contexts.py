@@ -25,7 +25,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files import write
 from kvfold.contexts.files.format import digest
 from kvfold.serve.context_folder import ContextFolder
-from kvfold.serve.contexts import TEXT, TOKENS, ContextPool, token_bytes
+from kvfold.serve.context_pool import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.errors import ApiError
 from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
 from kvfold.serve.stored_context import size_of

@@ -151,15 +151,15 @@ def merged_over_ranks(
     first = of_ranks[0]
     same: dict[str, Any] = {}
     if isinstance(first, LayerHeader):
-        layers = [part for part in of_ranks if isinstance(part, LayerHeader)]
-        full = all(part.surplus is not None for part in layers)
+        layers = [header for header in of_ranks if isinstance(header, LayerHeader)]
+        full = all(header.surplus is not None for header in layers)
         same = {
-            "kept": [count for part in layers for count in part.kept],
+            "kept": [count for header in layers for count in header.kept],
             "surplus": first.surplus if full else None,
-            "over_budget": any(part.over_budget for part in layers),
+            "over_budget": any(header.over_budget for header in layers),
         }
     joined = first.model_copy(update=same)
-    if any(part.model_copy(update=same) != joined for part in of_ranks):
+    if any(header.model_copy(update=same) != joined for header in of_ranks):
         raise KvfoldError(f"ranks hold layer {first.index} differently: compress in one process")
     return joined
 

@@ -30,10 +30,10 @@ NUMBERS = ("turns", "evicted_at", "surplus", "over_budget")
 class SavedLayer:
     """Content of a file for one layer.
 
-    `part` has its numbers, `by_head[name]` one tensor per KV head, `whole[name]` a tensor of all.
+    `header` has its numbers, `by_head[name]` one tensor per KV head, `whole[name]` a tensor of all.
     """
 
-    part: LayerHeader
+    header: LayerHeader
     by_head: Named
     whole: dict[str, Tensor]
 
@@ -52,7 +52,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
     if state.sequence.valid is not None:
         whole["valid"] = state.sequence.valid
     new, first_new = store.new
-    part = LayerHeader(
+    header = LayerHeader(
         index=index,
         store=store.kind,
         kept=kept(layer),
@@ -64,14 +64,14 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
         by_head=sorted(by_head),
         whole=sorted(whole),
     )
-    return SavedLayer(part, by_head, whole)
+    return SavedLayer(header, by_head, whole)
 
 
 def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     """Sets a fresh layer to a saved state; tensors are copied."""
-    state, part, by_head = layer.state, saved.part, dict(saved.by_head)
+    state, header, by_head = layer.state, saved.header, dict(saved.by_head)
     tensors = {name: by_head.pop(name) for name in BY_HEAD if name in by_head}
-    state.store = _store(state, part, by_head)
+    state.store = _store(state, header, by_head)
     layer.dtype, layer.device = state.store.keys.dtype, state.store.keys.device
     layer.is_initialized = True
     for name, of_heads in tensors.items():
@@ -79,20 +79,20 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     for name in WHOLE:
         setattr(state, name, saved.whole[name].clone() if name in saved.whole else None)
     valid = saved.whole.get("valid")
-    state.sequence = LogicalSequence(part.seen, None if valid is None else valid.clone())
+    state.sequence = LogicalSequence(header.seen, None if valid is None else valid.clone())
     for name in NUMBERS:
-        setattr(state, name, getattr(part, name))
-    state.settled = part.seen
+        setattr(state, name, getattr(header, name))
+    state.settled = header.seen
     if state.evicted_at:
         state.let_sinks_move()
 
 
-def _store(state: LayerState, part: LayerHeader, by_head: Named) -> DenseStore | RaggedStore:
+def _store(state: LayerState, header: LayerHeader, by_head: Named) -> DenseStore | RaggedStore:
     heads = len(next(iter(by_head.values())))
-    if part.store == DenseStore.kind:
-        return DenseStore.from_named(by_head, heads, part.dead)
+    if header.store == DenseStore.kind:
+        return DenseStore.from_named(by_head, heads, header.dead)
     encode = state.plan.stages.encode or Encode()
-    return RaggedStore.from_named(by_head, heads, encode, part.new, part.first_new)
+    return RaggedStore.from_named(by_head, heads, encode, header.new, header.first_new)
 
 
 def kept(layer: CompressedLayer) -> list[int]:

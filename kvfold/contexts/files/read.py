@@ -139,38 +139,39 @@ def _fill(
     cache: CompressedCache, file: ContextFile, model: PreTrainedModel, heads: slice | None
 ) -> None:
     header = file.header
-    parts: dict[int, LayerHeader | StockLayerHeader] = {p.index: p for p in header.layers}
-    parts |= {p.index: p for p in header.others}
-    if sorted(parts) != list(range(len(cache.layers))):
+    by_index: dict[int, LayerHeader | StockLayerHeader] = {p.index: p for p in header.layers}
+    by_index |= {p.index: p for p in header.others}
+    if sorted(by_index) != list(range(len(cache.layers))):
         raise ContextFileError(
-            f"{file.path} holds {len(parts)} layers, and the model's cache has {len(cache.layers)}"
+            f"{file.path} holds {len(by_index)} layers, "
+            f"and the model's cache has {len(cache.layers)}"
         )
     for index, layer in enumerate(cache.layers):
-        part, device = parts[index], layer_device(model, index)
+        saved, device = by_index[index], layer_device(model, index)
         kind = layer.__class__.__name__
-        if isinstance(part, LayerHeader) and isinstance(layer, CompressedLayer):
-            chosen = range(len(part.kept))[heads or slice(None)]
+        if isinstance(saved, LayerHeader) and isinstance(layer, CompressedLayer):
+            chosen = range(len(saved.kept))[heads or slice(None)]
             if not chosen:
-                raise ContextFileError(f"{file.path} has {len(part.kept)} heads, none in {heads}")
-            by_head, whole = _tensors(file, f"layers.{index}.", part, chosen, device)
-            layers.restore(layer, SavedLayer(part, by_head, whole))
-            if kept(layer) != [part.kept[head] for head in chosen]:
+                raise ContextFileError(f"{file.path} has {len(saved.kept)} heads, none in {heads}")
+            by_head, whole = _tensors(file, f"layers.{index}.", saved, chosen, device)
+            layers.restore(layer, SavedLayer(saved, by_head, whole))
+            if kept(layer) != [saved.kept[head] for head in chosen]:
                 raise file.damaged(f"layer {index} does not keep what it says")
-        elif isinstance(part, StockLayerHeader) and part.kind == kind:
-            chosen = _of_other(file, part, heads)
-            by_head, whole = _tensors(file, f"others.{index}.", part, chosen, device)
-            others.restore(layer, part, by_head, whole, device)
+        elif isinstance(saved, StockLayerHeader) and saved.kind == kind:
+            chosen = _of_other(file, saved, heads)
+            by_head, whole = _tensors(file, f"others.{index}.", saved, chosen, device)
+            others.restore(layer, saved, by_head, whole, device)
         else:
             raise ContextFileError(f"{file.path} holds no {kind} at layer {index}")
     cache.share_pairs()
 
 
-def _of_other(file: ContextFile, part: StockLayerHeader, heads: slice | None) -> range:
+def _of_other(file: ContextFile, saved: StockLayerHeader, heads: slice | None) -> range:
     """KV heads to read of a layer that is not compressed; raises ContextFileError for a part."""
-    count = sum(name.startswith(f"others.{part.index}.keys.") for name in file.header.checksums)
-    if heads is not None and part.whole and not part.by_head:
+    count = sum(name.startswith(f"others.{saved.index}.keys.") for name in file.header.checksums)
+    if heads is not None and saved.whole and not saved.by_head:
         raise ContextFileError(
-            f"layer {part.index} of {file.path} has a state without heads, so it cannot be loaded "
+            f"layer {saved.index} of {file.path} has a state without heads, so it cannot be loaded "
             "in part: leave out heads="
         )
     return range(count)[heads or slice(None)]
@@ -179,13 +180,13 @@ def _of_other(file: ContextFile, part: StockLayerHeader, heads: slice | None) ->
 def _tensors(
     file: ContextFile,
     prefix: str,
-    part: LayerHeader | StockLayerHeader,
+    saved: LayerHeader | StockLayerHeader,
     heads: range,
     device: torch.device,
 ) -> tuple[Named, dict[str, Tensor]]:
     """A layer's tensors on its device: those per KV head, and those of all heads."""
     by_head = {
         name: [file.tensor(f"{prefix}{name}.{head}").to(device) for head in heads]
-        for name in part.by_head
+        for name in saved.by_head
     }
-    return by_head, {name: file.tensor(f"{prefix}{name}").to(device) for name in part.whole}
+    return by_head, {name: file.tensor(f"{prefix}{name}").to(device) for name in saved.whole}

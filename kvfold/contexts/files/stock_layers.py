@@ -44,19 +44,19 @@ def describe(layer: Any, index: int) -> tuple[StockLayerHeader, Named, dict[str,
             raise ContextFileError(
                 f"layer {index} holds {name!r}, a {type(value).__name__}, which cannot be saved"
             )
-    part = StockLayerHeader(
+    header = StockLayerHeader(
         index=index,
         kind=type(layer).__name__,
         numbers=numbers,
         by_head=sorted(by_head),
         whole=sorted(whole),
     )
-    return part, by_head, whole
+    return header, by_head, whole
 
 
 def restore(
     layer: Any,
-    part: StockLayerHeader,
+    header: StockLayerHeader,
     by_head: Named,
     whole: dict[str, Tensor],
     device: torch.device,
@@ -67,18 +67,18 @@ def restore(
     """
     state: dict[str, Any] = {name: torch.stack(heads)[None] for name, heads in by_head.items()}
     state |= {name: tensor.clone() for name, tensor in whole.items()}
-    for name, value in part.numbers.items():
+    for name, value in header.numbers.items():
         if value == DEVICE:
             value = device
         elif isinstance(value, str):
             value = getattr(torch, value.removeprefix(DTYPE), None)
             if not isinstance(value, torch.dtype):
-                raise ContextFileError(f"layer {part.index} has an unknown dtype in {name!r}")
+                raise ContextFileError(f"layer {header.index} has an unknown dtype in {name!r}")
         state[name] = value
     for name, value in state.items():
         attribute, _, key = name.partition("/")
         if not _is_state(layer, attribute, key):
-            raise ContextFileError(f"layer {part.index} has no {name!r} to be restored")
+            raise ContextFileError(f"layer {header.index} has no {name!r} to be restored")
         if key:
             getattr(layer, attribute)[int(key)] = value
         else:

@@ -86,7 +86,7 @@ class FileTensors:
 class RankPart:
     """A tensor-parallel rank's part of a file: headers of its layers, and tensors."""
 
-    parts: list[LayerHeader | StockLayerHeader]
+    headers: list[LayerHeader | StockLayerHeader]
     tensors: FileTensors
 
 
@@ -102,7 +102,7 @@ def save(context: Context, path: str | Path) -> None:
     _check(cache)
     context.check()
     tensors = FileTensors(cache.ranks.own_heads)
-    parts = list(_layers(cache, tensors))
+    headers = list(_layers(cache, tensors))
     rope, frequencies = rope_header(context.model)
     whole = {"ids": context.ids[0].int()}
     if cache.phase.prefix is not None:
@@ -111,7 +111,7 @@ def save(context: Context, path: str | Path) -> None:
     tensors.add("rope.", {}, frequencies)
     model = model_header(context.model, context.tokenizer)
     write = partial(_write, context, Path(path), model, rope)
-    cache.ranks.on_first(RankPart(parts, tensors), write)
+    cache.ranks.on_first(RankPart(headers, tensors), write)
 
 
 def _write(
@@ -120,8 +120,8 @@ def _write(
     """Writes the parts of all ranks, `by_rank` in rank order."""
     cache, limit = context.cache, context.cache.budget
     stored = {name: t for share in by_rank for name, t in share.tensors.stored.items()}
-    parts = [
-        merged_over_ranks(of_ranks) for of_ranks in zip(*(s.parts for s in by_rank), strict=True)
+    headers = [
+        merged_over_ranks(of_ranks) for of_ranks in zip(*(s.headers for s in by_rank), strict=True)
     ]
     header = Header(
         written_by=kvfold.__version__,
@@ -139,8 +139,8 @@ def _write(
         model=model,
         rope=rope,
         has_prefix=cache.phase.prefix is not None,
-        layers=[part for part in parts if isinstance(part, LayerHeader)],
-        others=[part for part in parts if isinstance(part, StockLayerHeader)],
+        layers=[header for header in headers if isinstance(header, LayerHeader)],
+        others=[header for header in headers if isinstance(header, StockLayerHeader)],
         same_as={name: other for s in by_rank for name, other in s.tensors.same_as.items()},
         checksums={name: digest_of(tensor) for name, tensor in stored.items()},
         origins=origins(cache.method),
@@ -199,11 +199,11 @@ def _layers(
         if isinstance(layer, CompressedLayer):
             saved = layers.describe(layer, index)
             tensors.add(f"layers.{index}.", saved.by_head, saved.whole)
-            yield saved.part
+            yield saved.header
         else:
-            part, by_head, whole = others.describe(layer, index)
+            header, by_head, whole = others.describe(layer, index)
             tensors.add(f"others.{index}.", by_head, whole)
-            yield part
+            yield header
 
 
 def _bits(cache: CompressedCache) -> tuple[int, int] | None:

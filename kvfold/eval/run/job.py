@@ -17,7 +17,7 @@ from kvfold.eval.run.cell import TRUNCATED, EvalCell
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.question_agnostic import run_question_agnostic
 from kvfold.eval.run.question_aware import run_question_aware
-from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, digest
+from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, sample_digest
 from kvfold.eval.run.streaming import run_streaming
 from kvfold.eval.run.truncated import as_whole_context, context_room
 from kvfold.eval.tasks import Task, TaskSample, UnreadableSample, tasks
@@ -40,7 +40,7 @@ class EvalJob:
         return SampleResult(
             cell=cell,
             index=self.index,
-            text=digest(self.sample),
+            text=sample_digest(self.sample),
             outcome=outcome,
             error=error,
             metadata=dict(self.sample.metadata) if isinstance(self.sample, TaskSample) else {},

@@ -20,7 +20,7 @@ from kvfold.eval.run.cell import (
     EvaluatedModel,
 )
 from kvfold.eval.run.job import EvalJob
-from kvfold.eval.run.sample_result import digest
+from kvfold.eval.run.sample_result import sample_digest
 from kvfold.eval.tasks import SampleRequest, Task, TaskSample, UnreadableSample, source
 from kvfold.methods.base import parse
 
@@ -135,7 +135,7 @@ class EvalPlan:
         for each in self.wanted:
             cells = each.cells(self.subject, self.protocol, self.contenders)
             for index, sample in enumerate(each.samples):
-                text = digest(sample)
+                text = sample_digest(sample)
                 for cell in cells:
                     if done.get((cell, index), text) != text:
                         raise KvfoldError(

@@ -108,7 +108,7 @@ class SampleResult(BaseModel):
     setup: MachineSetup
 
 
-def digest(sample: TaskSample | UnreadableSample) -> str:
+def sample_digest(sample: TaskSample | UnreadableSample) -> str:
     """Hash of a sample's prompts and right answers, which detects changed data."""
     if isinstance(sample, UnreadableSample):
         said = sample.why

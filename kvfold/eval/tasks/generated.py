@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from kvfold.eval.tasks.base import SampleRequest, TaskSample
-from kvfold.eval.tasks.length import largest
+from kvfold.eval.tasks.haystack_size import largest_haystack
 
 # Samples per task and length, as in RULER and the key-value papers.
 SAMPLES = 500
@@ -37,7 +37,7 @@ def fitted(
         def taken(size: int) -> int:
             return tokens(made(size), count)
 
-        sample = made(largest(taken, request.length, least, most, name))
+        sample = made(largest_haystack(taken, request.length, least, most, name))
         metadata = {**sample.metadata, "tokens": tokens(sample, count), "seed": request.seed}
         yield replace(sample, index=index, metadata=metadata)
 

@@ -16,7 +16,7 @@ from kvfold.eval.tasks import ruler
 from kvfold.eval.tasks import ruler_wording as wording
 from kvfold.eval.tasks.base import Question, SampleRequest, TaskSample
 from kvfold.eval.tasks.generated import fitted
-from kvfold.eval.tasks.length import largest
+from kvfold.eval.tasks.haystack_size import largest_haystack
 
 NAMES = 5
 LEAST = 5
@@ -61,7 +61,7 @@ def _generate(request: SampleRequest) -> Iterator[TaskSample]:
     def taken(size: int) -> int:
         return count(_example(size, seed, random.Random(seed)))
 
-    example_size = largest(taken, room, LEAST, what="the example of variable tracking")
+    example_size = largest_haystack(taken, room, LEAST, what="the example of variable tracking")
 
     def build(size: int, rng: random.Random, index: int) -> TaskSample:
         example = _example(example_size, seed, rng)

@@ -21,7 +21,7 @@ from kvfold.serve.openai_format import ChatWriter, CompletionWriter, events, who
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
 from kvfold.serve.response_schemas import ChatCompletion, Completion
 from kvfold.serve.routes.hangup import unless_gone
-from kvfold.serve.workers import WorkerJob
+from kvfold.serve.worker_threads import WorkerJob
 
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}

@@ -19,7 +19,7 @@ from kvfold.serve.request_schemas import CONTEXT_ID, ContextRequest
 from kvfold.serve.response_schemas import ContextDeleted, ContextDetail, ContextInfo, ContextList
 from kvfold.serve.routes.hangup import unless_gone
 from kvfold.serve.stored_context import StoredContext
-from kvfold.serve.workers import WorkerJob
+from kvfold.serve.worker_threads import WorkerJob
 
 JSON, FORM = "application/json", "multipart/form-data"
 NAME = Annotated[str, Path(pattern=CONTEXT_ID)]

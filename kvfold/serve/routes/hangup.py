@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from kvfold.serve.workers import WorkerJob
+from kvfold.serve.worker_threads import WorkerJob
 
 Result = TypeVar("Result")
 

@@ -58,8 +58,8 @@ def check_plain(file: ContextFile) -> None:
     That is quantized, pruned or paired entries, layers other than full attention, and moved keys.
     """
     header = file.header
-    for part in header.layers:
-        foreign = set(part.by_head) - PLAIN[part.store] - set(BY_HEAD)
+    for saved in header.layers:
+        foreign = set(saved.by_head) - PLAIN[saved.store] - set(BY_HEAD)
         if foreign:
             raise KvfoldError(
                 f"{header.method} stores entries encoded ({', '.join(sorted(foreign))}), and "
@@ -75,19 +75,19 @@ def check_plain(file: ContextFile) -> None:
         raise KvfoldError(f"keys were moved by {header.rope.moved} positions already")
 
 
-def entries(file: ContextFile, part: LayerHeader, heads: range) -> LayerEntries:
+def entries(file: ContextFile, saved: LayerHeader, heads: range) -> LayerEntries:
     """The stored entries of KV heads `heads` of a layer."""
-    names = [name for name in part.by_head if name not in BY_HEAD]
+    names = [name for name in saved.by_head if name not in BY_HEAD]
     by_head: Named = {
-        name: [file.tensor(f"layers.{part.index}.{name}.{head}") for head in heads]
+        name: [file.tensor(f"layers.{saved.index}.{name}.{head}") for head in heads]
         for name in names
     }
     store: DenseStore | RaggedStore
-    if part.store == "dense":
-        store = DenseStore.from_named(by_head, len(heads), part.dead)
+    if saved.store == "dense":
+        store = DenseStore.from_named(by_head, len(heads), saved.dead)
         keys, values = store.keys, store.values
     else:
-        store = RaggedStore.from_named(by_head, len(heads), Encode(), part.new, part.first_new)
+        store = RaggedStore.from_named(by_head, len(heads), Encode(), saved.new, saved.first_new)
         keys, values = store.dense()
     return LayerEntries(keys[0], values[0], store.positions[0])
 
@@ -99,17 +99,17 @@ def pages(
     check_plain(file)
     header = file.header
     kept = votes(file) if counts.lost else torch.zeros(header.seen)
-    for part, count in zip(header.layers, counts.layers, strict=True):
-        held = entries(file, part, range(len(part.kept))[heads])
-        keys = meta_model.move(part.index, held.keys, counts.count - header.seen)
-        sinks = _moving_sinks(file, part)
+    for saved, count in zip(header.layers, counts.layers, strict=True):
+        held = entries(file, saved, range(len(saved.kept))[heads])
+        keys = meta_model.move(saved.index, held.keys, counts.count - header.seen)
+        sinks = _moving_sinks(file, saved)
         if sinks:
             # As in the cache: sinks are moved up to the oldest recent token.
             first = (held.places >= 0) & (held.places < sinks)
-            up = meta_model.move(part.index, held.keys, counts.count - part.kept[0])
+            up = meta_model.move(saved.index, held.keys, counts.count - saved.kept[0])
             keys = torch.where(first[..., None], up, keys)
         slots = voted(kept, held.places, count)[..., None]
-        yield LayerPages(part.index, _chosen(keys, slots), _chosen(held.values, slots))
+        yield LayerPages(saved.index, _chosen(keys, slots), _chosen(held.values, slots))
 
 
 def _chosen(rows: Tensor, slots: Tensor) -> Tensor:
@@ -118,9 +118,9 @@ def _chosen(rows: Tensor, slots: Tensor) -> Tensor:
     return chosen.transpose(0, 1).contiguous()
 
 
-def _moving_sinks(file: ContextFile, part: LayerHeader) -> int:
+def _moving_sinks(file: ContextFile, saved: LayerHeader) -> int:
     """Number of sinks whose keys the file holds unmoved, as the cache re-indexes positions."""
-    if part.store != "dense" or "positions" not in part.by_head:
+    if saved.store != "dense" or "positions" not in saved.by_head:
         return 0
     stages = parse(file.header.method).stages()
     return stages.forced.sinks if stages.positions == "reindex" else 0

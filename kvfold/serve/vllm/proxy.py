@@ -21,7 +21,7 @@ from kvfold.serve.errors import ApiError, invalid
 from kvfold.serve.request_schemas import AnswerRequest, ChatRequest, CompletionRequest
 from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
-from kvfold.serve.vllm.chat import chunks, message
+from kvfold.serve.vllm.chat_completions import chunks, message
 from kvfold.serve.vllm.request import ContextPrompt
 
 VERBS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]

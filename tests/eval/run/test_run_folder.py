@@ -32,7 +32,7 @@ from kvfold.hf.chat_template import token_count
 from kvfold.jobs import executor as workers
 from kvfold.jobs.executor import WorkerDied, here, in_parallel
 from kvfold.jobs.processes import processes
-from kvfold.report.load import load
+from kvfold.report.load import load_results
 from kvfold.report.tables import to_csv
 from tests.helpers.evaluation import Setting, record, wanted, words
 
@@ -472,7 +472,7 @@ def test_records_from_python_are_rows_of_a_table(setting, tmp_path):
     assert 0 < small["kept"] < 0.5 and small["difference.samples"] == 2
     (reason,) = small["errors"]
     assert reason.startswith(f"{tmp_path / 'own.jsonl'}:3: field 'question'")
-    text = to_csv(load([tmp_path / "out"]))
+    text = to_csv(load_results([tmp_path / "out"]))
     assert next(iter(csv.DictReader(io.StringIO(text)))).keys() == found[0].keys()
     # It goes on where it was: nothing is run again.
     before = (tmp_path / "out" / "samples.jsonl").read_bytes()

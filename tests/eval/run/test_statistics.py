@@ -24,7 +24,7 @@ from kvfold.eval.run.cell_result import cell_result
 from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.plan import TaskSamples, contenders, streams, written
 from kvfold.eval.run.run_folder import samples_file, summarize
-from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, ScoredAnswer, digest
+from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, ScoredAnswer, sample_digest
 from kvfold.eval.run.statistics import PERPLEXITY, breakdown, difference, estimate
 from kvfold.eval.tasks import SampleRequest, UnreadableSample, tasks
 from tests.helpers.evaluation import HELD, outcome, record
@@ -379,9 +379,9 @@ def test_a_digest_changes_with_all_that_a_score_rests_on():
         UnreadableSample("file:1", "no JSON"),
         UnreadableSample("file:1", "no object"),
     ]
-    assert len({digest(each) for each in changed}) == len(changed)
-    assert digest(sample) == digest(replace(sample, metadata={"depth": 1}, index=5))
-    assert digest(changed[-1]) == digest(replace(changed[-1], where="file:2"))
+    assert len({sample_digest(each) for each in changed}) == len(changed)
+    assert sample_digest(sample) == sample_digest(replace(sample, metadata={"depth": 1}, index=5))
+    assert sample_digest(changed[-1]) == sample_digest(replace(changed[-1], where="file:2"))
 
 
 def test_what_only_compresses_prompts_is_left_out_of_a_stream():

@@ -18,7 +18,7 @@ from kvfold.eval.metrics import named
 from kvfold.eval.tasks import SampleRequest, TaskSample, UnreadableSample, families, select, tasks
 from kvfold.eval.tasks import needle as needles
 from kvfold.eval.tasks.generated import tokens
-from kvfold.eval.tasks.length import largest
+from kvfold.eval.tasks.haystack_size import largest_haystack
 from kvfold.eval.tasks.longbench_prompts import MAX_NEW_TOKENS, PROMPTS
 
 ALL = tasks()
@@ -351,12 +351,12 @@ def test_the_search_for_a_size_ends_and_finds_the_largest():
             calls.append(n)
             return base + int(slope * n)
 
-        best = largest(size, limit, 1)
+        best = largest_haystack(size, limit, 1)
         assert size(best) <= limit < size(best + 1)
         assert len(calls) < 40
-        assert largest(size, limit, 1, 7) == min(best, 7)
+        assert largest_haystack(size, limit, 1, 7) == min(best, 7)
     with pytest.raises(KvfoldError, match="100 tokens cannot hold a haystack, which takes at"):
-        largest(lambda n: 101, 100, 1, what="a haystack")
+        largest_haystack(lambda n: 101, 100, 1, what="a haystack")
 
 
 def test_windows_of_a_book_follow_each_other(tmp_path):

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from kvfold.errors import KvfoldError
-from kvfold.serve.vllm.per_layer.sizes import VARIABLE, parse
+from kvfold.serve.vllm.per_layer.sizes import VARIABLE, parse_parts
 
 CONNECTOR = "PartsConnector"
 BACKEND = "kvfold.serve.vllm.per_layer.backend.PartBackend"
@@ -30,7 +30,7 @@ def register() -> None:
 
     from kvfold.serve.vllm.per_layer.pages import PartManager, PartSpec
 
-    parts = parse(text)
+    parts = parse_parts(text)
     if not current_platform.is_cpu():
         raise KvfoldError(f"{VARIABLE} changes the CPU's attention only: leave it out on a GPU")
     # vLLM registers its own specs only if none is registered yet.

@@ -28,7 +28,7 @@ class Parts:
     @classmethod
     def of(cls, text: str, block: int) -> Parts:
         """From the variable's text; raises KvfoldError for anything but numbers in (0, 1]."""
-        return cls(parse(text), block)
+        return cls(parse_parts(text), block)
 
     def level(self, header: Header) -> EntryCounts:
         """The largest counts for which every layer keeps enough entries.
@@ -49,7 +49,7 @@ class Parts:
         return EntryCounts.checked(header, 0, (0,) * len(least))
 
 
-def parse(text: str) -> tuple[float, ...]:
+def parse_parts(text: str) -> tuple[float, ...]:
     """Parts from a text like "1,0.5"; raises KvfoldError for anything but numbers in (0, 1]."""
     try:
         parts = tuple(float(word) for word in text.split(","))

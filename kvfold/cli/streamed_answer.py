@@ -54,7 +54,7 @@ class TokenTimer:
         return (self.times[-1] - self.times[0]) / steps if steps > 0 else None
 
 
-def answer(
+def streamed_answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ids: Tensor,

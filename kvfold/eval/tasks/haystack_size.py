@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvfold.errors import KvfoldError
 
 
-def largest(
+def largest_haystack(
     size: Callable[[int], int], limit: int, least: int, most: int | None = None, what: str = "it"
 ) -> int:
     """The largest n found from `least` to `most` with `size(n)` at most `limit` tokens.

@@ -18,7 +18,7 @@ from kvfold.serve.errors import ApiError
 NEWEST = 0.2
 
 
-class Workers:
+class WorkerThreads:
     """`count` threads, and a queue of at most `queue` jobs that wait for one.
 
     `seconds` is a moving mean of a job's duration, for `Retry-After`.
@@ -115,7 +115,7 @@ class Workers:
 class Reservation:
     """A place in the queue, reserved by a request until its job is queued."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: WorkerThreads) -> None:
         self._workers, self._taken = workers, True
 
     def release(self) -> None:
@@ -137,7 +137,7 @@ class WorkerJob:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerThreads,
         work: Callable[[Callable[[Any], None], Event], Any],
         reservation: Reservation,
     ) -> None:
