@@ -45,7 +45,7 @@ The formulas of the pages use these.
 | `Q[q, i]`, `k[h, t]`, `v[h, t]` | query, key and value |
 | `o[q, i]` | attention output: `Σ_t A[q, i, t]·v[h, t]` |
 | `s[h, t]` | score of an entry: each KV head keeps the highest |
-| `n` | entries that a head has, the newest is `n − 1` |
+| `n` | tokens read so far; the newest is `n − 1` |
 | `b`, `size[l]`, `size[h]` | entries that a head keeps, in layer l, or in KV head h |
 | `mean size` | the budget: entries per layer and KV head on average |
 | `window` | the last `window` queries, or their number |

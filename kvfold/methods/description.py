@@ -112,6 +112,7 @@ def observed(stages: Stages) -> str:
     parts = ["attention sums"] if needs.column_sums else []
     parts += ["their squares"] if needs.column_squares else []
     parts += ["the text being repeated"] if needs.reconstruction else []
+    parts += ["the newest queries"] if stages.token_pruning else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
     return " and ".join(parts) or NOTHING

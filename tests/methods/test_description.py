@@ -65,6 +65,9 @@ def test_steps_of_an_encoding_and_of_a_method_that_only_merges() -> None:
     stages, alone = stages_of(parse("merge"))
     assert not alone and [step.stage for step in steps(stages)] == ["merge"]
     assert steps(parse("full").stages()) == []
+    pruning = steps(parse("pyramidinfer").stages())
+    assert [step.stage for step in pruning] == ["observe", "token pruning"]
+    assert pruning[0].about == "the newest queries"
 
 
 def test_stages_in_words() -> None:
