@@ -11,7 +11,7 @@ from links import ROOT
 from kvfold.eval.run.cell import FULL, TRUNCATED
 from kvfold.methods.base import Composition, Method, parse
 from kvfold.report.board import boards
-from kvfold.report.load import load
+from kvfold.report.load import load_results
 from kvfold.report.summary import ReportRow
 from kvfold.report.tables import COLUMNS, by_budget, cells
 
@@ -44,7 +44,7 @@ def section(cls: type[Method]) -> str:
 @cache
 def _leaderboard() -> dict[str, list[ReportRow]]:
     """Rows over all tasks by protocol, as in the report's first tables."""
-    found = boards(load([RESULTS / "records.jsonl"]))
+    found = boards(load_results([RESULTS / "records.jsonl"]))
     return {board.protocol: by_budget(board.overall()) for board in found}
 
 
@@ -57,7 +57,7 @@ def _comparisons() -> list[str]:
 @cache
 def _compared(name: str) -> frozenset[type[Method]]:
     """Method classes in one comparison."""
-    texts = {result.cell.method for result in load([RESULTS / name / "records.jsonl"])}
+    texts = {result.cell.method for result in load_results([RESULTS / name / "records.jsonl"])}
     return frozenset(cls for text in texts for cls in _classes(text))
 
 
