@@ -1,16 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What objects print of themselves: a few lines, and more on demand."""
+"""What stats count and print: bytes, sizes of heads, layers on demand."""
+
+from __future__ import annotations
 
 import pytest
 import torch
 
 import kvfold
 from kvfold import CompressedCache
-from tests.helpers.models import build, prompts
+from tests.helpers.budgets import (
+    compressed,
+)
+from tests.helpers.caches import (
+    PADDED,
+    decode,
+    kept,
+    reachable_bytes,
+    start,
+)
+from tests.helpers.models import build, continuation, prompts
 from tests.helpers.tokenizers import WORDS, word_tokenizer
+from tests.helpers.truth import Reader, stock_cache
 
 # Layers that are compressed: gemma3 here has as many with sliding windows.
 COMPRESSED = {"llama": 4, "gemma3": 2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", torch.float64)
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
@@ -52,3 +70,33 @@ def test_a_context_prints_in_a_line():
         f"Context(model=LlamaForCausalLM, method='snapkv', budget='40 tokens', "
         f"tokens={context.ids.shape[1]}, nbytes={context.stats().nbytes})"
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "gpt_neox"])
+def test_full_bytes_are_those_of_the_stock_cache(name):
+    model = build(name, torch.bfloat16)
+    reader = start(model, "snapkv:window=8", PADDED)
+    decode(reader, 3)
+    stock = Reader(model, stock_cache(model), prompts(PADDED)[1])
+    stock(prompts(PADDED)[0])
+    for token in continuation(3, 3).split(1, 1):
+        stock(token)
+    own = {i for i, x in enumerate(reader.cache.layers) if x in reader.cache.compressed_layers}
+    tensors = [x for i in own for x in (stock.cache.layers[i].keys, stock.cache.layers[i].values)]
+    assert reader.cache.stats().nbytes_full == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_a_small_budget_costs_few_bytes(model):
+    reader = Reader(model, compressed(model, "snapkv:window=8", 0.1))
+    reader(prompts((2000,))[0])
+    stats = reader.cache.stats()
+    assert kept(reader.cache) == [200]
+    assert stats.nbytes < 0.2 * stats.nbytes_full and stats.ratio < 0.2
+    assert reachable_bytes(reader.cache) < 0.2 * stats.nbytes_full
+
+
+def test_a_budget_in_bytes_is_not_exceeded(model):
+    cache = compressed(model, "knorm", "40000B")
+    Reader(model, cache)(prompts((300,))[0])
+    stats = cache.stats()
+    assert 0.9 * 40000 < stats.kv_bytes + stats.position_bytes <= 40000

@@ -13,7 +13,7 @@ import kvfold
 from tests.helpers.budgets import (
     compressed,
 )
-from tests.helpers.models import build, continuation, prompts
+from tests.helpers.models import continuation, prompts
 from tests.helpers.truth import Reader
 
 ALONE, PADDED = (64,), (64, 53, 24)
@@ -21,11 +21,6 @@ BATCHES = pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "pad
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 OVERSPENDING = ["pyramidkv_official:window=8"]  # it reproduces integers that overspend
 STATEFUL = ["h2o", "streaming_llm", "random", "snapkv:window=8", "tova"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
 
 
 def positions(cache: kvfold.CompressedCache) -> list[list[list[list[int]]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from kvfold.store.dense import DenseStore
@@ -41,11 +40,6 @@ def new_model(family: str = "llama", dtype: torch.dtype = torch.float32, **chang
     # Answers of words only, which are the same tokens when they are read again.
     model.generation_config.suppress_tokens = [0, 1, 2]
     return model
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 def state(layer: Any) -> dict[str, Any]:

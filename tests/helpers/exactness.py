@@ -11,10 +11,10 @@ from tests.helpers.budgets import (
     compressed,
     sums_columns,
 )
+from tests.helpers.caches import ALONE
 from tests.helpers.models import FAMILIES, continuation, prompts
 from tests.helpers.truth import MaskedDense, Reader, stock_cache, worst
 
-ALONE, PADDED = (64,), (64, 53, 24)
 # Their own attention rounds to float32 even in a float64 model, and is NaN there with padding.
 FLOAT32_ONLY = ("gemma2",)
 

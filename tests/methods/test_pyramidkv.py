@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.helpers.budgets import SMALL
+from tests.helpers.budgets import (
+    SMALL,
+    compressed,
+)
 from tests.helpers.by_hand import (
     LAYERS,
     SHAPES,
@@ -18,6 +21,12 @@ from tests.helpers.by_hand import (
     pyramid,
     with_window,
 )
+from tests.helpers.caches import ALONE
+from tests.helpers.exactness import (
+    read_prompt,
+)
+from tests.helpers.models import build
+from tests.helpers.truth import Reader
 
 
 def pyramid_of_the_code(tokens: int, budget: int, beta: int) -> list[int]:
@@ -54,3 +63,12 @@ def test_pyramidkv_keeps_fewer_towards_the_top(name, beta, heads, lengths):
     spec = f"{name}:window={WINDOW},beta={beta}"
     keep = of_layers(lambda tokens: schedule(tokens, SMALL, beta))
     assert_prefill(spec, SMALL, heads, lengths, keep)
+
+
+def test_pyramid_layers_differ_in_length():
+    ids, _ = read_prompt(ALONE)
+    model = build("llama")
+    cache = compressed(model, "pyramidkv:window=8")
+    Reader(model, cache)(ids)
+    lengths = [len(cache.positions(layer)[0][0]) for layer in range(4)]
+    assert len(set(lengths)) == 4 and sum(lengths) == 4 * SMALL

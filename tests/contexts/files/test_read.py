@@ -44,10 +44,14 @@ from kvfold.loading import load as load_model
 from kvfold.methods.base import preset, spelled_out
 from tests.helpers.commands import kvfold_command, refused
 from tests.helpers.contexts import DOCUMENT, KINDS, KIVI, QUESTION, new_model, state
-from tests.helpers.contexts import model as model
 from tests.helpers.tokenizers import WORDS, word_tokenizer
 
 EVERY = pytest.mark.parametrize("spec", KINDS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
 
 
 @pytest.fixture(scope="module")

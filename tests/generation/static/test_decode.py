@@ -3,50 +3,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, GenerationConfig
 
 import kvfold
-from kvfold import CompressedCache, KvfoldError, UnsupportedModel
+from kvfold import CompressedCache, KvfoldError
 from kvfold.cache.fork import fork
-from kvfold.cache.layer import CompressedLayer
-from kvfold.generation.static import ragged as segments
-from kvfold.kernels.quantized import attend_to_packed_segments, reads_packed
-from kvfold.kernels.reference import attend_with_column_sums
-from kvfold.kernels.static_buffers import attend_to_buffers
-from kvfold.store.buffer import GrowingBuffer
-from kvfold.store.dense import DenseStore
-from kvfold.store.quantized import Packing
-from kvfold.store.ragged import RaggedStore
 from tests.helpers.budgets import NAMED, compressed
+from tests.helpers.compiled import (
+    ALONE,
+    COMPILED,
+    DENSE,
+    ENCODED,
+    GREEDY,
+    HOLDING,
+    LOGITS,
+    PADDED,
+    both,
+    check_same,
+    graphs,
+    small,
+    where,
+)
 from tests.helpers.models import build, continuation, prompts
 
 # Each graph takes seconds to compile.
 pytestmark = pytest.mark.slow
-
-ALONE, PADDED = (64,), (64, 53, 24)
 BATCHES = pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
-DENSE = ["snapkv:window=8", "pyramidkv:window=8", "knorm", "full"]
 RAGGED = "adakv:window=8"
-ENCODED = [
-    "snapkv:window=8 + kivi:group=8,residual=8",
-    "think:queries=8,recent=8",
-    "minicache:block=8",
-]
-HOLDING = ["h2o", "tova", "d2o", "d2o:decide=head_mean", "roco", "streaming_llm_original"]
-# One graph without breaks, whose operations run one by one: quick to make.
-ONE_GRAPH = {"compile_config": CompileConfig(fullgraph=True, backend="eager", mode=None)}
-COMPILED = {"compile": True, **ONE_GRAPH}
-GREEDY = {"do_sample": False, "max_new_tokens": 12}
-LOGITS = {"return_dict_in_generate": True, "output_logits": True}
-
-
-def small(name: str, **changes: Any) -> Any:
-    return build(name, num_hidden_layers=2, **changes)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "phi3"])
@@ -60,54 +45,6 @@ def model():
     torch._dynamo.reset()
     counters.clear()
     return small("llama")
-
-
-def graphs() -> int:
-    """Graphs made since the counters were cleared, which must be whole."""
-    assert not counters["graph_break"]
-    return counters["stats"]["unique_graphs"]
-
-
-def both(model: Any, spec: str, lengths: tuple[int, ...] = ALONE, **options: Any) -> Any:
-    """Outputs and caches of the same prompts, eager and compiled."""
-    ids, mask = prompts(lengths)
-    caches = compressed(model, spec), compressed(model, spec)
-    if not {"max_length", "generation_config"} & options.keys():
-        options = {**GREEDY, **options}
-    outs = [
-        kvfold.generate(model, ids, cache=cache, attention_mask=mask, **how, **options)
-        for cache, how in zip(caches, ({}, COMPILED), strict=True)
-    ]
-    return outs, caches
-
-
-def where(cache: CompressedCache) -> list[Any]:
-    """Kept positions, as plain lists."""
-    layers = range(len(cache.states))
-    return [[[h.tolist() for h in row] for row in cache.positions(i)] for i in layers]
-
-
-def check_same(eager: CompressedCache, compiled: CompressedCache) -> None:
-    for layer in (*eager.states, *compiled.states):
-        if isinstance(layer.store, DenseStore) and layer.store.dead:
-            layer.copy_alive()  # one may be further from the next time than the other
-    assert compiled.get_seq_length() == eager.get_seq_length()
-    assert where(compiled) == where(eager)
-    mine, theirs = compiled.stats(), eager.stats()
-    for size in ("kv_bytes", "position_bytes", "state_bytes", "nbytes_full", "seen_per_row"):
-        assert getattr(mine, size) == getattr(theirs, size)
-    for one, other in zip(eager.states, compiled.states, strict=True):
-        entries = other.columns()[..., None] >= 0
-        for a, b in zip(one.stored().dense(), other.stored().dense(), strict=True):
-            torch.testing.assert_close(a * entries, b * entries, atol=1e-5, rtol=1e-5)
-        for name in ("sums", "squares", "merging", "capacity"):
-            of_one, of_other = getattr(one, name), getattr(other, name)
-            torch.testing.assert_close(of_other, of_one, atol=1e-5, rtol=1e-5)
-        for name in ("surplus", "turns", "evicted_at"):
-            assert getattr(other, name) == getattr(one, name)
-
-
-# --- the same tokens -------------------------------------------------------------------------
 
 
 @BATCHES
@@ -191,18 +128,6 @@ def test_entries_leave_as_they_do_eagerly(model, spec, lengths, budget):
     assert all(layer.stored().dead == 0 for layer in caches[1].states)
 
 
-@pytest.mark.parametrize("spec", ["kivi:group=8,residual=8", *ENCODED[1:]])
-def test_nothing_may_be_encoded_when_decoding_begins(model, spec):
-    ids = prompts((6,))[0]
-    caches = [CompressedCache(model, spec) for _ in range(2)]
-    outs = [
-        kvfold.generate(model, ids, cache=cache, do_sample=False, max_new_tokens=40, **how)
-        for cache, how in zip(caches, ({}, COMPILED), strict=True)
-    ]
-    assert torch.equal(*outs)
-    check_same(*caches)
-
-
 def test_what_is_protected_does_not_leave(model):
     ids = prompts(ALONE)[0]
     caches = [CompressedCache(model, "tova", 12, protect=[(0, 9)]) for _ in range(2)]
@@ -265,171 +190,6 @@ def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
         assert torch.equal(*outs)
 
 
-# --- everything that generate does -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", ["snapkv:window=8", RAGGED])
-def test_samples_are_the_same(model, spec):
-    ids, mask = prompts(PADDED)
-    outs = []
-    for how in ({}, COMPILED):
-        torch.manual_seed(3)
-        options = {"do_sample": True, "temperature": 0.8, "num_return_sequences": 2, **how}
-        cache = compressed(model, spec)
-        options |= {"attention_mask": mask, "max_new_tokens": 12}
-        outs.append(kvfold.generate(model, ids, cache=cache, **options))
-    assert outs[0].shape == (6, 76) and torch.equal(*outs)
-
-
-def test_the_end_token_ends_and_room_for_more_is_given_back(model):
-    (free, _), _ = both(model, "snapkv:window=8", PADDED)
-    end = free[0, 64 + 5].item()
-    outs, caches = both(
-        model, "snapkv:window=8", ALONE, eos_token_id=end, pad_token_id=0, max_new_tokens=900
-    )
-    assert torch.equal(*outs) and outs[0].shape[1] < 64 + 900
-    check_same(*caches)
-    assert caches[1].stats().slack_bytes < 2 * caches[0].stats().slack_bytes
-    outs, caches = both(
-        model, "snapkv:window=8", PADDED, eos_token_id=end, pad_token_id=0, max_new_tokens=12
-    )
-    assert torch.equal(*outs)
-    check_same(*caches)
-
-
-@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_new_tokens": 1},
-        {"max_new_tokens": 2},
-        {"max_new_tokens": None},
-        {"max_length": 70, "do_sample": False},
-        {"generation_config": GenerationConfig(max_new_tokens=7)},
-        {"prefill_chunk": 10},
-        {"repetition_penalty": 1.3, "min_new_tokens": 3},
-    ],
-    ids=str,
-)
-def test_options_of_generate_mean_the_same(model, options):
-    outs, caches = both(model, "snapkv:window=8", **options)
-    assert torch.equal(*outs)
-    check_same(*caches)
-
-
-def test_settings_of_the_model_count_where_the_call_has_none(model):
-    model.generation_config.max_new_tokens = 30
-    config = GenerationConfig(do_sample=False)
-    outs, _ = both(model, "snapkv:window=8", generation_config=config)
-    assert torch.equal(*outs) and outs[0].shape[1] == 64 + 30
-
-
-class Streamer:
-    """Keeps what it is told; fails when it was told `limit` tokens."""
-
-    def __init__(self, limit: int = 99) -> None:
-        self.told: list[int] = []
-        self.limit = limit
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.told += tokens.flatten().tolist()
-        if len(self.told) == 64 + self.limit:
-            raise RuntimeError("the line is dead")
-
-    def end(self) -> None:
-        self.told.append(-1)
-
-
-def test_tokens_are_streamed(model):
-    streamer = Streamer()
-    ids = prompts(ALONE)[0]
-    cache = compressed(model, "snapkv:window=8")
-    out = kvfold.generate(model, ids, cache=cache, streamer=streamer, **GREEDY, **COMPILED)
-    assert streamer.told == [*out[0].tolist(), -1]
-
-
-def test_after_an_error_the_cache_holds_what_was_read(model):
-    outs, (expected, _) = both(model, "snapkv:window=8", max_new_tokens=5)
-    cache = compressed(model, "snapkv:window=8")
-    ids = prompts(ALONE)[0]
-    with pytest.raises(RuntimeError, match="line is dead"):
-        kvfold.generate(model, ids, cache=cache, streamer=Streamer(5), **GREEDY, **COMPILED)
-    check_same(expected, cache)
-    text = torch.cat([outs[0], continuation(1, 9)], 1)
-    again = [kvfold.generate(model, text, cache=c, **GREEDY) for c in (expected, cache)]
-    assert torch.equal(*again)
-
-
-@pytest.mark.parametrize("spec", [RAGGED, ENCODED[0]])
-def test_a_cache_whose_step_broke_off_is_refused(model, spec, monkeypatch):
-    cache, ids = compressed(model, spec), prompts(ALONE)[0]
-    whole, calls = CompressedLayer.finish, []
-
-    def failing(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 2 + 4:  # in the last of two layers, two tokens after the prompt
-            raise MemoryError("no room")
-        whole(*args)
-
-    monkeypatch.setattr(CompressedLayer, "finish", failing)
-    with pytest.raises(MemoryError, match="no room"):
-        kvfold.generate(model, ids, cache=cache, **GREEDY, **COMPILED)
-    with pytest.raises(UnsupportedModel, match="make a new cache"):
-        kvfold.generate(model, torch.cat([ids, continuation(1, 9)], 1), cache=cache, **GREEDY)
-
-
-@pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", RAGGED])
-def test_a_step_that_failed_when_its_token_was_stored_is_not_read_on(model, spec):
-    calls: list[int] = []
-
-    def failing(graph: Any, _: Any) -> Any:
-        def run(*args: Any) -> Any:
-            out = graph.forward(*args)
-            calls.append(1)
-            if len(calls) == 3:
-                raise MemoryError("no room")
-            return out
-
-        return run
-
-    ids = prompts(ALONE)[0]
-    cache, whole = compressed(model, spec), compressed(model, spec)
-    text = kvfold.generate(model, ids, cache=whole, **(GREEDY | {"max_new_tokens": 3}))
-    text = torch.cat([text, continuation(1, 9)], 1)
-    name = f"failing_{id(calls)}"  # of a configuration only texts are taken
-    torch._dynamo.register_backend(failing, name=name)
-    once = {"compile_config": CompileConfig(fullgraph=True, backend=name, mode=None)}
-    with pytest.raises(MemoryError, match="no room"):
-        kvfold.generate(model, ids, cache=cache, compile=True, **once, **GREEDY)
-    for options in (GREEDY, GREEDY | COMPILED):
-        with pytest.raises(KvfoldError, match="stored its 1 tokens"):
-            kvfold.generate(model, text, cache=cache, **options)
-    if spec == "h2o":
-        with pytest.raises(KvfoldError, match="evicted"):
-            cache.crop(-1)
-        return
-    cache.crop(-1)
-    check_same(whole, cache)
-    again = [kvfold.generate(model, text, cache=c, **GREEDY) for c in (whole, cache)]
-    assert torch.equal(*again)
-
-
-def test_a_prompt_that_failed_when_it_was_stored_is_not_read_on(model):
-    def fail(*_: Any) -> None:
-        raise RuntimeError("broken")
-
-    cache, ids = compressed(model, "full"), prompts(ALONE)[0]
-    handle = model.lm_head.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="broken"):
-        kvfold.generate(model, ids, cache=cache, **GREEDY, **COMPILED)
-    handle.remove()
-    with pytest.raises(KvfoldError, match="stored its 64 tokens"):
-        kvfold.generate(model, torch.cat([ids, ids], 1), cache=cache, **GREEDY, **COMPILED)
-
-
-# --- one graph -------------------------------------------------------------------------------
-
-
 @BATCHES
 @pytest.mark.parametrize(
     "specs",
@@ -461,135 +221,6 @@ def test_the_default_compiler_gives_the_same_tokens(model, spec):
     # What the first step compiles while it runs, the second one compiles again.
     assert graphs() == (5 if spec == ENCODED[0] else 1)
     check_same(eager, compiled)
-
-
-# --- what is refused -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ("cam", "shares out"),
-        ("simlayerkv:when=first_decode", "may still compress"),
-        ("h2o:decode=append", "adds up attention"),
-        ("streaming_llm", "moves its sinks"),
-    ],
-)
-def test_methods_that_do_more_at_a_step_are_refused(model, spec, reason):
-    refused(model, spec, KvfoldError, reason)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "reason"),
-    [
-        ("gemma3", {"num_hidden_layers": 4}, "sliding window"),
-        ("qwen3_5", {"num_hidden_layers": 4}, "recurrent state"),
-        ("deepseek_v3", {}, "latents"),
-        ("mixtral", {}, "experts one by one"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
-            "rotary frequencies",
-        ),
-    ],
-)
-def test_models_that_one_graph_cannot_answer_for_are_refused(name, changes, reason):
-    refused(build(name, **changes), "snapkv:window=8", UnsupportedModel, reason)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"num_beams": 2}, "beams"), ({"prompt_lookup_num_tokens": 3}, "assisted")],
-)
-def test_beams_and_assistants_are_refused(model, options, reason):
-    refused(model, "snapkv:window=8", KvfoldError, reason, **options)
-
-
-def refused(model: Any, spec: str, error: Any, reason: str, **options: Any) -> None:
-    cache = compressed(model, spec, 40)
-    with pytest.raises(error, match=reason):
-        kvfold.generate(model, prompts(ALONE)[0], cache=cache, **COMPILED, **GREEDY, **options)
-    assert cache.get_seq_length() == 0
-
-
-# --- the kernel ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 8)])
-def test_attention_to_buffers_is_the_reference_where_they_are_visible(softcap, sinks):
-    generator = torch.Generator().manual_seed(0)
-    query, keys, values = (
-        torch.randn(2, heads, length, 16, generator=generator)
-        for heads, length in ((8, 1), (2, 30), (2, 30))
-    )
-    visible = torch.rand(2, 2, 30, generator=generator) < 0.5
-    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sinks": sinks}
-    mask = visible.repeat_interleave(4, 1)[:, :, None]
-    expected, _ = attend_with_column_sums(query, keys, values, mask, **options)
-    for poisoned in (keys, values):
-        poisoned[~visible] = 1e4
-    got = attend_to_buffers(query, keys, values, visible, **options)
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 8)])
-@pytest.mark.parametrize("bits", [(4, 4), (2, 8)])
-def test_attention_to_what_is_packed_is_the_reference_on_what_it_stands_for(bits, softcap, sinks):
-    """Of keys and of values there are differently many packed."""
-    generator = torch.Generator().manual_seed(0)
-    query, keys, values = (
-        torch.randn(2, heads, length, 32, generator=generator)
-        for heads, length in ((8, 1), (2, 100), (2, 100))
-    )
-    every = torch.arange(100).expand(2, 2, 100)
-    encode = Packing(key_bits=bits[0], value_bits=bits[1], group=16, residual=48)
-    store = RaggedStore(keys, values, None, every, encode)
-    store.encode_due(decoding=False)
-    stored = store.segments()
-    assert reads_packed(stored)
-    assert (stored.keys.alive[0], stored.values.alive[0]) == (4, 48)
-    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sinks": sinks}
-    expected, _ = attend_with_column_sums(query, *store.dense(), None, **options)
-    got = attend_to_packed_segments(query, stored, backend="eager", **options)
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
-
-
-def test_packed_entries_of_half_precision_are_summed_up_in_full():
-    generator = torch.Generator().manual_seed(0)
-    query, keys, values = (
-        torch.randn(1, heads, length, 32, generator=generator).bfloat16()
-        for heads, length in ((4, 1), (2, 100), (2, 100))
-    )
-    every = torch.arange(100).expand(1, 2, 100)
-    store = RaggedStore(keys, values, None, every, Packing(group=16, residual=48))
-    store.encode_due(decoding=False)
-    decoded = [entries.float() for entries in store.dense()]
-    expected, _ = attend_with_column_sums(query.float(), *decoded, None, scale=0.3)
-    options: dict[str, Any] = {"scale": 0.3, "softcap": None, "sinks": None}
-    got = attend_to_packed_segments(query, store.segments(), backend="eager", **options)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)
-
-
-def test_what_is_packed_is_read_so(model, monkeypatch):
-    def never(*args: object, **options: object) -> None:
-        raise AssertionError("entries were unpacked")
-
-    monkeypatch.setattr(segments, "attend_to_segments", never)
-    outs, caches = both(model, ENCODED[0], max_new_tokens=30)
-    assert torch.equal(*outs)
-    check_same(*caches)
-
-
-@pytest.mark.parametrize("room", [5, 500])
-def test_room_holds_nothing_that_could_spoil_a_sum(room):
-    grown = GrowingBuffer(torch.ones(1, 2, 30, 4))
-    grown.reserve(0)[:, :, 30:] = torch.nan
-    buffer = grown.reserve(room)
-    assert buffer.shape[2] >= 30 + room and buffer.is_contiguous()
-    assert buffer.sum() == 1 * 2 * 30 * 4 and torch.equal(grown.rows, buffer[:, :, :30])
 
 
 def test_a_forward_that_torch_compiled_itself_gives_the_same():

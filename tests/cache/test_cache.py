@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache that is reset, saved, frozen or cropped, and what it refuses to take back."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+import kvfold
+from tests.helpers.budgets import (
+    compressed,
+    moves,
+)
+from tests.helpers.caches import (
+    ALONE,
+    PADDED,
+    STATEFUL,
+    ask,
+    bits,
+    counted_bytes,
+    decode,
+    positions,
+    reachable_bytes,
+    same,
+    start,
+)
+from tests.helpers.models import build, continuation, prompts
+from tests.helpers.truth import Reader
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", torch.float64)
+
+
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices"])
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("spec", ["roco:decode=append + adakv", "h2o:decode=append + adakv"])
+def test_column_sums_of_heads_of_their_own_length_follow_their_rows(model, spec, change, row):
+    """Where the row with the longest head is dropped, all others' heads become shorter ones."""
+    ids, mask = prompts(PADDED)
+    steps = continuation(2, 4).split(1, 1)
+    reader = start(model, spec, PADDED)
+    straight = Reader(model, compressed(model, spec), mask[[row, row]])
+    straight(ids[[row, row]])
+    getattr(reader.cache, change)(torch.tensor([row, row]))
+    reader.mask = reader.mask[[row, row]]
+    for piece in (*steps, continuation(2, 9, seed=5)):
+        torch.testing.assert_close(reader(piece), straight(piece), atol=1e-6, rtol=0)
+    assert positions(reader.cache) == positions(straight.cache)
+    assert counted_bytes(reader.cache) == reachable_bytes(reader.cache)
+
+
+def test_a_reset_cache_is_as_new(model):
+    reader = start(model, "h2o", PADDED)
+    expected = decode(start(model, "h2o"))
+    reader.cache.reset()
+    again = Reader(model, reader.cache)
+    again(prompts(ALONE)[0])
+    assert same(decode(again), expected)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in STATEFUL if not moves(spec)])
+def test_a_saved_cache_continues_like_the_original(model, spec):
+    reader = start(model, spec, PADDED)
+    file = io.BytesIO()
+    torch.save(reader.cache, file)
+    file.seek(0)
+    second = Reader(model, torch.load(file, weights_only=False), reader.mask)
+    second.started = True
+    assert same(decode(second), decode(reader))
+    assert positions(second.cache) == positions(reader.cache)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "deepseek_v3", "llama4"])
+def test_questions_leave_a_frozen_cache_as_it_was_in_unusual_families(name):
+    model = build(name, torch.float64)
+    reader, untouched = (start(model, "snapkv:window=8", PADDED) for _ in range(2))
+    first = ask(reader, seed=1)
+    assert torch.equal(ask(reader, seed=1), first)
+    assert same(decode(reader), decode(untouched))
+    assert positions(reader.cache) == positions(untouched.cache)
+
+
+def test_questions_leave_a_frozen_hybrid_cache_as_it_was_or_are_refused():
+    model = build("qwen3_5", torch.float64)
+    reader, untouched = (start(model, "snapkv:window=8") for _ in range(2))
+    try:
+        first = ask(reader, seed=1)
+    except kvfold.KvfoldError:
+        return
+    assert torch.equal(ask(reader, seed=1), first)
+    assert same(decode(reader), decode(untouched))
+
+
+def test_after_a_frozen_block_sliding_layers_slide_again():
+    model = build("gemma3")
+    reader = start(model, "snapkv:window=8")
+    ask(reader, seed=1)
+    decode(reader, 20)
+    assert reader.cache.layers[0].keys.shape[2] == 15  # window 16: this token and 15 before it
+
+
+def test_taking_back_evicted_tokens_is_refused_and_changes_nothing(model):
+    for spec in ("snapkv:window=8", "knorm:skip_layers=0", "pyramidkv:window=8"):
+        reader = start(model, spec, budget=30)
+        before, where = bits(reader.cache), positions(reader.cache)
+        with pytest.raises(kvfold.KvfoldError, match="evicted"):
+            reader.cache.crop(-30)
+        assert reader.cache.get_seq_length() == 64
+        assert [layer.get_seq_length() for layer in reader.cache.layers] == [64] * 4
+        assert positions(reader.cache) == where and same(bits(reader.cache), before)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes of generation: chunks, sampling, beams and assistants, as transformers' own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+import kvfold
+from kvfold.generation.generate import read_turn
+from kvfold.hf.versions import ASSISTED_FROM
+from tests.helpers.budgets import (
+    COMPRESSING,
+    HOLDING,
+    SMALL,
+    compressed,
+)
+from tests.helpers.caches import (
+    ALONE,
+    BATCHES,
+    GREEDY,
+    PADDED,
+    go_on,
+    kept,
+    positions,
+)
+from tests.helpers.models import build, continuation, prompts
+from tests.helpers.truth import Reader, stock_cache
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", torch.float64)
+
+
+@pytest.mark.parametrize("helper", [{"prefill_chunk": 10}, {"num_beams": 2, "prefill_chunk": 10}])
+def test_padding_is_found_without_a_mask_too(model, helper):
+    """transformers takes the pad tokens of a prompt for padding when no mask is given."""
+    ids, mask = prompts(PADDED)
+    options = {**GREEDY, **helper}
+    told, untold = (compressed(model, "snapkv:window=8") for _ in range(2))
+    expected = kvfold.generate(model, ids, cache=told, attention_mask=mask, **options)
+    assert torch.equal(kvfold.generate(model, ids, cache=untold, **options), expected)
+    assert positions(untold) == positions(told)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gpt_oss", "gemma3n", "qwen3_5"])
+def test_chunks_equal_one_shot_in_unusual_families(name):
+    ids, mask = prompts(PADDED)
+    model = build(name, torch.float64)
+    whole, pieces = (compressed(model, "snapkv:window=8") for _ in range(2))
+    expected = kvfold.generate(model, ids, cache=whole, attention_mask=mask, **GREEDY)
+    options = {"attention_mask": mask, "prefill_chunk": 10, **GREEDY}
+    assert torch.equal(kvfold.generate(model, ids, cache=pieces, **options), expected)
+    assert positions(pieces) == positions(whole)
+
+
+MODES = {
+    "beams": {"num_beams": 3, "do_sample": False},
+    "beams, three answers": {"num_beams": 3, "num_return_sequences": 3, "do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8},
+    "three samples": {"do_sample": True, "num_return_sequences": 3},
+}
+
+
+@BATCHES
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_with_budget_to_spare_are_stock(mode, lengths):
+    ids, mask = prompts(lengths)
+    model = build("llama")
+    options = {"attention_mask": mask, "max_new_tokens": 10, **MODES[mode]}
+    torch.manual_seed(3)
+    expected = model.generate(ids, past_key_values=stock_cache(model), **options)
+    for chunk in (None, 10):
+        torch.manual_seed(3)
+        cache = compressed(model, "snapkv:window=8", 1.0)
+        got = kvfold.generate(model, ids, cache=cache, prefill_chunk=chunk, **options)
+        assert torch.equal(got, expected)
+
+
+@BATCHES
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "streaming_llm"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_run_with_small_budgets_and_twice_the_same(model, spec, mode, lengths):
+    ids, mask = prompts(lengths)
+    options = {"attention_mask": mask, "max_new_tokens": 10, **MODES[mode]}
+    outs = []
+    for chunk in (None, 16):
+        torch.manual_seed(3)
+        cache = compressed(model, spec)
+        outs.append(kvfold.generate(model, ids, cache=cache, prefill_chunk=chunk, **options))
+        expected = SMALL if spec in HOLDING else SMALL + 9
+        assert kept(cache) == [expected]
+    rows = len(lengths) * MODES[mode].get("num_return_sequences", 1)
+    assert outs[0].shape == (rows, 74) and torch.equal(*outs)
+
+
+def test_one_beam_of_several_is_the_greedy_answer_of_its_own_row(model):
+    """Beams reorder rows at every step: a cache that does not follow answers for another row."""
+    ids, _ = prompts(ALONE)
+    cache = compressed(model, "tova")
+    options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 10}
+    out = kvfold.generate(
+        model, ids, cache=cache, output_scores=True, return_dict_in_generate=True, **options
+    )
+    # The score that beam search reports, from reading its answer with one beam's cache alone.
+    reader = Reader(model, compressed(model, "tova"))
+    steps = [reader(ids)[:, -1]]
+    steps += [reader(token)[:, -1] for token in out.sequences[:, 64:-1].split(1, 1)]
+    chosen = out.sequences[0, 64:]
+    score = sum(s.log_softmax(-1)[0, t] for s, t in zip(steps, chosen, strict=True)) / 10
+    torch.testing.assert_close(out.sequences_scores[0].double(), score, atol=1e-4, rtol=0)
+
+
+def test_beams_go_on_from_an_earlier_turn(model):
+    outs = []
+    for chunk in (None, 10):
+        cache = compressed(model, "snapkv:window=8", 0.3)
+        text = go_on(model, prompts(ALONE)[0], cache)
+        text = torch.cat([text, continuation(1, 20)], 1)
+        outs.append(go_on(model, text, cache, prefill_chunk=chunk, num_beams=3, max_new_tokens=6))
+        assert kept(cache) == [math.floor(0.3 * 92) + 5]
+    assert torch.equal(*outs)
+
+
+assisted = pytest.mark.skipif(
+    Version(transformers.__version__) < ASSISTED_FROM, reason="refused by this transformers"
+)
+
+
+@assisted
+@pytest.mark.parametrize("spec", COMPRESSING)
+@pytest.mark.parametrize("helper", ["prompt lookup", "assistant"])
+def test_assisted_is_greedy_on_the_same_frozen_cache(model, spec, helper):
+    ids = prompts((30,))[0].repeat(1, 2)  # repeats itself, so that lookup finds something
+    by_hand, cache = compressed(model, spec), compressed(model, spec)
+    reader = Reader(model, by_hand)
+    reader(ids[:, :-1])
+    with by_hand.frozen():
+        expected = model.generate(ids, past_key_values=by_hand, do_sample=False, max_new_tokens=16)
+    assistant = build("llama", torch.float64, num_hidden_layers=2)
+    options = {"prompt lookup": {"prompt_lookup_num_tokens": 3}, "assistant": {}}[helper]
+    if helper == "assistant":
+        options["assistant_model"] = assistant
+    got = kvfold.generate(model, ids, cache=cache, do_sample=False, max_new_tokens=16, **options)
+    assert torch.equal(got, expected)
+
+
+@assisted
+@pytest.mark.parametrize(("spec", "budget"), [("kvzip", 60), ("pyramidinfer", None)])
+def test_assistance_follows_a_method_s_own_forwards(spec, budget):
+    model, tokenizer = kvfold.bundled_model()
+    ids = tokenizer("Here we go again. " * 12, return_tensors="pt").input_ids
+    by_hand, cache = (
+        kvfold.CompressedCache(model, spec, budget, tokenizer=tokenizer) for _ in range(2)
+    )
+    last = ids.shape[1] - 1
+    with torch.no_grad():
+        read_turn(model, by_hand, ids[:, :last], None, last, last)
+    greedy = {"do_sample": False, "max_new_tokens": 8}
+    with by_hand.frozen():
+        expected = model.generate(ids, past_key_values=by_hand, **greedy)
+    if spec == "pyramidinfer":
+        with pytest.raises(kvfold.KvfoldError, match="in one piece"):
+            kvfold.generate(
+                model, ids, cache=cache, prompt_lookup_num_tokens=3, prefill_chunk=9, **greedy
+            )
+        assert cache.get_seq_length() == 0
+    got = kvfold.generate(model, ids, cache=cache, prompt_lookup_num_tokens=3, **greedy)
+    assert torch.equal(got, expected)
+
+
+@assisted
+def test_assistance_works_with_sliding_layers():
+    model = build("gemma3", torch.float64)
+    ids = prompts((30,))[0].repeat(1, 2)
+    by_hand, cache = compressed(model, "snapkv:window=8"), compressed(model, "snapkv:window=8")
+    Reader(model, by_hand)(ids[:, :-1])
+    with by_hand.frozen():
+        expected = model.generate(ids, past_key_values=by_hand, do_sample=False, max_new_tokens=16)
+    options = {"do_sample": False, "max_new_tokens": 16, "prompt_lookup_num_tokens": 3}
+    assert torch.equal(kvfold.generate(model, ids, cache=cache, **options), expected)
