@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`docs/generate/`: links rewritten for the site, and pages as Markdown, without building it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import kvfold
+
+FOLDER = Path(__file__).parents[2] / "docs" / "generate"
+
+
+@pytest.fixture
+def module() -> Iterator[Callable[[str], ModuleType]]:
+    """A function that imports a module of the folder; all are forgotten after the test."""
+    known = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+
+    def imported(name: str) -> ModuleType:
+        return import_module(name)
+
+    yield imported
+    sys.path.remove(str(FOLDER))
+    for path in FOLDER.glob("*.py"):
+        if path.stem not in known:
+            sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "page", "link", "expected"),
+    [
+        ("README.md", "index.md", "docs/auto.md", "auto.md"),
+        ("README.md", "index.md", "CONTRIBUTING.md", "contributing.md"),
+        ("README.md", "index.md", "docs/results", "results/README.md"),
+        ("docs/python.md", "python.md", "../README.md", "index.md"),
+        ("docs/python.md", "python.md", "cli.md#files", "cli.md#files"),
+        ("docs/results/README.md", "results/README.md", "../inspect.md", "../inspect.md"),
+        ("docs/results/README.md", "results/README.md", "index.html", "index.html"),
+        (
+            "docs/results/README.md",
+            "results/README.md",
+            "../../kvfold/bundled/README.md",
+            "https://github.com/kvfold/kvfold/blob/main/kvfold/bundled/README.md",
+        ),
+        ("README.md", "index.md", "examples/", "https://github.com/kvfold/kvfold/tree/main/examples"),
+        ("README.md", "index.md", "https://keepachangelog.com/en/1.1.0/", None),
+        ("README.md", "index.md", "#methods", None),
+    ],
+)  # fmt: skip
+def test_links_lead_to_pages_or_to_the_repository(module, file, page, link, expected) -> None:
+    text = f"See [that]({link}), ![it]({link})."
+    assert module("links").for_site(text, file, page) == text.replace(link, expected or link)
+
+
+def test_a_page_of_a_method_has_all_its_sections(module, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its rows take seconds; `test_site.py` compares them.
+    monkeypatch.setattr(module("leaderboard"), "section", lambda cls: f"rows of {cls.__name__}")
+    page = module("method_pages").page(kvfold.SnapKV)
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert [line.removeprefix("## ") for line in headings] == [
+        "Formula", "Options", "Stages", "Composition", "Leaderboard",
+    ]  # fmt: skip
+    assert page.endswith("rows of SnapKV")
+    assert "`snapkv +` [`adakv`](adakv.md)" in page
+    assert "| `snapkv_official` | `window=64`, `kernel=5`, `pooling=avg` |" in page
+
+
+def test_a_method_that_holds_its_size_composes_further_with_decode_append(module) -> None:
+    page = " ".join(module("method_pages")._composition(kvfold.D2O))
+    assert "With its defaults it stands alone." in page
+    assert "`d2o:decode=append +` also" in page and "[`kivi`](kivi.md)" in page
+
+
+def test_the_reference_has_every_public_name(module) -> None:
+    pages = "".join(module("reference").pages().values())
+    methods = {cls.__name__ for cls in kvfold.list_methods().values()}
+    assert not {n for n in kvfold.__all__ if f"::: kvfold.{n}\n" not in pages} - methods
