@@ -16,7 +16,7 @@ import torch
 
 import kvfold
 from kvfold.eval import short_ruler
-from kvfold.hf.chat_template import Frame, token_count, token_ids
+from kvfold.hf.chat_template import PromptFrame, token_count, token_ids
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     arguments = parser.parse_args()
     model, tokenizer = kvfold.bundled_model()
-    frame = Frame.of(tokenizer)
+    frame = PromptFrame.of(tokenizer)
     count = partial(token_count, tokenizer)
     layers = range(model.config.num_hidden_layers)
     print("| tolerance | question | entries kept | " + " | ".join(f"layer {i}" for i in layers))

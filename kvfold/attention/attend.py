@@ -45,7 +45,12 @@ def attend_to_view(
         # The logical mask's part for the segments' newest columns.
         newest = None if mask is None else mask[..., seen - view.new : seen]
         out = attend_to_segments(
-            call.query, view, newest, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+            call.query,
+            view,
+            newest,
+            scale=call.scale,
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
         )
         return out.transpose(1, 2).contiguous(), None
     stored_mask = physical_mask(mask, view, call.query, seen, holes)
@@ -72,7 +77,7 @@ def attend_and_sum(
         squares=squares,
         scale=call.scale,
         softcap=call.softcap,
-        sinks=call.sinks,
+        sink_logits=call.sink_logits,
         counted=counted,
     )
     return out.transpose(1, 2).contiguous(), call._replace(sums=sums, squares=of_squares)
@@ -97,7 +102,7 @@ def attend_and_maximize(
         scored=scored,
         scale=call.scale,
         softcap=call.softcap,
-        sinks=call.sinks,
+        sink_logits=call.sink_logits,
         counted=counted,
     )
     return out.transpose(1, 2).contiguous(), call._replace(maxima=maxima)
@@ -120,12 +125,18 @@ def attend_and_watch_row(
             hidden,
             scale=call.scale,
             softcap=call.softcap,
-            sinks=call.sinks,
+            sink_logits=call.sink_logits,
         )
         return out.transpose(1, 2), AttentionCall(*call[:6], row)
     other = call.key[:, :, predicted : predicted + 1]
     out, row, products = attend_beside(
-        call.query, call.key, call.value, hidden, other, scale=call.scale, sinks=call.sinks
+        call.query,
+        call.key,
+        call.value,
+        hidden,
+        other,
+        scale=call.scale,
+        sink_logits=call.sink_logits,
     )
     eviction = PredictedEviction(predicted, products)
     return out.transpose(1, 2), AttentionCall(*call[:6], row, predicted=eviction)
@@ -140,7 +151,7 @@ def _dense(
         assert not isinstance(view, RaggedView)
         return call.key, call.value, physical_mask(mask, view, call.query, seen)
     key, value = store.dense()
-    return key, value, physical_mask(mask, store.positions, call.query, seen)
+    return key, value, physical_mask(mask, store.columns, call.query, seen)
 
 
 def _hidden(

@@ -29,7 +29,7 @@ class AttentionCall(NamedTuple):  # made in every layer of every step
     value: Tensor  # [B, H, T, Dv]
     scale: float  # of the logits
     softcap: float | None = None
-    sinks: Tensor | None = None  # [Hq], sink logits
+    sink_logits: Tensor | None = None  # [Hq], sink logits
     row: Tensor | None = None  # [B, Hq, 1, T], weights of a single query
     sums: Tensor | None = None  # [B, H, T], column sums
     squares: Tensor | None = None  # [B, H, T], column sums of squares

@@ -32,7 +32,7 @@ class AttendingLayer(Protocol):
     """A cache layer that computes the attention over what it stores."""
 
     shared: bool  # later layers attend to its entries as well
-    latents: bool  # keys are made from its entries, inside the forward
+    caches_latents: bool  # keys are made from its entries, inside the forward
 
     def view(self) -> Any:
         """View of the store."""
@@ -130,9 +130,9 @@ def claim(module: nn.Module, key: Tensor, value: Tensor) -> AttendingLayer | Non
     elif handed is None or handed() is not key:
         if index != module.layer_idx or not layer.is_source_of(key):
             return None
-        if not layer.latents:
+        if not layer.caches_latents:
             raise changed(module)
-    if not layer.latents and (values is None or values() is not value):
+    if not layer.caches_latents and (values is None or values() is not value):
         raise changed(module)
     pending.done = handed
     return layer

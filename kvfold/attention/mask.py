@@ -17,46 +17,46 @@ def valid_columns(mask: Tensor) -> Tensor | None:
 
 def physical_mask(
     mask: Tensor | None,
-    positions: Tensor | None,
+    columns: Tensor | None,
     query: Tensor,
     seen: int,
     holes: bool | None = None,
 ) -> Tensor | None:
     """Mask of stored entries `[B, Hq, S, T]` from a logical mask `[B, 1 or Hq, S, N]`.
 
-    `positions [B, H, T]` are the columns of the stored keys, None while slot i is column i; the
+    `columns [B, H, T]` are the columns of the stored keys, None while slot i is column i; the
     last of the `query [B, Hq, S, D]` is at column `seen − 1`. `holes` is true if any column is −1;
     None: unknown. A result of None means causal.
     """
-    if positions is None:
+    if columns is None:
         return mask
-    batch, heads, stored = positions.shape
+    batch, heads, stored = columns.shape
     query_heads, new = query.shape[1:3]
     if holes is None:
-        holes = bool((positions < 0).any())
+        holes = bool((columns < 0).any())
     if mask is None and new == 1 and not holes:
         return None
     if new > 1 and not holes and _only_causal(mask, new, seen):
         # Every query sees all older entries, so the columns that each head has kept do not matter.
-        causal = _lower_right(new, stored, positions.device)[None, None]
+        causal = _lower_right(new, stored, columns.device)[None, None]
         if mask is None or mask.dtype == torch.bool:
             return causal
         added = torch.zeros(causal.shape, dtype=mask.dtype, device=mask.device)
         return added.masked_fill_(~causal, torch.finfo(mask.dtype).min)
     groups = query_heads // heads
-    columns = positions.long()[:, :, None].expand(batch, heads, new, stored)
+    per_query = columns.long()[:, :, None].expand(batch, heads, new, stored)
     if mask is not None:
         if mask.shape[1] > 1:
-            columns = columns.repeat_interleave(groups, 1)
-        per_head = mask.expand(batch, columns.shape[1], new, -1)
-        physical = per_head.gather(-1, columns.clamp(min=0))
+            per_query = per_query.repeat_interleave(groups, 1)
+        per_head = mask.expand(batch, per_query.shape[1], new, -1)
+        physical = per_head.gather(-1, per_query.clamp(min=0))
     elif new > 1:
-        physical = columns <= torch.arange(seen - new, seen, device=columns.device)[:, None]
+        physical = per_query <= torch.arange(seen - new, seen, device=per_query.device)[:, None]
     else:
-        physical = torch.ones_like(columns, dtype=torch.bool)
+        physical = torch.ones_like(per_query, dtype=torch.bool)
     if physical.shape[1] != query_heads:
         physical = physical.repeat_interleave(groups, 1)
-    hole = (positions < 0).repeat_interleave(groups, 1)[:, :, None]
+    hole = (columns < 0).repeat_interleave(groups, 1)[:, :, None]
     nothing = False if physical.dtype == torch.bool else torch.finfo(physical.dtype).min
     return physical.masked_fill(hole, nothing)
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
@@ -21,12 +19,6 @@ ON_THE_LEFT = (
     "padding to the right of tokens: the last tokens of a row decide what is kept of it, and the "
     'last column what it is answered, so pad on the left (tokenizer.padding_side = "left")'
 )
-
-
-def check_last(mask: Tensor) -> None:
-    """Raises KvfoldError if a row of a prompt's `mask [B, N]` ends in padding."""
-    if not bool(mask[:, -1].all()):
-        raise KvfoldError(ON_THE_LEFT)
 
 
 @dataclass(frozen=True)
@@ -78,13 +70,3 @@ def check_announced(mask: Tensor | None) -> None:
     padding, _announced.padding = _announced.padding, None
     if padding is not None and mask is not None:
         padding.check(mask)
-
-
-def leading_padding(model: Any, input_ids: Tensor) -> Tensor:
-    """Mask `[B, N]` of ids without one: pad tokens before the first other token are padding."""
-    config = model.generation_config
-    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    pad = config.pad_token_id
-    if pad is None or pad in (*eos, config.bos_token_id):
-        return torch.ones_like(input_ids)
-    return ((input_ids != pad).cumsum(-1) > 0).long()

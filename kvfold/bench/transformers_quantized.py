@@ -31,12 +31,12 @@ def backend() -> str:
         if importlib.util.find_spec(module.partition(".")[0]) and importlib.util.find_spec(module):
             return name
     raise KvfoldError(
-        "transformers' quantised cache needs a backend: pip install optimum-quanto, or hqq"
+        "transformers' quantized cache needs a backend: pip install optimum-quanto, or hqq"
     )
 
 
 class QuantizedParticipant(LocalParticipant):
-    """transformers' 4-bit cache; quantisation time counts as prefill."""
+    """transformers' 4-bit cache; quantization time counts as prefill."""
 
     def __init__(self, subject: BenchModel) -> None:
         super().__init__(self.label_here(), subject, twin(subject.model))
@@ -77,7 +77,7 @@ class QuantizedPeer:
 
 
 def tensor_bytes(thing: Any, counted: set[int]) -> int:
-    """Bytes of all storages in nested containers and quantised tensors.
+    """Bytes of all storages in nested containers and quantized tensors.
 
     A storage is counted once; `counted` holds the data pointers of those counted so far.
     """

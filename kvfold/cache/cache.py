@@ -102,7 +102,7 @@ class CompressedCache(Cache, ToldOfForwards):
     @property
     def reconstruction(self) -> ContextReconstruction | None:
         """Reconstruction that is due when the first prefill ends; None if done or not needed."""
-        if any(state.turns for state in self.states):
+        if any(state.rounds for state in self.states):
             return None
         return self.method.stages().needs.reconstruction
 
@@ -219,7 +219,7 @@ class CompressedCache(Cache, ToldOfForwards):
 
         This cache stays as it is. Raises KvfoldError outside the first prefill's `reading()` block.
         """
-        if not self.phase.reading or any(state.turns for state in self.states):
+        if not self.phase.reading or any(state.rounds for state in self.states):
             raise KvfoldError("a cache takes another budget only while its first turn is read")
         other = copy.deepcopy(self)
         least = other.states[0].plan.stages.forced.least

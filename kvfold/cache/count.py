@@ -32,7 +32,7 @@ def stats_of(states: list[LayerState], phase: Phase, **of_cache: Any) -> Stats:
         nbytes_full=sum(_full_bytes(state) for state in started),
         forced_over_budget=any(state.over_budget for state in started),
         later=max((state.later() for state in started), default=0),
-        later_budget=phase.own,
+        later_budget=phase.own_size,
         errors=[[] if s.error is None else s.error.mean(0).tolist() for s in started],
         **of_cache,
     )

@@ -64,10 +64,10 @@ def predicted_slot(state: LayerState, call: AttentionCall) -> int | None:
 def evict_after_token(state: LayerState, call: AttentionCall) -> None:
     """Evicts down to the layer's capacity after a generated token."""
     assert state.plan.budget is not None
-    if state.capacity is None and state.turns == 0 and state.plan.budget.kind != "ratio":
+    if state.capacity is None and state.rounds == 0 and state.plan.budget.kind != "ratio":
         state.capacity = size_of(state, observation_of(state, call))
     if state.capacity is not None:
-        state.turns += 1
+        state.rounds += 1
         evict(state, observation_of(state, call), state.capacity)
 
 
@@ -129,10 +129,10 @@ def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
 def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
     """Slot `[B, H, 1]` of one layer, if entries other than its first and last are forced."""
     assert state.capacity is not None
-    observation, places, protected = _observed_row(state, call), state.places(), None
+    observation, positions, protected = _observed_row(state, call), state.positions(), None
     if state.phase.prefix is not None:
-        protected = places < state.phase.prefix.view(-1, 1, 1)
-    return leaving(state.plan.stages, observation, places, protected, state.capacity)
+        protected = positions < state.phase.prefix.view(-1, 1, 1)
+    return leaving(state.plan.stages, observation, positions, protected, state.capacity)
 
 
 def _scores(alike: list[LayerState], calls: list[AttentionCall]) -> Tensor:
@@ -146,7 +146,7 @@ def _scores(alike: list[LayerState], calls: list[AttentionCall]) -> Tensor:
         return scores.clamp(min=torch.finfo(scores.dtype).min)
     rows = joined([call.row for call in calls if call.row is not None])
     for state in alike:
-        state.turns += 1
+        state.rounds += 1
     sums = None
     if needs.column_sums:
         sums = mean_of_heads(rows, heads)
@@ -163,7 +163,7 @@ def _scores(alike: list[LayerState], calls: list[AttentionCall]) -> Tensor:
 def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
     """Observation of a layer after a single query with an observed attention row."""
     assert call.row is not None
-    state.turns += 1
+    state.rounds += 1
     needs = state.plan.stages.needs
     if needs.column_sums:
         sums = mean_of_heads(call.row, call.key.shape[1])
@@ -186,7 +186,7 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
         layers=state.plan.layers,
         scale=call.scale,
         softcap=call.softcap,
-        sinks=call.sinks,
+        sink_logits=call.sink_logits,
         seed=draw(state),
     )
 

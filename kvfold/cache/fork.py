@@ -61,16 +61,16 @@ def _fork_layer(
         sequence=dataclasses.replace(state.sequence),
         evicted_at=state.seen,
         settled=state.seen,
-        sinks=None,
+        reindexed=None,
         surplus=None,
         sums=None,
         squares=None,
-        reconstruction=None,
+        reconstruction_scores=None,
     )
     return other
 
 
-def fork_within(cache: CompressedCache, own: int) -> CompressedCache:
+def fork_within(cache: CompressedCache, size: int) -> CompressedCache:
     """As `fork`, with a budget of its own: `end_turn` evicts to `own` entries per KV head.
 
     Only entries that the fork read itself are evicted, by the method's scores. The newest stay if
@@ -80,13 +80,13 @@ def fork_within(cache: CompressedCache, own: int) -> CompressedCache:
     """
     stages = own_stages(cache.method.stages())
     least = max(1, stages.forced.least)
-    if own < least:
+    if size < least:
         raise BudgetError(
             f"later turns of {cache.method} keep at least {least} entries per KV head, the budget "
-            f"is {own}: raise it"
+            f"is {size}: raise it"
         )
     reader = fork(cache)
-    reader.phase.own = own
+    reader.phase.own_size = size
     for layer in reader.compressed_layers:
         layer.state.plan = dataclasses.replace(layer.state.plan, stages=stages)
     return reader

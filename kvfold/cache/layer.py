@@ -41,7 +41,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def __init__(self, state: LayerState, binding: ModelBinding) -> None:
         self.state, self.binding = state, binding
-        self.shared, self.latents = state.plan.shared, state.plan.latents
+        self.shared, self.caches_latents = state.plan.shared, state.plan.caches_latents
         self.is_initialized = False
 
     # --- transformers' side -----------------------------------------------------------------
@@ -69,14 +69,14 @@ class CompressedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
             stored = state.dense_store().dense()
         else:
-            own = state.phase.frozen or state.phase.own is not None
+            own = state.phase.frozen or state.phase.own_size is not None
             if new > 1 and not own and state.store.dead:
                 state.copy_alive()
             stored = state.store.append(key_states, value_states, state.sequence.seen)
         state.sequence.seen += new
         if state.surplus is not None:
             state.surplus += new
-        if state.sinks is not None:
+        if state.reindexed is not None:
             state.settle_sinks()  # in place
         return stored
 
@@ -161,8 +161,8 @@ class CompressedLayer(CacheLayerMixin):
         if state.surplus == 1 and evicts_one(state, call.query.shape[2]):
             predicted = predicted_slot(state, call)
             out, call = attend_and_watch_row(call, state.dense_store(), seen, mask, predicted)
-        elif phase.reconstruction is not None:
-            counted, scored = self._counted(call), phase.reconstruction.scored
+        elif phase.repeating is not None:
+            counted, scored = self._counted(call), phase.repeating.scored
             out, call = attend_and_maximize(call, store, seen, mask, counted=counted, scored=scored)
         elif state.plan.stages.needs.column_sums and not phase.frozen:
             squares = state.plan.stages.needs.column_squares
@@ -236,7 +236,7 @@ class CompressedLayer(CacheLayerMixin):
         assert store is not None
         if call.query.shape[2] > 1 or store.holes or not (store.is_dense and store.moved):
             return False
-        return call.softcap is None and call.sinks is None
+        return call.softcap is None and call.sink_logits is None
 
     def _counted(self, call: AttentionCall) -> Tensor | None:
         """Bool mask `[B, S]` of the call's queries that are tokens; None: all."""
@@ -249,7 +249,7 @@ class CompressedLayer(CacheLayerMixin):
         """Sets `columns [B, T]` of the entries just stored; `valid [B, N]` are its tokens."""
         state = self.state
         state.sequence = LogicalSequence(valid.shape[1], None if bool(valid.all()) else valid)
-        state.turns += 1
+        state.rounds += 1
         state.settled = state.seen
         if columns.shape[1] < valid.shape[1]:
             state.dense_store().place(columns[:, None])

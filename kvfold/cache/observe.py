@@ -21,10 +21,10 @@ def add_moments(state: LayerState, sums: Tensor, squares: Tensor | None) -> None
 
 def add_maxima(state: LayerState, maxima: Tensor) -> None:
     """Running maximum over calls; the repetition's own entries are left out (cropped later)."""
-    assert state.phase.reconstruction is not None
-    maxima = _per_stored_head(state, maxima)[..., : state.phase.reconstruction.text]
-    old = state.reconstruction
-    state.reconstruction = maxima.clone() if old is None else torch.maximum(old, maxima)
+    assert state.phase.repeating is not None
+    maxima = _per_stored_head(state, maxima)[..., : state.phase.repeating.text]
+    old = state.reconstruction_scores
+    state.reconstruction_scores = maxima.clone() if old is None else torch.maximum(old, maxima)
 
 
 def observation_of(state: LayerState, call: AttentionCall) -> Observation:
@@ -39,38 +39,38 @@ def observation_at(
     state: LayerState, call: AttentionCall, query_columns: Tensor | None
 ) -> Observation:
     """Observation of the layer with the queries of `call`, at columns `query_columns [B, W]`."""
-    store, places = state.stored(), state.places()
-    latents = call.key.shape[1] // store.keys.shape[1]
-    keys, values = (call.key, call.value) if latents > 1 else store.dense()
+    store, positions = state.stored(), state.positions()
+    expanded = call.key.shape[1] // store.keys.shape[1]
+    keys, values = (call.key, call.value) if expanded > 1 else store.dense()
 
     def per_head(entries: Tensor | None) -> Tensor | None:
-        if entries is None or latents == 1:
+        if entries is None or expanded == 1:
             return entries
-        return entries.repeat_interleave(latents, 1)
+        return entries.repeat_interleave(expanded, 1)
 
     return Observation(
         keys,
         values,
-        places if latents == 1 else places.repeat_interleave(latents, 1),
+        positions if expanded == 1 else positions.repeat_interleave(expanded, 1),
         call.query,
-        None if query_columns is None else state.sequence.places(query_columns),
+        None if query_columns is None else state.sequence.positions(query_columns),
         call.row,
         column_sums=per_head(state.sums),
         column_squares=per_head(state.squares),
-        reconstruction=per_head(state.reconstruction),
+        reconstruction_scores=per_head(state.reconstruction_scores),
         tokens_seen=state.seen_per_row(),
         layer=state.plan.layer,
         layers=state.plan.layers,
         scale=call.scale,
         softcap=call.softcap,
-        sinks=call.sinks,
+        sink_logits=call.sink_logits,
         seed=draw(state),
     )
 
 
 def draw(state: LayerState) -> int:
     """Seed of this eviction's random draws."""
-    return hash((state.plan.seed, state.plan.layer, state.turns)) % 2**31
+    return hash((state.plan.seed, state.plan.layer, state.rounds)) % 2**31
 
 
 def _added(state: LayerState, new: Tensor, old: Tensor | None) -> Tensor:
@@ -81,6 +81,6 @@ def _added(state: LayerState, new: Tensor, old: Tensor | None) -> Tensor:
 
 
 def _per_stored_head(state: LayerState, scores: Tensor) -> Tensor:
-    """Mean over the KV heads that share one stored head (several for latents)."""
+    """Mean over the KV heads that share one stored head (several for expanded)."""
     heads = state.stored().keys.shape[1]
     return scores if scores.shape[1] == heads else scores.unflatten(1, (heads, -1)).mean(2)

@@ -36,10 +36,10 @@ class Phase:
     until: int = 0  # tokens at which a prefill that is read in pieces ends
     frozen: bool = False  # nothing is evicted, and tokens can be cropped
     layerwise: bool = False  # layers run one by one, on fewer and fewer tokens (PyramidInfer)
-    reconstruction: ReconstructionForward | None = None
+    repeating: ReconstructionForward | None = None
     observed: Observation | None = None  # what the last layer of a layer-wise prefill saw
     prefix: Tensor | None = None  # [B], first tokens of each row that are kept beside the budget
-    own: int | None = None  # entries per KV head to keep of a fork's own tokens; None: all
+    own_size: int | None = None  # entries per KV head to keep of a fork's own tokens; None: all
 
     def step(self, seen: int, new: int) -> Step:
         """Step of a forward of `new` tokens that reached `seen` columns."""
@@ -55,4 +55,4 @@ class Phase:
         """As before the first token."""
         self.reading = self.frozen = self.layerwise = False
         self.until = 0
-        self.reconstruction = self.observed = self.prefix = None
+        self.repeating = self.observed = self.prefix = None

@@ -20,8 +20,8 @@ from kvfold.store.encoding import EntrySize
 class Plan:
     """Method, budget and place of one layer, and the seed of random scores.
 
-    `shared`: other layers of the model attend to its entries as well. `latents`: entries become
-    keys inside a forward only. `ranks` share its KV heads.
+    `shared`: other layers of the model attend to its entries as well. `caches_latents`: entries
+    become keys inside a forward only. `ranks` share its KV heads.
     """
 
     stages: Stages
@@ -30,7 +30,7 @@ class Plan:
     layers: int
     seed: int
     shared: bool = False
-    latents: bool = False
+    caches_latents: bool = False
     ranks: Ranks = field(default_factory=Ranks)
 
     def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:

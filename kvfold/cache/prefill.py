@@ -35,16 +35,16 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     Raises KvfoldError for a first prefill without the method's own forwards.
     """
     stages = state.plan.stages
-    state.turns += 1
+    state.rounds += 1
     state.query_window.forget()
-    if state.phase.own is not None:
-        _keep_own(state, observation, state.phase.own)
+    if state.phase.own_size is not None:
+        _keep_own(state, observation, state.phase.own_size)
         return
     own_forwards = stages.token_pruning or (
-        stages.needs.reconstruction and state.reconstruction is None
+        stages.needs.reconstruction and state.reconstruction_scores is None
     )
     if own_forwards:
-        _check_started(state)
+        _check_own_forwards_ran(state)
         if stages.encode is not None:
             _encode_all(state, observation)
         return
@@ -80,24 +80,24 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
     counts = counts + state.protected().view(-1, *[1] * (counts.dim() - 1))
     state.capacity = None if everything or counts.dim() > 1 else counts
     evict(state, observation, counts)
-    state.reconstruction = None
+    state.reconstruction_scores = None
     state.settled = state.seen
 
 
 def evict(state: LayerState, observation: Observation, counts: Tensor) -> None:
     """Keeps the `counts`, `[B]` or `[B, H]`, best entries of each head, forced ones first."""
-    stages, places = state.plan.stages, state.places()
+    stages, positions = state.plan.stages, state.positions()
     if counts.dim() > 1:
         _check_heads(state, observation)
-    stored = (places >= 0).sum(-1)
+    stored = (positions >= 0).sum(-1)
     if state.plan.ranks.all((counts.view(len(counts), -1) >= stored).all()):
-        _keep_everything(state, observation, places, counts)
+        _keep_everything(state, observation, positions, counts)
         return
-    forced = places < state.protected().view(-1, 1, 1)
+    forced = positions < state.protected().view(-1, 1, 1)
     fixed = state.stored().fixed
     if fixed is not None:
         forced = forced | fixed
-    chosen = choose(stages, observation, places, forced & (places >= 0), counts)
+    chosen = choose(stages, observation, positions, forced & (positions >= 0), counts)
     state.over_budget = chosen.over_budget
     _note_error(state, observation, chosen.slots)
     _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)
@@ -123,20 +123,22 @@ def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
     budget = free if plan.budget is None else _even_size(state, across.unrounded)
     counts = across.share(statistics, budget, free)
     if plan.budget is not None and not across.per_head:
-        counts = with_forced_room(counts, plan.stages.forced.least_of(state.places()), free)
+        counts = with_forced_room(counts, plan.stages.forced.least_of(state.positions()), free)
     for (each, of_layer), count in zip(sized, counts, strict=True):
         evict_to(each, of_layer, count)
 
 
 def _with_candidates(state: LayerState, observation: Observation) -> Observation:
     """Observation whose reconstruction scores are +∞ at forced entries and −∞ in the prefix."""
-    if observation.reconstruction is None:
+    if observation.reconstruction_scores is None:
         return observation
-    places = state.places()
-    forced = state.plan.stages.forced.mask(places, torch.zeros_like(state.seen_per_row()))
-    scores = with_forced(observation.reconstruction, forced, places)
-    prefix = places < state.protected().view(-1, 1, 1)
-    return dataclasses.replace(observation, reconstruction=scores.masked_fill(prefix, -torch.inf))
+    positions = state.positions()
+    forced = state.plan.stages.forced.mask(positions, torch.zeros_like(state.seen_per_row()))
+    scores = with_forced(observation.reconstruction_scores, forced, positions)
+    prefix = positions < state.protected().view(-1, 1, 1)
+    return dataclasses.replace(
+        observation, reconstruction_scores=scores.masked_fill(prefix, -torch.inf)
+    )
 
 
 def _even_size(state: LayerState, unrounded: bool = False) -> Tensor:
@@ -167,12 +169,12 @@ def _entry_size(state: LayerState) -> EntrySize:
 
 
 def _keep_everything(
-    state: LayerState, observation: Observation, places: Tensor, counts: Tensor
+    state: LayerState, observation: Observation, positions: Tensor, counts: Tensor
 ) -> None:
-    """Evicts nothing, as no head stores more than its count; `places [B, H, T]`, −1 for holes."""
-    slots = torch.arange(places.shape[-1], device=places.device)
-    _note_error(state, observation, slots.expand_as(places))
-    _note_surplus(state, (places >= 0).sum(-1), counts)
+    """Evicts nothing, as no head stores more than its count; `positions [B, H, T]`."""
+    slots = torch.arange(positions.shape[-1], device=positions.device)
+    _note_error(state, observation, slots.expand_as(positions))
+    _note_surplus(state, (positions >= 0).sum(-1), counts)
     if state.sequence.valid is not None and state.surplus == 0 and state.stored().is_dense:
         # Padding becomes holes, which decode eviction ignores.
         state.dense_store().place(state.columns())
@@ -191,7 +193,7 @@ def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bo
     if stages.merge is not None:
         keys, values = store.dense()
         eviction = Eviction(
-            keys, values, state.places(), slots, state.sums, state.merging, observation.seed
+            keys, values, state.positions(), slots, state.sums, state.merging, observation.seed
         )
         *merged, state.merging = stages.merge(eviction)
     if ragged or stages.encode is not None:
@@ -212,15 +214,15 @@ def _keep_ragged(
     if not store.is_dense and not encode.raw:
         store.keep(slots)
     else:
-        positions = None if _is_everything(state, slots) else store.positions
+        columns = None if _is_everything(state, slots) else store.columns
         entries, taken = store.dense(), slots
         if merged is not None:
             # Merged entries are in the order of the slots, and taken from there.
             entries = merged[0], merged[1]
-            positions = store.positions.gather(2, slots.clamp(min=0))
+            columns = store.columns.gather(2, slots.clamp(min=0))
             order = torch.arange(slots.shape[-1], device=slots.device)
             taken = order.expand_as(slots).masked_fill(slots < 0, -1)
-        state.store = RaggedStore(*entries, positions, taken, encode)
+        state.store = RaggedStore(*entries, columns, taken, encode)
     # Raw entries need no observation of the kept ones, which is a copy.
     kept = observation.at(slots) if state.plan.stages.encode is not None else None
     encode_due(state, decoding=False, observation=kept)
@@ -229,19 +231,19 @@ def _keep_ragged(
 
 def _encode_all(state: LayerState, observation: Observation) -> None:
     """Evicts nothing but padding, and encodes."""
-    _keep(state, observation, alive(state.places()), ragged=True)
+    _keep(state, observation, alive(state.positions()), ragged=True)
 
 
 def _keep_own(state: LayerState, observation: Observation, most: int) -> None:
     """Evicts a fork's own entries to the `most` best of each head; shared ones stay."""
     store, stages = state.stored(), state.plan.stages
-    own = store.own
+    own = store.own_length
     if own <= most:
         return
-    places = state.places()
-    counts = torch.full((len(places),), most, device=places.device)
-    scores = scores_of(stages, dataclasses.replace(observation, budget=counts), places.shape[1])
-    scores = with_forced(scores, stages.forced.mask(places, counts), places)
+    positions = state.positions()
+    counts = torch.full((len(positions),), most, device=positions.device)
+    scores = scores_of(stages, dataclasses.replace(observation, budget=counts), positions.shape[1])
+    scores = with_forced(scores, stages.forced.mask(positions, counts), positions)
     slots = top(scores[..., -own:], counts)
     store.keep_own(slots)
     state.per_entry(lambda x: torch.cat([x[..., :-own], pick(x[..., -own:], slots, 0)], -1))
@@ -251,12 +253,12 @@ def _keep_own(state: LayerState, observation: Observation, most: int) -> None:
 # --- checks and notes -----------------------------------------------------------------------
 
 
-def _check_started(state: LayerState) -> None:
+def _check_own_forwards_ran(state: LayerState) -> None:
     """Raises KvfoldError for a first prefill without the method's own forwards.
 
     Entries of later prefills are added to those that the first one kept.
     """
-    if state.turns == 1:
+    if state.rounds == 1:
         raise KvfoldError(
             "this method runs forwards of its own over a first prompt: use kvfold.compress or "
             "kvfold.generate, with a cache that was given tokenizer= where it needs one"
@@ -275,7 +277,7 @@ def _check_heads(state: LayerState, observation: Observation) -> None:
 def _is_everything(state: LayerState, slots: Tensor) -> bool:
     """True if slot i is column i before and after keeping `slots [B, H, K]`."""
     store = state.stored()
-    untouched = store.is_dense and state.dense_store().stored_positions is None
+    untouched = store.is_dense and state.dense_store().stored_columns is None
     whole = untouched and slots.shape[-1] == store.length
     return state.plan.ranks.all((slots >= 0).all() & whole)
 

@@ -42,7 +42,7 @@ class LogicalSequence:
         inside = tokens[:, None].expand(-1, columns.shape[1], -1)
         return columns.masked_fill(~inside.gather(2, columns.clamp(min=0)), -1)
 
-    def places(self, columns: Tensor) -> Tensor:
+    def positions(self, columns: Tensor) -> Tensor:
         """Positions of `columns [B, …]`; −1 stays."""
         tokens = self.tokens()
         if tokens is None:
@@ -52,14 +52,14 @@ class LogicalSequence:
             count = count[:, None].expand(-1, columns.shape[1], -1)
         return pick(count, columns, -1)
 
-    def columns(self, places: Tensor) -> Tensor:
-        """Columns of positions `places [B, H, T]`; −1 stays. The inverse of `places`."""
+    def columns(self, positions: Tensor) -> Tensor:
+        """Columns of `positions [B, H, T]`; −1 stays. The inverse of `positions`."""
         tokens = self.tokens()
         if tokens is None:
-            return places
+            return positions
         first = tokens.byte().argsort(dim=-1, descending=True, stable=True)
-        first = first[:, None].expand(-1, places.shape[1], -1)
-        return pick(first, places, -1)
+        first = first[:, None].expand(-1, positions.shape[1], -1)
+        return pick(first, positions, -1)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` columns."""

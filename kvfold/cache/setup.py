@@ -92,7 +92,7 @@ def prepare(model: PreTrainedModel, make_trial: Callable[[], Cache]) -> None:
         known = is_enabled(model)
         enable(model)
         watch(model)
-        if not trial.is_due(model):
+        if not trial.untried(model):
             return
         try:
             trial.run(model, make_trial())

@@ -22,7 +22,7 @@ from kvfold.store.ragged import RaggedStore
 from kvfold.store.reindexed_sinks import ReindexedSinks
 
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
-PER_ENTRY = ("sums", "squares", "reconstruction")  # [B, H, T], in the store's order
+PER_ENTRY = ("sums", "squares", "reconstruction_scores")  # [B, H, T], in the store's order
 PER_HEAD = ("merging",)  # [B, H]
 PER_ROW = ("capacity", "error")  # [B], [B, 1 or 2]
 
@@ -41,12 +41,14 @@ class LayerState:
     rotation: Rotation
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
-    turns: int = 0  # prefills ended, and decode steps that evicted: each draws anew
+    rounds: int = 0  # evictions of all kinds so far: each draws a seed of its own
     evicted_at: int = 0  # tokens seen at the last change that no crop undoes
     settled: int = 0  # tokens seen when the layer was last brought to its budget
     sums: Tensor | None = None  # attention received, summed over all queries
     squares: Tensor | None = None  # squared attention received, summed over all queries
-    reconstruction: Tensor | None = None  # maximum attention received during the reconstruction
+    reconstruction_scores: Tensor | None = (
+        None  # maximum attention received during the reconstruction
+    )
     capacity: Tensor | None = None  # entries that a row holds while decoding
     merging: Tensor | None = None  # the merge stage's state of each head
     surplus: int | None = None  # entries above capacity; None: not as many in all heads
@@ -54,7 +56,7 @@ class LayerState:
     late: bool = False  # evicts at the first generated token (decode="once")
     over_budget: bool = False  # the forced set was larger than the budget
     query_window: QueryWindow = field(init=False)
-    sinks: ReindexedSinks | None = None  # re-indexed sinks, once entries have left
+    reindexed: ReindexedSinks | None = None  # sinks, once entries have left
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
     _capacities: tuple[Tensor | None, int, int] = (None, 0, 0)
     _ends: tuple[Tensor | None, tuple[int, int] | None] = (None, None)
@@ -94,11 +96,11 @@ class LayerState:
 
     def columns(self) -> Tensor:
         """Logical columns of the stored entries `[B, H, T]`, −1 for padding and holes."""
-        return self.sequence.real(self.stored().positions)
+        return self.sequence.real(self.stored().columns)
 
-    def places(self) -> Tensor:
+    def positions(self) -> Tensor:
         """Positions of the stored entries `[B, H, T]`, −1 for padding and holes."""
-        return self.sequence.places(self.columns())
+        return self.sequence.positions(self.columns())
 
     def seen_per_row(self) -> Tensor:
         """Tokens seen by each row `[B]`, padding left out."""
@@ -140,8 +142,8 @@ class LayerState:
         """Bytes of all tensors beside the store."""
         tensors = [getattr(self, name) for name in (*PER_ENTRY, *PER_HEAD, *PER_ROW)]
         tensors.append(self.sequence.valid)
-        if self.sinks is not None:
-            tensors.append(self.sinks.given)
+        if self.reindexed is not None:
+            tensors.append(self.reindexed.given)
         counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
         return counted + self.query_window.nbytes()
 
@@ -163,8 +165,8 @@ class LayerState:
         self._apply((*PER_HEAD, *PER_ROW), rows)
         self.sequence.index(rows)
         self.query_window.index(rows)
-        if self.sinks is not None:
-            self.sinks.index(rows)
+        if self.reindexed is not None:
+            self.reindexed.index(rows)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` tokens, of which nothing was evicted."""
@@ -196,7 +198,7 @@ class LayerState:
     def copy_alive(self) -> None:
         """Copies a dense store without its holes; earlier views are not affected."""
         store = self.dense_store()
-        self.keep_dense(alive(store.positions))
+        self.keep_dense(alive(store.columns))
 
     def keep_dense(self, slots: Tensor) -> None:
         """Keeps the entries at `slots [B, H, K]` of a dense store, and their statistics."""
@@ -212,26 +214,26 @@ class LayerState:
     def let_sinks_move(self) -> None:
         """Copies the sinks' keys as given, before the store rotates them for the first time."""
         stages = self.plan.stages
-        if stages.positions == "reindex" and self.sinks is None:
+        if stages.positions == "reindex" and self.reindexed is None:
             first, count = self._first_slots(), stages.forced.sinks
-            self.sinks = ReindexedSinks(self.dense_store(), first, count, self.rotation)
+            self.reindexed = ReindexedSinks(self.dense_store(), first, count, self.rotation)
 
     def settle_sinks(self) -> None:
         """Rotates re-indexed sinks up to the oldest recent token."""
-        if self.sinks is not None:
-            self.sinks.follow(self.dense_store(), self._first_slots(), self._evicted_per_row())
+        if self.reindexed is not None:
+            self.reindexed.follow(self.dense_store(), self._first_slots(), self._evicted_per_row())
 
     def return_sinks(self) -> None:
         """Writes the sinks' given keys back into the store, until the next eviction."""
-        if self.sinks is not None:
-            self.sinks.restore(self.dense_store(), self._first_slots())
-            self.sinks = None
+        if self.reindexed is not None:
+            self.reindexed.restore(self.dense_store(), self._first_slots())
+            self.reindexed = None
 
     def keys_as_given(self) -> Tensor:
         """Stored keys `[B, H, T, D]` before any sink was moved."""
-        if self.sinks is None:
+        if self.reindexed is None:
             return self.stored().keys
-        return self.sinks.as_given(self.dense_store(), self._first_slots())
+        return self.reindexed.as_given(self.dense_store(), self._first_slots())
 
     def _first_slots(self) -> Tensor | None:
         """The slot of each row's first token `[B, H, 1]`; None without padding, where it is 0."""
@@ -247,8 +249,8 @@ class LayerState:
         return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
 
 
-def alive(places: Tensor) -> Tensor:
+def alive(positions: Tensor) -> Tensor:
     """Slots `[B, H, K]` of the entries whose position is not −1, ascending; −1 on the left."""
-    slots = torch.arange(places.shape[-1], device=places.device).expand_as(places)
-    slots = slots.masked_fill(places < 0, -1).sort(-1).values
+    slots = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
+    slots = slots.masked_fill(positions < 0, -1).sort(-1).values
     return slots[..., int((slots < 0).sum(-1).min()) :]

@@ -31,7 +31,7 @@ from kvfold.methods.observation import Observation
 
 T = TypeVar("T")
 # Fields of an Observation with heads as the second axis, besides positions
-PER_HEAD = ("keys", "values", "queries", "column_sums", "column_squares", "reconstruction")
+BY_KV_HEAD = ("keys", "values", "queries", "column_sums", "column_squares", "reconstruction_scores")
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,15 @@ class Ranks:
 
     def _observed(self, seen: Observation) -> Observation:
         """Observation of one layer with the heads of all ranks."""
-        held = {name: getattr(seen, name) for name in PER_HEAD}
+        held = {name: getattr(seen, name) for name in BY_KV_HEAD}
         joined: dict[str, Any] = {
             name: None if own is None else self._joined(own) for name, own in held.items()
         }
-        sinks = None if seen.sinks is None else self._joined(seen.sinks[None])[0]
+        sink_logits = None if seen.sink_logits is None else self._joined(seen.sink_logits[None])[0]
         positions = self._joined(seen.positions, -1)
-        return dataclasses.replace(seen, positions=positions, sinks=sinks, attention=None, **joined)
+        return dataclasses.replace(
+            seen, positions=positions, sink_logits=sink_logits, attention=None, **joined
+        )
 
     # --- work of one for all ----------------------------------------------------------------
 

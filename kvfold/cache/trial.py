@@ -24,7 +24,7 @@ FORWARDS = (6, 1, 2)  # tokens: a prompt that is evicted from, a decode step, a 
 _tried: WeakSet[PreTrainedModel] = WeakSet()
 
 
-def is_due(model: PreTrainedModel) -> bool:
+def untried(model: PreTrainedModel) -> bool:
     """True, once, if the model has weights and no cache was made for it yet."""
     if model in _tried or model.device.type == "meta":
         return False

@@ -17,7 +17,7 @@ import kvfold
 from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
 from kvfold.eval import short_ruler
-from kvfold.hf.chat_template import Frame, token_count
+from kvfold.hf.chat_template import PromptFrame, token_count
 from kvfold.inspect.inspected_text import InspectedText, needles_in
 
 KEYS = 6
@@ -84,7 +84,7 @@ class DemoTrial:
 
     def question_known(self, method: str, budget: str | None) -> list[str]:
         """Answers when document, question and the answer's prefix are compressed together."""
-        frame = Frame.of(self.tokenizer)
+        frame = PromptFrame.of(self.tokenizer)
         answers = []
         for question in self.sample.questions:
             text = f"{frame.before}{self.sample.document}\n{question.text}{frame.after}"

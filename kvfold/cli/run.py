@@ -132,7 +132,7 @@ def encode(
     """
     import torch
 
-    from kvfold.hf.chat_template import Frame
+    from kvfold.hf.chat_template import PromptFrame
     from kvfold.hf.user_text import content, ids_of, own_tokens, segment_ids
 
     wrapped = bool(tokenizer.chat_template) if chat is None else chat
@@ -145,7 +145,7 @@ def encode(
         parts = _after_system(tokenizer, content(system, special_tokens), said)
         ids = ids_of(tokenizer, *parts) if special_tokens else segment_ids(tokenizer, parts)
     elif wrapped:
-        frame = Frame.of(tokenizer)
+        frame = PromptFrame.of(tokenizer)
         ids = ids_of(tokenizer, frame.before, said, frame.after)
     else:
         first, last = own_tokens(tokenizer)

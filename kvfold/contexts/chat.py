@@ -213,7 +213,7 @@ class Chat:
     def _question_ids(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
         """Token ids `[1, n]` of a question and the answer's prefix, inside the chat template."""
         frame = self.context.frame
-        opening = frame.between if self.turns else frame.parting
+        opening = frame.between if self.turns else frame.separator
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn: ask without keep")
         theirs = [content(text, special_tokens) for text in (question, answer_prefix)]

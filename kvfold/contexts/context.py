@@ -19,7 +19,7 @@ from kvfold.contexts.chat import Chat
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress, read_per_chunk, read_turn
 from kvfold.generation.length import check_length, reach
-from kvfold.hf.chat_template import Frame, token_ids
+from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.user_text import content
 from kvfold.methods.base import Method
 
@@ -35,7 +35,7 @@ class Context:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     cache: CompressedCache
-    frame: Frame
+    frame: PromptFrame
     ids: Tensor
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ def compress(
     """
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
     check_reusable(cache.method)
-    frame = Frame.of(tokenizer)
+    frame = PromptFrame.of(tokenizer)
     if cache.reconstruction is not None:
         frame = frame.opened_with(cache.reconstruction.instruction)
     read = content(document, special_tokens)

@@ -17,7 +17,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.eval import short_ruler
 from kvfold.eval.tasks.vocabulary import BUNDLED, Vocabulary
 from kvfold.generation.generate import generate, read_turn
-from kvfold.hf.chat_template import Frame, token_count, token_ids
+from kvfold.hf.chat_template import PromptFrame, token_count, token_ids
 from kvfold.methods.base import Method
 
 # RULER generates 128 tokens; with the bundled vocabulary the longest answer takes fewer than 48.
@@ -66,7 +66,7 @@ def retrieval_scores(
     cannot hold the needles.
     """
     rng = random.Random(f"{seed} {trial.task} {trial.length}")
-    frame = Frame.of(tokenizer)
+    frame = PromptFrame.of(tokenizer)
     count = partial(token_count, tokenizer)
     for _ in range(samples):
         sample = short_ruler.generate(
@@ -80,7 +80,7 @@ def _score(
     tokenizer: PreTrainedTokenizerBase,
     trial: RetrievalTrial,
     sample: short_ruler.NeedleDocument,
-    frame: Frame,
+    frame: PromptFrame,
 ) -> RetrievalScore:
     """Score of one sample: greedy answer from the compressed cache, then the cache's statistics."""
     question = sample.questions[0]

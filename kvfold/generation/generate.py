@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.attention.padding import check_last, leading_padding
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import History
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.generation.inputs import check_given, check_pieces, check_read_ahead
+from kvfold.generation.inputs import (
+    check_given,
+    check_last_column,
+    check_pieces,
+    check_read_ahead,
+    leading_padding,
+)
 from kvfold.generation.layerwise import prefill_layerwise
 from kvfold.generation.length import check_prompt
 from kvfold.generation.reconstruct import reconstruct
@@ -74,7 +79,7 @@ def generate(
         raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {prefill_chunk}")
     if attention_mask is None:
         attention_mask = leading_padding(model, input_ids)
-    check_last(attention_mask)
+    check_last_column(attention_mask)
     per_chunk = compress == "per_chunk"
     check_prompt(model, cache, attention_mask, prefill_chunk if per_chunk else None, allow_longer)
     if per_chunk:

@@ -41,7 +41,7 @@ def give_head_scores(cache: CompressedCache, file: str) -> None:
     for state, of_layer in zip(states, scores, strict=True):
         keys = state.stored().keys
         own = of_layer[state.plan.ranks.own_heads or slice(None)].to(keys.device)
-        state.reconstruction = own[None, :, None].expand(keys.shape[:3]).clone()
+        state.reconstruction_scores = own[None, :, None].expand(keys.shape[:3]).clone()
 
 
 def read_head_scores(file: str) -> Tensor:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of `kvfold.generate`'s arguments, before anything is read."""
+"""Arguments of `kvfold.generate`: checked before anything is read; a mask where none is given."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kvfold.attention.padding import ON_THE_LEFT
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.generation.resume import Resumption
@@ -56,6 +58,23 @@ def check_pieces(method: Method, chunk: int, tokens: int) -> None:
     """Raises KvfoldError if a first prompt of `tokens` cannot be read in pieces of `chunk`."""
     if method.stages().token_pruning is not None and chunk < tokens:
         raise KvfoldError(f"{method} reads a prompt in one piece: leave out the chunk")
+
+
+def check_last_column(mask: Tensor) -> None:
+    """Raises KvfoldError if a row of a prompt's `mask [B, N]` ends in padding."""
+    if not bool(mask[:, -1].all()):
+        raise KvfoldError(ON_THE_LEFT)
+
+
+def leading_padding(model: Any, input_ids: Tensor) -> Tensor:
+    """Mask `[B, N]` of ids without one: pad tokens before the first other token are padding."""
+    config = model.generation_config
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = config.pad_token_id
+    if pad is None or pad in (*eos, config.bos_token_id):
+        return torch.ones_like(input_ids)
+    started: Tensor = (input_ids != pad).cumsum(-1) > 0
+    return started.long()
 
 
 def _holds_tensors(value: object) -> bool:

@@ -14,7 +14,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.errors import KvfoldError
 from kvfold.generation.head_scores import give_head_scores
-from kvfold.hf.chat_template import Frame, token_ids
+from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
 from kvfold.methods.observation import ContextReconstruction
 
@@ -37,7 +37,7 @@ def reconstruct(
     """
     how, tokenizer = cache.reconstruction, cache.tokenizer
     assert how is not None and tokenizer is not None
-    frame = Frame.of(tokenizer)
+    frame = PromptFrame.of(tokenizer)
     opening = token_ids(tokenizer, frame.opened_with(how.instruction).before)[0]
     opening = opening.to(input_ids.device)
     mask = torch.ones_like(input_ids) if mask is None else mask
@@ -71,7 +71,7 @@ def _opening(row: Tensor, start: int, opening: Tensor) -> Tensor:
 def _request(
     how: ContextReconstruction,
     tokenizer: PreTrainedTokenizerBase,
-    frame: Frame,
+    frame: PromptFrame,
     text: Tensor,
     part: int,
 ) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,10 @@ def _repeat(
     scored = torch.cat([scored & mask.bool(), there.bool()], 1)
     whole = torch.cat([mask, there], 1)
     padded = None if bool(whole.all()) else whole
-    cache.phase.reconstruction = ReconstructionForward(mask.shape[1], scored)
+    cache.phase.repeating = ReconstructionForward(mask.shape[1], scored)
     try:
         with cache.frozen():
             read_tokens(model, new, cache, padded)
             cache.crop(-longest)
     finally:
-        cache.phase.reconstruction = None
+        cache.phase.repeating = None

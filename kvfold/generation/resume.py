@@ -54,12 +54,12 @@ def resumption(
             f"the cache holds {rows} rows and the prompt has {len(input_ids)}: use a new cache, or "
             "cache.batch_select_indices for the rows that go on"
         )
-    parting = cache.history.parts_from(input_ids, mask, cache.tokens_read(), seen)
+    separator = cache.history.parts_from(input_ids, mask, cache.tokens_read(), seen)
     if reuse == "prefix":
-        shared = min(seen, total - 1, seen if parting is None else parting.column)
+        shared = min(seen, total - 1, seen if separator is None else separator.column)
         return _prefix(cache, shared)
-    if parting is not None:
-        where = f"row {parting.row}, column {parting.column}" if rows > 1 else parting.column
+    if separator is not None:
+        where = f"row {separator.row}, column {separator.column}" if rows > 1 else separator.column
         raise KvfoldError(
             f"the cache has read another text: it differs from the prompt at {where}. Use a new "
             'cache, or reuse="prefix", which goes back to where they part if nothing was evicted'

@@ -123,7 +123,7 @@ def attention_name(model: PreTrainedModel) -> str:
 def logit_options(
     module: nn.Module, query: Tensor, options: dict[str, Any]
 ) -> tuple[float, float | None, Tensor | None]:
-    """The scale of the logits (the call's, the module's, or 1/√D), softcap, and sinks `[Hq]`.
+    """The scale of the logits (the call's, the module's, or 1/√D), softcap, and sink logits `[Hq]`.
 
     Gemma 2 has a softcap; GPT-OSS has learned sink logits, `s_aux`.
     """

@@ -13,25 +13,25 @@ from transformers import PreTrainedTokenizerBase
 from kvfold.hf.user_text import ids_of, segments
 
 # Between a document and the question about it.
-PARTING = "\n\n"
+SEPARATOR = "\n\n"
 NONCHARACTER = "\ufdd0"
 
 
 @dataclass(frozen=True)
-class Frame:
+class PromptFrame:
     """Texts of a chat template before a user's message, and between it and the answer.
 
     `between` stands between an answer and the user's next message; None: the template has no such.
-    `parting` separates a document from the question about it.
+    `separator` separates a document from the question about it.
     """
 
     before: str
     after: str
     between: str | None
-    parting: str = PARTING
+    separator: str = SEPARATOR
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Frame:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> PromptFrame:
         """The tokenizer's chat template, or its first token and a line break where it has none."""
         if not tokenizer.chat_template:
             return cls(tokenizer.bos_token or "", "\n", "\n\n")
@@ -39,7 +39,7 @@ class Frame:
         turns = _around(tokenizer, "user", "assistant", "user")
         return cls(before, after, turns[2] if len(turns) == 4 else None)
 
-    def opened_with(self, instruction: str) -> Frame:
+    def opened_with(self, instruction: str) -> PromptFrame:
         """The same with an instruction before the document."""
         return replace(self, before=self.before + instruction)
 

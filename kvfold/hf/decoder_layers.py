@@ -34,19 +34,19 @@ class DecoderLayers:
         return embedded
 
     def run(
-        self, index: int, hidden: Tensor, real: Tensor, places: Tensor, cache: Cache | None
+        self, index: int, hidden: Tensor, real: Tensor, positions: Tensor, cache: Cache | None
     ) -> Tensor:
-        """Output of one causal layer over `hidden [B, S, hidden]` at positions `places [B, S]`.
+        """Output of one causal layer over `hidden [B, S, hidden]` at `positions [B, S]`.
 
         `real [B, S]` is False at padding.
         """
         out = self.decoder.layers[index](
             hidden,
             attention_mask=self._mask(real, hidden.dtype),
-            position_ids=places,
+            position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
-            position_embeddings=self.decoder.rotary_emb(hidden, places),
+            position_embeddings=self.decoder.rotary_emb(hidden, positions),
         )
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
@@ -69,8 +69,8 @@ class DecoderLayers:
         try:
             hidden = self.embed(ids)
             for index in range(len(self.decoder.layers) - 1):
-                places = torch.arange(ids.shape[1], device=ids.device)[None]
-                hidden = self.run(index, hidden, torch.ones_like(ids).bool(), places, None)
+                positions = torch.arange(ids.shape[1], device=ids.device)[None]
+                hidden = self.run(index, hidden, torch.ones_like(ids).bool(), positions, None)
         except (TypeError, ValueError, RuntimeError) as problem:
             raise UnsupportedModel(self._reason()) from problem
         if not torch.allclose(hidden, expected[len(self.decoder.layers) - 1], atol=1e-4):

@@ -118,7 +118,13 @@ def _blockwise_statistics(seen: Observation, window: int) -> tuple[Tensor, Tenso
     heads, tokens = seen.queries.shape[1:3]
     # The attention output is not needed: one column stands in for the values.
     blocks = AttentionBlocks(
-        seen.queries, seen.keys, seen.keys[..., :1], None, seen.scale, seen.softcap, seen.sinks
+        seen.queries,
+        seen.keys,
+        seen.keys[..., :1],
+        None,
+        seen.scale,
+        seen.softcap,
+        seen.sink_logits,
     )
     like: dict[str, Any] = {"device": seen.keys.device, "dtype": torch.float32}
     spans = membership(tokens, CELLS).to(**like)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
 from kvfold.eval import short_ruler
-from kvfold.hf.chat_template import Frame, token_count, token_ids
+from kvfold.hf.chat_template import PromptFrame, token_count, token_ids
 from kvfold.hf.user_text import content, led, segments
 
 KEYS = 6  # needles of a generated document
@@ -51,7 +51,7 @@ class InspectedText:
         cls, tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = False
     ) -> InspectedText:
         """`text` tokenised as in `kvfold.compress`; raises KvfoldError below two tokens."""
-        whole = Frame.of(tokenizer).before, content(text, special_tokens)
+        whole = PromptFrame.of(tokenizer).before, content(text, special_tokens)
         ids = token_ids(tokenizer, *whole)
         if ids.shape[1] < 2:
             raise KvfoldError("the text is shorter than two tokens: there is nothing to inspect")
@@ -71,7 +71,7 @@ class InspectedText:
             sample = short_ruler.generate("multikey", length, count, random.Random(seed), keys=KEYS)
         except ValueError as problem:
             raise KvfoldError(f"{problem}: give a text with --file or --prompt") from problem
-        question, after = sample.questions[0], Frame.of(tokenizer).after
+        question, after = sample.questions[0], PromptFrame.of(tokenizer).after
         text = f"{sample.document}\n{question.text}{after}{question.prefix}"
         made = cls.of(tokenizer, text, special_tokens=True)
         needles = [

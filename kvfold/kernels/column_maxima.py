@@ -20,16 +20,16 @@ def attend_with_column_maxima(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     scored: Tensor,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T."""
-    plain = softcap is None and sinks is None and counted is None
+    plain = softcap is None and sink_logits is None and counted is None
     # Two separate passes read the scored keys twice: faster while these are under half of all.
     if plain and 2 * int(scored.sum(-1).max()) < key.shape[2] and _follow(query, key, value, mask):
         return _attend_apart(query, key, value, scale), _maxima_apart(query, key, scale, scored)
-    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
+    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sink_logits)
     ranges = [spans(of_row) for of_row in scored]
     maxima, voting = blocks.per_entry(), blocks.voters(counted)
     for at, weights in blocks:

@@ -23,13 +23,18 @@ def attend_with_moments(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `reference.attend_with_moments`; the sums of squares are None without `squares`."""
     path = columns_path(
-        query, value, softcap=softcap, sinks=sinks, masked=mask is not None, squares=squares
+        query,
+        value,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        masked=mask is not None,
+        squares=squares,
     )
     if path == "flash":
         out, sums = column_sums_from_two_flash_passes(
@@ -43,7 +48,12 @@ def attend_with_moments(
         if squares:
             return out, *column_moments(query, key, lse, scale=scale, counted=counted)
         return out, column_sums(query, key, lse, scale=scale, counted=counted), None
-    given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "counted": counted}
+    given: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "sink_logits": sink_logits,
+        "counted": counted,
+    }
     if squares:
         return chunked.attend_with_moments(query, key, value, mask, **given)
     return *chunked.attend_with_column_sums(query, key, value, mask, **given), None

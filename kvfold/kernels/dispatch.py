@@ -68,7 +68,7 @@ def columns_path(
     value: Tensor,
     *,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
     masked: bool,
     squares: bool,
 ) -> Path:
@@ -78,7 +78,7 @@ def columns_path(
     `swapped_qk.causal_attention` returns with the output.
     """
     size = query.shape[-1]
-    known = softcap is None and sinks is None and not masked and _on_gpu_in_half(query)
+    known = softcap is None and sink_logits is None and not masked and _on_gpu_in_half(query)
     if not known or size != value.shape[-1] or size % 8 or not _fits(query, size):
         return "torch"
     if triton_available(query):

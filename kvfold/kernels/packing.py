@@ -19,7 +19,7 @@ from kvfold.kernels.dispatch import pack_path
 from kvfold.kernels.views import Flat, Named
 
 
-def quantise(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and minimum of groups that lie along `dim`.
 
     Codes are uint8 in the shape of `groups`; scale and minimum have length 1 along `dim` and the
@@ -35,7 +35,7 @@ def quantise(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tenso
     return steps.round_().clamp_(0, levels).to(torch.uint8), scale, minimum.to(groups.dtype)
 
 
-def dequantise(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     """Code · scale + minimum, rounded once to the dtype of `scale`."""
     wide = codes.to(torch.promote_types(scale.dtype, torch.float32))
     return wide.mul_(scale).add_(minimum).to(scale.dtype)
@@ -81,7 +81,7 @@ def _pack_keys(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
         from kvfold.kernels.triton.quantize import pack_keys
 
         return pack_keys(rows, bits, group)
-    codes, scale, minimum = quantise(rows.unflatten(0, (len(rows) // group, group)), bits, 1)
+    codes, scale, minimum = quantize(rows.unflatten(0, (len(rows) // group, group)), bits, 1)
     return pack(codes.flatten(0, 1), bits, 0), scale.squeeze(1), minimum.squeeze(1)
 
 
@@ -91,7 +91,7 @@ def _pack_values(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, T
         from kvfold.kernels.triton.quantize import pack_values
 
         return pack_values(rows, bits, group)
-    codes, scale, minimum = quantise(rows.unflatten(1, (-1, group)), bits, 2)
+    codes, scale, minimum = quantize(rows.unflatten(1, (-1, group)), bits, 2)
     return pack(codes.flatten(1), bits, 1), scale.squeeze(2), minimum.squeeze(2)
 
 
@@ -211,7 +211,7 @@ class PackedKeys(_Packed):
     def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         codes = unpack(words, self.bits, 0)
         codes = codes.unflatten(0, (len(scale), self.group))
-        return dequantise(codes, scale[:, None], minimum[:, None]).flatten(0, 1)
+        return dequantize(codes, scale[:, None], minimum[:, None]).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -245,4 +245,4 @@ class PackedValues(_Packed):
     def _decoded(self, words: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         codes = unpack(words, self.bits, 1)
         codes = codes.unflatten(1, (scale.shape[1], self.group))
-        return dequantise(codes, scale[..., None], minimum[..., None]).flatten(1)
+        return dequantize(codes, scale[..., None], minimum[..., None]).flatten(1)

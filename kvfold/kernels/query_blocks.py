@@ -27,11 +27,11 @@ def attend_with_column_sums(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_sums`, with memory linear in T."""
-    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
+    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sink_logits)
     sums = _column_sums(blocks, counted)
     return blocks.out, sums
 
@@ -44,11 +44,11 @@ def attend_with_moments(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_with_moments`, with memory linear in T."""
-    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sinks)
+    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sink_logits)
     squares = blocks.per_entry()
     sums = _column_sums(blocks, counted, squares)
     return blocks.out, sums, squares / blocks.groups**2
@@ -107,11 +107,11 @@ class AttentionBlocks:
         mask: Tensor | None,
         scale: float,
         softcap: float | None,
-        sinks: Tensor | None,
+        sink_logits: Tensor | None,
     ) -> None:
         # The buffer is reused for every block, so gradients are impossible.
         query, self._key, self._value = query.detach(), key.detach(), value.detach()
-        self._mask, self._softcap, self._sinks = mask, softcap, sinks
+        self._mask, self._softcap, self._sink_logits = mask, softcap, sink_logits
         heads, stored = key.shape[1:3]
         self.groups = query.shape[1] // heads
         self._query = (query * scale).unflatten(1, (heads, self.groups))
@@ -123,8 +123,10 @@ class AttentionBlocks:
     def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
         out = self.out.unflatten(1, (-1, self.groups))
         for at in self._blocks():
-            sinks = None if self._sinks is None else self._sinks[self._query_heads(at)]
-            weights = _softmax(self.logits(at), sinks)
+            sink_logits = (
+                None if self._sink_logits is None else self._sink_logits[self._query_heads(at)]
+            )
+            weights = _softmax(self.logits(at), sink_logits)
             if self._mask is not None and (at.few or _has_blind_row(weights)):
                 weights.nan_to_num_(0.0)
             attended = weights.to(self._value.dtype) @ self._value[at.row, at.head, : at.seen]
@@ -228,12 +230,12 @@ def _has_blind_row(weights: Tensor) -> bool:
     return bool(weights[:, 0].isnan().any())
 
 
-def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+def _softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Softmax of logits `[G·S, T]`, in place if there are no sink logits.
 
     Sink logits `[G]` join the denominator and are not returned.
     """
-    if sinks is None:
+    if sink_logits is None:
         return torch.softmax(logits, -1, out=logits)
-    extra = sinks.to(logits.dtype).repeat_interleave(len(logits) // len(sinks))[:, None]
+    extra = sink_logits.to(logits.dtype).repeat_interleave(len(logits) // len(sink_logits))[:, None]
     return torch.cat([logits, extra], -1).softmax(-1)[:, :-1]

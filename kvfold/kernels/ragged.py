@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
-from kvfold.kernels.quantized import both_packed
+from kvfold.kernels.static_quantized import both_packed
 from kvfold.kernels.varlen import attend_to_rows_varlen
 from kvfold.kernels.views import BLOCK, Flat, RaggedView
 
@@ -30,13 +30,13 @@ def attend_to_segments(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention output `[B, Hq, S, Dv]` of `query [B, Hq, S, D]`.
 
     `mask`, bool or additive `[B, 1 or Hq, S, n]`, covers the last n entries of every segment. None:
     causal, the queries being the last S entries of every segment. Rows that see nothing are 0.
-    sinks `[Hq]`.
+    `sink_logits [Hq]`.
     """
     if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
         mask = None
@@ -44,18 +44,18 @@ def attend_to_segments(
     if flat and query.shape[2] == 1 and mask is None and min(stored.keys.alive) > 0:
         path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
         if path != "torch":
-            return _one_step_of_rows(query, stored, scale, softcap, sinks, path)
+            return _one_step_of_rows(query, stored, scale, softcap, sink_logits, path)
         same = query.shape[-1] == stored.values.tail.shape[-1]
-        if softcap is None and sinks is None and same and query.device.type == "cpu":
+        if softcap is None and sink_logits is None and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
     even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
     if even and both_packed(stored) is not None:
         size = stored.values.tail.shape[-1]
         if packed_path(query, value_size=size, masked=False) == "triton":
-            return _one_step_of_packed(query, stored, scale, softcap, sinks)
-    if even and softcap is None and sinks is None:
+            return _one_step_of_packed(query, stored, scale, softcap, sink_logits)
+    if even and softcap is None and sink_logits is None:
         return _one_step_even(query, stored, scale)
-    return _in_blocks(query, stored, mask, scale, softcap, sinks)
+    return _in_blocks(query, stored, mask, scale, softcap, sink_logits)
 
 
 def _sees_everything(mask: Tensor) -> bool:
@@ -107,7 +107,7 @@ def _one_step_of_rows(
     stored: RaggedView,
     scale: float,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
     path: Path,
 ) -> Tensor:
     """As `_one_step`, all segments in one launch on a GPU, with softcap and sink logits."""
@@ -128,11 +128,15 @@ def _one_step_of_rows(
         )
     tail = _attended(rows.unflatten(0, (batch, -1)), *_tails(stored), scale, softcap)
     newest = tail[0].flatten(0, 1), tail[1].flatten(0, 1)
-    return _joined(query, (out, total), newest, sinks)
+    return _joined(query, (out, total), newest, sink_logits)
 
 
 def _one_step_of_packed(
-    query: Tensor, stored: RaggedView, scale: float, softcap: float | None, sinks: Tensor | None
+    query: Tensor,
+    stored: RaggedView,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """As `_one_step_even`, over packed entries in one launch on a GPU; they are not unpacked.
 
@@ -152,7 +156,7 @@ def _one_step_of_packed(
         for encoded, part in ((keys, stored.keys), (values, stored.values))
     )
     newest = _attended(rows, new_keys, new_values, None, scale, softcap)
-    return _joined(query, packed, newest, sinks)
+    return _joined(query, packed, newest, sink_logits)
 
 
 @lru_cache(maxsize=16)
@@ -166,18 +170,18 @@ def _joined(
     query: Tensor,
     old: tuple[Tensor, Tensor],
     newest: tuple[Tensor, Tensor],
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """Output `[B, Hq, 1, Dv]` over all entries, joined from those over `old` and `newest` ones.
 
     Both are an output `[R, G, Dv]` and the log-sum-exp `[R, G]` of its logits, for R segments.
     """
     outs, totals = [old[0].float(), newest[0]], [old[1], newest[1]]
-    if sinks is not None:
+    if sink_logits is not None:
         # Sink logits take a share of the weight, and have no values.
         outs.append(torch.zeros_like(newest[0]))
         groups = newest[1].shape[1]
-        totals.append(sinks.float().view(-1, groups).repeat(len(query), 1))
+        totals.append(sink_logits.float().view(-1, groups).repeat(len(query), 1))
     merged = _merged(torch.stack(outs, 1), torch.stack(totals, 1))
     return merged.to(query.dtype).view(*query.shape[:3], -1)
 
@@ -246,7 +250,7 @@ def _in_blocks(
     mask: Tensor | None,
     scale: float,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """Output `[B, Hq, S, Dv]`, segment by segment in blocks of queries: takes every case."""
     batch, query_heads, queries, size = query.shape
@@ -268,7 +272,7 @@ def _in_blocks(
                 _hide(logits, of_row[:, start : start + QUERIES])
             elif queries > 1:
                 _hide_later(logits, queries, start)
-            weights = _softmax(logits, None if sinks is None else sinks[share])
+            weights = _softmax(logits, None if sink_logits is None else sink_logits[share])
             out[i, :, start : start + QUERIES] = _mix(weights.to(query.dtype), values)
     return out.view(batch, query_heads, queries, -1)
 
@@ -292,12 +296,12 @@ def _hide_later(logits: Tensor, queries: int, start: int) -> None:
     logits[..., logits.shape[-1] - queries :].masked_fill_(later, -torch.inf)
 
 
-def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+def _softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Weights of `logits [G, S, T]`; sink logits `[G]` join the denominator only."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if sinks is None:
+    if sink_logits is None:
         return logits.softmax(-1).nan_to_num_(0.0)
-    extra = sinks.to(logits.dtype).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+    extra = sink_logits.to(logits.dtype).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
     return torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
 
 

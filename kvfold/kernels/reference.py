@@ -18,18 +18,25 @@ def attend_with_column_sums(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, S, Dv]` and column sums `[B, H, T]` of the weights.
 
     query `[B, Hq, S, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; mask bool or additive
-    `[B or 1, Hq or 1, S, T]`, or None for a causal one aligned to the last key; `sinks [Hq]` are
-    sink logits. Column sums run over the queries where `counted [B, S]` is true (None: all), as
-    means over the query heads of a group. Rows that see nothing are 0.
+    `[B or 1, Hq or 1, S, T]`, or None for a causal one aligned to the last key; `sink_logits
+    [Hq]`. Column sums run over the queries where `counted [B, S]` is true (None: all), as means
+    over the query heads of a group. Rows that see nothing are 0.
     """
     out, sums, _ = attend_with_moments(
-        query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks, counted=counted
+        query,
+        key,
+        value,
+        mask,
+        scale=scale,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        counted=counted,
     )
     return out, sums
 
@@ -42,12 +49,12 @@ def attend_with_moments(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attend_with_column_sums`, and the column sums `[B, H, T]` of the squared group means."""
     logits = _logits(query, key, scale, softcap)
-    attention = _softmax(_masked(logits, mask), sinks)
+    attention = _softmax(_masked(logits, mask), sink_logits)
     out = attention.to(value.dtype) @ value.repeat_interleave(_groups(query, key), 1)
     if counted is not None:
         attention = attention * counted[:, None, :, None]
@@ -63,7 +70,7 @@ def attend_with_column_maxima(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     scored: Tensor,
     counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +84,7 @@ def attend_with_column_maxima(
     minimum.
     """
     logits = _logits(query, key, scale, softcap)
-    attention = _softmax(_masked(logits, mask), sinks)
+    attention = _softmax(_masked(logits, mask), sink_logits)
     out = attention.to(value.dtype) @ value.repeat_interleave(_groups(query, key), 1)
     candidates = _allowed(logits, mask) & scored[:, None, None, :]
     rows = _softmax(_masked(logits, mask).masked_fill(~candidates, -torch.inf), None)
@@ -113,12 +120,12 @@ def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+def _softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Weights of logits `[B, Hq, S, T]`; rows of only −∞ become 0.
 
     Sink logits `[Hq]` join the denominator and are not returned.
     """
-    if sinks is None:
+    if sink_logits is None:
         return logits.softmax(-1).nan_to_num(0.0)
-    extra = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    extra = sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
     return torch.cat([logits, extra], -1).softmax(-1)[..., :-1].nan_to_num(0.0)

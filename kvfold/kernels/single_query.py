@@ -41,13 +41,13 @@ def attend_with_row(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, 1, Dv]` and its row of weights `[B, Hq, 1, T]`.
 
     query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`. `hidden [B, H or 1, G or 1,
-    T]` is added to the logits; at least one entry must stay visible. sinks `[Hq]`. Weights are
-    float32, or float64 for a float64 query.
+    T]` is added to the logits; at least one entry must stay visible. `sink_logits [Hq]`. Weights
+    are float32, or float64 for a float64 query.
     """
     batch, _, _, size = query.shape
     heads = key.shape[1]
@@ -59,7 +59,7 @@ def attend_with_row(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
         logits = logits if hidden is None else logits + hidden
-    return _weighted(logits, value, sinks)
+    return _weighted(logits, value, sink_logits)
 
 
 def attend_beside(
@@ -70,7 +70,7 @@ def attend_beside(
     other: Tensor,
     *,
     scale: float,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attend_with_row`, and products `[B, H, T]` of the keys with `other [B, H, 1, D]` (D2O).
 
@@ -81,24 +81,24 @@ def attend_beside(
     if hidden is not None:
         hidden = hidden.flatten(0, 1)
     found = products(torch.cat([grouped, other], 2), key, hidden, 1.0)
-    out, row = _weighted(found[:, :-1], value, sinks)
+    out, row = _weighted(found[:, :-1], value, sink_logits)
     return out, row, found[:, -1].view(batch, heads, stored)
 
 
-def _weighted(logits: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _weighted(logits: Tensor, value: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output `[B, Hq, 1, Dv]` and weights `[B, Hq, 1, T]` of logits `[B·H, G, T]`."""
     batch, _, stored, size = value.shape
-    weights = softmax_beside(logits, sinks)
+    weights = softmax_beside(logits, sink_logits)
     out = torch.bmm(weights.to(value.dtype), value.flatten(0, 1))
     return out.view(batch, -1, 1, size), weights.reshape(batch, -1, 1, stored)
 
 
-def softmax_beside(logits: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax_beside(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Weights of logits `[B·H, G, T]`; sink logits `[Hq]` join the denominator only."""
-    if sinks is None:
+    if sink_logits is None:
         return logits.softmax(-1)
     groups = logits.shape[1]
-    extra = sinks.to(logits.dtype).view(-1, groups, 1)
+    extra = sink_logits.to(logits.dtype).view(-1, groups, 1)
     extra = extra.repeat(len(logits) // len(extra), 1, 1)
     return torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
 

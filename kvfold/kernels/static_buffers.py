@@ -18,23 +18,23 @@ def attend_to_buffers(
     *,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`.
 
     keys `[B, H, T, D]`, values `[B, H, T, Dv]`; slots where `visible [B, H, T]` is false are
-    masked, and must hold finite numbers. sinks `[Hq]`.
+    masked, and must hold finite numbers. `sink_logits [Hq]`.
     """
     batch, query_heads, _, size = query.shape
     # The query heads of a group become rows of one head, so that keys are read once.
     grouped = query.reshape(batch, keys.shape[1], -1, size)
     mask = visible[:, :, None]
-    if softcap is None and sinks is None:
+    if softcap is None and sink_logits is None:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, -1)
     logits = (grouped @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.masked_fill(~mask, -torch.inf)
-    weights = softmax_beside(logits.flatten(0, 1), sinks).unflatten(0, keys.shape[:2])
+    weights = softmax_beside(logits.flatten(0, 1), sink_logits).unflatten(0, keys.shape[:2])
     return (weights.to(values.dtype) @ values).reshape(batch, query_heads, 1, -1)

@@ -91,5 +91,5 @@ class KVzip(Method):
 
 def most_attention(observation: Observation) -> Tensor:
     """Maximum attention `[B, H, T]` that each entry received during the reconstruction."""
-    assert observation.reconstruction is not None
-    return observation.reconstruction
+    assert observation.reconstruction_scores is not None
+    return observation.reconstruction_scores

@@ -67,7 +67,7 @@ class Observation:
     attention: Tensor | None = None  # [B, Hq, 1, T], weights of a decode step's query
     column_sums: Tensor | None = None  # [B, H, T], over queries, of the mean over the group
     column_squares: Tensor | None = None  # [B, H, T], over queries, of the mean's square
-    reconstruction: Tensor | None = (
+    reconstruction_scores: Tensor | None = (
         None  # [B, H, T], maximum over the group and all queries (KVzip)
     )
     tokens_seen: Tensor | None = None  # [B], without padding
@@ -76,7 +76,7 @@ class Observation:
     layers: int = 1
     scale: float = 1.0  # of the logits
     softcap: float | None = None
-    sinks: Tensor | None = None  # [Hq], sink logits (GPT-OSS)
+    sink_logits: Tensor | None = None  # [Hq] (GPT-OSS)
     seed: int = 0  # of this eviction's random draws
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
@@ -100,7 +100,7 @@ class Observation:
             attention=None,
             column_sums=moved(self.column_sums),
             column_squares=moved(self.column_squares),
-            reconstruction=moved(self.reconstruction),
+            reconstruction_scores=moved(self.reconstruction_scores),
         )
         return again, order
 
@@ -119,7 +119,7 @@ class Observation:
             attention=None,
             column_sums=None,
             column_squares=None,
-            reconstruction=None,
+            reconstruction_scores=None,
         )
 
     def window_attention(self, last: int) -> Tensor:
@@ -138,8 +138,8 @@ class Observation:
         entries = self.positions[:, :, None, None, :]
         hidden = (entries < 0) | (entries > at[:, None, None, :, None])
         logits = logits.masked_fill(hidden, -torch.inf).view(batch, query_heads, window, stored)
-        if self.sinks is not None:
-            extra = self.sinks.float().view(1, -1, 1, 1).expand(batch, -1, window, 1)
+        if self.sink_logits is not None:
+            extra = self.sink_logits.float().view(1, -1, 1, 1).expand(batch, -1, window, 1)
             rows = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
         else:
             rows = logits.softmax(-1)

@@ -24,7 +24,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import end_turn, fork, fork_within
 from kvfold.contexts.context import Context
 from kvfold.errors import KvfoldError
-from kvfold.hf.chat_template import PARTING, Frame
+from kvfold.hf.chat_template import SEPARATOR, PromptFrame
 from kvfold.hf.models import text_config, trained_length
 from kvfold.methods.base import Composition, FileName, Method, parse
 from kvfold.serve.context_folder import ContextFolder
@@ -56,7 +56,7 @@ class Engine:
         settings: ServerSettings,
     ) -> None:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
-        config, frame = text_config(model), Frame.of(tokenizer)
+        config, frame = text_config(model), PromptFrame.of(tokenizer)
         self.max_length = None if settings.allow_longer else trained_length(model)
         limits = [n for n in (settings.context_tokens, self.max_length) if n is not None]
         self.prompts = PromptEncoder(
@@ -214,7 +214,7 @@ class Engine:
         by_text = self.contexts.longest(TEXT, data)
         if by_text is not None and (by_tokens is None or by_tokens.stats.seen < by_text.stats.seen):
             first, *others = segments_of(data[by_text.keys[TEXT].length :])
-            return by_text, self.prompts.ids([PARTING + first, *others])
+            return by_text, self.prompts.ids([SEPARATOR + first, *others])
         return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
 
     def _tokens_to_generate(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
@@ -277,7 +277,7 @@ class Engine:
         except KvfoldError as refused:
             raise ApiError(400, str(refused)) from refused
         self._check_wanted()
-        parts[-1] += PARTING
+        parts[-1] += SEPARATOR
         return self.contexts.add(context, request.id, key_bytes(parts))
 
     def _check_allowed(self, method: Method) -> None:

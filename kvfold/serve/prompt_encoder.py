@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
-from kvfold.hf.chat_template import PARTING, Frame, conversation
+from kvfold.hf.chat_template import SEPARATOR, PromptFrame, conversation
 from kvfold.hf.user_text import (
     content,
     least_tokens,
@@ -25,7 +25,7 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.request_schemas import RequestMessage
 
 # Separator of segments in prefix keys: a byte that UTF-8 text never has.
-SEPARATOR = b"\xff"
+KEY_SEPARATOR = b"\xff"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PromptEncoder:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    frame: Frame
+    frame: PromptFrame
     vocabulary: int
     special_tokens: bool = False
     most: int | None = None
@@ -89,7 +89,7 @@ class PromptEncoder:
     def _check_least(self, parts: Iterable[str]) -> None:
         self.check_length(least_tokens(parts, self._longest), "at least ")
 
-    def turns(self, messages: Sequence[RequestMessage], frame: Frame) -> list[list[int]]:
+    def turns(self, messages: Sequence[RequestMessage], frame: PromptFrame) -> list[list[int]]:
         """Token ids after a context's document, turn by turn, the last question last, as in `Chat`.
 
         Raises ApiError for roles that do not alternate from the user's on, for a chat template
@@ -111,7 +111,7 @@ class PromptEncoder:
             if message.role == "assistant":
                 split.append(self.split(text))
             else:
-                opening = frame.between if index else PARTING
+                opening = frame.between if index else SEPARATOR
                 assert opening is not None
                 split.append(self.split(opening, text, frame.after))
         self._check_least(chain.from_iterable(split))
@@ -158,9 +158,9 @@ class PromptEncoder:
 
 def key_bytes(parts: Sequence[str]) -> bytes:
     """Segments as bytes: the key of a prefix of a text is a prefix of the text's key."""
-    return SEPARATOR.join(part.encode() for part in parts)
+    return KEY_SEPARATOR.join(part.encode() for part in parts)
 
 
 def segments_of(data: bytes) -> list[str]:
     """The segments of `key_bytes`."""
-    return [part.decode() for part in data.split(SEPARATOR)]
+    return [part.decode() for part in data.split(KEY_SEPARATOR)]

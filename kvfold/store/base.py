@@ -68,7 +68,7 @@ class Store(ABC):
 
     @property
     @abstractmethod
-    def positions(self) -> Tensor:
+    def columns(self) -> Tensor:
         """Columns of all entries `[B, H, T]`, int64, ascending; −1 for holes."""
 
     @property
@@ -105,7 +105,7 @@ class Store(ABC):
 
     @property
     @abstractmethod
-    def own(self) -> int:
+    def own_length(self) -> int:
         """Entries of each head that were appended after the fork; 0 if this is no fork."""
 
     @abstractmethod

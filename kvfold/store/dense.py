@@ -22,7 +22,7 @@ from kvfold.store.shared_buffer import SharedBuffer
 class DenseStore(Store):
     """Keys `[B, H, T, D]`, values `[B, H, T, Dv]`, and the column of each entry.
 
-    `positions` are columns, ascending, `[B, H, T]`; stored as int32 from the first eviction on.
+    `columns [B, H, T]` ascend; stored as int32 from the first eviction on.
     Rows that keep fewer than T entries are padded on the left with column −1. An entry that is
     evicted while decoding becomes a hole: its slot stays, with column −1. `dead` counts such slots
     per head, until the next copy drops them. `holes` is true if any column is −1.
@@ -33,10 +33,10 @@ class DenseStore(Store):
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = GrowingBuffer(keys), GrowingBuffer(values)
-        self._positions: EntryColumns | SharedColumns | None = None
+        self._columns: EntryColumns | SharedColumns | None = None
         self._hidden: HolesMask | None = None  # made at first use
         self._norms: GrowingBuffer | None = None  # made at first use
-        self._marked = True  # False while evicted entries still have their columns in `_positions`
+        self._marked = True  # False while evicted entries still have their columns in `_columns`
         self.dead, self.holes = 0, False
 
     @classmethod
@@ -47,14 +47,14 @@ class DenseStore(Store):
         }
         store = cls(tensors["keys"], tensors["values"])
         if "positions" in tensors:
-            store._positions = EntryColumns(tensors["positions"])
+            store._columns = EntryColumns(tensors["positions"])
             store.holes = bool((tensors["positions"] < 0).any())
         store.dead = dead
         return store
 
     def named(self) -> Named:
         """Keys, values and columns by name, as views, one tensor for each row's KV head."""
-        tensors = {"keys": self.keys, "values": self.values, "positions": self.stored_positions}
+        tensors = {"keys": self.keys, "values": self.values, "positions": self.stored_columns}
         return {n: list(rows.flatten(0, 1)) for n, rows in tensors.items() if rows is not None}
 
     @property
@@ -73,25 +73,25 @@ class DenseStore(Store):
         return self._values.rows if shown is None else shown
 
     @property
-    def stored_positions(self) -> Tensor | None:
+    def stored_columns(self) -> Tensor | None:
         """Columns `[B, H, T]`, int32, −1 for holes; None while slot i is column i."""
         self._mark()
         return self.origins
 
     @property
     def origins(self) -> Tensor | None:
-        """As `stored_positions`, but holes made since the last copy may still show their column."""
-        return None if self._positions is None else self._positions.rows
+        """As `stored_columns`, but holes made since the last copy may still show their column."""
+        return None if self._columns is None else self._columns.rows
 
     @property
     def moved(self) -> bool:
         """True if the column of slot i may differ from i."""
-        return self._positions is not None
+        return self._columns is not None
 
     @property
-    def positions(self) -> Tensor:
+    def columns(self) -> Tensor:
         """Columns `[B, H, T]`, int64, −1 for holes."""
-        stored = self.stored_positions
+        stored = self.stored_columns
         if stored is not None:
             return stored.long()
         batch, heads = self.keys.shape[:2]
@@ -124,14 +124,14 @@ class DenseStore(Store):
             shown = self._hidden.first(self._keys.length)
             if shown is not None:
                 return shown
-        self._hidden = HolesMask(self.positions < 0, self.keys.dtype)
+        self._hidden = HolesMask(self.columns < 0, self.keys.dtype)
         return self._hidden.rows
 
     def _mark(self) -> None:
         """Sets the columns of new holes to −1; deferred, as a decode step does not need it."""
         if not self._marked:
-            assert isinstance(self._positions, EntryColumns) and self._hidden is not None
-            self._positions.clear(self._hidden.holes)
+            assert isinstance(self._columns, EntryColumns) and self._hidden is not None
+            self._columns.clear(self._hidden.holes)
             self._marked = True
 
     def _forget(self) -> None:
@@ -145,13 +145,13 @@ class DenseStore(Store):
         other = copy.copy(self)
         other._hidden = other._norms = None
         other._keys, other._values = SharedBuffer(self.keys), SharedBuffer(self.values)
-        if self._positions is not None:
-            other._positions = SharedColumns(self._positions.rows)
+        if self._columns is not None:
+            other._columns = SharedColumns(self._columns.rows)
         return other
 
     def view(self) -> Tensor | None:
         """Columns `[B, H, T]`, int32, for attention's mask; None while slot i is column i."""
-        return self.stored_positions
+        return self.stored_columns
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys `[B, H, T, D]` and values `[B, H, T, Dv]`, not copied."""
@@ -159,8 +159,8 @@ class DenseStore(Store):
 
     def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
         stored = self._keys.append(keys), self._values.append(values)
-        if self._positions is not None:
-            self._positions.follow(first, keys.shape[2])
+        if self._columns is not None:
+            self._columns.follow(first, keys.shape[2])
         return stored
 
     def reserve(self, room: int) -> tuple[Tensor, Tensor]:
@@ -169,8 +169,8 @@ class DenseStore(Store):
 
     def drop(self, slot: Tensor) -> None:
         """Evicts one entry of each head, at `slot [B, H, 1]`: a hole, nothing is moved."""
-        if not isinstance(self._positions, EntryColumns):
-            self._positions = EntryColumns(self.positions)
+        if not isinstance(self._columns, EntryColumns):
+            self._columns = EntryColumns(self.columns)
         # Written through the view into the mask's buffer.
         self._hiding().scatter_(2, slot, -torch.inf)
         self._marked = False
@@ -202,34 +202,34 @@ class DenseStore(Store):
 
         Earlier views stay valid: layers that share this cache may still read them.
         """
-        positions = pick(self.positions, slots, -1)
-        self._positions = EntryColumns(positions)
+        columns = pick(self.columns, slots, -1)
+        self._columns = EntryColumns(columns)
         self._keys = GrowingBuffer.gathered(self.keys, slots)
         self._values = GrowingBuffer.gathered(self.values, slots)
         self._forget()
-        self.dead, self.holes = 0, bool((positions < 0).any())
+        self.dead, self.holes = 0, bool((columns < 0).any())
 
     @property
-    def own(self) -> int:
+    def own_length(self) -> int:
         """Entries of each head that were appended after the fork; 0 if this is no fork."""
         return self._keys.own.length if isinstance(self._keys, SharedBuffer) else 0
 
     def keep_own(self, slots: Tensor) -> None:
         """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
         assert isinstance(self._keys, SharedBuffer) and isinstance(self._values, SharedBuffer)
-        shared = self.length - self.own
-        if not isinstance(self._positions, SharedColumns):
-            columns = self.positions.int()
-            self._positions = SharedColumns(columns[:, :, :shared])
-            self._positions.append(columns[:, :, shared:])
-        for part in (self._keys, self._values, self._positions):
+        shared = self.length - self.own_length
+        if not isinstance(self._columns, SharedColumns):
+            columns = self.columns.int()
+            self._columns = SharedColumns(columns[:, :, :shared])
+            self._columns.append(columns[:, :, shared:])
+        for part in (self._keys, self._values, self._columns):
             part.keep_own(slots)
         self._forget()
 
     def place(self, columns: Tensor) -> None:
         """Sets the column of each entry: `columns [B, H or 1, T]`, ascending, −1 for holes."""
         self._forget()
-        self._positions = EntryColumns(columns.expand(*self.keys.shape[:2], -1))
+        self._columns = EntryColumns(columns.expand(*self.keys.shape[:2], -1))
         self.holes = bool((columns < 0).any())
 
     def replace(self, keys: Tensor, values: Tensor) -> None:
@@ -253,11 +253,11 @@ class DenseStore(Store):
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
         """Bytes of keys and values, of columns, mask and norms, and of slack; ignores `counted`."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
-        beside = (self._positions, self._hidden, self._norms)
+        beside = (self._columns, self._hidden, self._norms)
         of_each = [part.nbytes() for part in beside if part is not None]
         where = [sum(each) for each in zip(*of_each, strict=True)] or [0, 0]
         dead = (keys[0] + values[0]) // max(1, self.length) * self.dead
         return keys[0] + values[0] - dead, where[0], keys[1] + values[1] + where[1] + dead
 
     def _parts(self) -> list[GrowingBuffer]:
-        return [p for p in (self._keys, self._values, self._positions) if p is not None]
+        return [p for p in (self._keys, self._values, self._columns) if p is not None]

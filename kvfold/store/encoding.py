@@ -37,7 +37,7 @@ class QueriedKeys(Protocol):
         """Mean over each group's query heads: `[B, Hq, …]` → `[B, H, …]`."""
 
 
-POSITION_BYTES = 4  # an entry's column, int32
+COLUMN_BYTES = 4  # an entry's column, int32
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class EntrySize:
     @property
     def whole(self) -> int:
         """Bytes of a raw entry and of its column."""
-        return (self.key + self.value) * self.number + POSITION_BYTES
+        return (self.key + self.value) * self.number + COLUMN_BYTES
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,15 @@ class RaggedStore(Store):
     is_dense = False
 
     def __init__(
-        self, keys: Tensor, values: Tensor, positions: Tensor | None, slots: Tensor, encode: Encode
+        self, keys: Tensor, values: Tensor, columns: Tensor | None, slots: Tensor, encode: Encode
     ) -> None:
         """Copies entries at `slots [B, H, K]` of keys `[B, H, T, D]` and values `[B, H, T, Dv]`.
 
-        `positions [B, H, T]` are columns; None: slot i is column i, and all entries are taken.
+        `columns [B, H, T]`; None: slot i is column i, and all entries are taken.
         """
         self.rows, self.heads = keys.shape[:2]
         self.encode = encode
-        self._settle(positions, slots)
+        self._settle(columns, slots)
         if encode.raw:
             lengths = [encode.key_count(entries, 0, decoding=False) for entries in self._counts]
             old, newest = _divided(slots, self._counts, lengths)
@@ -89,11 +89,11 @@ class RaggedStore(Store):
         """Number of entries appended since the last compression, and the column of the first."""
         return self._new, self._first_new
 
-    def _settle(self, positions: Tensor | None, slots: Tensor) -> None:
+    def _settle(self, columns: Tensor | None, slots: Tensor) -> None:
         self._counts = (slots >= 0).sum(-1).flatten().tolist()
         self._columns: Tensor | None = None
-        if positions is not None:
-            kept = positions.gather(2, slots.clamp(min=0))
+        if columns is not None:
+            kept = columns.gather(2, slots.clamp(min=0))
             self._columns = kept[slots >= 0].int()
         self._new = self._first_new = 0
 
@@ -138,7 +138,7 @@ class RaggedStore(Store):
         return self._keys.rectangle(self.length), self._values.rectangle(self.length)
 
     @property
-    def positions(self) -> Tensor:
+    def columns(self) -> Tensor:
         """Columns of the entries `[B, H, T]`, int64, −1 where a shorter segment is padded."""
         device, length = self.keys.device, self.length
         out = torch.full((len(self._counts), length), -1, device=device)
@@ -185,19 +185,19 @@ class RaggedStore(Store):
         """
         length = self.length
         complete = self._columns is None and slots.shape[-1] == length and bool((slots >= 0).all())
-        positions = None if complete else self.positions
+        columns = None if complete else self.columns
         self._keys.keep(slots, length)
         self._values.keep(slots, length)
-        self._settle(positions, slots)
+        self._settle(columns, slots)
 
     @property
-    def own(self) -> int:
+    def own_length(self) -> int:
         """Entries of each head that were appended after the fork; 0 if this is no fork."""
-        return self._keys.own
+        return self._keys.own_length
 
     def keep_own(self, slots: Tensor) -> None:
         """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
-        shared, own = self.positions.split([self.length - self.own, self.own], -1)
+        shared, own = self.columns.split([self.length - self.own_length, self.own_length], -1)
         columns = torch.cat([shared, own.gather(2, slots)], -1)
         self._keys.keep_own(slots)
         self._values.keep_own(slots)
@@ -281,8 +281,8 @@ class RaggedStore(Store):
             if tensor.data_ptr() not in counted:
                 stored += tensor.numel() * tensor.element_size()
                 counted.add(tensor.data_ptr())
-        positions = 0 if self._columns is None else 4 * self._columns.numel()
-        return stored, positions, slack
+        column_bytes = 0 if self._columns is None else 4 * self._columns.numel()
+        return stored, column_bytes, slack
 
     def _encoded_tensors(self) -> list[Tensor]:
         parts = (self._keys.encoded, self._values.encoded)

@@ -103,14 +103,14 @@ class Part:
         self._take(self.tail.rows, torch.where((slots >= 0) & (in_tail >= first), in_tail, -1))
 
     @property
-    def own(self) -> int:
+    def own_length(self) -> int:
         """Entries of every segment that were appended after the fork; 0 if this is no fork."""
         return self.tail.own.length if isinstance(self.tail, SharedBuffer) else 0
 
     def keep_own(self, slots: Tensor) -> None:
         """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
         assert isinstance(self.tail, SharedBuffer)
-        gone = self.own - slots.shape[-1]
+        gone = self.own_length - slots.shape[-1]
         self.tail.keep_own(slots)
         self.alive = [count - gone for count in self.alive]
 

@@ -646,7 +646,7 @@ def test_a_python_without_kvpress_is_refused(subject: BenchModel) -> None:
         kvpress.KvpressPeer(subject, Path(sys.executable))
 
 
-def test_the_quantised_cache_needs_a_backend(
+def test_the_quantized_cache_needs_a_backend(
     subject: BenchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers_quantized.importlib.util, "find_spec", lambda name: None)
@@ -654,7 +654,7 @@ def test_the_quantised_cache_needs_a_backend(
         transformers_quantized.QuantizedPeer(subject)
 
 
-def test_bytes_of_quantised_layers_count_each_storage_once() -> None:
+def test_bytes_of_quantized_layers_count_each_storage_once() -> None:
     shared = torch.zeros(10, dtype=torch.uint8)
     held = {"a": shared, "b": [shared[2:], (torch.zeros(3), {"c": torch.zeros(2)})], "d": 4}
     assert transformers_quantized.tensor_bytes(held, set()) == 10 + 12 + 8

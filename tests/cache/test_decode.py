@@ -28,8 +28,8 @@ def test_what_leaves_keeps_its_place_and_counts_as_slack():
     before = store.view()
     store.drop(SLOT)
     assert (before >= 0).all()
-    assert torch.equal(store.positions.gather(2, SLOT), torch.full_like(SLOT, -1))
-    assert (store.positions >= 0).sum(-1).eq(7).all()
+    assert torch.equal(store.columns.gather(2, SLOT), torch.full_like(SLOT, -1))
+    assert (store.columns >= 0).sum(-1).eq(7).all()
     kv, positions, slack = store.nbytes(set())
     assert kv == 2 * 3 * 7 * 4 * 4 * 2
     # Where each came from, and what is hidden.

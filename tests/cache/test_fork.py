@@ -14,7 +14,7 @@ import kvfold
 from kvfold import KvfoldError
 from kvfold.cache.fork import fork
 from kvfold.contexts.answer import AnswerStream
-from kvfold.hf.chat_template import Frame
+from kvfold.hf.chat_template import PromptFrame
 from kvfold.store.shared_buffer import SharedBuffer
 from tests.helpers.chats import QUESTIONS, TEMPLATE, held, same, storages
 from tests.helpers.contexts import DOCUMENT, KINDS, KIVI, QUESTION, new_model
@@ -238,10 +238,10 @@ def test_turns_that_are_kept_are_seen_and_others_are_not(tokenizer, family):
 def test_a_template_stands_between_turns(model):
     tokenizer = word_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    frame = Frame.of(tokenizer)
-    assert frame == Frame("<user> ", " </s> <assistant> ", " </s> <user> ")
+    frame = PromptFrame.of(tokenizer)
+    assert frame == PromptFrame("<user> ", " </s> <assistant> ", " </s> <user> ")
     tokenizer.chat_template = "{{ messages[0]['content'] }}!"
-    assert Frame.of(tokenizer) == Frame("", "!", None)
+    assert PromptFrame.of(tokenizer) == PromptFrame("", "!", None)
     context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40)
     chat = context.chat()
     chat.ask(QUESTION, max_new_tokens=2)

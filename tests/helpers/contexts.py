@@ -50,11 +50,20 @@ def state(layer: Any) -> dict[str, Any]:
         for name, tensors in store.named().items()
         for i, tensor in enumerate(tensors)
     }
-    skipped = {"plan", "phase", "waiting", "rotation", "store", "query_window", "sinks", "logical"}
+    skipped = {
+        "plan",
+        "phase",
+        "waiting",
+        "rotation",
+        "store",
+        "query_window",
+        "reindexed",
+        "logical",
+    }
     skipped |= {"_capacities", "_ends"}  # derived from the capacity
     held |= {name: value for name, value in vars(layer).items() if name not in skipped}
     held |= {"seen": layer.sequence.seen, "valid": layer.sequence.valid}
-    held |= {"given": None if layer.sinks is None else layer.sinks.given}
-    held |= {"sinks": None if layer.sinks is None else layer.sinks.count}
+    held |= {"given": None if layer.reindexed is None else layer.reindexed.given}
+    held |= {"sinks": None if layer.reindexed is None else layer.reindexed.count}
     held |= {"queries": layer.query_window.attended, "dead": getattr(store, "dead", None)}
     return held

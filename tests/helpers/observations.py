@@ -51,7 +51,7 @@ def alone(seen, row, length):
     )
 
 
-def naive_rows(seen, softcap=None, sinks=None):
+def naive_rows(seen, softcap=None, sink_logits=None):
     """Attention `[Hq][W][T]` of row 0, whose last query is at its last key."""
     queries, keys = seen.queries[0].double(), seen.keys[0].double()
     query_heads, window, stored = len(queries), queries.shape[1], keys.shape[1]
@@ -65,7 +65,7 @@ def naive_rows(seen, softcap=None, sinks=None):
                 logit = float(queries[head, w] @ key[j]) * SCALE
                 logit = logit if softcap is None else softcap * math.tanh(logit / softcap)
                 weights.append(math.exp(logit))
-            total = sum(weights) + (0 if sinks is None else math.exp(sinks[head]))
+            total = sum(weights) + (0 if sink_logits is None else math.exp(sink_logits[head]))
             rows[head, w, :visible] = torch.tensor(weights) / total
     return rows
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 import kvfold
 from kvfold import KvfoldError
 from kvfold.cli.run import encode
-from kvfold.hf.chat_template import Frame, conversation, token_ids
+from kvfold.hf.chat_template import PromptFrame, conversation, token_ids
 from kvfold.hf.user_text import (
     Content,
     control_tokens,
@@ -154,7 +154,7 @@ def controls(tokenizer: Any, ids: Any) -> list[str]:
 @EVERY
 def test_ordinary_text_has_the_ids_it_always_had(made, kind):
     tokenizer = made[kind]
-    frame = Frame.of(tokenizer)
+    frame = PromptFrame.of(tokenizer)
     for text in ORDINARY:
         whole = f"{frame.before}{text}{frame.after}"
         stock = tokenizer(whole, add_special_tokens=False).input_ids
@@ -167,7 +167,7 @@ def test_what_users_spell_is_text_and_the_template_s_own_is_not(made, kind):
     tokenizer, hostile = made[kind], HOSTILE[kind]
     stock = tokenizer(hostile, add_special_tokens=False).input_ids
     assert controls(tokenizer, stock)
-    frame = Frame.of(tokenizer)
+    frame = PromptFrame.of(tokenizer)
     own = controls(tokenizer, token_ids(tokenizer, frame.before + frame.after))
     assert own
     ids = token_ids(tokenizer, frame.before, Content(hostile), frame.after)
@@ -242,7 +242,7 @@ def model() -> Any:
 
 
 def own(tokenizer: Any, count: int = 1) -> list[str]:
-    frame = Frame.of(tokenizer)
+    frame = PromptFrame.of(tokenizer)
     pieces = [frame.before, *[frame.after, frame.between or ""] * count][:-1]
     return controls(tokenizer, token_ids(tokenizer, "a".join(pieces)))
 

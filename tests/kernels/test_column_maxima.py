@@ -101,13 +101,15 @@ def test_every_option_at_once_is_the_naive_loop(kernel, groups):
     for given in masks(mask):
         _, got = kernel.attend_with_column_maxima(
             query, key, value, given, scale=SCALE, softcap=1.2,
-            sinks=torch.linspace(-1, 2, 2 * groups), scored=scored, counted=counted,
+            sink_logits=torch.linspace(-1, 2, 2 * groups), scored=scored, counted=counted,
         )  # fmt: skip
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 @KERNELS
-@pytest.mark.parametrize("option", ["softcap", "sinks", "counted", "mask", "everything scored"])
+@pytest.mark.parametrize(
+    "option", ["softcap", "sink_logits", "counted", "mask", "everything scored"]
+)
 def test_each_option_alone_is_the_naive_loop(kernel, option):
     query, key, value = inputs(6, 9, groups=2)
     mask = random_mask(2, 4, 6, 9) if option == "mask" else causal(6, 9).expand(2, 4, 6, 9)
@@ -115,8 +117,8 @@ def test_each_option_alone_is_the_naive_loop(kernel, option):
     counted = torch.tensor([[0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1]]).bool()
     options = {"softcap": {"softcap": 0.8}, "counted": {"counted": counted}}.get(option, {})
     expected = naive(query, key, mask, scored, **options)
-    if option == "sinks":
-        options["sinks"] = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
+    if option == "sink_logits":
+        options["sink_logits"] = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
     given = mask if option == "mask" else None
     _, got = kernel.attend_with_column_maxima(
         query, key, value, given, scale=SCALE, scored=scored, **options
@@ -129,7 +131,7 @@ def test_each_option_alone_is_the_naive_loop(kernel, option):
 def test_the_output_is_that_of_all_that_is_stored(kernel, masked):
     query, key, value = inputs(130, 150)
     mask = random_mask(2, 4, 130, 150) if masked else None
-    options = {"scale": SCALE, "softcap": 1.5, "sinks": torch.linspace(-2, 2, 4).double()}
+    options = {"scale": SCALE, "softcap": 1.5, "sink_logits": torch.linspace(-2, 2, 4).double()}
     expected, _ = reference.attend_with_column_sums(query, key, value, mask, **options)
     out, _ = kernel.attend_with_column_maxima(
         query, key, value, mask, scored=scattered(150), **options
@@ -215,7 +217,7 @@ def test_sinks_that_take_everything_change_no_maximum(kernel):
     options = {"scale": SCALE, "scored": prefix_chunk_and_new(170, 150)}
     _, expected = reference.attend_with_column_maxima(query, key, value, None, **options)
     out, got = kernel.attend_with_column_maxima(
-        query, key, value, None, sinks=torch.full((8,), 300.0), **options
+        query, key, value, None, sink_logits=torch.full((8,), 300.0), **options
     )
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-9)
     assert out.eq(0).all()
@@ -272,7 +274,7 @@ def test_chunked_is_the_reference_with_softcap_sinks_and_counted(masked, groups,
     counted[0, :70] = counted[1, 64] = False
     options = {
         "softcap": 1.5,
-        "sinks": torch.linspace(-2, 2, 2 * groups).to(dtype),
+        "sink_logits": torch.linspace(-2, 2, 2 * groups).to(dtype),
         "counted": counted,
         "scored": scattered(150),
     }

@@ -34,7 +34,7 @@ def test_paths_on_a_cpu(monkeypatch):
     assert dispatch.rows_path(wide, rows, softcap=None, masked=False) == "torch"
     assert dispatch.rows_path(wide.half(), rows, softcap=None, masked=False) == "triton"
     assert dispatch.pack_path(rows, 48) == "torch"
-    options = {"softcap": None, "sinks": None, "masked": False, "squares": False}
+    options = {"softcap": None, "sink_logits": None, "masked": False, "squares": False}
     assert dispatch.columns_path(query, query, **options) == "torch"
     monkeypatch.setattr(dispatch, "_installed", lambda name: False)
     assert paths() == ["torch"] * 4
@@ -51,7 +51,7 @@ def test_paths_on_a_gpu(monkeypatch):
 
     query, rows = OnGpu(1, 8, 1, 64), OnGpu(9, 64)
     plain = {"softcap": None, "masked": False}
-    columns = {**plain, "sinks": None}
+    columns = {**plain, "sink_logits": None}
     assert dispatch.rows_path(query, rows, **plain) == "triton"
     assert dispatch.columns_path(query, rows, **columns, squares=True) == "triton"
     monkeypatch.setattr(dispatch, "_installed", lambda name: False)

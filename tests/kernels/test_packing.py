@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvfold.kernels.packing import PackedKeys, PackedValues, dequantise, pack, quantise, unpack
+from kvfold.kernels.packing import PackedKeys, PackedValues, dequantize, pack, quantize, unpack
 from tests.helpers.encoded import GROUP, SIZE, assert_same, entries, nbytes
 
 BITS = pytest.mark.parametrize("bits", [2, 4, 8])
@@ -25,24 +25,24 @@ def naive_codes(numbers, bits):
 
 def test_four_numbers_in_two_bits():
     x = torch.tensor([0, 1, 2, 3.3])
-    codes, scale, minimum = quantise(x, 2, 0)
+    codes, scale, minimum = quantize(x, 2, 0)
     assert codes.tolist() == [0, 1, 2, 3]
     assert scale.item() == pytest.approx(1.1)
-    assert dequantise(codes, scale, minimum).tolist() == pytest.approx([0, 1.1, 2.2, 3.3])
+    assert dequantize(codes, scale, minimum).tolist() == pytest.approx([0, 1.1, 2.2, 3.3])
 
 
-def test_keys_are_quantised_per_channel_and_values_per_token():
+def test_keys_are_quantized_per_channel_and_values_per_token():
     tokens = torch.tensor([[0.0, 10], [1, 10], [2, 10], [3, 14]])
-    codes, scale, _ = quantise(tokens, 2, 0)
+    codes, scale, _ = quantize(tokens, 2, 0)
     assert codes.T.tolist() == [[0, 1, 2, 3], [0, 0, 0, 3]]
     assert scale[0].tolist() == pytest.approx([1, 4 / 3])
-    codes, scale, _ = quantise(tokens, 2, 1)
+    codes, scale, _ = quantize(tokens, 2, 1)
     assert codes[0].tolist() == [0, 3]
     assert scale[[0, 3], 0].tolist() == pytest.approx([10 / 3, 11 / 3])
 
 
 def test_halves_are_rounded_to_even():
-    codes, _, _ = quantise(torch.tensor([0, 0.5, 1.5, 2.5, 3]), 2, 0)
+    codes, _, _ = quantize(torch.tensor([0, 0.5, 1.5, 2.5, 3]), 2, 0)
     assert codes.tolist() == [0, 0, 2, 2, 3]
 
 
@@ -98,8 +98,8 @@ def test_packed_entries_are_those_of_a_loop(packed, bits):
 def test_a_number_is_restored_within_half_a_step(bits, dtype, seed, spread, offset):
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(4, GROUP, generator=generator) * spread + offset).to(dtype)
-    codes, scale, minimum = quantise(x, bits, 1)
-    restored = dequantise(codes, scale, minimum).double()
+    codes, scale, minimum = quantize(x, bits, 1)
+    restored = dequantize(codes, scale, minimum).double()
     # The scale's rounding counts once per step, that of the result once.
     rounding = torch.finfo(dtype).eps * (2**bits * scale.double() + 2 * x.double().abs())
     assert ((restored - x.double()).abs() <= scale.double() / 2 + rounding).all()
@@ -121,8 +121,8 @@ def test_a_number_is_restored_within_half_a_step(bits, dtype, seed, spread, offs
 def test_quantising_what_was_restored_changes_no_code(bits, seed, spread, offset):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(4, GROUP, generator=generator) * spread + offset
-    codes, scale, minimum = quantise(x, bits, 1)
-    again, _, _ = quantise(dequantise(codes, scale, minimum), bits, 1)
+    codes, scale, minimum = quantize(x, bits, 1)
+    again, _, _ = quantize(dequantize(codes, scale, minimum), bits, 1)
     assert torch.equal(again, codes)
 
 
@@ -133,9 +133,9 @@ def test_quantising_what_was_restored_changes_no_code(bits, seed, spread, offset
 @settings(max_examples=10, deadline=None)
 def test_a_constant_group_is_exact(bits, dtype, number):
     x = torch.full((2, GROUP), number).to(dtype)
-    codes, scale, minimum = quantise(x, bits, 1)
+    codes, scale, minimum = quantize(x, bits, 1)
     assert not codes.any() and not scale.any()
-    assert torch.equal(dequantise(codes, scale, minimum), x)
+    assert torch.equal(dequantize(codes, scale, minimum), x)
 
 
 @BITS

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from kvfold.generation.static import ragged as segments
-from kvfold.kernels.quantized import attend_to_packed_segments, reads_packed
 from kvfold.kernels.reference import attend_with_column_sums
+from kvfold.kernels.static_quantized import attend_to_packed_segments, reads_packed
 from kvfold.store.quantized import Packing
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.compiled import (
@@ -33,9 +33,11 @@ def model():
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 8)])
+@pytest.mark.parametrize("sink_logits", [None, torch.linspace(-1, 1, 8)])
 @pytest.mark.parametrize("bits", [(4, 4), (2, 8)])
-def test_attention_to_what_is_packed_is_the_reference_on_what_it_stands_for(bits, softcap, sinks):
+def test_attention_to_what_is_packed_is_the_reference_on_what_it_stands_for(
+    bits, softcap, sink_logits
+):
     """Of keys and of values there are differently many packed."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
@@ -49,7 +51,7 @@ def test_attention_to_what_is_packed_is_the_reference_on_what_it_stands_for(bits
     stored = store.segments()
     assert reads_packed(stored)
     assert (stored.keys.alive[0], stored.values.alive[0]) == (4, 48)
-    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sink_logits": sink_logits}
     expected, _ = attend_with_column_sums(query, *store.dense(), None, **options)
     got = attend_to_packed_segments(query, stored, backend="eager", **options)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
@@ -66,7 +68,7 @@ def test_packed_entries_of_half_precision_are_summed_up_in_full():
     store.encode_due(decoding=False)
     decoded = [entries.float() for entries in store.dense()]
     expected, _ = attend_with_column_sums(query.float(), *decoded, None, scale=0.3)
-    options: dict[str, Any] = {"scale": 0.3, "softcap": None, "sinks": None}
+    options: dict[str, Any] = {"scale": 0.3, "softcap": None, "sink_logits": None}
     got = attend_to_packed_segments(query, store.segments(), backend="eager", **options)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)

@@ -92,7 +92,7 @@ def test_chunked_is_the_reference_with_softcap_sinks_and_counted(masked, groups,
     counted[0, :70] = counted[1, 64] = False
     options = {
         "softcap": 1.5,
-        "sinks": torch.linspace(-2, 2, 2 * groups).to(dtype),
+        "sink_logits": torch.linspace(-2, 2, 2 * groups).to(dtype),
         "counted": counted,
         "scale": SCALE,
     }

@@ -24,8 +24,8 @@ OLD = [0, 5, BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 40]
 OPTIONS = {
     "plain": {},
     "softcap": {"softcap": 1.3},
-    "sinks": {"sinks": torch.linspace(-2, 2, 24, dtype=torch.float64)},
-    "both": {"softcap": 1.3, "sinks": torch.linspace(-2, 2, 24, dtype=torch.float64)},
+    "sink_logits": {"sink_logits": torch.linspace(-2, 2, 24, dtype=torch.float64)},
+    "both": {"softcap": 1.3, "sink_logits": torch.linspace(-2, 2, 24, dtype=torch.float64)},
 }
 
 
@@ -64,7 +64,7 @@ def dense(
     values: list[Tensor],
     hidden: Tensor,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """One row and query head at a time, in float64; `hidden [B, Hq, S, n]` are last entries."""
     batch, query_heads, queries, _ = query.shape
@@ -79,7 +79,7 @@ def dense(
             gone = nn.functional.pad(hidden[row, head], (logits.shape[1] - hidden.shape[-1], 0))
             weights = logits.exp().masked_fill(gone, 0.0)
             total = weights.sum(-1, keepdim=True)
-            total = total + (0 if sinks is None else sinks[head].double().exp())
+            total = total + (0 if sink_logits is None else sink_logits[head].double().exp())
             out[row, head] = (weights / total.clamp(min=1e-300)) @ values[i].double()
     return out
 
@@ -126,8 +126,8 @@ def test_segments_are_attended_to_as_dense_entries_are(queries, options, kind, g
         hidden = hidden.expand(-1, query_heads, -1, -1)
         assert hidden.any()
     given = dict(options)
-    if "sinks" in options:
-        given["sinks"] = options["sinks"][:query_heads]
+    if "sink_logits" in options:
+        given["sink_logits"] = options["sink_logits"][:query_heads]
     got = attend_to_segments(query, segments, mask, scale=SCALE, **given)
     assert_close(got, dense(query, keys, values, hidden, **given))
 
@@ -160,8 +160,8 @@ def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkey
     for elsewhere in ("_in_blocks", "_one_step_even"):
         monkeypatch.setattr(kernel, elsewhere, None)
     given = {"softcap": options.get("softcap")}
-    if "sinks" in options:
-        given["sinks"] = options["sinks"][: HEADS * 4].float()
+    if "sink_logits" in options:
+        given["sink_logits"] = options["sink_logits"][: HEADS * 4].float()
     query = noise(BATCH, HEADS * 4, 1, 16, seed=99, dtype=torch.float32)
     whole, parts = [], []
     for packed, count, seed in ((PackedKeys, old, 1), (PackedValues, values_old, 50)):
@@ -182,8 +182,8 @@ def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkey
 def test_a_step_on_a_gpu_is_that_of_dense_entries(new, options, path, monkeypatch, request):
     """Triton interpreted; torch's kernel, which takes no softcap, with a stand-in."""
     given = {"softcap": options.get("softcap") if path == "triton" else None}
-    if "sinks" in options:
-        given["sinks"] = options["sinks"][: HEADS * 4].float()
+    if "sink_logits" in options:
+        given["sink_logits"] = options["sink_logits"][: HEADS * 4].float()
     if path == "triton":
         request.getfixturevalue("interpreted")
     else:
@@ -238,7 +238,9 @@ def test_a_mask_that_hides_nothing_is_none():
 
 
 @pytest.mark.parametrize("old", [[0] * 6, [0, BLOCK, 5, 0, 2 * BLOCK, BLOCK]], ids=str)
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["sinks"]], ids=["plain", "sinks"])
+@pytest.mark.parametrize(
+    "options", [OPTIONS["plain"], OPTIONS["sink_logits"]], ids=["plain", "sink_logits"]
+)
 @pytest.mark.parametrize("new", [0, 3])
 def test_a_query_that_sees_nothing_answers_with_zeros(new, options, old):
     """A segment may be empty, or hold only what is hidden; in others the tail may be empty."""

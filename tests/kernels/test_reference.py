@@ -16,7 +16,7 @@ GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])
 SCALE = 0.3
 
 
-def naive(query, key, value, mask, softcap=None, sinks=None, counted=None):
+def naive(query, key, value, mask, softcap=None, sink_logits=None, counted=None):
     """One query head, one query, one key at a time, in python floats."""
     batch, query_heads, queries, _ = query.shape
     heads, stored = key.shape[1:3]
@@ -31,7 +31,7 @@ def naive(query, key, value, mask, softcap=None, sinks=None, counted=None):
                     logit = float(query[b, h, i] @ key[b, h // groups, j]) * SCALE
                     logit = logit if softcap is None else softcap * math.tanh(logit / softcap)
                     weights.append(math.exp(logit) if mask[b, h, i, j] else 0.0)
-                total = sum(weights) + (0.0 if sinks is None else math.exp(sinks[h]))
+                total = sum(weights) + (0.0 if sink_logits is None else math.exp(sink_logits[h]))
                 for j in range(stored if total else 0):
                     share = weights[j] / total
                     out[b, h, i] += share * value[b, h // groups, j]
@@ -85,9 +85,9 @@ def test_reference_attends_as_torch_does(groups, queries, stored):
 def test_every_option_at_once_is_the_naive_loop(kernel, groups):
     query, key, value = inputs(6, 9, groups)
     mask = random_mask(2, 2 * groups, 6, 9)
-    sinks = torch.linspace(-1, 2, 2 * groups, dtype=torch.float64)
+    sink_logits = torch.linspace(-1, 2, 2 * groups, dtype=torch.float64)
     counted = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1]], dtype=torch.bool)
-    options = {"softcap": 1.2, "sinks": sinks, "counted": counted}
+    options = {"softcap": 1.2, "sink_logits": sink_logits, "counted": counted}
     expected = naive(query, key, value, mask, **options)
     for given in (mask, additive(mask, torch.float64)):
         got = kernel.attend_with_moments(query, key, value, given, scale=SCALE, **options)
@@ -95,13 +95,13 @@ def test_every_option_at_once_is_the_naive_loop(kernel, groups):
 
 
 @KERNELS
-@pytest.mark.parametrize("option", ["softcap", "sinks", "counted", "mask"])
+@pytest.mark.parametrize("option", ["softcap", "sink_logits", "counted", "mask"])
 def test_each_option_alone_is_the_naive_loop(kernel, option):
     query, key, value = inputs(6, 9, groups=2)
     mask = causal(6, 9).expand(2, 4, 6, 9)
     options = {
         "softcap": {"softcap": 0.8},
-        "sinks": {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)},
+        "sink_logits": {"sink_logits": torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)},
         "counted": {"counted": torch.tensor([[0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1]]).bool()},
         "mask": {},
     }[option]

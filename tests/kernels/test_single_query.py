@@ -21,7 +21,7 @@ def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def naive_row(query, key, value, seen, softcap, sinks):
+def naive_row(query, key, value, seen, softcap, sink_logits):
     """Output and weights, one query head at a time; `seen [B, Hq, T]` adds to the logits."""
     out, weights = query.new_zeros(*query.shape[:2], value.shape[-1]), []
     groups = query.shape[1] // key.shape[1]
@@ -30,7 +30,7 @@ def naive_row(query, key, value, seen, softcap, sinks):
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         powers = (logits + seen[b, h]).exp()
-        total = powers.sum() + (sinks[h].exp() if sinks is not None else 0)
+        total = powers.sum() + (sink_logits[h].exp() if sink_logits is not None else 0)
         weights.append(powers / total)
         out[b, h] = sum(w * v for w, v in zip(weights[-1], value[b, h // groups], strict=True))
     return out, torch.stack(weights).view(*query.shape[:2], -1)
@@ -44,7 +44,7 @@ def test_a_row_is_that_of_plain_attention(groups, softcap, with_sinks, kind):
     batch, heads, stored = 2, 3, 11
     query = noise(batch, heads * groups, 1, 6, seed=1)
     key, value = noise(batch, heads, stored, 6, seed=2), noise(batch, heads, stored, 5, seed=3)
-    sinks = noise(heads * groups, seed=4) if with_sinks else None
+    sink_logits = noise(heads * groups, seed=4) if with_sinks else None
     by = {"per row": (1, 1), "per head": (heads, 1)}.get(kind, (heads, groups))
     hidden = noise(batch, *by, stored, seed=5) > 0.5
     hidden[..., 3] = False  # something is always seen
@@ -52,8 +52,10 @@ def test_a_row_is_that_of_plain_attention(groups, softcap, with_sinks, kind):
     mask = None if kind == "none" else added
     seen = torch.zeros_like(added) if mask is None else mask
     seen = seen.expand(batch, heads, groups, stored).flatten(1, 2)
-    out, row = attend_with_row(query, key, value, mask, scale=SCALE, softcap=softcap, sinks=sinks)
-    expected, weights = naive_row(query, key, value, seen, softcap, sinks)
+    out, row = attend_with_row(
+        query, key, value, mask, scale=SCALE, softcap=softcap, sink_logits=sink_logits
+    )
+    expected, weights = naive_row(query, key, value, seen, softcap, sink_logits)
     torch.testing.assert_close(out[:, :, 0], expected)
     torch.testing.assert_close(row[:, :, 0], weights)
 
@@ -63,12 +65,21 @@ def test_a_row_is_that_of_plain_attention(groups, softcap, with_sinks, kind):
 @pytest.mark.parametrize("with_holes", [False, True])
 def test_beside_a_row_keys_are_multiplied_with_another_one(groups, with_sinks, with_holes):
     query, key, value = noise(2, 3 * groups, 1, 6, seed=1), noise(2, 3, 11, 6), noise(2, 3, 11, 5)
-    other, sinks = noise(2, 3, 1, 6, seed=2), noise(3 * groups, seed=4) if with_sinks else None
+    other, sink_logits = (
+        noise(2, 3, 1, 6, seed=2),
+        noise(3 * groups, seed=4) if with_sinks else None,
+    )
     hidden = torch.zeros(2, 3, 1, 11, dtype=query.dtype)
     hidden[:, 1, :, 4] = -torch.inf if with_holes else 0
-    expected = attend_with_row(query, key, value, hidden, scale=SCALE, sinks=sinks)
+    expected = attend_with_row(query, key, value, hidden, scale=SCALE, sink_logits=sink_logits)
     out, row, products = attend_beside(
-        query, key, value, hidden if with_holes else None, other, scale=SCALE, sinks=sinks
+        query,
+        key,
+        value,
+        hidden if with_holes else None,
+        other,
+        scale=SCALE,
+        sink_logits=sink_logits,
     )
     torch.testing.assert_close((out, row), expected)
     naive = (key * other).sum(-1) + hidden[:, :, 0]

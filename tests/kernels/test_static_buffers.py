@@ -14,15 +14,15 @@ from kvfold.store.buffer import GrowingBuffer
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 8)])
-def test_attention_to_buffers_is_the_reference_where_they_are_visible(softcap, sinks):
+@pytest.mark.parametrize("sink_logits", [None, torch.linspace(-1, 1, 8)])
+def test_attention_to_buffers_is_the_reference_where_they_are_visible(softcap, sink_logits):
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(2, heads, length, 16, generator=generator)
         for heads, length in ((8, 1), (2, 30), (2, 30))
     )
     visible = torch.rand(2, 2, 30, generator=generator) < 0.5
-    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {"scale": 0.3, "softcap": softcap, "sink_logits": sink_logits}
     mask = visible.repeat_interleave(4, 1)[:, :, None]
     expected, _ = attend_with_column_sums(query, keys, values, mask, **options)
     for poisoned in (keys, values):

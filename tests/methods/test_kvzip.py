@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import kvfold
 from kvfold import CompressedCache, KvfoldError, parse
 from kvfold.bundled import FOLDER
-from kvfold.hf.chat_template import Frame, token_ids
+from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.kvzip import INSTRUCTION, PREVIOUS, REPEAT, REPEAT_FROM
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
@@ -62,7 +62,7 @@ def test_kvzip_spends_its_budget_over_all_layers_and_heads(options, missing):
     text = "the garden of the old house was quiet and nobody came " * 5
     context = kvfold.compress(small, tokenizer, text, f"kvzip:{options}", 20)
     # What opens the chat is kept beside the budget.
-    opening = len(token_ids(tokenizer, Frame.of(tokenizer).before)[0])
+    opening = len(token_ids(tokenizer, PromptFrame.of(tokenizer).before)[0])
     counts = torch.tensor(context.stats().kept)[:, 0] - opening
     heads, whole = counts.numel(), context.stats().seen - opening
     if options == "level=uniform":
@@ -79,7 +79,7 @@ def test_kvzip_strict_spends_what_the_released_threshold_leaves():
     """Which is int(r·N) − 1 of all N pairs, and not r of each head's, rounded down."""
     small, tokenizer = kvfold.bundled_model()
     text = "the garden of the old house was quiet and nobody came " * 5
-    opening = len(token_ids(tokenizer, Frame.of(tokenizer).before)[0])
+    opening = len(token_ids(tokenizer, PromptFrame.of(tokenizer).before)[0])
     kept = {}
     for options in ("strict=true", "strict=false"):
         stats = kvfold.compress(small, tokenizer, text, f"kvzip:{options}", 0.29).stats()
@@ -94,7 +94,7 @@ def test_kvzip_strict_spends_what_the_released_threshold_leaves():
 def test_kvzip_may_put_the_released_instruction_before_the_document():
     small, tokenizer = kvfold.bundled_model()
     text = "the garden of the old house was quiet and nobody came " * 5
-    opening = Frame.of(tokenizer).before
+    opening = PromptFrame.of(tokenizer).before
     with_it = kvfold.compress(small, tokenizer, text, "kvzip:instruction=true", 20)
     expected = token_ids(tokenizer, opening + INSTRUCTION)
     assert torch.equal(with_it.ids[:, : expected.shape[1]].cpu(), expected)

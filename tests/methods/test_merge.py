@@ -196,43 +196,43 @@ def kivi(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("selecting", [SNAPKV, LAZY, STREAMING, f"{PYRAMIDKV} + adakv:window=8"])
 def test_what_is_selected_is_what_is_packed(selecting, bits, lengths):
-    plain, quantised = both(selecting, f"{KIVI},bits={bits}", 2, lengths)
-    assert positions(quantised.cache) == positions(plain.cache)
+    plain, quantized = both(selecting, f"{KIVI},bits={bits}", 2, lengths)
+    assert positions(quantized.cache) == positions(plain.cache)
     kept = {n for layer in plain.cache.stats().kept for row in layer for n in row}
     assert min(kept) < 24 and (max(kept) == 64) == (selecting == LAZY)
     for at in each_head(plain.cache):
         expected = kivi(*entries(plain.cache, *at), bits)
-        for got, want in zip(entries(quantised.cache, *at), expected, strict=True):
+        for got, want in zip(entries(quantized.cache, *at), expected, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
     # bits + 2 · 64 / 8 instead of 64 bits a number, but for the newest entries.
-    assert quantised.cache.stats().kv_bytes < 0.8 * plain.cache.stats().kv_bytes
+    assert quantized.cache.stats().kv_bytes < 0.8 * plain.cache.stats().kv_bytes
     for token in steps_of(len(lengths), 10).split(1, 1):
-        plain(token), quantised(token)
-    assert positions(quantised.cache) == positions(plain.cache)
+        plain(token), quantized(token)
+    assert positions(quantized.cache) == positions(plain.cache)
 
 
 @BATCHES
 def test_lazy_layers_are_trimmed_at_the_first_token_and_all_are_packed(lengths):
     """The paper's main setting with 4 bits: nothing changes until a token is generated."""
     selecting = "simlayerkv:window=8,threshold=0.2,when=first_decode"
-    plain, quantised = both(selecting, f"{KIVI},bits=4", 2, lengths)
+    plain, quantized = both(selecting, f"{KIVI},bits=4", 2, lengths)
     tokens = steps_of(len(lengths), 12).split(1, 1)
     for index in each_head(plain.cache):
         for got, want in zip(
-            entries(quantised.cache, *index), entries(plain.cache, *index), strict=True
+            entries(quantized.cache, *index), entries(plain.cache, *index), strict=True
         ):
             assert torch.equal(got, want)
-    plain(tokens[0]), quantised(tokens[0])
+    plain(tokens[0]), quantized(tokens[0])
     kept = {n for layer in plain.cache.stats().kept for row in layer for n in row}
     assert min(kept) == 12 and max(kept) == 65
-    assert positions(quantised.cache) == positions(plain.cache)
+    assert positions(quantized.cache) == positions(plain.cache)
     for index in each_head(plain.cache):
         expected = kivi(*entries(plain.cache, *index), 4)
-        for got, want in zip(entries(quantised.cache, *index), expected, strict=True):
+        for got, want in zip(entries(quantized.cache, *index), expected, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
     for token in tokens[1:]:
-        plain(token), quantised(token)
-    assert positions(quantised.cache) == positions(plain.cache)
+        plain(token), quantized(token)
+    assert positions(quantized.cache) == positions(plain.cache)
 
 
 # --- selection, then pruned channels -------------------------------------------------------------

@@ -57,14 +57,14 @@ def assert_holds(store, lists):
     length = len(lists.rows[0][0])
     positions = [[[p for p, _ in head] for head in row] for row in lists.rows]
     assert store.length == length
-    assert store.positions.tolist() == positions
-    assert store.positions.dtype == torch.int64
-    if store.stored_positions is not None:
-        assert store.stored_positions.tolist() == positions
-        assert store.stored_positions.dtype == torch.int32
+    assert store.columns.tolist() == positions
+    assert store.columns.dtype == torch.int64
+    if store.stored_columns is not None:
+        assert store.stored_columns.tolist() == positions
+        assert store.stored_columns.dtype == torch.int32
     numbers = torch.tensor([[[n or 0 for _, n in head] for head in row] for row in lists.rows])
-    real = store.positions >= 0
-    keys, values = entries(numbers.long().view(store.positions.shape))
+    real = store.columns >= 0
+    keys, values = entries(numbers.long().view(store.columns.shape))
     assert torch.equal(store.keys[real], keys[real])
     assert torch.equal(store.values[real], values[real])
     assert sum(store.nbytes(set())) == real_bytes(store)
@@ -72,7 +72,7 @@ def assert_holds(store, lists):
 
 
 def real_bytes(store):
-    tensors = [store.keys, store.values, store.stored_positions]
+    tensors = [store.keys, store.values, store.stored_columns]
     return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
 
 
@@ -134,14 +134,14 @@ def test_keeping_twice_remembers_the_first_positions():
         store.keep(torch.tensor(slots))
         lists.keep(slots)
         assert_holds(store, lists)
-    assert store.positions.tolist() == [[[1, 4]]]
+    assert store.columns.tolist() == [[[1, 4]]]
 
 
 def test_a_hole_that_is_kept_stays_one():
     store, _ = filled(6, batch=1, heads=1)
     store.keep(torch.tensor([[[-1, 0, 2]]]))
     store.keep(torch.tensor([[[0, 2]]]))
-    assert store.holes and store.positions.tolist() == [[[-1, 2]]]
+    assert store.holes and store.columns.tolist() == [[[-1, 2]]]
 
 
 def test_an_emptied_store_fills_again():
@@ -152,7 +152,7 @@ def test_an_emptied_store_fills_again():
     assert_holds(store, lists)
     store.append(*lists.append(3), first=5)
     assert_holds(store, lists)
-    assert store.positions[0, 0].tolist() == [5, 6, 7]
+    assert store.columns[0, 0].tolist() == [5, 6, 7]
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -187,11 +187,11 @@ def test_slack_is_the_larger_of_12_and_a_64th(entries, room):
 
 def test_positions_are_held_only_once_something_was_evicted():
     store, _ = filled(10)
-    assert store.stored_positions is None
-    assert store.positions.tolist() == [[list(range(10))] * 2] * 2
+    assert store.stored_columns is None
+    assert store.columns.tolist() == [[list(range(10))] * 2] * 2
     assert store.nbytes(set())[1] == 0
     store.keep(torch.tensor([2, 5, 9]).expand(2, 2, 3))
-    assert store.stored_positions.tolist() == [[[2, 5, 9]] * 2] * 2
+    assert store.stored_columns.tolist() == [[[2, 5, 9]] * 2] * 2
     assert store.nbytes(set())[1] == 2 * 2 * 3 * 4
 
 
@@ -234,13 +234,13 @@ def test_an_append_that_is_refused_leaves_the_store_as_it_was(ragged):
         keys = torch.arange(2.0 * 6 * 4).view(1, 2, 6, 4)
         slots = torch.tensor([[[0, 2, 5], [1, 3, 4]]])
         store = DenseStore(keys, keys)
-        columns = store.positions
+        columns = store.columns
         if ragged:
             store = RaggedStore(keys, keys, columns, slots, Encode())
         else:
             store.keep(slots)
-    before = store.positions.clone(), [part.clone() for part in store.dense()]
+    before = store.columns.clone(), [part.clone() for part in store.dense()]
     with torch.no_grad(), pytest.raises(KvfoldError, match="inference_mode"):
         store.append(keys[:, :, :1].clone(), keys[:, :, :1].clone(), first=6)
-    assert torch.equal(store.positions, before[0]) and store.length == before[0].shape[2]
+    assert torch.equal(store.columns, before[0]) and store.length == before[0].shape[2]
     assert all(torch.equal(a, b) for a, b in zip(store.dense(), before[1], strict=True))

@@ -65,7 +65,8 @@ class RopeHeader(_HeaderPart):
 class LayerHeader(_HeaderPart):
     """Numbers of a compressed layer (see `cache/state.py`), and names of its tensors.
 
-    `kept` are the entries per KV head, `by_head` tensors per head, `whole` tensors of all heads.
+    `kept` are the entries per KV head, `by_head` tensors per head, `whole` tensors of all heads,
+    `turns` the layer's eviction rounds.
     """
 
     index: int

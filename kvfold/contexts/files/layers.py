@@ -23,7 +23,7 @@ from kvfold.store.ragged import RaggedStore
 # Tensors beside the store that are saved head by head, and whole.
 BY_HEAD, WHOLE = (*PER_ENTRY, *PER_HEAD), PER_ROW
 # Numbers that are saved and loaded under their own names.
-NUMBERS = ("turns", "evicted_at", "surplus", "over_budget")
+NUMBERS = ("evicted_at", "surplus", "over_budget")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
     state = layer.state
     store = state.stored()
     by_head = store.named()
-    if state.sinks is not None:
+    if state.reindexed is not None:
         # Moved sinks are saved unmoved: how far they move depends on the tokens to come.
         by_head["keys"] = list(state.keys_as_given()[0])
     tensors = {name: getattr(state, name) for name in (*BY_HEAD, *WHOLE)}
@@ -60,6 +60,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
         new=new,
         first_new=first_new,
         seen=state.seen,
+        turns=state.rounds,
         **{name: getattr(state, name) for name in NUMBERS},
         by_head=sorted(by_head),
         whole=sorted(whole),
@@ -82,7 +83,7 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     state.sequence = LogicalSequence(header.seen, None if valid is None else valid.clone())
     for name in NUMBERS:
         setattr(state, name, getattr(header, name))
-    state.settled = header.seen
+    state.rounds, state.settled = header.turns, header.seen
     if state.evicted_at:
         state.let_sinks_move()
 

@@ -25,7 +25,7 @@ from kvfold.contexts.files.identity import (
 )
 from kvfold.contexts.files.layers import SavedLayer, kept
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.hf.chat_template import Frame
+from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.models import layer_device
 from kvfold.kernels.views import Named
 from kvfold.methods.base import Method, parse, spelled_out
@@ -63,7 +63,7 @@ def load(
         cache.per_chunk = header.per_chunk
         ids = file.tensor("ids").long()[None].to(model.device)
         cache.history = History(ids).compact()
-    frame = Frame(header.before, header.after, header.between)
+    frame = PromptFrame(header.before, header.after, header.between)
     return Context(model, tokenizer, cache, frame, ids)
 
 

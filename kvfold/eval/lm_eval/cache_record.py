@@ -32,7 +32,7 @@ class CacheRecord:
     def summary(self) -> dict[str, Any]:
         """Number of caches, and their kept fraction and bytes; bytes are means.
 
-        `whole` counts caches that evicted nothing; unless quantised or pruned, they answer like a
+        `whole` counts caches that evicted nothing; unless quantized or pruned, they answer like a
         full cache. `forced_over_budget` counts budgets smaller than sinks plus window.
         """
         fractions, nbytes, full, over = zip(*self.caches, strict=True)

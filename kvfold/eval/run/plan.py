@@ -58,7 +58,7 @@ def written(budget: Budget) -> str:
 def streams(method: str) -> bool:
     """True if the method can be evaluated on a text read token by token.
 
-    These are the full cache, methods that evict while decoding, and plain quantisation.
+    These are the full cache, methods that evict while decoding, and plain quantization.
     """
     if method == TRUNCATED:
         return False

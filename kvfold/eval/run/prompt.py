@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import Question, TaskSample
-from kvfold.hf.chat_template import Frame, token_count, token_ids
+from kvfold.hf.chat_template import PromptFrame, token_count, token_ids
 from kvfold.hf.user_text import Content
 
 
@@ -27,7 +27,7 @@ class SamplePrompt:
 
     sample: TaskSample
     tokenizer: PreTrainedTokenizerBase
-    frame: Frame
+    frame: PromptFrame
     ids: Tensor
     opening: int
     left_out: int = 0
@@ -35,10 +35,10 @@ class SamplePrompt:
     @classmethod
     def of(cls, sample: TaskSample, tokenizer: PreTrainedTokenizerBase) -> SamplePrompt:
         """The whole context, in the chat template if the benchmark uses one."""
-        frame = Frame(tokenizer.bos_token or "", "", "", "")
+        frame = PromptFrame(tokenizer.bos_token or "", "", "", "")
         if sample.chat:
             # A question's text starts with its own separator from the context.
-            frame = replace(Frame.of(tokenizer), parting="")
+            frame = replace(PromptFrame.of(tokenizer), separator="")
         # Special tokens spelt in a benchmark's text are plain text, as in `kvfold.compress`.
         ids = token_ids(tokenizer, frame.before, Content(sample.context))
         return cls(sample, tokenizer, frame, ids, token_count(tokenizer, frame.before))
@@ -55,7 +55,7 @@ class SamplePrompt:
         `first` is false for later turns of a conversation. Raises KvfoldError for these if the
         chat template has no second turn.
         """
-        opening = self.frame.parting if first else self.frame.between
+        opening = self.frame.separator if first else self.frame.between
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn")
         text, prefix = Content(question.text), Content(question.answer_prefix)

@@ -25,7 +25,7 @@ from kvfold.generation.static.ragged import StaticRagged
 from kvfold.hf.compiling import compile_config, not_compiled_because
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import stock_generate
-from kvfold.kernels.quantized import Backend
+from kvfold.kernels.static_quantized import Backend
 from kvfold.methods.base import Stages
 
 GRAPHS = 64  # most graphs of one model, before torch.compile refuses more

@@ -28,7 +28,7 @@ class StaticDense(StaticBuffers):
         return super().update(key_states, value_states)
 
     def _attend(
-        self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
     ) -> Tensor:
         return attend_to_buffers(
             query,
@@ -37,5 +37,5 @@ class StaticDense(StaticBuffers):
             self.visible,
             scale=scale,
             softcap=softcap,
-            sinks=sinks,
+            sink_logits=sink_logits,
         )

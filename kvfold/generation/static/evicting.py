@@ -22,7 +22,7 @@ from kvfold.store.dense import DenseStore
 class StaticEvicting(StaticBuffers):
     """Static buffers whose evicted entries keep their slot, as holes, until room is needed.
 
-    `places [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
+    `positions [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
     each row, `capacity [B]` what it holds, None where nothing ever leaves. `ends [2]` are how many
     of the first and of the last entries stay, None where that differs. `sums`, `squares` and
     `merging` are those of the layer.
@@ -41,7 +41,7 @@ class StaticEvicting(StaticBuffers):
         self.tokens = state.seen_per_row().clone()
         ends = state.forced_ends()
         self.ends = None if ends is None else torch.tensor(ends, device=self.used.device)
-        self.places = self._widened(state.places().int(), -1)
+        self.positions = self._widened(state.positions().int(), -1)
         self.sums, self.squares = (
             None if observed is None else self._widened(observed, 0)
             for observed in (state.sums, state.squares)
@@ -50,9 +50,9 @@ class StaticEvicting(StaticBuffers):
         self.merging = state.merging
         if state.plan.stages.merge_one is not None:
             # NaN stands for a head of which nothing has left yet.
-            nothing = torch.full(self.places.shape[:2], torch.nan, device=self.places.device)
+            nothing = torch.full(self.positions.shape[:2], torch.nan, device=self.positions.device)
             self.merging = nothing if self.merging is None else self.merging.clone()
-        for per_entry in (self.places, self.sums, self.squares):
+        for per_entry in (self.positions, self.sums, self.squares):
             if per_entry is not None:
                 torch._dynamo.maybe_mark_dynamic(per_entry, 2)
         self._keep_in_place()
@@ -61,14 +61,14 @@ class StaticEvicting(StaticBuffers):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Writes one entry per head `[B, H, 1, D]` into the next slot."""
-        heads = self.places.shape[1]
-        newest = self.tokens.to(self.places.dtype).view(-1, 1, 1).expand(-1, heads, -1)
-        self.places.index_copy_(2, self.used.view(1), newest)
+        heads = self.positions.shape[1]
+        newest = self.tokens.to(self.positions.dtype).view(-1, 1, 1).expand(-1, heads, -1)
+        self.positions.index_copy_(2, self.used.view(1), newest)
         self.tokens.add_(1)
         return super().update(key_states, value_states)
 
     def _attend(
-        self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
     ) -> Tensor:
         out, row = attend_with_row(
             query,
@@ -77,10 +77,10 @@ class StaticEvicting(StaticBuffers):
             self._hidden()[:, :, None],
             scale=scale,
             softcap=softcap,
-            sinks=sinks,
+            sink_logits=sink_logits,
         )
         if self.sums is not None:
-            received = mean_of_heads(row, self.places.shape[1])
+            received = mean_of_heads(row, self.positions.shape[1])
             self.sums.add_(received)
             if self.squares is not None:
                 self.squares.add_(received.square())
@@ -88,7 +88,7 @@ class StaticEvicting(StaticBuffers):
             seen = Observation(
                 self.keys,
                 self.values,
-                self.places,
+                self.positions,
                 query,
                 attention=row,
                 column_sums=self.sums,
@@ -99,22 +99,22 @@ class StaticEvicting(StaticBuffers):
                 layers=self.plan.layers,
                 scale=scale,
                 softcap=softcap,
-                sinks=sinks,
+                sink_logits=sink_logits,
             )
             self._drop_one(seen, self.capacity)
         return out
 
     def _drop_one(self, seen: Observation, capacity: Tensor) -> None:
         """Evicts one entry of each head that holds more than its capacity."""
-        slots = torch.arange(self.places.shape[2], device=capacity.device)
+        slots = torch.arange(self.positions.shape[2], device=capacity.device)
         if self.ends is None:
-            protected = None if self.prefix is None else self.places < self.prefix.view(-1, 1, 1)
-            slot = leaving(self.plan.stages, seen, self.places, protected, capacity)
+            protected = None if self.prefix is None else self.positions < self.prefix.view(-1, 1, 1)
+            slot = leaving(self.plan.stages, seen, self.positions, protected, capacity)
         else:
             forced = (slots < self.ends[0]) | (slots >= self.used - self.ends[1])
-            slot = leaving_beside(self.plan.stages, seen, forced | (self.places < 0))
-        full = (self.places >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
-        self.places.masked_fill_((slots == slot) & full, -1)
+            slot = leaving_beside(self.plan.stages, seen, forced | (self.positions < 0))
+        full = (self.positions >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
+        self.positions.masked_fill_((slots == slot) & full, -1)
         if self.plan.stages.merge_one is not None:
             # A head of capacity 0 keeps no entry to merge into.
             self._merge(slot, full & (capacity > 0).view(-1, 1, 1))
@@ -136,7 +136,7 @@ class StaticEvicting(StaticBuffers):
 
     def _hidden(self) -> Tensor:
         """Additive mask `[B, H, T]`: −∞ at empty slots and holes, 0 elsewhere."""
-        return as_added(self.places < 0, self.keys.dtype)
+        return as_added(self.positions < 0, self.keys.dtype)
 
     def _widened(self, per_entry: Tensor, empty: int) -> Tensor:
         """Numbers `[B, H, …]` per entry, padded with `empty` to the buffers' length."""
@@ -149,11 +149,11 @@ class StaticEvicting(StaticBuffers):
         if self.left > 0 or self.capacity is None:
             return
         used = int(self.used)
-        slots = alive(self.places[:, :, :used])
+        slots = alive(self.positions[:, :, :used])
         kept = slots.shape[2]
         for entries in (self.keys, self.values):
             entries[:, :, :kept] = take(entries, slots)
-        for per_entry, empty in ((self.places, -1), (self.sums, 0), (self.squares, 0)):
+        for per_entry, empty in ((self.positions, -1), (self.sums, 0), (self.squares, 0)):
             if per_entry is not None:
                 per_entry[:, :, :kept] = pick(per_entry, slots, empty)
                 per_entry[:, :, kept:] = empty
@@ -163,14 +163,14 @@ class StaticEvicting(StaticBuffers):
 
     def hand_back(self, layer: CompressedLayer) -> None:
         state = layer.state
-        slots = alive(self.places[:, :, : int(self.used)])
+        slots = alive(self.positions[:, :, : int(self.used)])
         new = int(self.used + self.evicted) - state.seen
         state.sequence.seen += new
         state.sequence.valid = state.sequence.tokens()
         store = DenseStore(take(self.keys, slots), take(self.values, slots))
-        places = pick(self.places, slots, -1)
-        columns = state.sequence.columns(places.long())
-        if not torch.equal(columns, store.positions):
+        positions = pick(self.positions, slots, -1)
+        columns = state.sequence.columns(positions.long())
+        if not torch.equal(columns, store.columns):
             store.place(columns)
         state.store = store
         merged = self.merging is not None and not bool(self.merging.isnan().all())
@@ -179,9 +179,9 @@ class StaticEvicting(StaticBuffers):
             setattr(state, name, None if per_entry is None else pick(per_entry, slots, 0))
         if self.capacity is None or not new:
             return
-        state.turns += new
-        held = (places >= 0).sum(-1) == self.capacity.view(-1, 1)
+        state.rounds += new
+        held = (positions >= 0).sum(-1) == self.capacity.view(-1, 1)
         state.surplus = 0 if bool(held.all()) else None
-        evicted = bool(((places >= 0).sum(-1) < self.tokens.view(-1, 1)).any())
+        evicted = bool(((positions >= 0).sum(-1) < self.tokens.view(-1, 1)).any())
         if evicted or self.sums is not None:
             state.evicted_at = state.seen

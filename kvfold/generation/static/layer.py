@@ -32,7 +32,7 @@ class StaticLayer(CacheLayerMixin):
         return out.transpose(1, 2).contiguous()
 
     def _attend(
-        self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
     ) -> Tensor:
         raise NotImplementedError
 

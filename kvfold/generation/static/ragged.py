@@ -13,8 +13,8 @@ from torch import Tensor
 from kvfold.attention.call import AttentionCall
 from kvfold.cache.layer import CompressedLayer
 from kvfold.generation.static.layer import StaticLayer
-from kvfold.kernels.quantized import Backend, attend_to_packed_segments, reads_packed
 from kvfold.kernels.ragged import attend_to_segments
+from kvfold.kernels.static_quantized import Backend, attend_to_packed_segments, reads_packed
 from kvfold.store.ragged import RaggedStore
 
 # CUDA graphs cannot replay an operation with side effects; older versions of torch lack the tag.
@@ -58,12 +58,14 @@ class StaticRagged(StaticLayer):
         return self.newest
 
     def _attend(
-        self, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
     ) -> Tensor:
         assert self.newest is not None
         keys, values = self.newest
         self.newest = None
-        out: Tensor = _decode_segments(self.number, query, keys, values, scale, softcap, sinks)
+        out: Tensor = _decode_segments(
+            self.number, query, keys, values, scale, softcap, sink_logits
+        )
         return out
 
     def step(self, call: AttentionCall) -> Tensor:
@@ -80,7 +82,7 @@ class StaticRagged(StaticLayer):
         options: dict[str, Any] = {
             "scale": call.scale,
             "softcap": call.softcap,
-            "sinks": call.sinks,
+            "sink_logits": call.sink_logits,
         }
         if tokens is None and reads_packed(stored):
             out = attend_to_packed_segments(call.query, stored, backend=self.backend, **options)
@@ -111,7 +113,7 @@ class StaticRagged(StaticLayer):
     "kvfold::decode_segments",
     mutates_args=(),
     schema="(Tensor number, Tensor query, Tensor keys, Tensor values, float scale, "
-    "float? softcap, Tensor? sinks) -> Tensor",
+    "float? softcap, Tensor? sink_logits) -> Tensor",
     **UNSAFE,
 )
 def _decode_segments(
@@ -121,10 +123,12 @@ def _decode_segments(
     values: Tensor,
     scale: float,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """`StaticRagged.step` of layer `number`, a tensor so that one graph serves all layers."""
-    return _decoding[int(number)].step(AttentionCall(query, keys, values, scale, softcap, sinks))
+    return _decoding[int(number)].step(
+        AttentionCall(query, keys, values, scale, softcap, sink_logits)
+    )
 
 
 @_decode_segments.register_fake

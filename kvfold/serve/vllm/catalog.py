@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.hf.chat_template import Frame
+from kvfold.hf.chat_template import PromptFrame
 from kvfold.serve.errors import ApiError
 from kvfold.serve.prompt_encoder import PromptEncoder
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
@@ -33,7 +33,7 @@ class ContextCatalog:
     ) -> None:
         self.served_folder, self.compatibility = served_folder, compatibility
         self.prompts = PromptEncoder(
-            tokenizer, Frame.of(tokenizer), compatibility.meta_model.config.vocab_size
+            tokenizer, PromptFrame.of(tokenizer), compatibility.meta_model.config.vocab_size
         )
         self.vocabulary = vocabulary(tokenizer)
         self._read: dict[str, tuple[ServedContext, ContextFileError | None]] = {}

@@ -24,7 +24,7 @@ def check_engine(config: Any, groups: int) -> None:
         "speculative_config": config.speculative_config is not None
         and "the draft model's pages would stay empty: leave it out",
         "quantization": config.model_config.quantization is not None
-        and "kvfold cannot compare quantised weights with those of a context: leave it out",
+        and "kvfold cannot compare quantized weights with those of a context: leave it out",
         "pipeline_parallel_size": parallel.pipeline_parallel_size > 1
         and "it was never tested: use tensor parallelism",
         "decode_context_parallel_size": parallel.decode_context_parallel_size > 1

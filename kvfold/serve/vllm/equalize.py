@@ -73,10 +73,10 @@ def votes(file: ContextFile) -> Tensor:
     return kept
 
 
-def voted(kept: Tensor, places: Tensor, count: int) -> Tensor:
+def voted(kept: Tensor, positions: Tensor, count: int) -> Tensor:
     """Indices `[H, count]`, ascending, of the entries whose tokens have most votes `kept [N]`.
 
-    `places [H, T]` are the entries' token numbers in the document, −1 for holes.
+    `positions [H, T]` are the entries' token numbers in the document, −1 for holes.
     """
-    scores = kept[places.clamp(min=0)].masked_fill(places < 0, -1)
+    scores = kept[positions.clamp(min=0)].masked_fill(positions < 0, -1)
     return top(scores[None], torch.tensor([count]))[0]

@@ -36,11 +36,11 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class LayerEntries:
-    """A layer as stored: keys, values `[H, T, D]`; `places [H, T]`: token numbers, −1 for holes."""
+    """A layer as stored: keys, values `[H, T, D]`; `positions [H, T]`, −1 for holes."""
 
     keys: Tensor
     values: Tensor
-    places: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def check_plain(file: ContextFile) -> None:
             raise KvfoldError(
                 f"{header.method} stores entries encoded ({', '.join(sorted(foreign))}), and "
                 "vLLM's pages hold them as they came: compress the document without that, and "
-                "choose vLLM's kv_cache_dtype to quantise"
+                "choose vLLM's kv_cache_dtype to quantize"
             )
     if header.others:
         raise KvfoldError(
@@ -89,7 +89,7 @@ def entries(file: ContextFile, saved: LayerHeader, heads: range) -> LayerEntries
     else:
         store = RaggedStore.from_named(by_head, len(heads), Encode(), saved.new, saved.first_new)
         keys, values = store.dense()
-    return LayerEntries(keys[0], values[0], store.positions[0])
+    return LayerEntries(keys[0], values[0], store.columns[0])
 
 
 def pages(
@@ -105,10 +105,10 @@ def pages(
         sinks = _moving_sinks(file, saved)
         if sinks:
             # As in the cache: sinks are moved up to the oldest recent token.
-            first = (held.places >= 0) & (held.places < sinks)
+            first = (held.positions >= 0) & (held.positions < sinks)
             up = meta_model.move(saved.index, held.keys, counts.count - saved.kept[0])
             keys = torch.where(first[..., None], up, keys)
-        slots = voted(kept, held.places, count)[..., None]
+        slots = voted(kept, held.positions, count)[..., None]
         yield LayerPages(saved.index, _chosen(keys, slots), _chosen(held.values, slots))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kvfold.contexts.files.format import ContextFile, Header, digest, opened
 from kvfold.errors import KvfoldError
-from kvfold.hf.chat_template import Frame
+from kvfold.hf.chat_template import PromptFrame
 from kvfold.serve.context_folder import SUFFIX
 from kvfold.serve.request_schemas import CONTEXT_ID
 from kvfold.serve.vllm.equalize import EntryCounts, voted, votes
@@ -46,7 +46,7 @@ class ServedContext:
     tokens: list[int]
     seen: int
     lost: float
-    frame: Frame
+    frame: PromptFrame
     vocabulary: str
 
     @property
@@ -65,7 +65,7 @@ class ServedContext:
             tokens=_tokens(file, counts.count),
             seen=header.seen,
             lost=counts.lost,
-            frame=Frame(header.before, header.after, header.between),
+            frame=PromptFrame(header.before, header.after, header.between),
             vocabulary=header.model.vocabulary,
         )
 

@@ -19,7 +19,7 @@ import kvfold
 from kvfold.bundled import FOLDER
 from kvfold.eval import short_ruler
 from kvfold.eval.lm_eval.score import ScoringSplit
-from kvfold.hf.chat_template import Frame, token_count
+from kvfold.hf.chat_template import PromptFrame, token_count
 from tests.helpers.budgets import HOLDING, NAMED
 from tests.helpers.truth import MaskedDense, Reader
 
@@ -66,7 +66,7 @@ TASKS = {
 def records():
     """Needles in noise, each with the document's other numbers as wrong choices."""
     _, tokenizer = kvfold.bundled_model()
-    frame, rng, made = Frame.of(tokenizer), random.Random(0), []
+    frame, rng, made = PromptFrame.of(tokenizer), random.Random(0), []
     for length in LENGTHS:
         sample = short_ruler.generate("multikey", length, partial(token_count, tokenizer), rng)
         question, numbers = sample.questions[0], re.findall(r"\d{7}", sample.document)

@@ -61,7 +61,7 @@ def test_what_the_store_packs_goes_through_the_kernel(monkeypatch):
     segments = [noise(64, 32, seed=seed) for seed in range(3)]
     kinds = (PackedKeys, PackedValues)
     with monkeypatch.context() as patch:
-        for reference in ("quantise", "pack"):
+        for reference in ("quantize", "pack"):
             patch.setattr(store, reference, None)
         of_kernel = [kind.of(segments, 4, 32) for kind in kinds]
     monkeypatch.setattr(store, "pack_path", lambda *_: "torch")

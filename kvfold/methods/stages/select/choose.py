@@ -25,45 +25,45 @@ class Chosen:
 
 
 def choose(
-    stages: Stages, observation: Observation, places: Tensor, forced: Tensor, counts: Tensor
+    stages: Stages, observation: Observation, positions: Tensor, forced: Tensor, counts: Tensor
 ) -> Chosen:
     """Slots of the entries to keep when a prefill ends.
 
-    `places [B, H, T]` are positions, −1 for padding; `forced [B, H, T]` entries are kept as well as
+    `positions [B, H, T]`, −1 for padding; `forced [B, H, T]` entries are kept as well as
     those that the method forces; `counts`, `[B]` or `[B, H]`, are the entries to keep, forced ones
     included. Raises KvfoldError as `scores_of`, and for scores that are NaN.
     """
     per_row = counts if counts.dim() == 1 else counts.amax(-1)
-    forced = forced | stages.forced.mask(places, per_row)
-    scores = scores_of(stages, dataclasses.replace(observation, budget=per_row), places.shape[1])
-    check_numbers(stages, scores.masked_fill(places < 0, 0))
+    forced = forced | stages.forced.mask(positions, per_row)
+    scores = scores_of(stages, dataclasses.replace(observation, budget=per_row), positions.shape[1])
+    check_numbers(stages, scores.masked_fill(positions < 0, 0))
     needed = forced.sum(-1)
     counts = counts.view(len(counts), -1).expand_as(needed)
     over = bool((needed > counts).any())
     if stages.heads is not None:
-        open_ = scores.masked_fill(forced | (places < 0), -torch.inf)
+        open_ = scores.masked_fill(forced | (positions < 0), -torch.inf)
         counts = needed + stages.heads(open_, (counts - needed).clamp(min=0).amin(-1))
-    counts = torch.minimum(torch.maximum(counts, needed), (places >= 0).sum(-1))
+    counts = torch.minimum(torch.maximum(counts, needed), (positions >= 0).sum(-1))
     if stages.select is not None:
-        return Chosen(stages.select(scores, forced & (places >= 0), places, counts), over)
-    return Chosen(top(with_forced(scores, forced, places), counts), over)
+        return Chosen(stages.select(scores, forced & (positions >= 0), positions, counts), over)
+    return Chosen(top(with_forced(scores, forced, positions), counts), over)
 
 
 def leaving(
     stages: Stages,
     observation: Observation,
-    places: Tensor,
+    positions: Tensor,
     forced: Tensor | None,
     capacity: Tensor,
 ) -> Tensor:
     """Slot `[B, H, 1]` to evict in heads that store one entry more than `capacity [B]`.
 
-    places and forced `[B, H, T]` as for `choose`, which would keep all other slots. The observation
-    holds the budget.
+    positions and forced `[B, H, T]` as for `choose`, which would keep all other slots. The
+    observation holds the budget.
     """
-    staying = places < 0
+    staying = positions < 0
     if stages.forced:
-        staying |= stages.forced.mask(places, capacity)
+        staying |= stages.forced.mask(positions, capacity)
     if forced is not None:
         staying |= forced
     return leaving_beside(stages, observation, staying)
@@ -113,8 +113,8 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
         raise _refused(stages, wanted, f"a {type(scores).__name__}")
     if scores.shape != wanted or not scores.is_floating_point():
         raise _refused(stages, wanted, f"{scores.dtype} {list(scores.shape)}")
-    latents = wanted[1] // heads
-    return scores if latents == 1 else scores.unflatten(1, (heads, latents)).mean(2)
+    expanded = wanted[1] // heads
+    return scores if expanded == 1 else scores.unflatten(1, (heads, expanded)).mean(2)
 
 
 def check_numbers(stages: Stages, scores: Tensor) -> None:

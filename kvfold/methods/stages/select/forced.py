@@ -54,15 +54,15 @@ class Forced:
             recent = min(_part(kept, recent), max(0, kept - self.sinks))
         return None if self.spans or self.sinks + recent > kept else (self.sinks, recent)
 
-    def mask(self, places: Tensor, counts: Tensor) -> Tensor:
+    def mask(self, positions: Tensor, counts: Tensor) -> Tensor:
         """Bool mask `[B, H, T]` of forced entries.
 
-        `places [B, H, T]` are positions, −1 for padding; `counts [B]` are the entries to keep.
+        `positions [B, H, T]`, −1 for padding; `counts [B]` are the entries to keep.
         """
-        stored = places >= 0
-        forced = places < self.sinks
+        stored = positions >= 0
+        forced = positions < self.sinks
         for start, stop in self.spans:
-            forced |= (places >= start) & (places < stop)
+            forced |= (positions >= start) & (positions < stop)
         forced &= stored
         if self.recent == 0:
             return forced
@@ -75,16 +75,16 @@ class Forced:
         age = stored.flip(-1).cumsum(-1).flip(-1)
         return forced | (stored & (age <= recent.view(-1, 1, 1)))
 
-    def least_of(self, places: Tensor) -> Tensor:
-        """Number of entries `[B]` per head that are forced at any size; `places` as for `mask`."""
-        none = torch.zeros(len(places), dtype=torch.long, device=places.device)
-        return self.mask(places, none).sum(-1).amax(-1)
+    def least_of(self, positions: Tensor) -> Tensor:
+        """Number of entries `[B]` per head that are forced at any size."""
+        none = torch.zeros(len(positions), dtype=torch.long, device=positions.device)
+        return self.mask(positions, none).sum(-1).amax(-1)
 
 
 def _part(kept: int, share: Share) -> int:
     return int(kept * share.of_kept + ROUNDING)
 
 
-def with_forced(scores: Tensor, forced: Tensor, places: Tensor) -> Tensor:
+def with_forced(scores: Tensor, forced: Tensor, positions: Tensor) -> Tensor:
     """Scores `[B, H, T]` with +∞ at forced entries and −∞ at padding."""
-    return torch.where(forced, torch.inf, scores).masked_fill(places < 0, -torch.inf)
+    return torch.where(forced, torch.inf, scores).masked_fill(positions < 0, -torch.inf)

@@ -106,10 +106,10 @@ def test_a_padded_row_votes_as_it_does_alone(groups, pooling, pool_first):
         assert votes[row, :, -length:].isfinite().all()
 
 
-def test_attention_rows_know_softcap_and_sinks():
-    sinks = torch.tensor([0.3, -1.0, 2.0, 0.0])
-    seen = observe([20], softcap=1.5, sinks=sinks)
-    expected = naive_rows(seen, softcap=1.5, sinks=sinks.tolist())
+def test_attention_rows_know_softcap_and_sink_logits():
+    sink_logits = torch.tensor([0.3, -1.0, 2.0, 0.0])
+    seen = observe([20], softcap=1.5, sink_logits=sink_logits)
+    expected = naive_rows(seen, softcap=1.5, sink_logits=sink_logits.tolist())
     torch.testing.assert_close(seen.window_attention(8)[0], expected.float(), **CLOSE)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.kernels.packing import PackedKeys, PackedValues, dequantise
+from kvfold.kernels.packing import PackedKeys, PackedValues, dequantize
 from kvfold.kernels.single_query import softmax_beside
 from kvfold.kernels.views import RaggedView
 
@@ -44,12 +44,12 @@ def attend_to_packed_segments(
     *,
     scale: float,
     softcap: float | None,
-    sinks: Tensor | None,
+    sink_logits: Tensor | None,
     backend: Backend,
 ) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`; needs `reads_packed(stored)`.
 
-    `backend` compiles the products with packed entries, once for all lengths. sinks `[Hq]`.
+    `backend` compiles the products with packed entries, once for all lengths. `sink_logits [Hq]`.
     """
     both = both_packed(stored)
     assert both is not None
@@ -66,7 +66,7 @@ def attend_to_packed_segments(
     )
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    weights = softmax_beside(logits, sinks).to(query.dtype)
+    weights = softmax_beside(logits, sink_logits).to(query.dtype)
     sums = _compiled(_sum_of_values, values.bits, values.group, backend)
     of_packed = weights[..., :packed].contiguous()
     torch._dynamo.maybe_mark_dynamic(of_packed, 2)
@@ -134,7 +134,7 @@ def _decoded(words: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> list[T
     One scalar shift each: a shift of a vector by a vector takes three times as long.
     """
     codes = [words >> shift & 2**bits - 1 for shift in range(0, 32, bits)]
-    return [_wide(dequantise(code, scale, minimum)) for code in codes]
+    return [_wide(dequantize(code, scale, minimum)) for code in codes]
 
 
 def _wide(tensor: Tensor) -> Tensor:
