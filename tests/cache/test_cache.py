@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import pytest
 import torch
 
 import kvfold
+from kvfold import CompressedCache, KvfoldError
 from tests.helpers.budgets import (
     compressed,
     moves,
@@ -112,3 +114,53 @@ def test_taking_back_evicted_tokens_is_refused_and_changes_nothing(model):
         assert reader.cache.get_seq_length() == 64
         assert [layer.get_seq_length() for layer in reader.cache.layers] == [64] * 4
         assert positions(reader.cache) == where and same(bits(reader.cache), before)
+
+
+def test_evicted_tokens_are_not_taken_back(model):
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    Reader(model, cache)(prompts((64,))[0])
+    with pytest.raises(KvfoldError, match="frozen"):
+        cache.crop(-40)
+    with pytest.raises(KvfoldError, match="minus"):
+        cache.crop(40)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["evicting", "frozen"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "cohere2", "llama4", "qwen3_5"])
+def test_tokens_that_other_layers_let_go_of_are_not_taken_back(name, frozen):
+    model = build(name)
+    readers = [Reader(model, CompressedCache(model, "snapkv:window=8", 1.0)) for _ in range(2)]
+    for reader in readers:
+        reader(prompts((64,))[0])
+    cropped, untouched = (reader.cache for reader in readers)
+    with cropped.frozen() if frozen else contextlib.nullcontext():
+        for reader in readers:
+            reader(continuation(1, 3))
+        with pytest.raises(KvfoldError, match="let go of older tokens"):
+            cropped.crop(-2)
+        cropped.crop(0)
+    assert cropped.stats().kept == untouched.stats().kept
+    assert torch.equal(readers[0](continuation(1, 1)), readers[1](continuation(1, 1)))
+
+
+def test_a_sliding_window_that_has_not_slid_is_cropped():
+    model = build("gemma3")
+    ids = prompts((12,))[0]
+    reader, alone = (Reader(model, CompressedCache(model, "knorm", 1.0)) for _ in range(2))
+    reader(ids)
+    reader.cache.crop(-5)
+    alone(ids[:, :-5])
+    expected, got = (r(continuation(1, 1)) for r in (alone, reader))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_layers_of_unequal_length_are_noticed_before_anything_is_stored(index):
+    model = build("gemma3")
+    cache = CompressedCache(model, "knorm", 1.0)
+    Reader(model, cache)(prompts((12,))[0])
+    cache.layers[index].crop(-2)
+    lengths = [layer.get_seq_length() for layer in cache.layers]
+    with pytest.raises(KvfoldError, match="10 to 12 tokens"):
+        Reader(model, cache)(continuation(1, 1))
+    assert [layer.get_seq_length() for layer in cache.layers] == lengths

@@ -148,3 +148,14 @@ def test_what_is_no_list_of_spans_is_refused(protect):
 def test_spans_may_be_of_numpy_or_torch():
     given = [[3, 5], (np.int64(7), torch.tensor(9)), torch.tensor([10, 12]), range(13, 15)]
     assert spans_of(given) == ((3, 5), (7, 9), (10, 12), (13, 14))
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+@pytest.mark.parametrize("spans", [[(5, 5)], [(9, 3)], [(-2, 4)]])
+def test_spans_that_protect_nothing_are_refused(model, spans):
+    with pytest.raises(KvfoldError):
+        CompressedCache(model, "knorm", 20, protect=spans)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes of generation: chunks, sampling, beams and assistants, as transformers' own."""
+"""Modes of generation: chunks, sampling, beams and assistants, as transformers' own or refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import transformers
 from packaging.version import Version
 
 import kvfold
+from kvfold import CompressedCache, KvfoldError
 from kvfold.generation.generate import read_turn
+from kvfold.hf import versions
 from kvfold.hf.versions import ASSISTED_FROM
 from tests.helpers.budgets import (
     COMPRESSING,
@@ -184,3 +186,35 @@ def test_assistance_works_with_sliding_layers():
         expected = model.generate(ids, past_key_values=by_hand, do_sample=False, max_new_tokens=16)
     options = {"do_sample": False, "max_new_tokens": 16, "prompt_lookup_num_tokens": 3}
     assert torch.equal(kvfold.generate(model, ids, cache=cache, **options), expected)
+
+
+def test_a_prompt_shorter_than_what_was_seen_is_refused(model):
+    cache = CompressedCache(model, "knorm", 20)
+    text = kvfold.generate(model, prompts((64,))[0], cache=cache, **GREEDY)
+    for length in (20, 70, 71):
+        with pytest.raises(KvfoldError, match="whole"):
+            kvfold.generate(model, text[:, :length], cache=cache, **GREEDY)
+    kvfold.generate(model, text[:, :72], cache=cache, **GREEDY)
+
+
+@pytest.mark.parametrize("chunk", [0, -4])
+def test_a_chunk_of_no_tokens_is_refused(model, chunk):
+    cache = CompressedCache(model, "knorm", 20)
+    with pytest.raises(KvfoldError, match="prefill_chunk"):
+        kvfold.generate(model, prompts((64,))[0], cache=cache, prefill_chunk=chunk, **GREEDY)
+
+
+def test_assisted_decoding_outside_kvfold_generate_is_refused(model):
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    with pytest.raises(KvfoldError, match=r"kvfold\.generate"):
+        model.generate(
+            prompts((64,))[0], past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY
+        )
+
+
+def test_assisted_decoding_is_refused_where_transformers_answers_wrongly(model, monkeypatch):
+    monkeypatch.setattr(versions, "ASSISTED_FROM", Version("99"))
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    with pytest.raises(KvfoldError, match="transformers 99"):
+        kvfold.generate(model, prompts((64,))[0], cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    assert cache.get_seq_length() == 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import kvfold
-from tests.helpers.contexts import state
-from tests.helpers.tokenizers import WORDS
+from kvfold.cache.fork import fork
+from tests.helpers.contexts import DOCUMENT, KINDS, new_model, state
+from tests.helpers.tokenizers import WORDS, word_tokenizer
 
 QUESTIONS = [" ".join(WORDS[(i * j) % 9] for j in range(1, 3 + i % 4)) for i in range(12)]
 TEMPLATE = (
@@ -52,3 +54,32 @@ def storages(held: Any, found: dict[int, int], seen: set[int]) -> dict[int, int]
     elif type(held).__module__.startswith("kvfold") or hasattr(held, "record_past"):
         storages(vars(held), found, seen)
     return found
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer()
+
+
+def compressed(model: Any, tokenizer: Any, spec: str, text: str = DOCUMENT) -> kvfold.Context:
+    return kvfold.compress(model, tokenizer, text, spec, KINDS[spec][0])
+
+
+def expected(context: kvfold.Context, text: str, count: int) -> str:
+    """The greedy answer to a whole conversation that is read at once."""
+    reader, tokenizer = fork(context.cache), context.tokenizer
+    new = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    ids = torch.cat([context.ids, new], 1)
+    out = context.model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=reader,
+        max_new_tokens=count,
+        do_sample=False,
+    )
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()

@@ -3,14 +3,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
+import kvfold
+from kvfold.cache.layer import CompressedLayer
+from kvfold.contexts.files.format import CHECKSUM, FORMAT, HEADER, VERSION, digest
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.models import build
-from tests.helpers.tokenizers import WORDS
+from tests.helpers.tokenizers import WORDS, word_tokenizer
 
 DOCUMENT = " ".join(WORDS[i % 7] if i % 5 else WORDS[i % 9] for i in range(150))
 QUESTION = "the sky is"
@@ -67,3 +76,56 @@ def state(layer: Any) -> dict[str, Any]:
     held |= {"sinks": None if layer.reindexed is None else layer.reindexed.count}
     held |= {"queries": layer.query_window.attended, "dead": getattr(store, "dead", None)}
     return held
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer()
+
+
+def compressed(model: Any, tokenizer: Any, spec: str, **options: Any) -> kvfold.Context:
+    return kvfold.compress(model, tokenizer, DOCUMENT, spec, KINDS[spec][0], **options)
+
+
+@pytest.fixture(scope="module")
+def saved(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small context of a ragged, packed kind."""
+    path = tmp_path_factory.mktemp("contexts") / "saved.kvfold"
+    compressed(model, tokenizer, f"snapkv + {KIVI}").save(path)
+    return path
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+def assert_same(one: kvfold.CompressedCache, other: kvfold.CompressedCache) -> None:
+    """Bit for bit."""
+    for mine, theirs in zip(one.layers, other.layers, strict=True):
+        if not isinstance(mine, CompressedLayer):
+            continue
+        a, b = state(mine.state), state(theirs.state)
+        assert a.keys() == b.keys()
+        differing = [name for name in a if not same(a[name], b[name])]
+        assert not differing
+    assert same(one.phase.prefix, other.phase.prefix)
+    assert (one.method, one.budget, one.protect) == (other.method, other.budget, other.protect)
+    assert (one.seed, one.per_chunk) == (other.seed, other.per_chunk)
+
+
+def rewritten(path: Path, saved: Path, version: str = VERSION, **changes: Any) -> Path:
+    """A copy of a file whose header says something else, with the right checksum."""
+    with safe_open(saved, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = json.loads(file.metadata()[HEADER])
+    text = json.dumps(header | changes)
+    found = {FORMAT: version, HEADER: text, CHECKSUM: digest(version + text)}
+    save_file(tensors, path, found)
+    return path

@@ -17,7 +17,6 @@ EAGER = ("gemma2", "gpt_oss")  # softcap and sinks: their sdpa path does not exi
 WITHOUT_INTERFACE = ("falcon", "gptj", "bloom", "mpt")  # attention written out in the model file
 # Keys, values or masks are changed between cache and attention, or the cache is one of their own.
 WITHOUT_OUR_CACHE = ("diffllama", "doge", "jetmoe", "minimax")
-
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -68,7 +67,6 @@ _LINEAR = {
 }
 _GPT = {"n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 4096}
 _GPT_NAMES = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-
 # Configuration class, and what differs from the common sizes.
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -182,3 +180,12 @@ def continuation(rows: int, length: int, seed: int = 2) -> Tensor:
     """Random token ids `[rows, length]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+def broken(module):
+    """Until the handle that is returned is removed, every call of `module` fails."""
+
+    def fail(*args):
+        raise RuntimeError("broken")
+
+    return module.register_forward_pre_hook(fail)

@@ -22,6 +22,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold import (
+    BudgetError,
+    CompressedCache,
     generate,
     parse,
 )
@@ -483,3 +485,9 @@ def test_evicting_at_every_step_is_masked_dense(name, spec, lengths):
     off, effect, _ = against_truth(name, spec, lengths, torch.float64, every_step=True)
     assert off <= 1e-6
     assert effect > 1.0
+
+
+@pytest.mark.parametrize("spec", COMPRESSING)
+def test_a_missing_budget_is_refused(model, spec):
+    with pytest.raises(BudgetError, match="needs a budget"):
+        CompressedCache(model, spec)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a context file: an error or a kill leaves the old one; rights; many savers at once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any, ClassVar
+
+import pytest
+
+import kvfold
+from kvfold import KvfoldError
+from kvfold.contexts.files import write
+from kvfold.contexts.files.format import opened
+from kvfold.methods.base import preset
+from tests.helpers.contexts import DOCUMENT, KIVI, assert_same, compressed, new_model, same, state
+from tests.helpers.tokenizers import word_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def saved(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small context of a ragged, packed kind."""
+    path = tmp_path_factory.mktemp("contexts") / "saved.kvfold"
+    compressed(model, tokenizer, f"snapkv + {KIVI}").save(path)
+    return path
+
+
+def test_nothing_is_shared_with_the_file_or_with_another_load(model, tokenizer, saved):
+    one, other = (kvfold.load(saved, model, tokenizer) for _ in range(2))
+    before = copy.deepcopy(state(other.cache.states[0]))
+    for tensors in one.cache.states[0].stored().named().values():
+        for tensor in tensors:
+            tensor.zero_()
+    assert all(same(before[k], v) for k, v in state(other.cache.states[0]).items())
+    assert_same(kvfold.load(saved, model, tokenizer).cache, other.cache)
+
+
+def test_an_error_while_writing_leaves_the_old_file(model, tokenizer, saved, tmp_path, monkeypatch):
+    path = tmp_path / "a.kvfold"
+    path.write_bytes(saved.read_bytes())
+    context = compressed(model, tokenizer, "snapkv")
+
+    def half(tensors: Any, temporary: Path, header: Any) -> None:
+        temporary.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write, "save_file", half)
+    with pytest.raises(KvfoldError, match=r"cannot write .*No space left"):
+        context.save(path)
+    assert path.read_bytes() == saved.read_bytes()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.kvfold"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from kvfold.contexts.files.write import replacing
+with replacing(Path(sys.argv[1])) as temporary:
+    temporary.write_bytes(b"half")
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_before_the_rename_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.kvfold"
+    path.write_bytes(b"old")
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "written\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert path.read_bytes() == b"old"
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".kvfold", ".tmp"]
+
+
+def test_a_file_that_is_replaced_keeps_the_usual_rights(model, tokenizer, tmp_path):
+    path, usual = tmp_path / "a.kvfold", tmp_path / "usual"
+    usual.touch()
+    compressed(model, tokenizer, "snapkv").save(path)
+    assert path.stat().st_mode == usual.stat().st_mode
+
+
+def test_no_folder_is_made(model, tokenizer, tmp_path):
+    with pytest.raises(KvfoldError, match="cannot write"):
+        compressed(model, tokenizer, "snapkv").save(tmp_path / "none" / "a.kvfold")
+
+
+@dataclass(frozen=True)
+class Unregistered(type(preset("snapkv"))):  # type: ignore[misc]
+    name: ClassVar[str] = "snapkv"
+
+
+def test_what_could_not_be_loaded_is_not_saved(model, tokenizer, tmp_path):
+    path = tmp_path / "a.kvfold"
+    context = kvfold.compress(model, tokenizer, DOCUMENT, Unregistered(), 40)
+    with pytest.raises(KvfoldError, match="is not a registered method"):
+        context.save(path)
+    context = compressed(model, tokenizer, "snapkv")
+    with pytest.raises(KvfoldError, match=r"has read \d+ tokens, and the context has 1:"):
+        dataclasses.replace(context, ids=context.ids[:, :1]).save(path)
+    with context.cache.frozen(), pytest.raises(KvfoldError, match="in the middle of a turn"):
+        context.save(path)
+    context.cache.batch_repeat_interleave(2)
+    with pytest.raises(KvfoldError, match="several rows"):
+        context.save(path)
+    context.cache.reset()
+    with pytest.raises(KvfoldError, match="nothing to save"):
+        context.save(path)
+    assert not path.exists()
+
+
+def test_savers_and_readers_of_one_name_never_disturb_each_other(model, tokenizer, tmp_path):
+    path, done = tmp_path / "a.kvfold", Event()
+    both = [kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", n) for n in (40, 90)]
+    both[0].save(path)
+
+    def replaced() -> None:
+        while not done.is_set():
+            for context in both:
+                context.save(path)
+
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(replaced)
+        try:
+            for _ in range(60):
+                with opened(path) as file:
+                    file.check()
+        finally:
+            done.set()
+        saving.result()
+
+
+def test_a_file_keeps_its_rights(model, tokenizer, tmp_path):
+    path = tmp_path / "a.kvfold"
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40)
+    context.save(path)
+    path.chmod(0o600)
+    context.save(path)
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers: where they begin and end, their pieces of text, and how they are sampled."""
+
+from __future__ import annotations
+
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import KvfoldError
+from kvfold.contexts.answer import AnswerStream
+from tests.helpers.chats import compressed, expected
+from tests.helpers.contexts import QUESTION, new_model
+from tests.helpers.tokenizers import word_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer()
+
+
+def test_the_token_that_ends_an_answer_comes_once(tokenizer):
+    model = new_model()
+    context = compressed(model, tokenizer, "snapkv")
+    free = context.ask(QUESTION, max_new_tokens=8).split()
+    end = tokenizer.convert_tokens_to_ids(free[3])
+    model.generation_config.eos_token_id = [end]
+    chat = context.chat()
+    before = chat.ids.shape[1]
+    answer = chat.ask(QUESTION, max_new_tokens=8).split()
+    assert answer == free[: free.index(free[3]) + 1]
+    asked = len(tokenizer(f"\n\n{QUESTION}\n", add_special_tokens=False).input_ids)
+    assert chat.ids.shape[1] == before + asked + len(answer) - 1
+    assert chat.reader.get_seq_length() == chat.ids.shape[1]
+
+
+def test_what_begins_the_answer_is_not_part_of_it_but_of_the_turn(model, tokenizer):
+    context = compressed(model, tokenizer, "snapkv")
+    chat = context.chat()
+    first = chat.ask(QUESTION, answer_prefix="we go", max_new_tokens=4)
+    assert first == expected(context, f"\n\n{QUESTION}\nwe go", 4)
+    second = chat.ask(QUESTION, max_new_tokens=4)
+    assert second == expected(context, f"\n\n{QUESTION}\nwe go {first}\n\n{QUESTION}\n", 4)
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "adakv"])
+def test_an_answer_ends_before_a_stop_string(model, tokenizer, spec):
+    context = compressed(model, tokenizer, spec)
+    free = context.ask(QUESTION, max_new_tokens=12)
+    stop = " ".join(free.split()[4:6])
+    cut = free[: free.index(stop)]
+    assert context.ask(QUESTION, max_new_tokens=12, stop=stop) == cut.strip()
+    assert context.ask(QUESTION, max_new_tokens=12, stop=["nothing", stop]) == cut.strip()
+    pieces = list(context.stream(QUESTION, max_new_tokens=12, stop=[stop]))
+    assert "".join(pieces) == cut
+    chat = context.chat()
+    chat.ask(QUESTION, max_new_tokens=12, stop=stop)
+    second = chat.ask(QUESTION, max_new_tokens=4)
+    assert second == expected(context, f"\n\n{QUESTION}\n{cut}\n\n{QUESTION}\n", 4)
+
+
+class Letters:
+    """A tokenizer of bytes, of which several make a character."""
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+def pieces_of(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], AnswerStream, list[int]]:
+    """What is shown after each byte of a text, the answer, and the tokens that make it up."""
+    shown: list[str] = []
+    data = list(text.encode())
+    answer = AnswerStream(Letters(), 1, stop, shown.append, Event())  # type: ignore[arg-type]
+    for end in range(1, len(data) + 1):
+        if bool(answer(torch.tensor([[0, *data[:end]]]), None)):
+            data = data[:end]
+            break
+    return shown, answer, answer.finish(data)
+
+
+def test_pieces_are_whole_characters():
+    shown, answer, tokens = pieces_of("aé€b")
+    assert shown == ["a", "é", "€", "b"] and answer.text == "aé€b"
+    assert bytes(tokens).decode() == "aé€b"
+
+
+def test_words_around_a_token_without_text_stay_apart(tokenizer):
+    tokens = tokenizer.convert_tokens_to_ids(
+        ["the", "<pad>", "sky", "is", "<pad>", "<bos>", "blue"]
+    )
+    shown: list[str] = []
+    answer = AnswerStream(tokenizer, 0, (), shown.append, Event())
+    for end in range(1, len(tokens) + 1):
+        answer(torch.tensor([tokens[:end]]), None)
+    assert "".join(shown) == "the sky is blue"
+
+
+def test_pieces_of_a_real_tokenizer_make_up_the_text():
+    _, tokenizer = kvfold.bundled_model()
+    text = "The number is 2590996, said Zoë — naïve café owners; 你好!\n\nReally?"
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    shown: list[str] = []
+    answer = AnswerStream(tokenizer, 0, (), shown.append, Event())
+    for end in range(1, len(tokens) + 1):
+        answer(torch.tensor([tokens[:end]]), None)
+    answer.finish(tokens)
+    assert "".join(shown) == answer.text == tokenizer.decode(tokens)
+    assert len(shown) > 10
+
+
+def test_half_a_character_at_the_end_is_shown_as_such():
+    shown: list[str] = []
+    answer = AnswerStream(Letters(), 0, (), shown.append, Event())  # type: ignore[arg-type]
+    answer(torch.tensor([[97, 0xC3]]), None)
+    assert shown == []
+    answer.finish([97, 0xC3])
+    assert "".join(shown) == answer.text == "a\ufffd"
+
+
+def test_what_may_begin_a_stop_string_is_held_back():
+    shown, answer, tokens = pieces_of("one two END three", ("END",))
+    assert "".join(shown) == answer.text == "one two " and answer.stopped
+    assert bytes(tokens).decode() == "one two "
+    shown, answer, _ = pieces_of("an EN and an E", ("END", ""))
+    assert "".join(shown) == answer.text == "an EN and an E" and not answer.stopped
+    assert "E" not in shown[:-1] and "EN " in shown
+    shown, answer, _ = pieces_of("abcabd", ("abd", "cab"))
+    assert answer.text == "ab"
+
+
+def test_sampling_takes_the_options_of_generate(model, tokenizer):
+    context = compressed(model, tokenizer, "snapkv")
+    options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 10}
+    torch.manual_seed(1)
+    answers = [context.ask(QUESTION, **options) for _ in range(3)]
+    torch.manual_seed(1)
+    assert context.ask(QUESTION, **options) == answers[0]
+    assert len(set(answers)) > 1
+    with pytest.raises(KvfoldError, match="a question has one answer"):
+        context.ask(QUESTION, num_beams=2)
+
+
+def test_penalties_see_the_document(model, tokenizer):
+    document = " ".join(["the", "grass", "is"] * 20)
+    context = kvfold.compress(model, tokenizer, document, "snapkv", 40)
+    answer = context.ask("here", max_new_tokens=5, no_repeat_ngram_size=1)
+    assert set(answer.split()) <= {"green", "sky", "blue", "we", "go"}

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that kvfold cannot answer for are refused, with a reason and a way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_utils import AttentionInterface
+
+import kvfold
+from kvfold import CompressedCache, UnsupportedModel
+from kvfold.cache import trial
+from kvfold.hf.attention import NAMES
+from tests.helpers.models import WITHOUT_INTERFACE, WITHOUT_OUR_CACHE, build, prompts
+from tests.helpers.truth import Reader
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+@pytest.mark.parametrize("name", WITHOUT_INTERFACE)
+def test_models_that_compute_attention_themselves_are_refused(name):
+    model = build(name)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel, match="attention itself"):
+        CompressedCache(model, "snapkv", 64)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", WITHOUT_OUR_CACHE)
+def test_models_that_would_be_answered_wrongly_are_refused_when_a_cache_is_made(name):
+    model = build(name)
+    before = model.config._attn_implementation
+    for spec in ("knorm", "h2o", "knorm"):
+        with pytest.raises(UnsupportedModel, match=r"cannot tell what|cannot read on"):
+            CompressedCache(model, spec, 20)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("change", ["twice", "values", "keys", "mask"])
+def test_attention_to_other_than_one_update_is_noticed(model, monkeypatch, change):
+    """Keys and values of every update are attended to once, by a mask of all that was seen."""
+    kvfold.enable(model)
+    name, ours = NAMES["sdpa"], AttentionInterface._global_mapping[NAMES["sdpa"]]
+
+    def changed(module, query, key, value, mask, **options):
+        if change == "twice":
+            ours(module, query, key, value, mask, **options)
+        elif change == "values":
+            value = value.clone()
+        elif change == "keys":
+            key, value = key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1)
+        else:
+            mask = torch.zeros(1, 1, query.shape[2], key.shape[2] + 1)
+        return ours(module, query, key, value, mask, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, changed)
+    with pytest.raises(UnsupportedModel, match="cannot tell what"):
+        CompressedCache(model, "knorm", 20)
+    monkeypatch.undo()
+    cache = CompressedCache(model, "knorm", 20)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, changed)
+    with pytest.raises(UnsupportedModel, match="cannot tell what"):
+        Reader(model, cache)(prompts((64,))[0])
+
+
+def test_a_model_that_writes_nothing_to_its_cache_is_refused(model, monkeypatch):
+    monkeypatch.setattr(trial, "read_tokens", lambda *_: None)
+    with pytest.raises(UnsupportedModel, match="does not write every token"):
+        CompressedCache(model, "knorm", 20)
+
+
+def test_encoder_decoders_are_refused():
+    config = T5Config(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, pad_token_id=0
+    )
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        CompressedCache(T5ForConditionalGeneration(config), "snapkv", 64)
+
+
+def test_a_model_whose_layers_all_slide_is_refused():
+    with pytest.raises(UnsupportedModel, match="nothing to compress"):
+        CompressedCache(build("mistral", sliding_window=16), "snapkv", 64)
