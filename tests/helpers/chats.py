@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import kvfold
 from kvfold.cache.fork import fork
-from tests.helpers.contexts import DOCUMENT, KINDS, new_model, state
-from tests.helpers.tokenizers import WORDS, word_tokenizer
+from tests.helpers.contexts import DOCUMENT, KINDS, state
+from tests.helpers.tokenizers import WORDS
 
 QUESTIONS = [" ".join(WORDS[(i * j) % 9] for j in range(1, 3 + i % 4)) for i in range(12)]
 TEMPLATE = (
@@ -54,16 +53,6 @@ def storages(held: Any, found: dict[int, int], seen: set[int]) -> dict[int, int]
     elif type(held).__module__.startswith("kvfold") or hasattr(held, "record_past"):
         storages(vars(held), found, seen)
     return found
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
 
 
 def compressed(model: Any, tokenizer: Any, spec: str, text: str = DOCUMENT) -> kvfold.Context:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -19,7 +18,7 @@ from kvfold.contexts.files.format import CHECKSUM, FORMAT, HEADER, VERSION, dige
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.models import build
-from tests.helpers.tokenizers import WORDS, word_tokenizer
+from tests.helpers.tokenizers import WORDS
 
 DOCUMENT = " ".join(WORDS[i % 7] if i % 5 else WORDS[i % 9] for i in range(150))
 QUESTION = "the sky is"
@@ -78,26 +77,8 @@ def state(layer: Any) -> dict[str, Any]:
     return held
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
 def compressed(model: Any, tokenizer: Any, spec: str, **options: Any) -> kvfold.Context:
     return kvfold.compress(model, tokenizer, DOCUMENT, spec, KINDS[spec][0], **options)
-
-
-@pytest.fixture(scope="module")
-def saved(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small context of a ragged, packed kind."""
-    path = tmp_path_factory.mktemp("contexts") / "saved.kvfold"
-    compressed(model, tokenizer, f"snapkv + {KIVI}").save(path)
-    return path
 
 
 def same(one: Any, other: Any) -> bool:
