@@ -3,21 +3,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from typer.testing import CliRunner, Result
 
+import kvfold
 import kvfold.bundled
+from kvfold.cache.fork import fork
 from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW
+from kvfold.cli import app
+from kvfold.eval.run import question_agnostic as agnostic
 from kvfold.eval.run.cell import FULL, EvalCell, EvalProtocol, EvaluatedModel
-from kvfold.eval.run.job import EvalJob, run_job
+from kvfold.eval.run.job import EvalJob, run_job, worker_spec
 from kvfold.eval.run.plan import Contender, EvalPlan, TaskSamples
 from kvfold.eval.run.prompt import SamplePrompt
+from kvfold.eval.run.run_folder import run_missing, samples_file, summarize
 from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, SampleResult, ScoredAnswer
 from kvfold.eval.tasks import Question, SampleRequest, TaskSample, UnreadableSample, tasks
+from kvfold.jobs.executor import here
 from tests.helpers.models import build
 
 LIMIT = 4096
@@ -170,4 +181,122 @@ def equal(one: list[dict[str, list[Tensor]]], other: list[dict[str, list[Tensor]
             for name in a
         )
         for a, b in zip(one, other, strict=True)
+    )
+
+
+FEW: list[Contender] = [("full", None), ("knorm", "0.5"), ("knorm", "0.25")]
+
+
+def by_itself(setting: Setting):
+    """Workers that are this process."""
+    return here(worker_spec("tiny"), setting.model, setting.tokenizer)
+
+
+def without_times(samples: Iterable[SampleResult]) -> list[dict[str, Any]]:
+    times = {"outcome": {"prefill_seconds", "answer_seconds"}, "at": True, "setup": {"threads"}}
+    return [sample.model_dump(exclude=times) for sample in samples]
+
+
+def records(samples: list[SampleResult]) -> list[dict[str, Any]]:
+    times = {"prefill_seconds", "seconds_per_token", "setups"}
+    return [each.model_dump(exclude=times) for each in summarize(samples)]
+
+
+def finish(setting: Setting, plan: EvalPlan, out: Path) -> list[SampleResult]:
+    """All samples of a folder, after what was missing was run here."""
+    out.mkdir(exist_ok=True)
+    counts = list(run_missing(plan, samples_file(out), by_itself(setting)))
+    assert counts == sorted(counts) and counts[-1] == plan.total
+    return samples_file(out).load().records
+
+
+def count(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def jobs(setting: Setting, count: int = 6) -> list[EvalJob]:
+    return list(setting.plan(FEW, wanted([record(index=i) for i in range(count)])).jobs({}))
+
+
+def by_number(samples: Iterable[SampleResult]) -> list[dict[str, Any]]:
+    """In one order, whoever was first."""
+    ordered = sorted(samples, key=lambda s: (s.index, s.cell.method, s.cell.budget or ""))
+    return without_times(ordered)
+
+
+def row(**fields: Any) -> dict[str, Any]:
+    known = {"context": "Paragraph 1: a cat.", "input": "", "answers": ["1"], "all_classes": None}
+    return {**known, "length": 10, **fields}
+
+
+def command(*arguments: object) -> Result:
+    """`kvfold eval` with one worker."""
+    words = ["eval", "--workers", "1", *map(str, arguments)]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+
+
+def own_questions(path: Path) -> Path:
+    rows = [
+        {"context": words(40, seed), "question": "Which?", "answer": "7", "max_new_tokens": 4}
+        for seed in range(2)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"context": "x"}\n')
+    return path
+
+
+@torch.no_grad()
+def read(model: Any, cache: kvfold.CompressedCache, ids: Tensor) -> Tensor:
+    return model(ids, past_key_values=cache, use_cache=True).logits
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Every context that is asked about, and a copy of what it held before."""
+    found: list[tuple[Any, Any]] = []
+    real = agnostic.compressed
+
+    def watching(*arguments: Any) -> Any:
+        for each in real(*arguments):
+            # Sinks that move come to rest when the first reader does.
+            fork(each.context.cache)
+            found.append((each.context.cache, contents(each.context.cache)))
+            yield each
+
+    monkeypatch.setattr(agnostic, "compressed", watching)
+    return found
+
+
+def positions(cache: kvfold.CompressedCache, length: int) -> list[list[list[int]]]:
+    """Kept positions before `length`, of each layer's heads."""
+    layers = range(len(cache.states))
+    return [[head[head < length].tolist() for head in cache.positions(i)[0]] for i in layers]
+
+
+def cut_in_the_middle(ids: Tensor, limit: int) -> list[int]:
+    """LongBench's: `pred.py` keeps half of what fits from either end."""
+    half = limit // 2
+    return ids[0, :half].tolist() + ids[0, ids.shape[1] - (limit - half) :].tolist()
+
+
+@torch.no_grad()
+def surprise(setting: Setting, ids: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """−log p of every token but the first, from one forward; `allowed [N, N]` are seen by each."""
+    mask = None
+    if allowed is not None:
+        mask = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[None, None]
+    logits = setting.plain(ids, attention_mask=mask, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
+
+
+def book(task: str, **fields: Any) -> Any:
+    return record(task, 0, chat=False, count=25, **fields)
+
+
+def transcript(setting: Setting, sample: Any, first: list[int]) -> tuple[Tensor, Tensor]:
+    """The tokens before each of two answers, of which the first is given."""
+    frame, (one, two) = setting.prompt(sample).frame, sample.questions
+    opening = f"{frame.before}{sample.context}"
+    asked = [f"{q.text}{frame.after}{q.answer_prefix}" for q in (one, two)]
+    before = torch.cat([setting.ids(opening), setting.ids(asked[0])], 1)
+    return before, torch.cat(
+        [before, torch.tensor([first]), setting.ids(frame.between + asked[1])], 1
     )

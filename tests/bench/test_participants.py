@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in a benchmark, compiled or eager, and who is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvfold.bench import transformers_quantized
+from kvfold.bench.lineup import labels, makers
+from kvfold.bench.models import BenchModel
+from kvfold.bench.participants import CompiledParticipant, MethodParticipant, ParticipantLabel
+from kvfold.bench.record import RoundRecord
+from kvfold.bench.sdpa_variants import SdpaChoice, fastest
+from kvfold.errors import KvfoldError
+from kvfold.generation.static.decode import compiling
+from kvfold.jobs.records import RecordFile
+from tests.helpers.benchmarks import bench
+from tests.helpers.models import build
+
+
+def test_the_fastest_kernels_are_named() -> None:
+    kernels = fastest(build("llama"), 1, 16)
+    assert kernels.prefill.layout in ("repeated", "grouped")
+    assert kernels.decode.layout in ("packed", "grouped")
+    assert (
+        str(SdpaChoice()) == "prefill sdpa, keys repeated; decode sdpa, query heads packed as rows"
+    )
+
+
+def test_labels_have_a_budget_where_the_method_takes_one() -> None:
+    found = labels(["snapkv", "simlayerkv", "snapkv:window=32"], ["0.2", "64"])
+    assert [str(label) for label in found] == ["snapkv, 0.2", "snapkv, 64", "simlayerkv"]
+    with pytest.raises(KvfoldError, match="unknown method"):
+        labels(["snapkw"], ["0.2"])
+    with pytest.raises(KvfoldError, match="cannot read"):
+        labels(["snapkv"], ["much"])
+
+
+def test_a_participant_that_cannot_work_is_refused_before_the_run(subject: BenchModel) -> None:
+    with pytest.raises(KvfoldError, match="at least 32"):
+        makers(subject, [ParticipantLabel("kvfold", "snapkv", "5")])
+
+
+@pytest.mark.slow
+def test_compiled_sides_take_part_beside_eager_ones(
+    tmp_path: Path, no_peak: None, one_by_one: None
+) -> None:
+    out = tmp_path / "r.jsonl"
+    result = bench(
+        "tiny", "--method", "h2o", "--method", "streaming_llm", "--compile", "--lengths", "80",
+        "--new-tokens", "2", "--repeats", "1", "--out", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    printed = " ".join(result.output.split())
+    assert "left out: streaming_llm, 0.2, compiled:" in printed and "moves its sinks" in printed
+    made = [r.label for r in RecordFile(out, RoundRecord).load().records if r.side == "kvfold"]
+    eager = [
+        ParticipantLabel("kvfold", "h2o", "0.2"),
+        ParticipantLabel("kvfold", "streaming_llm", "0.2"),
+    ]
+    assert made == [*eager, ParticipantLabel("kvfold", "h2o", "0.2", compiled=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", ["h2o", "snapkv", "adakv", "full", "kivi:group=16", "think", "minicache"]
+)
+def test_a_compiled_side_holds_what_an_eager_one_does(
+    subject: BenchModel, one_by_one: None, method: str
+) -> None:
+    sized = method in ("h2o", "snapkv", "adakv")
+    budget, ids = "0.9" if sized else None, subject.tokens(1, 430)
+    eager, compiled = (
+        kind(subject, method, budget) for kind in (MethodParticipant, CompiledParticipant)
+    )
+    with compiling():
+        for side in (eager, compiled):
+            side.prefill(ids[:, :400], 30)
+            for index in range(400, 430):
+                assert side.step(ids[:, index : index + 1]) > 0
+    # Room for 16 or 30 entries, and what says where they are, may differ.
+    assert compiled.cache_size().nbytes == pytest.approx(eager.cache_size().nbytes, rel=0.1)
+    assert compiled.peak_alone(1, 80, 30) is None
+    compiled.graph_cache.hand_back()
+    for layer in range(len(eager.cache.states)):
+        for mine, theirs in zip(
+            compiled.cache.positions(layer)[0], eager.cache.positions(layer)[0], strict=True
+        ):
+            assert torch.equal(mine, theirs)
+
+
+def test_the_quantized_cache_needs_a_backend(
+    subject: BenchModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(KvfoldError, match="pip install optimum-quanto"):
+        transformers_quantized.QuantizedPeer(subject)
+
+
+def test_bytes_of_quantized_layers_count_each_storage_once() -> None:
+    shared = torch.zeros(10, dtype=torch.uint8)
+    held = {"a": shared, "b": [shared[2:], (torch.zeros(3), {"c": torch.zeros(2)})], "d": 4}
+    assert transformers_quantized.tensor_bytes(held, set()) == 10 + 12 + 8

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, help and refusals that all commands share."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+import kvfold
+from tests.helpers.commands import kvfold_command, refused
+
+
+def test_help_names_every_command() -> None:
+    result = kvfold_command("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "run", "methods"):
+        assert command in result.output
+        assert kvfold_command(command, "--help").exit_code == 0
+
+
+def untouched(*arguments: str) -> str:
+    """The message of a command that is refused before any model is loaded."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.AutoModelForCausalLM.from_pretrained", never)
+        patch.setattr("transformers.AutoTokenizer.from_pretrained", never)
+        return refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "bundled", "--prompt", "a"), "needs a budget"),
+        (("run", "bundled", "--method", "kivi", "--budget", "0.2", "--prompt", "a"), "takes no"),
+        (("run", "bundled", "--budget", "5", "--prompt", "a"), "at least 32"),
+        (("run", "bundled", "--method", "merge", "--budget", "0.2", "--prompt", "a"), "merge"),
+        (("run", "bundled", "--budget", "0.2", "--file", "absent.txt"), "there is no such file"),
+        (
+            ("run", "bundled", "--budget", "0.2", "--prompt", "a", "--compress", "per_chunk"),
+            "--prefill-chunk",
+        ),
+        (("run", "bundled", "--budget", "0.2", "--prompt", "a", "--top-p", "0.9"), "temperature"),
+        (("run", "bundled", "--budget", "0.2", "--prompt", "a", "--temperature", "1e-9"), "0.01"),
+        (("run", "./absent", "--budget", "0.2", "--prompt", "a"), "there is no such folder"),
+        (("run", __file__, "--budget", "0.2", "--prompt", "a"), "a file; name the folder"),
+        (("compress", "bundled", "absent.txt"), "there is no such file"),
+        (("compress", "bundled", __file__, "--method", "snapkv", "--budget", "3"), "at least 32"),
+        (("compress", "bundled", __file__, "--method", "snapkw"), "did you mean 'snapkv'?"),
+        (("ask", "bundled", "absent.kvfold", "why"), "absent.kvfold"),
+        (("inspect", "--methods", "snapkv", "--budget", "3"), "at least 32"),
+        (("inspect", "--file", "absent.txt"), "there is no such file"),
+        (("eval", "--tasks", "niah_multikey_1"), "did you mean 'ruler_niah_multikey_1'?"),
+        (("eval", "--tasks", "longbench"), "longbench needs data, as --data: a folder with narr"),
+        (("eval", "--tasks", "niah", "--haystack", "absent"), "no such file or folder: absent"),
+        (("eval", "--tasks", "jsonl", "--data", "absent.jsonl"), "there is no file absent.jsonl"),
+        (("eval", "--tasks", "niah", "--lengths", "many"), "no positive whole number"),
+        (("serve", "bundled", "--method", "nope"), "unknown method 'nope'"),
+        (("serve", "bundled", "--method", "snapkv", "--budget", "5"), "at least 32"),
+        (("serve", "bundled", "--budget", "much"), "cannot read 'much'"),
+        (
+            ("run", "bundled", "--budget", "1", "--prompt", "a", "--device", "cpu",
+             "--device-map", "auto", "--method", "knorm"),
+            "leave out the device",
+        ),
+        (
+            ("run", "bundled", "--budget", "1", "--prompt", "a", "--revision", "main",
+             "--method", "knorm"),
+            "one revision",
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_what_needs_no_model_is_refused_before_one_is_loaded(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in untouched(*arguments)
+
+
+def test_version_and_short_help() -> None:
+    assert kvfold_command("--version").output == f"kvfold {kvfold.__version__}\n"
+    assert kvfold_command("run", "-h").output == kvfold_command("run", "--help").output
+
+
+@pytest.mark.parametrize("command", ["run", "compress", "ask", "eval", "inspect", "serve"])
+def test_every_command_that_loads_a_model_has_the_same_options(command: str) -> None:
+    shown = kvfold_command(command, "--help").output
+    for option in ("dtype", "device", "device-map", "attn-implementation", "revision",
+                   "trust-remote-code", "gguf-file", "adapter"):  # fmt: skip
+        assert f"--{option} " in shown
+
+
+def test_a_warning_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned(*_: object) -> str:
+        warnings.warn("re-routed to sdpa", stacklevel=1)
+        return ""
+
+    monkeypatch.setattr("kvfold.cli.methods.defaults", warned)
+    assert kvfold_command("methods").stderr == "warning: re-routed to sdpa\n"

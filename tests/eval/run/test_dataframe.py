@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation from Python: records as rows of a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import pandas
+import pytest
+
+import kvfold
+from kvfold.errors import KvfoldError
+from kvfold.report.load import load_results
+from kvfold.report.tables import to_csv
+from tests.helpers.evaluation import Setting, own_questions
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    return Setting.new()
+
+
+def test_records_from_python_are_rows_of_a_table(setting, tmp_path):
+    methods = ["snapkv:window=8", kvfold.parse("kivi:group=8,residual=8")]
+    found = kvfold.evaluate(
+        setting.model, setting.tokenizer, "jsonl", methods, [0.5, 16],
+        data=own_questions(tmp_path / "own.jsonl"), out=tmp_path / "out",
+    )  # fmt: skip
+    frame = pandas.DataFrame(found).set_index(["cell.method", "cell.budget"])
+    # Full cache and KIVI once; three baselines and SnapKV at two budgets.
+    assert len(frame) == 2 + 4 * 2
+    assert set(frame["cell.task"]) == {"jsonl"} and set(frame["samples"]) == {2}
+    full = frame.loc["full"].iloc[0]
+    assert full["kept"] == 1 and full["score.low"] <= full["score.value"] <= full["score.high"]
+    small = frame.loc[(str(kvfold.parse("snapkv:window=8")), "16")]
+    assert 0 < small["kept"] < 0.5 and small["difference.samples"] == 2
+    (reason,) = small["errors"]
+    assert reason.startswith(f"{tmp_path / 'own.jsonl'}:3: field 'question'")
+    text = to_csv(load_results([tmp_path / "out"]))
+    assert next(iter(csv.DictReader(io.StringIO(text)))).keys() == found[0].keys()
+    # It goes on where it was: nothing is run again.
+    before = (tmp_path / "out" / "samples.jsonl").read_bytes()
+    again = kvfold.evaluate(
+        setting.model, setting.tokenizer, ["jsonl"], "snapkv:window=8", 0.5,
+        data=tmp_path / "own.jsonl", out=tmp_path / "out",
+    )  # fmt: skip
+    assert (tmp_path / "out" / "samples.jsonl").read_bytes() == before
+    assert all(record in found for record in again) and len(again) == 5
+
+
+def test_evaluation_from_python_refuses_what_the_command_refuses(setting, tmp_path):
+    def run(*arguments: Any, **options: Any) -> None:
+        kvfold.evaluate(setting.model, setting.tokenizer, *arguments, **options)
+
+    for arguments, options, word in (
+        (("nothing", "full"), {}, "unknown task"),
+        (("niah", "snapkv"), {}, "needs a budget"),
+        (("jsonl", "full"), {}, "jsonl needs data"),
+        (("jsonl", "full"), {"data": tmp_path / "no.jsonl"}, "there is no file"),
+    ):
+        with pytest.raises(KvfoldError, match=word):
+            run(*arguments, **options)
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(KvfoldError, match=r"no sample has an answer: .*bad\.jsonl:1: field"):
+        run("jsonl", "full", data=tmp_path / "bad.jsonl")

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables in CSV and Markdown: every field, names escaped."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from typing import Any
+
+from kvfold.eval.run.cell_result import CellResult
+from kvfold.report import summary
+from kvfold.report.board import boards
+from kvfold.report.headline import signed
+from kvfold.report.page import payload
+from kvfold.report.style import styles
+from kvfold.report.tables import by_task, markdown, to_csv
+from tests.helpers.reports import HOSTILE, known, made
+
+
+def test_csv_holds_every_field() -> None:
+    results = [
+        made(by={"depth": {"0.0": known(1 / 3, None)}}, task='odd, "name"\nhere'),
+        made("m", "0.2", None, length=None, errors={HOSTILE: 2}),
+        made("m", "0.1", (1 / 3, None), (-1.0, -2.0, 0.5)),
+    ]
+    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
+    assert [_unflattened(line) for line in lines] == results
+
+
+def _unflattened(line: dict[str, str]) -> CellResult:
+    nested: dict[str, Any] = {}
+    for name, text in line.items():
+        *path, last = name.split(".")
+        at = nested
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = json.loads(text) if text[:1] in ("{", "[") else text or None
+    difference = nested["difference"]
+    for inside, name in ((difference, "gained"), (difference, "lost"), (nested, "score"),
+                         (nested, "difference")):  # fmt: skip
+        if not any(value is not None for value in inside[name].values()):
+            inside[name] = None
+    return CellResult.model_validate(nested)
+
+
+def test_markdown_escapes_names() -> None:
+    results = [made(task="a|b`<b>"), made(HOSTILE, "0.2", (80.0, 1.0), (-10.0, -12.0, -8.0))]
+    text = markdown(boards(results))
+    assert "<" not in text.replace("&lt;", "") and HOSTILE not in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {11}
+
+
+def test_markdown_says_what_is_inside_the_noise() -> None:
+    results = [made(), made("m", "0.2", (89.0, 1.0), (-1.0, -3.0, 1.0))]
+    assert "| ≈ −1.0 (−3.0 to +1.0) |" in markdown(boards(results))
+    assert (signed(-0.04), signed(2.0), signed(-2.0)) == ("0.0", "+2.0", "−2.0")
+
+
+def test_every_table_names_the_haystack() -> None:
+    results = [
+        made(task="a", haystack="book.txt"),
+        made(task="b", haystack="noise instead of essays", group="others"),
+        made(task="c", haystack="book.txt"),
+    ]
+    text = markdown(boards(results))
+    assert "### all tasks\n\nHaystack: book.txt (a, c); noise instead of essays (b).\n" in text
+    assert "### others\n\nHaystack: noise instead of essays (b).\n" in text
+    assert "### a\n\nHaystack: book.txt (a).\n" in by_task(boards(results))
+    views = payload(boards(results), styles(summary.rows(results)))["boards"][0]["views"]
+    assert {v["name"]: v["haystack"] for v in views if v["kind"] == "task"} == {
+        "a": "book.txt (a)", "b": "noise instead of essays (b)", "c": "book.txt (c)",
+    }  # fmt: skip
+    assert "Haystack" not in markdown(boards([made()]))
