@@ -9,8 +9,9 @@ as at a prefill's end (`evict_after_token`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from kvfold.store.entry_norms import norms_of
 
 Calls = dict[LayerState, AttentionCall]
 Stores = dict[LayerState, DenseStore]
+# Forced ends and stored heads; KV heads, holes or none, shape and device of the rows
+RowKind = tuple[tuple[int, int] | None, int, int, bool, torch.Size, torch.device]
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 def evicts_one(state: LayerState, new: int) -> bool:
@@ -86,7 +90,7 @@ def evict_one(calls: Calls) -> None:
         state.note_eviction()
     merge = stages.merge_one
     if merge is not None:
-        for alike in _grouped(slots, lambda state: _entry_kind(stores[state])):
+        for alike in _grouped(slots, partial(_entry_kind, stores)).values():
             changes = merge(_merge_inputs(alike, slots, calls, stores))
             for state, change in zip(alike, changes, strict=True):
                 stores[state].change(change.slot, change.keys, change.values, change.norms)
@@ -102,28 +106,29 @@ def evict_one(calls: Calls) -> None:
 def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
     """Slots `[B, H, 1]` of each layer's evicted entries."""
     slots: dict[LayerState, Tensor] = {}
-
-    def kind(state: LayerState) -> tuple[object, ...]:
-        call, store = calls[state], stores[state]
-        row, stored = call.row, store.keys
-        assert row is not None
-        ends = state.forced_ends()
-        return ends, row.shape, row.device, call.key.shape[1], stored.shape[1], store.holes
-
-    for alike in _grouped(calls, kind):
-        ends, heads = alike[0].forced_ends(), stores[alike[0]].keys.shape[1]
+    groups = _grouped(calls, partial(_row_kind, calls, stores))
+    for (ends, heads, *_), alike in groups.items():
         if ends is None:
             slots |= {state: _leaving_slot(state, calls[state]) for state in alike}
             continue
-        scores = _scores(alike, [calls[state] for state in alike])
+        scores = _scores(alike, calls, heads)
         # Scores shared by all heads: their holes are the same, so decide once.
         differing = heads if scores.stride(1) else 1
-        masks = [mask for state in alike if (mask := stores[state].hidden) is not None]
-        hidden = joined([mask[:, :differing] for mask in masks]) if masks else None
+        masks = [m[:, :differing] for state in alike if (m := stores[state].hidden) is not None]
+        hidden = joined(masks) if masks else None
         chosen = leaving_between(alike[0].plan.stages, scores[:, :differing], hidden, *ends)
         chosen = chosen.expand(-1, heads, -1)
         slots |= zip(alike, chosen.chunk(len(alike)), strict=True)
     return slots
+
+
+def _row_kind(calls: Calls, stores: Stores, state: LayerState) -> RowKind:
+    """What layers must have in common so that their attention rows can be joined."""
+    call, store = calls[state], stores[state]
+    row = call.row
+    assert row is not None
+    heads = store.keys.shape[1]
+    return state.forced_ends(), heads, call.key.shape[1], store.holes, row.shape, row.device
 
 
 def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
@@ -135,16 +140,16 @@ def _leaving_slot(state: LayerState, call: AttentionCall) -> Tensor:
     return leaving(state.plan.stages, observation, positions, protected, state.capacity)
 
 
-def _scores(alike: list[LayerState], calls: list[AttentionCall]) -> Tensor:
+def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
     """Finite scores `[L·B, H, T]` of the entries of L layers of one shape."""
-    stages, stored = alike[0].plan.stages, alike[0].stored().keys
-    needs, heads = stages.needs, stored.shape[1]
+    stages, key = alike[0].plan.stages, calls[alike[0]].key
+    needs = stages.needs
     alone = not needs.only_attention or needs.column_squares
-    if alone or calls[0].key.shape[1] != heads:
-        seen = [_observed_row(state, call) for state, call in zip(alike, calls, strict=True)]
+    if alone or key.shape[1] != heads:
+        seen = [_observed_row(state, calls[state]) for state in alike]
         scores = joined([scores_of(stages, of_layer, heads) for of_layer in seen])
         return scores.clamp(min=torch.finfo(scores.dtype).min)
-    rows = joined([call.row for call in calls if call.row is not None])
+    rows = joined([row for state in alike if (row := calls[state].row) is not None])
     for state in alike:
         state.rounds += 1
     sums = None
@@ -155,7 +160,7 @@ def _scores(alike: list[LayerState], calls: list[AttentionCall]) -> Tensor:
             if state.sums is not None:
                 of_layer[..., : state.sums.shape[-1]].add_(state.sums)
             state.sums, state.evicted_at = of_layer, state.sequence.seen
-    entries, positions = _nothing((len(rows), heads, 0, stored.shape[3]), rows.dtype, rows.device)
+    entries, positions = _nothing((len(rows), heads, 0, key.shape[3]), rows.dtype, rows.device)
     together = Observation(entries, entries, positions, attention=rows, column_sums=sums)
     return scores_of(stages, together, heads)
 
@@ -239,20 +244,20 @@ def _products(
     ]
 
 
-def _entry_kind(store: DenseStore) -> tuple[object, ...]:
-    """Shapes, dtype and device that layers must have in common to be joined."""
-    keys, values = store.keys, store.values
+def _entry_kind(stores: Stores, state: LayerState) -> tuple[object, ...]:
+    """Shapes, dtype and device that layers must have in common so that they merge together."""
+    keys, values = stores[state].keys, stores[state].values
     return keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, keys.device
 
 
 def _grouped(
-    states: Iterable[LayerState], kind: Callable[[LayerState], tuple[object, ...]]
-) -> Iterable[list[LayerState]]:
-    """Groups of layers of one kind."""
-    groups: dict[tuple[object, ...], list[LayerState]] = {}
+    states: Iterable[LayerState], kind: Callable[[LayerState], Kind]
+) -> dict[Kind, list[LayerState]]:
+    """Layers by their kind."""
+    groups: dict[Kind, list[LayerState]] = {}
     for state in states:
         groups.setdefault(kind(state), []).append(state)
-    return groups.values()
+    return groups
 
 
 @lru_cache(maxsize=8)

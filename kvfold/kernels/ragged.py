@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 QUERIES = 128  # of one block
 
+# query [·, H, G, D], keys, values → output [·, H, G, Dv], and the log-sum-exp [·, H, G]
+_flash_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu
+
 
 def attend_to_segments(
     query: Tensor,
@@ -41,7 +44,12 @@ def attend_to_segments(
     if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
         mask = None
     flat = isinstance(stored.keys.encoded, Flat) and isinstance(stored.values.encoded, Flat)
-    if flat and query.shape[2] == 1 and mask is None and min(stored.keys.alive) > 0:
+    if (
+        flat
+        and query.shape[2] == 1
+        and mask is None
+        and max(stored.keys.gaps) < stored.keys.tail.shape[2]
+    ):
         path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
         if path != "torch":
             return _one_step_of_rows(query, stored, scale, softcap, sink_logits, path)
@@ -65,16 +73,20 @@ def _sees_everything(mask: Tensor) -> bool:
 def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     """Output `[B, Hq, 1, Dv]` over raw entries on a CPU: segment by segment, then all tails."""
     batch, query_heads, _, size = query.shape
-    segments = len(stored.keys.alive)
+    segments = len(stored.keys.gaps)
     grouped = query.reshape(segments, 1, -1, size)
-    keys, values = stored.keys.encoded, stored.values.encoded
-    assert isinstance(keys, Flat) and isinstance(values, Flat)
+    old_keys, old_values = stored.keys.encoded, stored.values.encoded
+    assert isinstance(old_keys, Flat) and isinstance(old_values, Flat)
     shares = _shares()
     # Torch's kernel gives each thread whole heads, so equal shares of a segment pose as heads.
     rows = grouped.expand(-1, shares, -1, -1) if shares > 1 else grouped
-    old = zip(rows.split(1), keys.in_shares(shares), values.in_shares(shares), strict=True)
-    parts = [_fused(*each, None, scale) if each[1].numel() else _nothing(each[0]) for each in old]
-    new = _fused(grouped.view(batch, -1, *grouped.shape[2:]), *_tails(stored), scale)
+    old = zip(rows.split(1), old_keys.in_shares(shares), old_values.in_shares(shares), strict=True)
+    parts = [
+        _flash_on_cpu(*each, scale=scale) if each[1].numel() else _nothing(each[0]) for each in old
+    ]
+    keys, values, hidden = _tails(stored)
+    of_tails = grouped.view(batch, -1, *grouped.shape[2:])
+    new = _flash_on_cpu(of_tails, keys, values, attn_mask=hidden, scale=scale)
     # Parts of each segment along axis 1: its shares, then its tail.
     old_outs, old_totals = zip(*parts, strict=True)
     new_outs, new_totals = new[0].flatten(0, 1)[:, None], new[1].flatten(0, 1)[:, None]
@@ -86,7 +98,7 @@ def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
 def _one_step_even(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     """Output `[B, Hq, 1, Dv]` over segments of one length, as batched products."""
     batch, query_heads, _, size = query.shape
-    grouped = (query * scale).reshape(len(stored.keys.alive), -1, size)
+    grouped = (query * scale).reshape(len(stored.keys.gaps), -1, size)
     logits = [grouped @ keys.transpose(1, 2) for keys in stored.keys.rectangles()]
     weights = _softmax(torch.cat(logits, -1), None).to(query.dtype)
     values = stored.values.rectangles()
@@ -205,11 +217,10 @@ def _attended(
 
 def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tail keys and values `[B, H, T, D]`, and an additive mask of the padding on their left."""
-    keys, values, alive = stored.keys.tail, stored.values.tail, stored.keys.alive
-    width = keys.shape[2]
-    if min(alive) == width:
+    keys, values, gaps = stored.keys.tail, stored.values.tail, stored.keys.gaps
+    if max(gaps) == 0:
         return keys, values, None
-    gaps = tuple([width - count for count in alive])  # the same for many steps
+    width = keys.shape[2]
     room = -(-width // BLOCK) * BLOCK
     hidden = _hidden(gaps, room, keys.dtype, keys.device)
     return keys, values, hidden.view(*keys.shape[:2], 1, room)[..., :width]
@@ -228,16 +239,6 @@ def _shares() -> int:
     return min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
 
 
-def _fused(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output `[·, H, G, Dv]` of `query [·, H, G, D]`, and the log-sum-exp `[·, H, G]`."""
-    out, total = torch._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, attn_mask=mask, scale=scale
-    )
-    return out, total
-
-
 def _merged(outs: Tensor, totals: Tensor) -> Tensor:
     """Output `[·, G, Dv]` from P parts' outputs `[·, P, G, Dv]` and log-sum-exps `[·, P, G]`."""
     # The mean stays in the precision of the log-sum-exps until it is complete.
@@ -254,7 +255,7 @@ def _in_blocks(
 ) -> Tensor:
     """Output `[B, Hq, S, Dv]`, segment by segment in blocks of queries: takes every case."""
     batch, query_heads, queries, size = query.shape
-    segments = len(stored.keys.alive)
+    segments = len(stored.keys.gaps)
     groups = query_heads * batch // segments
     grouped = (query * scale).reshape(segments, groups, queries, size)
     out = query.new_empty(segments, groups, queries, stored.values.tail.shape[-1])

@@ -129,23 +129,23 @@ class PartView:
     """Keys or values of all segments for one attention call; a later append does not change it.
 
     encoded: the oldest entries, None if there are none. tail `[B, H, T, D]`: the newest ones, raw;
-    segment i owns its last `alive[i]` slots.
+    segment i owns all slots but the first `gaps[i]`.
     """
 
     encoded: Encoded | None
     tail: Tensor
-    alive: list[int]
+    gaps: tuple[int, ...]
 
     @property
     def even(self) -> bool:
         """True if all segments have equally many encoded entries, and equally many in the tail."""
         lengths = [] if self.encoded is None else self.encoded.lengths
-        return len(set(self.alive)) == 1 and len(set(lengths)) <= 1
+        return len(set(self.gaps)) == 1 and len(set(lengths)) <= 1
 
     @property
     def newest(self) -> Tensor:
         """Tail entries `[B·H, n, D]`; only for even segments."""
-        return self.tail[:, :, self.tail.shape[2] - self.alive[0] :].flatten(0, 1)
+        return self.tail[:, :, self.gaps[0] :].flatten(0, 1)
 
     def rectangles(self) -> list[Tensor]:
         """All entries `[B·H, n, D]` in order, in one or two pieces; only for even segments."""
@@ -156,21 +156,22 @@ class PartView:
 
     def length(self, i: int) -> int:
         """Entries of segment i."""
-        return self.alive[i] + (0 if self.encoded is None else self.encoded.lengths[i])
+        return (
+            self.tail.shape[2]
+            - self.gaps[i]
+            + (0 if self.encoded is None else self.encoded.lengths[i])
+        )
 
     def pieces(self, i: int) -> list[Tensor]:
         """All entries `[n, D]` of segment i in order, in one or two pieces."""
-        heads, width = self.tail.shape[1:3]
-        newest = self.tail[i // heads, i % heads, width - self.alive[i] :]
+        heads = self.tail.shape[1]
+        newest = self.tail[i // heads, i % heads, self.gaps[i] :]
         return [newest] if self.encoded is None else [self.encoded.segment(i), newest]
 
     def all_pieces(self) -> list[list[Tensor]]:
         """The pieces of every segment, decoded together."""
-        heads, width = self.tail.shape[1:3]
-        pieces = [
-            [self.tail[i // heads, i % heads, width - alive :]]
-            for i, alive in enumerate(self.alive)
-        ]
+        heads = self.tail.shape[1]
+        pieces = [[self.tail[i // heads, i % heads, gap:]] for i, gap in enumerate(self.gaps)]
         if self.encoded is None:
             return pieces
         return [[old, *new] for old, new in zip(self.encoded.segments, pieces, strict=True)]

@@ -100,7 +100,11 @@ class DenseStore(Store):
     @property
     def hidden(self) -> Tensor | None:
         """Additive mask `[B, H, T]`: −∞ at holes, 0 elsewhere; None if there are no holes."""
-        return self._hiding() if self.holes else None
+        if not self.holes:
+            return None
+        # Three calls of a step ask: only the first one needs more than what is shown already.
+        shown = None if self._hidden is None else self._hidden.shown
+        return shown if shown is not None and shown.size(2) == self._keys.length else self._hiding()
 
     def entries(self, of: On) -> Tensor:
         """Keys or values `[B, H, T, D]`."""
@@ -112,11 +116,10 @@ class DenseStore(Store):
         Norms are stored between steps, as computing them reads all entries. A store serves either
         keys or values: call with the same `of` always.
         """
-        if self._norms is None or self._norms.length != self.length - 1:
+        if self._norms is None or self._norms.length != self._keys.length - 1:
             self._norms = GrowingBuffer(norms_of(self.entries(of)))
-        else:
-            self._norms.append(newest)
-        return self._norms.rows
+            return self._norms.rows
+        return self._norms.append(newest)
 
     def _hiding(self) -> Tensor:
         """Additive mask `[B, H, T]`: −∞ at holes, 0 elsewhere; made anew if its room is full."""
@@ -179,7 +182,7 @@ class DenseStore(Store):
     @property
     def crowded(self) -> bool:
         """True if so many slots are dead that a copy without them is due."""
-        return self.dead >= ROOM and self.dead >= slack(self.length - self.dead)
+        return self.dead >= ROOM and self.dead >= slack(self._keys.length - self.dead)
 
     def change(
         self, slot: Tensor, keys: Tensor, values: Tensor, norms: Tensor | None = None

@@ -66,10 +66,10 @@ class RaggedStore(Store):
         )
         store._keys = Part.from_named(of_keys, heads, encode.keys_from)
         store._values = Part.from_named(of_values, heads, encode.values_from)
-        store.rows = len(store._keys.alive) // heads
+        store.rows = len(store._keys.gaps) // heads
         store._new, store._first_new = new, first_new
         seen = store._keys.view()
-        store._counts = [seen.length(i) - new for i in range(len(seen.alive))]
+        store._counts = [seen.length(i) - new for i in range(len(seen.gaps))]
         store._columns = torch.cat(parts["columns"]) if "columns" in parts else None
         return store
 
@@ -165,7 +165,8 @@ class RaggedStore(Store):
             return None
         views = (self._keys.view(), self._values.view())
         lengths = [views[0].length(i) for i in range(len(self._counts))]
-        oldest = [max(length - view.alive[i] for view in views) for i, length in enumerate(lengths)]
+        encoded = [part.encoded.lengths for part in views if part.encoded is not None]
+        oldest = [max(each) for each in zip(*encoded, strict=True)] or [0] * len(lengths)
         first = self.length - torch.tensor(lengths, device=self.keys.device)[:, None]
         slot = torch.arange(self.length, device=self.keys.device)
         last = first + torch.tensor(oldest, device=self.keys.device)[:, None]

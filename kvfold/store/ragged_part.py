@@ -20,9 +20,11 @@ ROOM = 16
 class Part:
     """Keys or values of all segments: encoded entries, then a raw tail `[B, H, T, D]`.
 
-    Segment i = `b·H + h` is row b's KV head h. It owns the last `alive[i]` slots of its tail, which
-    ends with its newest entry.
+    Segment i = `b·H + h` is row b's KV head h. Its tail begins with `gaps[i]` slots that hold none
+    of its entries, and ends with its newest entry.
     """
+
+    gaps: tuple[int, ...]
 
     def __init__(self, rows: Tensor, slots: Tensor) -> None:
         """Copies entries of `rows [B, H, T, D]` at `slots [B, H, K]`; holes (−1) on the left."""
@@ -40,11 +42,11 @@ class Part:
     def from_named(cls, parts: Named, heads: int, encoded: Callable[[Named, int], Encoded]) -> Part:
         """Copy from the tensors of `named`; `encoded(named, size)` makes the encoded entries."""
         part, tail = cls.__new__(cls), parts["tail"]
-        part.alive = [len(newest) for newest in tail]
-        width, size = max(part.alive), tail[0].shape[-1]
+        width, size = max(map(len, tail)), tail[0].shape[-1]
+        part.gaps = tuple(width - len(newest) for newest in tail)
         rows = tail[0].new_zeros(len(tail), width, size)
-        for into, newest in zip(rows, tail, strict=True):
-            into[width - len(newest) :] = newest
+        for into, newest, gap in zip(rows, tail, part.gaps, strict=True):
+            into[gap:] = newest
         part.tail = GrowingBuffer(rows.unflatten(0, (-1, heads)), ROOM)
         old = {name: of_segments for name, of_segments in parts.items() if name != "tail"}
         part.encoded = encoded(old, size) if old else None
@@ -52,54 +54,55 @@ class Part:
 
     def named(self) -> Named:
         """All tensors by name, one for each segment, as views; the tails without padding."""
-        rows = self.tail.rows
-        width = rows.shape[2]
-        segments = zip(rows.flatten(0, 1), self.alive, strict=True)
-        tail = [of_segment[width - alive :] for of_segment, alive in segments]
+        segments = zip(self.tail.rows.flatten(0, 1), self.gaps, strict=True)
+        tail = [of_segment[gap:] for of_segment, gap in segments]
         return {"tail": tail} | ({} if self.encoded is None else self.encoded.named())
 
     def _take(self, rows: Tensor, slots: Tensor) -> None:
-        self.alive = (slots >= 0).sum(-1).flatten().tolist()
-        slots = slots[..., slots.shape[-1] - max(self.alive) :].clamp(min=0)
+        alive = (slots >= 0).sum(-1).flatten().tolist()
+        width = max(alive)
+        slots = slots[..., slots.shape[-1] - width :].clamp(min=0)
         self.tail = GrowingBuffer.gathered(rows, slots, ROOM)
+        self.gaps = tuple(width - count for count in alive)
+
+    @property
+    def alive(self) -> list[int]:
+        """Tail entries of each segment."""
+        return [self.tail.length - gap for gap in self.gaps]
 
     def fork(self) -> Part:
         """A part that shares all present entries and grows by itself."""
         other = copy.copy(self)
-        other.alive, other.tail = list(self.alive), SharedBuffer(self.tail.rows)
+        other.tail = SharedBuffer(self.tail.rows)
         return other
 
     def view(self) -> PartView:
         """View for one attention call."""
-        return PartView(self.encoded, self.tail.rows, list(self.alive))
+        return PartView(self.encoded, self.tail.rows, self.gaps)
 
     def rectangle(self, length: int) -> Tensor:
         """All entries, decoded, `[B, H, length, D]`; shorter segments padded on the left."""
         seen, rows = self.view(), self.tail.rows
-        out = rows.new_zeros(len(self.alive), length, rows.shape[-1])
-        for i in range(len(self.alive)):
+        out = rows.new_zeros(len(self.gaps), length, rows.shape[-1])
+        for i in range(len(self.gaps)):
             torch.cat(seen.pieces(i), out=out[i, length - seen.length(i) :])
         return out.unflatten(0, rows.shape[:2])
 
     def append(self, rows: Tensor) -> Tensor:
         """Appends `rows [B, H, S, D]` to every segment; returns the tail `[B, H, T, D]`."""
-        stored = self.tail.append(rows)
-        self.alive = [count + rows.shape[2] for count in self.alive]
-        return stored
+        return self.tail.append(rows)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` entries of every segment."""
         self.tail.crop(count)
-        self.alive = [alive - count for alive in self.alive]
 
     def keep(self, slots: Tensor, length: int) -> None:
         """Keeps all encoded entries, and of the tail those at `slots [B, H, K]`.
 
         Slots count in `rectangle(length)`.
         """
-        width = self.tail.length
-        first = width - torch.tensor(self.alive, device=slots.device).view(*slots.shape[:2], 1)
-        in_tail = slots - length + width
+        first = torch.tensor(self.gaps, device=slots.device).view(*slots.shape[:2], 1)
+        in_tail = slots - length + self.tail.length
         self._take(self.tail.rows, torch.where((slots >= 0) & (in_tail >= first), in_tail, -1))
 
     @property
@@ -110,22 +113,20 @@ class Part:
     def keep_own(self, slots: Tensor) -> None:
         """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
         assert isinstance(self.tail, SharedBuffer)
-        gone = self.own_length - slots.shape[-1]
         self.tail.keep_own(slots)
-        self.alive = [count - gone for count in self.alive]
 
     def due(self, count: Callable[[int, int], int]) -> list[Tensor]:
         """Each segment's oldest tail entries `[n, D]`, up to `count(entries, encoded)` in all."""
-        encoded = [0] * len(self.alive) if self.encoded is None else self.encoded.lengths
+        encoded = [0] * len(self.gaps) if self.encoded is None else self.encoded.lengths
         new = [count(n + alive, n) - n for n, alive in zip(encoded, self.alive, strict=True)]
         rows = self.tail.rows
-        heads, width = rows.shape[1:3]
+        heads = rows.shape[1]
         if not any(new):
             # The usual case while decoding.
             return [rows[0, 0, :0]] * len(new)
         return [
-            rows[i // heads, i % heads, width - alive : width - alive + n]
-            for i, (n, alive) in enumerate(zip(new, self.alive, strict=True))
+            rows[i // heads, i % heads, gap : gap + n]
+            for i, (n, gap) in enumerate(zip(new, self.gaps, strict=True))
         ]
 
     def accept(self, new: Encoded) -> None:
@@ -135,15 +136,15 @@ class Part:
     def become(self, encoded: Encoded) -> None:
         """Replaces the encoded entries by `encoded`; drops from the tail those it includes."""
         seen = self.view()
-        lengths = zip(range(len(self.alive)), encoded.lengths, strict=True)
-        self.alive = [seen.length(i) - length for i, length in lengths]
-        rows = self.tail.rows
-        self.tail = GrowingBuffer(rows[:, :, rows.shape[2] - max(self.alive) :], ROOM)
+        alive = [seen.length(i) - length for i, length in enumerate(encoded.lengths)]
+        width, rows = max(alive), self.tail.rows
+        self.tail = GrowingBuffer(rows[:, :, rows.shape[2] - width :], ROOM)
+        self.gaps = tuple(width - count for count in alive)
         self.encoded = encoded
 
     def index(self, rows: Callable[[Tensor], Tensor], segments: list[int]) -> None:
         """Applies `rows`, a copying selection along the batch axis that selects `segments`."""
         self.tail.index(rows)
-        self.alive = [self.alive[i] for i in segments]
+        self.gaps = tuple(self.gaps[i] for i in segments)
         if self.encoded is not None:
             self.encoded = self.encoded.select(segments)

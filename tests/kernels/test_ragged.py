@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,7 +44,8 @@ def view(entries: list[Tensor], tails: list[int]) -> PartView:
     buffer[:, :width] = 1e4
     for into, rows, n in zip(buffer, entries, tails, strict=True):
         into[width - n : width] = rows[len(rows) - n :]
-    return PartView(encoded, buffer.unflatten(0, (BATCH, -1))[:, :, :width], tails)
+    gaps = tuple(width - n for n in tails)
+    return PartView(encoded, buffer.unflatten(0, (BATCH, -1))[:, :, :width], gaps)
 
 
 def stored(
@@ -145,7 +148,7 @@ def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, m
         encoded = packed.of([each[:count] for each in rows], 8, 16)
         whole.append([torch.cat([encoded.segment(i), r[count:]]) for i, r in enumerate(rows)])
         tail = [67 - count] * len(rows)
-        parts.append(PartView(encoded, view(rows, tail).tail, tail))
+        parts.append(replace(view(rows, tail), encoded=encoded))
     got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE)
     hidden = later(1).expand(BATCH, HEADS * groups, -1, -1)
     assert_close(got, dense(query, *whole, hidden), 2e-6 if dtype == torch.float32 else 2e-2)
@@ -169,7 +172,7 @@ def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkey
         encoded = packed.of([each[:count] for each in rows], 4, 16)
         whole.append([torch.cat([encoded.segment(i), r[count:]]) for i, r in enumerate(rows)])
         tail = [67 - count] * len(rows)
-        parts.append(PartView(encoded, view(rows, tail).tail, tail))
+        parts.append(replace(view(rows, tail), encoded=encoded))
         monkeypatch.setattr(packed, "rows", None)  # all of it at once
     got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE, **given)
     hidden = later(1).expand(BATCH, HEADS * 4, -1, -1)
@@ -279,14 +282,14 @@ def test_encoded_and_missing_segments_are_read_too(queries):
     keys, values, segments = stored([16 * n for n in range(6)], queries)
     tail = [queries] * 6
     packed: Encoded = PackedKeys.of([rows[: len(rows) - queries] for rows in keys], 8, 16)
-    tails = view(keys, tail)
-    mixed = RaggedView(PartView(packed, tails.tail, tail), segments.values, queries)
+    tails = replace(view(keys, tail), encoded=packed)
+    mixed = RaggedView(tails, segments.values, queries)
     rounded = [torch.cat([packed.segment(i), rows[-queries:]]) for i, rows in enumerate(keys)]
     hidden = later(queries).expand(BATCH, HEADS * 4, -1, -1)
     got = attend_to_segments(query, mixed, None, scale=SCALE)
     assert_close(got, dense(query, rounded, values, hidden))
     newest = [[rows[len(rows) - queries :] for rows in part] for part in (keys, values)]
-    bare = RaggedView(*(PartView(None, view(part, tail).tail, tail) for part in newest), queries)
+    bare = RaggedView(*(replace(view(part, tail), encoded=None) for part in newest), queries)
     got = attend_to_segments(query, bare, None, scale=SCALE)
     assert_close(got, dense(query, *newest, hidden))
 

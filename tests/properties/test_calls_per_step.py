@@ -16,7 +16,7 @@ import kvfold
 STOCK = 8  # calls per layer of transformers' own cache and SDPA attention, as first counted
 
 # The most calls per layer, those of the stock path among them.
-LIMITS = {"snapkv": 20, "knorm": 20, "adakv": 48, "h2o": 44, "tova": 44, "d2o": 104, "kivi": 98}
+LIMITS = {"snapkv": 20, "knorm": 20, "adakv": 40, "h2o": 40, "tova": 40, "d2o": 87, "kivi": 98}
 
 
 def model_of(layers: int) -> Any:

@@ -55,7 +55,7 @@ def test_segments_are_gathered_by_the_kernel(monkeypatch):
     held = RaggedStore(keys, values, positions, slots, Encode())
     parts = (held.view().keys, keys), (held.view().values, values)
     for part, rows in parts:
-        assert part.encoded.lengths == [48, 0, 32] and part.alive == [2, 10, 0]
+        assert part.encoded.lengths == [48, 0, 32] and part.gaps == (8, 0, 10)
         for i in range(3):
             expected = rows[0, i, slots[0, i][slots[0, i] >= 0]]
             assert torch.equal(torch.cat(part.pieces(i)), expected)

@@ -166,8 +166,9 @@ def _exact(similarity: Tensor, entries: Tensor) -> Tensor:
 
 def _entries(keys: Tensor, values: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
     """The key and the value at `slot [B, H, 1]`."""
-    index = _wide(slot, keys)
-    same = keys.shape[-1] == values.shape[-1]
+    batch, heads, _, size = keys.shape
+    index = slot[..., None].expand(batch, heads, 1, size)
+    same = size == values.shape[-1]
     return keys.gather(2, index), values.gather(2, index if same else _wide(slot, values))
 
 
