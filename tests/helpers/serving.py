@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Event, Thread
@@ -17,6 +18,7 @@ import openai
 from kvfold.serve.engine import Engine
 from kvfold.serve.process import GracefulServer, listening
 from kvfold.serve.settings import ServerSettings
+from tests.helpers.contexts import QUESTION
 
 NAME = "tiny"
 
@@ -117,3 +119,77 @@ def braked(model: Any) -> Iterator[Brake]:
     finally:
         brake.go.set()
         brake.hook.remove()
+
+
+BODY_LIMIT = 20_000
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": QUESTION}]
+    return {"model": NAME, "messages": messages, "max_tokens": 2} | changes
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    return {"model": NAME, "prompt": QUESTION, "max_tokens": 2} | changes
+
+
+def assert_clean(answered: httpx.Response, status: int, named: str = "") -> None:
+    assert answered.status_code == status, answered.text
+    error = answered.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert named in error["message"]
+    assert "Traceback" not in answered.text and 'File "' not in answered.text
+
+
+def raw(server: Running, *parts: bytes) -> bytes:
+    """What the server answers to bytes on a connection, which either side may close first."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", server.port), 10) as made:
+        with suppress(OSError):
+            for part in parts:
+                made.sendall(part)
+            made.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            while more := made.recv(65536):
+                answer += more
+    return answer
+
+
+def head(path: str, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: a", "Content-Type: application/json", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def send(connection: socket.socket, body: dict[str, Any]) -> None:
+    request = httpx.Request("POST", f"http://a{CHAT}", json=body)
+    connection.sendall(head(CHAT, f"Content-Length: {len(request.content)}") + request.content)
+
+
+CONTEXTS = "/v1/contexts"
+
+
+def post(server: Running, path: str, body: bytes) -> httpx.Response:
+    return server.http.post(path, content=body, headers={"content-type": "application/json"})
+
+
+def opened(server: Running, *sent: bytes) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", server.port), 10)
+    for part in sent:
+        made.sendall(part)
+    return made
+
+
+def answered(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    with connection, suppress(ConnectionResetError):
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+    return b""
+
+
+def alone_until(words: list[str], stop: str) -> tuple[str, str]:
+    return " ".join(words).partition(stop)[0].strip(), "stop"
+
+
+def cached(answered: Any) -> int:
+    return int(answered.json()["usage"]["prompt_tokens_details"]["cached_tokens"])

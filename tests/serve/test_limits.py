@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,18 +21,21 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.limits import check_client
 from kvfold.serve.request_schemas import MOST_CHARACTERS, MOST_ENTRIES
 from kvfold.serve.settings import ServerSettings
-from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
-from tests.helpers.serving import Running, running, until
+from tests.helpers.contexts import DOCUMENT, QUESTION
+from tests.helpers.serving import (
+    CHAT,
+    CONTEXTS,
+    TEXT,
+    Running,
+    assert_clean,
+    chat,
+    completion,
+    post,
+    running,
+)
 from tests.helpers.tokenizers import word_tokenizer
-from tests.serve.test_refusals import CHAT, TEXT, assert_clean, chat, completion, head
 
-CONTEXTS = "/v1/contexts"
 VALUES = 40_000
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,6 @@ def restricted(model: Any) -> Iterator[Running]:
     # The default one is taken too.
     with running(model, word_tokenizer(), method="snapkv", methods=("full",)) as made:
         yield made
-
-
-def post(server: Running, path: str, body: bytes) -> httpx.Response:
-    return server.http.post(path, content=body, headers={"content-type": "application/json"})
-
-
-# --- the table -----------------------------------------------------------------------------------
 
 
 def test_the_table_of_bounds_says_the_defaults():
@@ -78,8 +71,6 @@ def test_a_method_that_reads_at_once_is_served_by_default(model):
         for method in ("pyramidinfer", "snapkv"):
             server.create(DOCUMENT, method=method, budget=None if method != "snapkv" else 40)
 
-
-# --- arrays --------------------------------------------------------------------------------------
 
 JSON = st.recursive(
     st.none() | st.integers(-9, 9) | st.text('a"\\,[{é\n', max_size=5),
@@ -160,87 +151,6 @@ def test_what_was_wrong_is_not_sent_back_whole(server):
         assert answered.status_code in (400, 404) and len(answered.content) < 10**4
 
 
-# --- connections, and the time that clients take ------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def hurried(model: Any) -> Iterator[Running]:
-    limits: dict[str, Any] = {"client_timeout": 0.5, "connections": 6, "queue": 2, "body": 10**6}
-    with running(model, word_tokenizer(), **limits) as made:
-        yield made
-
-
-def opened(server: Running, *sent: bytes) -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", server.port), 10)
-    for part in sent:
-        made.sendall(part)
-    return made
-
-
-def answered(connection: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    with connection, suppress(ConnectionResetError):
-        return b"".join(iter(lambda: connection.recv(65536), b""))
-    return b""
-
-
-@pytest.mark.slow
-def test_headers_that_do_not_come_close_the_connection(hurried):
-    for begun in ((), (b"GET /health HTTP/1.1\r\n",), (b"POST /v1/contexts HTTP/1.1\r\nHost:",)):
-        started = time.perf_counter()
-        assert answered(opened(hurried, *begun)) == b""
-        assert 0.3 < time.perf_counter() - started < 5
-    # After an answer, too.
-    twice = opened(hurried, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /hea")
-    assert answered(twice).count(b"HTTP/1.1 200") == 1
-
-
-@pytest.mark.slow
-def test_a_body_that_does_not_come_is_refused_in_time(hurried):
-    for path in (CHAT, CONTEXTS):
-        begun = head(path, "Content-Length: 1000"), b'{"text'
-        assert answered(opened(hurried, *begun)).startswith(b"HTTP/1.1 408")
-    assert hurried.engine.workers.reserved == 0
-
-
-def test_uploads_take_their_place_when_they_begin(hurried):
-    begun = [opened(hurried, head(CONTEXTS, "Content-Length: 1000"), b'{"te') for _ in range(3)]
-    until(lambda: hurried.engine.workers.reserved == 3)
-    assert_clean(hurried.http.post(CHAT, json=chat()), 429, "3 requests are waiting")
-    assert hurried.http.get("/health").status_code == 200
-    for connection in begun:
-        connection.close()
-    until(lambda: hurried.engine.workers.reserved == 0)
-    assert hurried.http.post(CHAT, json=chat()).status_code == 200
-
-
-def test_a_connection_too_many_is_closed(hurried):
-    hurried.http.close()
-    del hurried.http
-    until(lambda: not hurried.server.server_state.connections)
-    held = [opened(hurried) for _ in range(6)]
-    until(lambda: len(hurried.server.server_state.connections) == 6)
-    assert b"HTTP/1.1 503" in answered(opened(hurried)) and answered(held[0]) == b""
-    for connection in held:
-        connection.close()
-    assert httpx.get(f"{hurried.url}/health").status_code == 200
-
-
-@pytest.mark.slow
-def test_who_does_not_take_an_answer_is_closed(hurried):
-    held = opened(hurried)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    # Answers of some megabytes in all, none of which is taken.
-    with suppress(OSError):
-        for _ in range(300):
-            held.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n")
-    until(lambda: not hurried.server.server_state.connections)
-    held.close()
-
-
-# --- who asks ------------------------------------------------------------------------------------
-
-
 def test_every_path_but_those_of_watchers_asks_for_the_key(model):
     with running(model, word_tokenizer(), api_key="right") as server:
         for path in ("/openapi.json", "/v1/models", "/none", "/v2/none"):
@@ -303,9 +213,6 @@ def test_contexts_are_listed_a_page_at_a_time(model):
         assert set(found) == made
         for wrong, status in (("limit=0", 400), ("limit=1001", 400), ("after=none", 404)):
             assert_clean(server.http.get(f"{CONTEXTS}?{wrong}"), status)
-
-
-# --- options -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

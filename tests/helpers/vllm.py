@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM hands to a connector, made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvfold.contexts.files.format import opened, read_header
+from kvfold.serve.vllm.equalize import EntryCounts
+from kvfold.serve.vllm.export import pages
+from kvfold.serve.vllm.meta_model import MetaModel
+from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder
+from kvfold.serve.vllm.request import CONTEXT, ContextPrompt
+from kvfold.serve.vllm.scheduler import ContextLoad
+from kvfold.serve.vllm.worker import WorkerSide
+
+BLOCK = 16
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def filled(path: Path, meta_model: MetaModel, heads: slice = slice(None)) -> DynamicCache:
+    """transformers' own cache with what vLLM's pages would hold."""
+    cache = DynamicCache()
+    with opened(path) as file:
+        for page in pages(file, meta_model, heads, EntryCounts.of(file.header)):
+            keys, values = (rows.transpose(0, 1)[None] for rows in (page.keys, page.values))
+            cache.update(keys.to(values.dtype), values, page.layer)
+    return cache
+
+
+def request_for(served: ServedContext | None, **changes: Any) -> Any:
+    """What vLLM's scheduler knows of a request."""
+    asked = None if served is None else ContextPrompt(served, [5, 6, 7])
+    fields = {
+        "request_id": "r",
+        "prompt_token_ids": [5, 6, 7] if asked is None else asked.token_ids,
+        "cache_salt": None if served is None else served.salt,
+        "kv_transfer_params": None if served is None else {CONTEXT: served.id},
+        "sampling_params": SimpleNamespace(prompt_logprobs=None),
+        "skip_reading_prefix_cache": False,
+        "lora_request": None,
+        "mm_features": [],
+        "prompt_embeds": None,
+    } | changes
+    return SimpleNamespace(num_tokens=len(fields["prompt_token_ids"]), **fields)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no salt": ({"cache_salt": None}, "needs cache_salt 'kvfold:"),
+    "another's salt": ({"cache_salt": "kvfold:0"}, "needs cache_salt 'kvfold:"),
+    "no context": ({"kv_transfer_params": None}, "kv_transfer_params name none"),
+    "unknown context": ({"kv_transfer_params": {CONTEXT: "none"}}, "there is no context 'none'"),
+    "a path": ({"kv_transfer_params": {CONTEXT: "../even"}}, "there is no context '../even'"),
+    "another context": ({"kv_transfer_params": {CONTEXT: "other"}}, "needs cache_salt"),
+    "few placeholders": ({"prompt_token_ids": [5]}, "does not begin with the 40 placeholders"),
+    "other placeholders": ({"prompt_token_ids": [4] * 50}, "does not begin with the 40"),
+    "prompt_logprobs": (
+        {"sampling_params": SimpleNamespace(prompt_logprobs=1)},
+        "does not go with prompt_logprobs",
+    ),
+    "no reading": ({"skip_reading_prefix_cache": True}, "does not go with skip_reading"),
+    "pooling": ({"sampling_params": None}, "does not go with pooling"),
+    "an adapter": ({"lora_request": object()}, "does not go with a LoRA adapter"),
+    "an image": ({"mm_features": [object()]}, "does not go with images"),
+    "embeddings": ({"prompt_embeds": object()}, "does not go with prompt_embeds"),
+}
+
+
+def engine(**changes: Any) -> Any:
+    """vLLM's settings."""
+    fields = {
+        "kv_load_failure_policy": "fail",
+        "speculative_config": None,
+        "quantization": None,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    } | changes
+    flat = SimpleNamespace(**fields)
+    parts = ("kv_transfer_config", "parallel_config", "model_config")
+    return SimpleNamespace(**dict.fromkeys(parts, flat), **fields)
+
+
+def header_keeping(served_folder: ServedFolder, *counts: int) -> Any:
+    header = read_header(served_folder.path("even"))
+    layers = [
+        part.model_copy(update={"kept": [count, count + 1]})
+        for part, count in zip(header.layers, counts, strict=True)
+    ]
+    return header.model_copy(update={"layers": layers})
+
+
+class Layer:
+    """An attention layer of vLLM: pages `[blocks · BLOCK, H, D]` of keys, and of values."""
+
+    def __init__(self, heads: int, size: int = 8) -> None:
+        self.impl = SimpleNamespace(
+            num_kv_heads=heads, head_size=size, do_kv_cache_update=self._update
+        )
+        self.kv_cache = torch.full((2, 8 * BLOCK, heads, size), torch.nan)
+
+    def _update(self, layer: Any, keys: Tensor, values: Tensor, pages: Any, slots: Any) -> None:
+        assert keys.is_contiguous() and values.is_contiguous() and layer is self
+        pages[0, slots], pages[1, slots] = keys, values
+
+
+def load_of(served: ServedContext, blocks: list[int], start: int = 0) -> ContextLoad:
+    slots = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, served.kept)]
+    return ContextLoad(served.id, served.salt, start, slots, blocks[start // BLOCK :])
+
+
+def worker_side_of(
+    served_folder: ServedFolder, meta_model: MetaModel, rank: int = 0, size: int = 1
+) -> WorkerSide:
+    return WorkerSide(served_folder, meta_model, torch.float32, BLOCK, rank, size)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds contexts: the cap, what goes to disk and comes back, and who waits for whom."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+import kvfold
+from kvfold.cache.layer import CompressedLayer
+from kvfold.serve.errors import ApiError
+from kvfold.serve.stored_context import size_of
+from tests.helpers.chats import storages
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
+from tests.helpers.held_contexts import counted, in_memory
+from tests.helpers.serving import until
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("spec", ["snapkv", "adakv", "streaming_llm"])
+def test_the_size_is_that_of_every_tensor(tokenizer, family, spec):
+    context = kvfold.compress(new_model(family), tokenizer, DOCUMENT, spec, 40)
+    own = [
+        layer if isinstance(layer, CompressedLayer) else vars(layer)
+        for layer in context.cache.layers
+    ]
+    reachable = sum(storages([own, context.ids, context.cache.history], {}, set()).values())
+    assert size_of(context) == pytest.approx(reachable, rel=0.02)
+
+
+def test_the_least_recently_used_go_to_disk_and_come_back(holder, made):
+    contexts = holder(2.5)
+    alone = [context.ask(QUESTION, max_new_tokens=6) for context in made]
+    for i in range(3):
+        contexts.add(made[i], f"c{i}")
+    assert in_memory(contexts) == ["c1", "c2"] and contexts.to_disk == 1
+    with contexts.reading("c1"):
+        pass
+    with contexts.reading("c0") as context:
+        assert context is not made[0]
+        assert context.ask(QUESTION, max_new_tokens=6) == alone[0]
+    assert in_memory(contexts) == ["c1", "c0"]
+    files = [path.name for path in contexts.folder.path.iterdir()]
+    assert sorted(files) == ["c0.kvfold", "c2.kvfold"]
+    assert contexts.nbytes == counted(contexts) <= contexts.memory
+    for i in range(3):
+        contexts.delete(f"c{i}")
+    assert contexts.nbytes == 0 and not list(contexts.folder.path.iterdir())
+    assert not any(prefixes._named for prefixes in contexts._prefixes.values())
+
+
+def test_a_context_is_written_once(holder, made, monkeypatch):
+    contexts, saves = holder(1.5), []
+    whole = kvfold.Context.save
+    monkeypatch.setattr(
+        kvfold.Context, "save", lambda self, path: (saves.append(path.name), whole(self, path))
+    )
+    for i in range(2):
+        contexts.add(made[i], f"c{i}")
+    for i in (0, 1, 0, 1):
+        with contexts.reading(f"c{i}"):
+            assert in_memory(contexts) == [f"c{i}"]
+    assert sorted(saves) == ["c0.kvfold", "c1.kvfold"] and contexts.to_memory == 4
+
+
+@pytest.mark.slow
+def test_many_readers_never_pass_the_cap(holder, made):
+    contexts, taken = holder(2.2), []
+    alone = [context.ask(QUESTION, max_new_tokens=4) for context in made]
+    for i, context in enumerate(made):
+        contexts.add(context, f"c{i}")
+
+    def ask(i: int) -> bool:
+        with contexts.reading(f"c{i}") as context:
+            answer = context.ask(QUESTION, max_new_tokens=4)
+            taken.extend((contexts.nbytes, counted(contexts)))
+        return answer == alone[i]
+
+    order = [random.Random(i).randrange(len(made)) for i in range(60)]
+    with ThreadPoolExecutor(5) as pool:
+        assert all(pool.map(ask, order))
+    assert 0 < max(taken) <= contexts.memory
+    assert contexts.nbytes == counted(contexts) and contexts.to_memory > 5
+    assert all(held.idle for held in contexts.all())
+
+
+def test_contexts_that_are_added_wait_for_readers(holder, made):
+    contexts = holder(1.5)
+    contexts.add(made[0], "c0")
+    with ThreadPoolExecutor(1) as pool:
+        with contexts.reading("c0"):
+            adding = pool.submit(contexts.add, made[1], "c1")
+            time.sleep(0.05)
+            assert not adding.done() and in_memory(contexts) == ["c0"]
+        assert adding.result(10).id == "c1"
+    assert in_memory(contexts) == ["c1"]
+
+
+def test_a_context_beyond_the_cap_is_refused(holder, made):
+    contexts = holder(0.5)
+    with pytest.raises(ApiError, match="choose a smaller budget") as refused:
+        contexts.add(made[0])
+    assert refused.value.status_code == 413 and contexts.nbytes == 0 and contexts.all() == []
+
+
+def test_so_many_contexts_and_no_more(holder, made):
+    contexts = holder(5, most=2)
+    for i in range(2):
+        contexts.add(made[i])
+    with pytest.raises(ApiError, match="delete one") as refused:
+        contexts.add(made[2])
+    assert refused.value.status_code == 429 and len(contexts.all()) == 2
+    contexts.delete(contexts.all()[0].id)
+    contexts.add(made[2])
+
+
+def test_a_context_that_is_read_goes_when_its_readers_end(holder, made):
+    contexts = holder(1.5)
+    size = contexts.add(made[0], "c0").size
+    contexts.add(made[1], "c1")
+    with contexts.reading("c0"), contexts.reading("c0") as context:
+        contexts.delete("c0")
+        with pytest.raises(ApiError, match="no context 'c0'"):
+            contexts.get("c0")
+        with pytest.raises(ApiError, match="already"):
+            contexts.check_new("c0")
+        assert context.ask(QUESTION, max_new_tokens=2) is not None
+        assert contexts.nbytes == size and contexts.folder.file("c0").exists()
+    assert contexts.nbytes == 0 and not contexts.folder.file("c0").exists()
+    contexts.add(made[0], "c0")
+
+
+def test_a_context_deleted_while_it_is_written_leaves_nothing(holder, made, monkeypatch):
+    contexts, writing, go = holder(1.5), Event(), Event()
+    whole = kvfold.Context.save
+
+    def slowly(self: Any, path: Path) -> None:
+        writing.set()
+        assert go.wait(10)
+        whole(self, path)
+
+    monkeypatch.setattr(kvfold.Context, "save", slowly)
+    contexts.add(made[0], "c0")
+    with ThreadPoolExecutor(2) as pool:
+        adding = pool.submit(contexts.add, made[1], "c1")
+        assert writing.wait(10)
+        # Who reads meanwhile waits, and whoever asks what is held does not.
+        assert len(contexts.all()) == 1 and contexts.get("c0").moving
+        contexts.delete("c0")
+        go.set()
+        adding.result(10)
+    assert in_memory(contexts) == ["c1"] and not contexts._deleted
+    assert not list(contexts.folder.path.iterdir()) and contexts.nbytes == counted(contexts)
+
+
+def test_a_reader_that_fails_leaves(holder, made):
+    contexts = holder(3)
+    contexts.add(made[0], "c0")
+    with pytest.raises(RuntimeError), contexts.reading("c0"):
+        raise RuntimeError
+    assert contexts.get("c0").idle
+    assert torch.equal(contexts.get("c0").context.ids, made[0].ids)
+    until(lambda: contexts.get("c0").readers == 0)

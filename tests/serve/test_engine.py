@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue: full, left by clients that hang up, and its end."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers.contexts import DOCUMENT, QUESTION
+from tests.helpers.serving import CHAT, NAME, assert_clean, braked, chat, head, running, send, until
+from tests.helpers.tokenizers import word_tokenizer
+
+pytestmark = pytest.mark.usefixtures("goes_on")
+
+
+def test_a_full_queue_says_when_to_come_again(server, model, context):
+    with braked(model) as brake, ThreadPoolExecutor(3) as pool:
+        first = pool.submit(server.chat, QUESTION, context_id=context)
+        until(lambda: server.engine.workers.running == 1)
+        second = pool.submit(server.chat, QUESTION, context_id=context)
+        until(lambda: server.engine.workers.waiting == 1)
+        assert server.metric("kvfold_queue_depth") == 1 and server.metric("kvfold_running") == 1
+        for path, body in ((CHAT, chat()), ("/v1/contexts", {"text": DOCUMENT})):
+            full = server.http.post(path, json=body)
+            assert_clean(full, 429, "1 requests are waiting")
+            assert int(full.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            server.openai.completions.create(model=NAME, prompt=QUESTION)
+        assert server.http.get("/v1/contexts").status_code == 200
+        brake.go.set()
+        assert first.result().text and first.result().status_code == 200
+        assert second.result().status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path, body", [(CHAT, chat()), ("/v1/contexts", {"text": DOCUMENT})])
+def test_nobody_has_an_answer_before_the_place_is_free(model, path, body):
+    with (
+        running(model, word_tokenizer(), queue=0) as server,
+        braked(model) as brake,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        workers = server.engine.workers
+        asking = pool.submit(server.http.post, path, json=body)
+        until(lambda: brake.forwards == 1)
+        with workers._lock:
+            brake.go.set()
+            with pytest.raises(TimeoutError):
+                asking.result(timeout=1)
+        assert asking.result().is_success
+        assert workers.admitted == 0
+
+
+def test_who_hangs_up_in_mid_stream_is_not_generated_for(server, model, context):
+    body = chat(context_id=context, stream=True, max_tokens=3000)
+    with braked(model) as brake:
+        brake.go.set()
+        with httpx.stream("POST", f"{server.url}{CHAT}", json=body, timeout=60) as answered:
+            for line in answered.iter_lines():
+                if '"content": "' in line and brake.forwards > 3:
+                    break
+        until(lambda: server.engine.workers.admitted == 0)
+        assert brake.forwards < 1500
+        assert server.engine.contexts.get(context).readers == 0
+
+
+def test_tokens_for_who_hung_up_are_counted(server):
+    assert server.metric("kvfold_abandoned_tokens_total") > 0
+
+
+def test_who_hangs_up_before_the_answer_frees_the_place(server, model, context):
+    with braked(model) as brake:
+        for stream in (False, True):
+            with socket.create_connection(("127.0.0.1", server.port)) as running_one:
+                send(running_one, chat(context_id=context, max_tokens=3000, stream=stream))
+                until(lambda: server.engine.workers.running == 1)
+                with socket.create_connection(("127.0.0.1", server.port)) as queued:
+                    send(queued, chat(context_id=context, max_tokens=3000, stream=stream))
+                    until(lambda: server.engine.workers.waiting == 1)
+                # The place in the queue is free before anything was computed for it.
+                until(lambda: server.engine.workers.waiting == 0)
+                assert brake.forwards == 1
+            brake.go.set()
+            until(lambda: server.engine.workers.admitted == 0)
+            assert brake.forwards < 1500
+            brake.forwards = 0
+            brake.go.clear()
+
+
+def test_a_context_that_nobody_waits_for_is_not_made(model):
+    with (
+        running(model, word_tokenizer(), prefill_chunk=10) as server,
+        braked(model) as brake,
+    ):
+        workers = server.engine.workers
+        with socket.create_connection(("127.0.0.1", server.port)) as made:
+            request = httpx.Request("POST", "http://a", json={"text": DOCUMENT, "id": "lost"})
+            length = f"Content-Length: {len(request.content)}"
+            made.sendall(head("/v1/contexts", length) + request.content)
+            until(lambda: brake.forwards == 1)
+        until(lambda: any(cancelled.is_set() for cancelled in workers._cancels))
+        brake.go.set()
+        until(lambda: workers.admitted == 0)
+        assert brake.forwards == 1
+        assert server.http.get("/v1/contexts").json()["data"] == []
+        assert server.engine.contexts.nbytes == 0
+
+
+def test_a_context_deleted_while_it_is_read_goes_on_for_its_reader(server, model):
+    before = server.engine.contexts.nbytes
+    name = server.create(DOCUMENT, id="short-lived")
+    alone = server.says(QUESTION, context_id=name)
+    with braked(model) as brake, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(server.says, QUESTION, context_id=name)
+        until(lambda: brake.forwards == 1)
+        assert server.http.get(f"/v1/contexts/{name}").json()["readers"] == 1
+        assert server.http.delete(f"/v1/contexts/{name}").status_code == 200
+        assert server.http.get(f"/v1/contexts/{name}").status_code == 404
+        assert server.http.get("/v1/contexts").json()["data"][-1]["id"] != name
+        assert server.engine.contexts.nbytes > before
+        brake.go.set()
+        assert reading.result() == alone
+    until(lambda: server.engine.contexts.nbytes == before)
+    assert server.chat(QUESTION, context_id=name).status_code == 404
+
+
+def test_a_stop_lets_what_was_accepted_end(model):
+    with running(model, word_tokenizer()) as server:
+        alone = server.says(QUESTION)
+        folder = server.engine.contexts.folder.path
+        server.http.get("/health")
+        with braked(model) as brake, ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(server.says, QUESTION) for _ in range(2)]
+            until(lambda: server.engine.workers.admitted == 2)
+            server.server.stop()
+            for refused in (server.http.get("/ready"), server.http.post(CHAT, json=chat())):
+                assert_clean(refused, 503, "stopping")
+                assert refused.headers["retry-after"]
+            assert server.http.get("/health").status_code == 200 and folder.exists()
+            brake.go.set()
+            assert [answer.result() for answer in answers] == [alone] * 2
+        until(lambda: not folder.exists())
+
+
+def test_the_grace_ends(model):
+    with (
+        running(model, word_tokenizer(), grace=0.1, answer_tokens=3000) as server,
+        braked(model) as brake,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        brake.go.set()
+        running_one = pool.submit(server.http.post, CHAT, json=chat(max_tokens=3000))
+        until(lambda: brake.forwards > 3)
+        server.server.stop()
+        assert_clean(running_one.result(), 503, "stopping")
+        assert brake.forwards < 2900

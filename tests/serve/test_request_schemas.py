@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input is refused by its name, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.helpers.contexts import DOCUMENT, QUESTION
+from tests.helpers.serving import CHAT, TEXT, assert_clean, chat, completion, running
+from tests.helpers.tokenizers import word_tokenizer
+
+pytestmark = pytest.mark.usefixtures("goes_on")
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+WRONG: list[tuple[str, Any, int, str]] = [
+    (CHAT, chat(model="other"), 404, "there is no model 'other'"),
+    (CHAT, chat(context_id="none"), 404, "there is no context 'none'"),
+    *((CHAT, chat(context_id=name), 400, "context_id") for name in ("../a", "a/b", "a.b", "", "A")),
+    *((CHAT, chat(context_id=name), 400, "context_id") for name in ("a\n", "a\0", "é", "a" * 65)),
+    (CHAT, chat(n=2), 400, "n: "),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
+    (CHAT, chat(tool_choice="required"), 400, "tool_choice: "),
+    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format.type: "),
+    (CHAT, chat(logit_bias={"1": 5}), 400, "logit_bias"),
+    (CHAT, chat(top_logprobs=2), 400, "top_logprobs: "),
+    (CHAT, chat(store=True), 400, "store: "),
+    (CHAT, chat(top_k=5), 400, "top_k: "),
+    (CHAT, chat(logprobs=True), 400, "logprobs: "),
+    (CHAT, chat(presence_penalty=0.5), 400, "presence_penalty: "),
+    (CHAT, chat(temperature=-1), 400, "temperature: "),
+    (CHAT, chat(temperature="1"), 400, "temperature: "),
+    (CHAT, chat(top_p=0), 400, "top_p: "),
+    (CHAT, chat(seed=2**63), 400, "seed: "),
+    (CHAT, chat(max_tokens=0), 400, "max_tokens: "),
+    (CHAT, chat(max_tokens=3001), 400, "at most 3000 tokens"),
+    (CHAT, chat(max_completion_tokens=3), 400, "not both"),
+    (CHAT, chat(stream_options={}), 400, "stream_options needs stream"),
+    (CHAT, chat(stop=["a"] * 17), 400, "stop"),
+    (CHAT, chat(messages=[]), 400, "messages: "),
+    (CHAT, chat(messages=[{"role": "tool", "content": "a"}]), 400, "messages.0.role: "),
+    (CHAT, chat(messages=[{"role": "user", "content": None}]), 400, "messages.0.content"),
+    (CHAT, chat(messages=[{"role": "system", "content": "a"}]), 400, "no chat template"),
+    (CHAT, chat(messages=TURNS, context_id="CONTEXT"), 400, "after it come a question"),
+    (CHAT, chat(messages=[{"role": "user", "content": "the " * 500}]), 400, "takes 400"),
+    (CHAT, chat(messages=[{"role": "user", "content": "\ud800"}]), 400, "messages"),
+    (CHAT, chat(**{"\ud800": 1}), 400, "unicode"),
+    (CHAT, chat(model="\ud800"), 404, "there is no model"),
+    (TEXT, completion(prompt="\ud800"), 400, "prompt"),
+    (TEXT, completion(stop=["\ud800"]), 400, "stop"),
+    (CHAT, chat(context_id="\ud800"), 400, "context_id"),
+    (CHAT, {}, 400, "model: "),
+    (CHAT, [], 400, ""),
+    (CHAT, None, 400, ""),
+    (TEXT, completion(prompt=""), 400, "the prompt is empty"),
+    (TEXT, completion(prompt=[]), 400, "the prompt is empty"),
+    (TEXT, completion(prompt="", context_id="CONTEXT"), 400, "the prompt is empty"),
+    (TEXT, completion(prompt=[12]), 400, "there is no token 12"),
+    (TEXT, completion(prompt=[12], context_id="CONTEXT"), 400, "there is no token 12"),
+    (TEXT, completion(prompt=[-1]), 400, "prompt"),
+    (TEXT, completion(prompt=["a", "b"]), 400, "prompt: "),
+    (TEXT, completion(echo=True), 400, "echo: "),
+    (TEXT, completion(best_of=2), 400, "best_of: "),
+    ("/v1/contexts", {}, 400, "text: "),
+    ("/v1/contexts", {"text": ""}, 400, "text: "),
+    ("/v1/contexts", {"text": "the " * 500}, 400, "takes 400"),
+    ("/v1/contexts", {"text": "a", "id": "../../a"}, 400, "id: "),
+    ("/v1/contexts", {"text": "a", "method": "none"}, 400, "unknown method"),
+    ("/v1/contexts", {"text": "a", "method": "snapkv:window=no"}, 400, "window"),
+    ("/v1/contexts", {"text": "a", "budget": 5}, 400, "raise it to at least"),
+    ("/v1/contexts", {"text": "a", "budget": True}, 400, "budget"),
+    ("/v1/contexts", {"text": "a", "budget": 10**30}, 400, "budget"),
+    ("/v1/contexts", {"text": "a", "budget": "9" * 49}, 400, "more than can be counted"),
+    ("/v1/contexts", {"text": "a", "budget": "9" * 40 + "GiB"}, 400, "more than can be counted"),
+    ("/v1/contexts", {"text": "a", "budget": "much"}, 400, "cannot read 'much'"),
+    ("/v1/contexts", {"text": "a", "method": "full", "budget": 5}, 400, "takes no budget"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path, body, status, named", WRONG, ids=range(len(WRONG)))
+def test_bad_input_is_refused_by_its_name(server, context, path, body, status, named):
+    if isinstance(body, dict) and body.get("context_id") == "CONTEXT":
+        body = body | {"context_id": context}
+    # As ASCII, which can carry halves of characters.
+    headers = {"content-type": "application/json"}
+    assert_clean(server.http.post(path, content=json.dumps(body), headers=headers), status, named)
+
+
+@pytest.mark.slow
+def test_broken_json_is_refused(server):
+    for path in (CHAT, TEXT, "/v1/contexts"):
+        for data in (b"", b"{", b"\xff", b"[" * 5000, b'{"a": ' + b"1" * 5000 + b"}", b"nan"):
+            headers = {"content-type": "application/json"}
+            assert_clean(server.http.post(path, content=data, headers=headers), 400)
+    nan = b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}'
+    refused = server.http.post(CHAT, content=nan, headers={"content-type": "application/json"})
+    assert_clean(refused, 400, "temperature: ")
+
+
+def test_paths_that_are_not_there(server):
+    for verb, path, status in (
+        ("GET", "/v1/contexts/none", 404),
+        ("DELETE", "/v1/contexts/none", 404),
+        ("GET", "/v1/contexts/A.b", 400),
+        ("DELETE", "/v1/contexts/a%2e%2e", 400),
+        ("DELETE", "/v1/contexts/%2e%2e%2fetc%2fpasswd", 404),
+        ("GET", "/v1/contexts/..%5c..", 400),
+        ("GET", "/none", 404),
+        ("PUT", "/health", 405),
+        ("GET", CHAT, 405),
+    ):
+        assert_clean(server.http.request(verb, path), status)
+
+
+def test_a_prompt_and_an_answer_beyond_the_model_s_length(model):
+    model.config.max_position_embeddings = 200
+    try:
+        with running(model, word_tokenizer()) as server:
+            name = server.create(DOCUMENT)
+            seen = server.engine.contexts.get(name).stats.seen
+            room = 200 - seen - 3
+            refused = server.chat(QUESTION, context_id=name, max_tokens=room + 1)
+            assert_clean(refused, 400, "reads and writes 200 tokens")
+            whole = server.chat(QUESTION, context_id=name, max_tokens=None).json()
+            assert whole["usage"]["total_tokens"] == 200
+            assert_clean(server.http.post("/v1/contexts", json={"text": DOCUMENT * 2}), 400, "200")
+    finally:
+        model.config.max_position_embeddings = 4096
