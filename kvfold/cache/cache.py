@@ -20,7 +20,6 @@ from kvfold.attention.padding import Padding, announce, forget_announced
 from kvfold.budget import Budget
 from kvfold.cache import setup, trial
 from kvfold.cache.count import stats_of
-from kvfold.cache.history import History
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward
@@ -85,7 +84,7 @@ class CompressedCache(Cache, ToldOfForwards):
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
-        self.history = History()
+        self._needs_ids = stages.needs.token_ids
         self._forward = OpenForward()
         self.per_chunk: int | None = None  # tokens after which a prompt was compressed, each time
 
@@ -158,8 +157,10 @@ class CompressedCache(Cache, ToldOfForwards):
         return super().get_mask_sizes(query_length, layer_idx)
 
     @torch.compiler.disable
-    def forward_begins(self) -> None:
+    def forward_begins(self, ids: Tensor | None) -> None:
         """Raises KvfoldError if the last forward failed after layers had stored its tokens."""
+        if self._needs_ids:
+            self.phase.expect(ids)
         self._forward.begin(self.get_seq_length(), self._is_level)
 
     def _is_level(self) -> bool:
@@ -170,7 +171,8 @@ class CompressedCache(Cache, ToldOfForwards):
     def forward_returned(self, ids: Tensor | None) -> None:
         """Closes the last forward, and adds its `ids [B, S]`, if it had any, to the history."""
         if ids is not None and self._forward.begun is not None:
-            self.history = self.history.plus(ids, self._forward.begun)
+            self.phase.history = self.phase.history.plus(ids, self._forward.begun)
+        self.phase.incoming = None
         self._forward.close()
 
     def forward_failed(self, seen: int) -> None:
@@ -273,7 +275,7 @@ class CompressedCache(Cache, ToldOfForwards):
         self.check_crop(tokens_to_remove)
         length = self.get_seq_length() + tokens_to_remove
         saved = self._saved_at(length)
-        self.history = self.history.crop(length)
+        self.phase.crop(length)
         self._forward.states_moved &= saved is None
         for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
@@ -305,7 +307,6 @@ class CompressedCache(Cache, ToldOfForwards):
         super().reset()
         self.phase.reset()
         self.states[0].waiting.reset()
-        self.history = History()
         self.per_chunk = None
         self._before_freezing = None
         self._forward.close()
@@ -346,9 +347,7 @@ class CompressedCache(Cache, ToldOfForwards):
 
     def _take_along(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a selection along the batch axis, to data shared by all layers."""
-        if self.phase.prefix is not None:
-            self.phase.prefix = rows(self.phase.prefix)
-        self.history = self.history.index(rows)
+        self.phase.index(rows)
         self.share_pairs()
 
     def share_pairs(self) -> None:
@@ -391,7 +390,7 @@ class CompressedCache(Cache, ToldOfForwards):
             budget="none" if self.budget is None else str(self.budget),
             per_chunk=self.per_chunk,
             seen=self.get_seq_length(),
-            id_bytes=self.history.nbytes,
+            id_bytes=self.phase.history.nbytes,
             other_layers={i: type(layer).__name__ for i, layer in self._other_layers().items()},
             inexact=self.method.stages().inexact,
         )

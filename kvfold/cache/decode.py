@@ -144,7 +144,7 @@ def _scores(alike: list[LayerState], calls: Calls, heads: int) -> Tensor:
     """Finite scores `[L·B, H, T]` of the entries of L layers of one shape."""
     stages, key = alike[0].plan.stages, calls[alike[0]].key
     needs = stages.needs
-    alone = not needs.only_attention or needs.column_squares
+    alone = not needs.only_attention or needs.column_squares or needs.beyond_attention
     if alone or key.shape[1] != heads:
         seen = [_observed_row(state, calls[state]) for state in alike]
         scores = joined([scores_of(stages, of_layer, heads) for of_layer in seen])
@@ -175,7 +175,7 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
         add_moments(state, sums, sums.square() if needs.column_squares else None)
     store = state.dense_store()
     positions = store.origins if state.sequence.valid is None else None
-    if positions is None or positions.shape[1] != call.key.shape[1]:
+    if needs.beyond_attention or positions is None or positions.shape[1] != call.key.shape[1]:
         return dataclasses.replace(observation_of(state, call), budget=state.capacity)
     return Observation(
         call.key,

@@ -32,7 +32,7 @@ def fork(cache: CompressedCache) -> CompressedCache:
     states of sliding and recurrent layers, which are small, are copied.
     """
     reader = copy.copy(cache)
-    reader.phase = Phase(frozen=True, prefix=cache.phase.prefix)
+    reader.phase = Phase(frozen=True, prefix=cache.phase.prefix, history=cache.phase.history)
     waiting: Waiting[LayerState] = Waiting()
     reader.binding = copy.deepcopy(cache.binding)
     reader.binding.answered()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
 from kvfold.cache.state import LayerState
+from kvfold.kernels.gather import pick
 from kvfold.methods.observation import Observation
 
 
@@ -65,7 +66,17 @@ def observation_at(
         softcap=call.softcap,
         sink_logits=call.sink_logits,
         seed=draw(state),
+        token_ids=per_head(token_ids_of(state)) if state.plan.stages.needs.token_ids else None,
     )
+
+
+def token_ids_of(state: LayerState) -> Tensor:
+    """Token ids of the stored entries `[B, H, T]`; −1 for padding, for holes, and where unknown."""
+    columns = state.columns()
+    ids = state.phase.ids(state.seen, columns.device)
+    if ids is None:
+        return torch.full_like(columns, -1)
+    return pick(ids[:, None].expand(-1, columns.shape[1], -1), columns, -1)
 
 
 def draw(state: LayerState) -> int:

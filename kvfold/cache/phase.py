@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.cache.history import History
+from kvfold.errors import KvfoldError
 from kvfold.methods.observation import Observation
 
 Step = Literal["prefill", "prefill end", "decode"]
@@ -26,7 +31,7 @@ class ReconstructionForward:
 
 @dataclass
 class Phase:
-    """Flags shared by all layers of a cache.
+    """Flags and token ids shared by all layers of a cache.
 
     A prefill is any forward of more than one token, or several forwards inside
     `cache.reading()`; a method's eviction comes at its end.
@@ -40,6 +45,8 @@ class Phase:
     observed: Observation | None = None  # what the last layer of a layer-wise prefill saw
     prefix: Tensor | None = None  # [B], first tokens of each row that are kept beside the budget
     own_size: int | None = None  # entries per KV head to keep of a fork's own tokens; None: all
+    history: History = field(default_factory=History)  # ids of all that was read
+    incoming: Tensor | None = None  # ids [B, S] of the forward that runs, if a stage reads them
 
     def step(self, seen: int, new: int) -> Step:
         """Step of a forward of `new` tokens that reached `seen` columns."""
@@ -51,8 +58,37 @@ class Phase:
         """True if more pieces of this prefill follow after `seen` columns."""
         return self.reading or seen < self.until
 
+    def expect(self, ids: Tensor | None) -> None:
+        """Notes the `ids [B, S]` of a forward that begins; KvfoldError for embeddings (None)."""
+        if ids is None:
+            raise KvfoldError(
+                "this cache's method reads token ids, and inputs_embeds has none: give input_ids"
+            )
+        self.incoming = ids
+
+    def ids(self, seen: int, device: torch.device) -> Tensor | None:
+        """Token ids `[B, seen]` of all columns, int64, −1 where unknown; None if all are."""
+        history = self.history
+        if self.incoming is not None:
+            history = history.plus(self.incoming, seen - self.incoming.shape[1])
+        ids = history.whole()
+        if ids is None:
+            return None
+        return F.pad(ids.long(), (0, seen - ids.shape[1]), value=-1).to(device)
+
+    def crop(self, length: int) -> None:
+        """Forgets the ids of columns from `length` on."""
+        self.history, self.incoming = self.history.crop(length), None
+
+    def index(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Applies `rows`, a selection along the batch axis."""
+        self.history = self.history.index(rows)
+        if self.prefix is not None:
+            self.prefix = rows(self.prefix)
+
     def reset(self) -> None:
         """As before the first token."""
         self.reading = self.frozen = self.layerwise = False
         self.until = 0
-        self.repeating = self.observed = self.prefix = None
+        self.repeating = self.observed = self.prefix = self.incoming = None
+        self.history = History()

@@ -30,7 +30,7 @@ from kvfold.methods.base import Across, Heads, Measured, Method, Stages
 from kvfold.methods.observation import Observation
 
 T = TypeVar("T")
-# Fields of an Observation with heads as the second axis, besides positions
+# Fields of an Observation with heads as the second axis, besides those that are −1 without an entry
 BY_KV_HEAD = ("keys", "values", "queries", "column_sums", "column_squares", "reconstruction_scores")
 
 
@@ -142,10 +142,10 @@ class Ranks:
             name: None if own is None else self._joined(own) for name, own in held.items()
         }
         sink_logits = None if seen.sink_logits is None else self._joined(seen.sink_logits[None])[0]
-        positions = self._joined(seen.positions, -1)
-        return dataclasses.replace(
-            seen, positions=positions, sink_logits=sink_logits, attention=None, **joined
-        )
+        joined["positions"] = self._joined(seen.positions, -1)
+        if seen.token_ids is not None:
+            joined["token_ids"] = self._joined(seen.token_ids, -1)
+        return dataclasses.replace(seen, sink_logits=sink_logits, attention=None, **joined)
 
     # --- work of one for all ----------------------------------------------------------------
 

@@ -160,7 +160,7 @@ def _decode(
         )
     finally:
         cache.cannot_be_dropped = False
-        cache.history = cache.history.compact()
+        cache.phase.history = cache.phase.history.compact()
 
 
 def read_turn(
@@ -179,7 +179,7 @@ def read_turn(
     if cache.method.stages().token_pruning is not None and seen == 0:
         check_pieces(cache.method, chunk, stop)
         prefill_layerwise(model, cache, input_ids, None if mask is None else mask[:, :stop])
-        cache.history = History(input_ids).compact()
+        cache.phase.history = History(input_ids).compact()
         return
     if cache.reconstruction is None:
         with cache.reading(until=until):
@@ -324,7 +324,7 @@ def _assisted(
         )
     new = out if isinstance(out, Tensor) else out.sequences
     whole = torch.cat([input_ids[:, :-1], new], 1)
-    cache.history = History(whole[:, : cache.get_seq_length()]).compact()
+    cache.phase.history = History(whole[:, : cache.get_seq_length()]).compact()
     if isinstance(out, Tensor):
         return whole
     out.sequences = whole

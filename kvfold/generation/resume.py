@@ -54,7 +54,7 @@ def resumption(
             f"the cache holds {rows} rows and the prompt has {len(input_ids)}: use a new cache, or "
             "cache.batch_select_indices for the rows that go on"
         )
-    separator = cache.history.parts_from(input_ids, mask, cache.tokens_read(), seen)
+    separator = cache.phase.history.parts_from(input_ids, mask, cache.tokens_read(), seen)
     if reuse == "prefix":
         shared = min(seen, total - 1, seen if separator is None else separator.column)
         return _prefix(cache, shared)
@@ -93,5 +93,5 @@ class IdsRead:
         self.cache = cache
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.cache.history = History(input_ids)
+        self.cache.phase.history = History(input_ids)
         return scores

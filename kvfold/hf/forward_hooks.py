@@ -16,8 +16,11 @@ class ToldOfForwards(ABC):
     """A cache that is told of the forwards that read into it."""
 
     @abstractmethod
-    def forward_begins(self) -> None:
-        """Called before a forward stores anything; an error raised here fails the forward."""
+    def forward_begins(self, ids: Tensor | None) -> None:
+        """Called before a forward stores anything; an error raised here fails the forward.
+
+        `ids [B, S]` are its inputs, None for embeddings.
+        """
 
     @abstractmethod
     def forward_returned(self, ids: Tensor | None) -> None:
@@ -47,10 +50,16 @@ def unwatch(model: nn.Module) -> None:
 def _begins(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, ToldOfForwards):
-        cache.forward_begins()
+        cache.forward_begins(_ids(args, kwargs))
 
 
 def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, ToldOfForwards):
-        cache.forward_returned(kwargs.get("input_ids", next(iter(args), None)))
+        cache.forward_returned(_ids(args, kwargs))
+
+
+def _ids(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The input ids `[B, S]` among a forward's arguments."""
+    ids: Tensor | None = kwargs.get("input_ids", next(iter(args), None))
+    return ids

@@ -150,6 +150,11 @@ class Stages:
                 "tokens are pruned between the layers of the prompt's forward and stored as they "
                 "come: nothing else selects or encodes them, so use that method alone"
             )
+        if self.token_pruning is not None and self.needs.beyond_attention:
+            raise IllegalComposition(
+                "tokens are pruned between the layers by entries and attention alone: leave "
+                "token_ids out of Needs"
+            )
 
     @property
     def runs_own_forwards(self) -> bool:

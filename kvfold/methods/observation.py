@@ -36,6 +36,12 @@ class Needs:
     reconstruction: ContextReconstruction | None = None
     only_attention: bool = False  # the score reads attention data only, and not `layer`
     norms: On | None = None  # norms of keys or of values, for `merge_one`
+    token_ids: bool = False  # each entry's token
+
+    @property
+    def beyond_attention(self) -> bool:
+        """True if stages read what neither entries nor attention hold."""
+        return self.token_ids
 
     def joined(self, other: Needs) -> Needs:
         """Union of the needs of two methods."""
@@ -46,6 +52,7 @@ class Needs:
             self.reconstruction or other.reconstruction,
             self.only_attention or other.only_attention,
             self.norms or other.norms,
+            self.token_ids or other.token_ids,
         )
 
 
@@ -78,6 +85,7 @@ class Observation:
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [Hq] (GPT-OSS)
     seed: int = 0  # of this eviction's random draws
+    token_ids: Tensor | None = None  # [B, H, T], −1 for padding, for holes, and where unknown
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
@@ -101,6 +109,7 @@ class Observation:
             column_sums=moved(self.column_sums),
             column_squares=moved(self.column_squares),
             reconstruction_scores=moved(self.reconstruction_scores),
+            token_ids=moved(self.token_ids),
         )
         return again, order
 
@@ -120,6 +129,7 @@ class Observation:
             column_sums=None,
             column_squares=None,
             reconstruction_scores=None,
+            token_ids=None if self.token_ids is None else pick(self.token_ids, slots, -1),
         )
 
     def window_attention(self, last: int) -> Tensor:

@@ -175,7 +175,7 @@ def test_ids_are_those_of_the_stored_keys(model, options):
     """A stock cache that reads the noted ids holds the same keys, also after beams."""
     cache = CompressedCache(model, "full")
     turn(model, cache, prompts((40,))[0], **options)
-    ids = cache.history.whole()
+    ids = cache.phase.history.whole()
     assert ids is not None and ids.shape[1] == cache.get_seq_length()
     stock = DynamicCache()
     with torch.no_grad():

@@ -31,7 +31,7 @@ def test_the_size_is_that_of_every_tensor(tokenizer, family, spec):
         layer if isinstance(layer, CompressedLayer) else vars(layer)
         for layer in context.cache.layers
     ]
-    reachable = sum(storages([own, context.ids, context.cache.history], {}, set()).values())
+    reachable = sum(storages([own, context.ids, context.cache.phase.history], {}, set()).values())
     assert size_of(context) == pytest.approx(reachable, rel=0.02)
 
 

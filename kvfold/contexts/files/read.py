@@ -62,7 +62,7 @@ def load(
             cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)
         cache.per_chunk = header.per_chunk
         ids = file.tensor("ids").long()[None].to(model.device)
-        cache.history = History(ids).compact()
+        cache.phase.history = History(ids).compact()
     frame = PromptFrame(header.before, header.after, header.between)
     return Context(model, tokenizer, cache, frame, ids)
 

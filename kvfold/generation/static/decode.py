@@ -52,10 +52,10 @@ class GraphCache(Cache, ToldOfForwards):
         self.layers = [fixed(layer, self.room, self.backend) for layer in own]
         self.seen = self.cache.get_seq_length()
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, ids: Tensor | None) -> None:
         """Tells the cache of a forward outside of graphs."""
         if not torch.compiler.is_compiling():
-            self.cache.forward_begins()
+            self.cache.forward_begins(ids)
 
     def forward_returned(self, ids: Tensor | None) -> None:
         """Tells the cache of a returned forward outside of graphs."""
@@ -206,6 +206,8 @@ def _step_of(stages: Stages) -> str | None:
         return "moves its sinks"
     if stages.decode == "hold":
         alone = stages.merge is None or stages.merge_one is not None
+        if stages.needs.beyond_attention:
+            return "reads more than entries and attention"
         return None if alone else "shares out what it evicts"
     if stages.decode == "once":
         return "may still compress the prompt"

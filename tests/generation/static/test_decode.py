@@ -252,6 +252,6 @@ def test_what_is_noted_of_forwards_makes_no_graphs():
         for piece in pieces:
             expected = model(piece, past_key_values=eager).logits
             torch.testing.assert_close(forward(piece, past_key_values=compiled).logits, expected)
-    assert torch.equal(compiled.history.whole(), torch.cat(pieces, 1).int())
+    assert torch.equal(compiled.phase.history.whole(), torch.cat(pieces, 1).int())
     left_out = [reason for reason in counters["graph_break"] if "forward_returned" in reason]
     assert len(left_out) == 1
