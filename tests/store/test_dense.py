@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.errors import KvfoldError
-from kvfold.store.buffer import slack
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
@@ -92,9 +91,6 @@ def random_slots(lists, kept, rng):
     return slots
 
 
-# --- a life of a store -------------------------------------------------------------------------
-
-
 @given(
     st.lists(st.sampled_from(["append", "append", "keep", "crop", "index"]), max_size=12),
     st.randoms(use_true_random=False),
@@ -155,9 +151,6 @@ def test_an_emptied_store_fills_again():
     assert store.columns[0, 0].tolist() == [5, 6, 7]
 
 
-# --- memory ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("evicted", [False, True])
 @pytest.mark.parametrize("tokens", [1, 100, 3200])
 def test_appending_within_the_slack_moves_nothing(tokens, evicted):
@@ -176,13 +169,6 @@ def test_appending_within_the_slack_moves_nothing(tokens, evicted):
     store.append(*lists.append(1), first=lists.seen - 1)
     assert real_bytes(store) > size
     assert_holds(store, lists)
-
-
-@pytest.mark.parametrize(
-    ("entries", "room"), [(0, 12), (1, 12), (768, 12), (831, 12), (832, 13), (64_000, 1000)]
-)
-def test_slack_is_the_larger_of_12_and_a_64th(entries, room):
-    assert slack(entries) == room
 
 
 def test_positions_are_held_only_once_something_was_evicted():

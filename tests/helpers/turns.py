@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of random tokens, each going on from the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvfold
+from kvfold import CompressedCache
+from tests.helpers.models import continuation
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+
+
+def turn(model: PreTrainedModel, cache: CompressedCache, ids: Tensor, **options: Any) -> Tensor:
+    """The conversation `[B, N]` after one more answer."""
+    out: Tensor = kvfold.generate(model, ids, cache=cache, **(GREEDY | options))
+    return out
+
+
+def changed(ids: Tensor, row: int, column: int) -> Tensor:
+    """`ids [B, N]` with another token in one place."""
+    other = ids.clone()
+    other[row, column] = 3 if ids[row, column] != 3 else 4
+    return other
+
+
+def on(ids: Tensor, length: int = 7) -> Tensor:
+    """A conversation that goes on with another message."""
+    return torch.cat([ids, continuation(len(ids), length, seed=9)], 1)
