@@ -21,7 +21,6 @@ TESTED_BY = {
     "attention/mask.py": "attention/test_padding.py",
     "cache/count.py": "properties/test_bytes.py",
     "cache/layer.py": "cache/test_cache.py",
-    "cache/observe.py": "methods/test_snapkv.py",
     "cache/phase.py": "cache/test_cache.py",
     "cache/plan.py": "cache/test_setup.py",
     "cache/prefill.py": "methods/test_every_method.py",
