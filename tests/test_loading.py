@@ -121,7 +121,7 @@ def test_commands_read_gguf_files(folder, tmp_path, place):
     ("words", "said"),
     [
         (("--gguf-file", "absent.gguf"), "there is no file absent.gguf"),
-        (("--gguf-file", "text.txt"), "not a GGUF file"),
+        (("--gguf-file", "text.txt"), "GGUF"),
         (("--gguf-file", "cut-20.gguf"), "cannot load"),
         (("--gguf-file", "cut-3000.gguf"), "cannot load"),
         (("--gguf-file", "cut-9000.gguf"), "cannot load"),

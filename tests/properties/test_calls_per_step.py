@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig
 
 import kvfold
 
+# Older transformers make up to three calls more in `Cache.update`.
+COUNTED_WITH = Version("5.23.0")
 STOCK = 8  # calls per layer of transformers' own cache and SDPA attention, as first counted
 
 # The most calls per layer, those of the stock path among them.
@@ -68,6 +72,9 @@ def calls_per_layer(spec: str | None) -> float:
     return (calls_of_a_step(many, spec) - calls_of_a_step(few, spec)) / (many - few)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < COUNTED_WITH, reason=f"counted with {COUNTED_WITH}"
+)
 @pytest.mark.parametrize("spec", LIMITS)
 def test_a_decode_step_takes_few_calls(spec: str, record_property: Any) -> None:
     given = "kivi:group=8" if spec == "kivi" else spec
