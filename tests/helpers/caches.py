@@ -63,9 +63,6 @@ def decode(reader: Reader, steps: int = 6, seed: int = 2) -> list[Tensor]:
     return [reader(token) for token in continuation(rows, steps, seed).split(1, 1)]
 
 
-# --- frozen ----------------------------------------------------------------------------------
-
-
 def ask(reader: Reader, seed: int) -> Tensor:
     """A question of 12 tokens and a step, taken back afterwards."""
     mask = reader.mask
@@ -76,9 +73,6 @@ def ask(reader: Reader, seed: int) -> Tensor:
         reader.cache.crop(-13)
     reader.mask = mask
     return logits
-
-
-# --- what it costs ---------------------------------------------------------------------------
 
 
 def counted_bytes(cache: kvfold.CompressedCache) -> int:

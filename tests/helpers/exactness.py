@@ -30,9 +30,6 @@ def pieces(rows: int, steps: int, block: int = 12) -> list[Tensor]:
     return [*ids[:, :steps].split(1, 1), ids[:, steps:]]
 
 
-# --- budget at least the tokens seen ---------------------------------------------------------
-
-
 def all_logits(reader: Reader, ids: Tensor, mask: Tensor | None) -> list[Tensor]:
     """Of the prompt's tokens, of 6 single steps and of a block of 12."""
     first = reader(ids)
@@ -65,9 +62,6 @@ def assert_as_stock(
     for layer in range(len(cache.states)):
         for row, length in zip(cache.positions(layer), lengths, strict=True):
             assert all(head.tolist() == list(range(64 - length, seen)) for head in row)
-
-
-# --- after eviction --------------------------------------------------------------------------
 
 
 def against_truth(

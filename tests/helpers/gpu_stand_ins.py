@@ -7,8 +7,6 @@ import torch
 
 from kvfold.kernels import dispatch
 
-# --- torch's own kernels for GPUs, with stand-ins of their shapes -------------------------------
-
 
 def varlen_stand_in(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, enable_gqa

@@ -12,8 +12,6 @@ from tests.helpers.models import (
     build,
 )
 
-# --- Phi-3 with longrope ---------------------------------------------------------------------
-
 
 def longrope():
     """A Phi-3 that changes its frequencies at 32 tokens."""

@@ -122,9 +122,6 @@ def test_two_hundred_requests_over_twenty_contexts():
     assert caches() == before
 
 
-# --- anything ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def description() -> Any:
     tokenizer = word_tokenizer()

@@ -347,9 +347,6 @@ def test_another_vocabulary_is_refused(contexts, tokenizer):
     assert answer.status_code == 400 and "another vocabulary" in answer.text
 
 
-# --- starting ------------------------------------------------------------------------------------
-
-
 def test_vllm_is_started_with_the_connector_and_its_own_arguments(tmp_path):
     engine = VllmOptions(
         "model", "name", "bfloat16", tmp_path, None, ["--tensor-parallel-size", "2"]
