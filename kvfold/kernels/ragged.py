@@ -77,8 +77,9 @@ def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     grouped = query.reshape(segments, 1, -1, size)
     old_keys, old_values = stored.keys.encoded, stored.values.encoded
     assert isinstance(old_keys, Flat) and isinstance(old_values, Flat)
-    shares = _shares()
-    # Torch's kernel gives each thread whole heads, so equal shares of a segment pose as heads.
+    # Torch's kernel gives each thread whole heads, so equal shares of a segment pose as heads: one
+    # or more for every thread, of whole blocks.
+    shares = min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
     rows = grouped.expand(-1, shares, -1, -1) if shares > 1 else grouped
     old = zip(rows.split(1), old_keys.in_shares(shares), old_values.in_shares(shares), strict=True)
     parts = [
@@ -232,11 +233,6 @@ def _hidden(gaps: tuple[int, ...], width: int, dtype: torch.dtype, device: torch
     first = torch.tensor(gaps, device=device)[:, None]
     shown = torch.zeros((), dtype=dtype, device=device)
     return shown.where(torch.arange(width, device=device) >= first, -torch.inf)
-
-
-def _shares() -> int:
-    """Number of equal shares of a segment's whole blocks: one or more for every thread."""
-    return min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
 
 
 def _merged(outs: Tensor, totals: Tensor) -> Tensor:
