@@ -62,6 +62,7 @@ def _fork_layer(
         evicted_at=state.seen,
         settled=state.seen,
         reindexed=None,
+        moves=state.sink_moves() if state.plan.stages.needs.unrotated else None,
         surplus=None,
         sums=None,
         squares=None,

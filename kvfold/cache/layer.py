@@ -21,7 +21,13 @@ from kvfold.attention.mask import valid_columns
 from kvfold.cache.decode import evict_after_token, evict_one, evicts_one, predicted_slot
 from kvfold.cache.encode import encode_due
 from kvfold.cache.model_binding import ModelBinding
-from kvfold.cache.observe import add_maxima, add_moments, observation_at, observation_of
+from kvfold.cache.observe import (
+    add_maxima,
+    add_moments,
+    check_positions,
+    observation_at,
+    observation_of,
+)
 from kvfold.cache.prefill import end_prefill, size_and_evict
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
@@ -146,7 +152,7 @@ class CompressedLayer(CacheLayerMixin):
         """Attention output `[B, S, Hq, Dv]` over the store, and weights if stock gives any.
 
         Observes what the method needs, and evicts when due. Raises UnsupportedModel for another
-        model, and for a mask that does not cover all columns seen.
+        model, for a mask that does not cover all columns seen, and as `check_positions`.
         """
         state, binding = self.state, self.binding
         if binding.modules and id(module) not in binding.modules:
@@ -155,6 +161,8 @@ class CompressedLayer(CacheLayerMixin):
             if mask.shape[-1] != state.sequence.seen:
                 raise changed(module)
             state.sequence.valid = valid_columns(mask)
+        if state.plan.stages.needs.unrotated:
+            check_positions(state, call.query.shape[2], options.get("position_ids"))
         weights = None
         store, seen, phase = state.store, state.sequence.seen, state.phase
         assert store is not None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
 from kvfold.cache.state import LayerState
+from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import pick
 from kvfold.methods.observation import Observation
 
@@ -40,7 +41,7 @@ def observation_at(
     state: LayerState, call: AttentionCall, query_columns: Tensor | None
 ) -> Observation:
     """Observation of the layer with the queries of `call`, at columns `query_columns [B, W]`."""
-    store, positions = state.stored(), state.positions()
+    store, positions, needs = state.stored(), state.positions(), state.plan.stages.needs
     expanded = call.key.shape[1] // store.keys.shape[1]
     keys, values = (call.key, call.value) if expanded > 1 else store.dense()
 
@@ -66,7 +67,31 @@ def observation_at(
         softcap=call.softcap,
         sink_logits=call.sink_logits,
         seed=draw(state),
-        token_ids=per_head(token_ids_of(state)) if state.plan.stages.needs.token_ids else None,
+        token_ids=per_head(token_ids_of(state)) if needs.token_ids else None,
+        key_positions=state.key_positions() if needs.unrotated else None,
+        rotate=state.rotation if needs.unrotated else None,
+    )
+
+
+def check_positions(state: LayerState, new: int, position_ids: Tensor | None) -> None:
+    """Raises UnsupportedModel unless the model rotates its `new` tokens to their positions.
+
+    `position_ids [B or 1, S]` are the model's.
+    """
+    if state.plan.layer > 0 or not state.rotation.turns:  # the same in all layers
+        return
+    store, sequence = state.stored(), state.sequence
+    columns = torch.arange(state.seen - new, state.seen, device=store.keys.device)
+    expected = sequence.positions(columns.expand(len(store.keys), -1))
+    if position_ids is not None and position_ids.shape[1:] == columns.shape:
+        tokens = sequence.tokens()
+        differ = position_ids != expected
+        if not bool((differ if tokens is None else differ & tokens[:, columns]).any()):
+            return
+    raise UnsupportedModel(
+        "the model does not rotate each token to its number in its row, padding left out, so that "
+        "there are no un-rotated keys: leave position_ids out, or where rows are padded let them "
+        "count from each row's first token, as kvfold.generate does"
     )
 
 

@@ -113,7 +113,8 @@ def put_compressed_layers(
 ) -> None:
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
-    Raises UnsupportedModel where sinks are to be re-indexed and the model's keys cannot be moved.
+    Raises UnsupportedModel where keys cannot be moved and sinks are to be re-indexed, or cannot be
+    rotated back and the method reads un-rotated keys.
     """
     shares, latents = shares_entries(model), caches_latents(model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
@@ -124,5 +125,7 @@ def put_compressed_layers(
         rotation = Rotation(model, index)
         if stages.positions == "reindex":
             rotation.check()
+        if stages.needs.unrotated:
+            rotation.check_reversible()
         state = LayerState(plan, shared.phase, shared.waiting, rotation)
         layers[index] = CompressedLayer(state, shared.binding)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.phase import Phase
@@ -57,6 +58,7 @@ class LayerState:
     over_budget: bool = False  # the forced set was larger than the budget
     query_window: QueryWindow = field(init=False)
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
+    moves: Tensor | None = None  # [B, H, n], positions by which shared keys moved before a fork
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
     _capacities: tuple[Tensor | None, int, int] = (None, 0, 0)
     _ends: tuple[Tensor | None, tuple[int, int] | None] = (None, None)
@@ -141,7 +143,7 @@ class LayerState:
     def nbytes_beside(self) -> int:
         """Bytes of all tensors beside the store."""
         tensors = [getattr(self, name) for name in (*PER_ENTRY, *PER_HEAD, *PER_ROW)]
-        tensors.append(self.sequence.valid)
+        tensors += [self.sequence.valid, self.moves]
         if self.reindexed is not None:
             tensors.append(self.reindexed.given)
         counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
@@ -167,6 +169,8 @@ class LayerState:
         self.query_window.index(rows)
         if self.reindexed is not None:
             self.reindexed.index(rows)
+        if self.moves is not None:
+            self.moves = rows(self.moves)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` tokens, of which nothing was evicted."""
@@ -234,6 +238,21 @@ class LayerState:
         if self.reindexed is None:
             return self.stored().keys
         return self.reindexed.as_given(self.dense_store(), self._first_slots())
+
+    def sink_moves(self) -> Tensor | None:
+        """Positions by which the oldest stored keys have moved `[B, H, n]`; None if none have."""
+        if self.reindexed is None:
+            return self.moves
+        return self.reindexed.moves(
+            self.dense_store(), self._first_slots(), self._evicted_per_row()
+        )
+
+    def key_positions(self) -> Tensor:
+        """Positions to which the stored keys are rotated `[B, H, T]`; 0 for padding and holes."""
+        positions, moves = self.positions().clamp(min=0), self.sink_moves()
+        if moves is None:
+            return positions
+        return positions + F.pad(moves, (0, positions.shape[-1] - moves.shape[-1]))
 
     def _first_slots(self) -> Tensor | None:
         """The slot of each row's first token `[B, H, 1]`; None without padding, where it is 0."""

@@ -31,7 +31,15 @@ from kvfold.methods.observation import Observation
 
 T = TypeVar("T")
 # Fields of an Observation with heads as the second axis, besides those that are −1 without an entry
-BY_KV_HEAD = ("keys", "values", "queries", "column_sums", "column_squares", "reconstruction_scores")
+BY_KV_HEAD = (
+    "keys",
+    "values",
+    "queries",
+    "column_sums",
+    "column_squares",
+    "reconstruction_scores",
+    "key_positions",
+)
 
 
 @dataclass(frozen=True)

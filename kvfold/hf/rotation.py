@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -44,6 +45,15 @@ def rope_types(config: Any) -> set[str | None]:
     return {kind.get("rope_type") for kind in kinds}
 
 
+ROTATION = "apply_rotary_pos_emb("  # the call in a model file
+OF_ROPE = re.compile(r"rotary|\brope|rope\b|_rope|rope_|freqs|\bsin\b|\bcos\b")
+
+
+def _forward_of(module: nn.Module) -> list[str]:
+    """Source lines of a module's forward."""
+    return inspect.getsource(type(module).forward).splitlines()
+
+
 class Rotation:
     """Moves keys by a number of positions with the model file's own rotary function."""
 
@@ -59,27 +69,54 @@ class Rotation:
 
     def check(self) -> None:
         """Raises UnsupportedModel if rotating stored keys by a constant would be wrong."""
-        model = self._model()
-        config = text_config(model)
-        if {"dynamic", "longrope"} & rope_types(config):
+        name = type(self._model()).__name__
+        if self._has_changing_frequencies():
             raise UnsupportedModel(
-                f"{type(model).__name__} changes its rotary frequencies with the length, so kept "
+                f"{name} changes its rotary frequencies with the length, so kept "
                 'keys cannot be moved: use positions="original"'
             )
-        known = self._embedding() is not None and self._apply() is not None
-        if hasattr(config, "kv_lora_rank") or not known or self._is_conditional():
+        if not self._is_known():
             raise UnsupportedModel(
-                f"layer {self.layer} of {type(model).__name__} has no rotary keys that could be "
+                f"layer {self.layer} of {name} has no rotary keys that could be "
                 'moved for certain: use positions="original"'
             )
 
+    def check_reversible(self) -> None:
+        """Raises UnsupportedModel if stored keys cannot be rotated back for certain.
+
+        Keys of models that rotate nothing, and of layers without RoPE, are what they were.
+        """
+        name = type(self._model()).__name__
+        reason = None
+        if self._has_changing_frequencies():
+            reason = f"{name} changes its rotary frequencies with the length"
+        elif self._has_positions_of_images():
+            reason = f"{name} rotates keys of images by positions that kvfold does not see"
+        elif not (self._is_known() or self._has_no_rope()):
+            reason = f"kvfold cannot tell how layer {self.layer} of {name} rotates its keys"
+        if reason is not None:
+            raise UnsupportedModel(
+                f"{reason}, so there are no un-rotated keys to read: use another method, or model"
+            )
+
+    @property
+    def turns(self) -> bool:
+        """True if the layer rotates its keys."""
+        return self._embedding() is not None and getattr(self._attention(), "use_rope", True)
+
     def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
-        """Keys `[B, H, n, D]` rotated forward by `shift [B]` positions."""
-        if not getattr(self._attention(), "use_rope", True):
+        """Keys `[B, H, n, D]` rotated forward by `shift` positions, `[B]` or `[B, H, n]`."""
+        if not self.turns:
             return keys
+        if shift.dim() == 1:
+            return self._turned(keys, shift.view(-1, 1).expand(-1, keys.shape[2]))
+        # Angles differ between heads: each head is a row of its own.
+        return self._turned(keys.flatten(0, 1)[:, None], shift.flatten(0, 1)).view(keys.shape)
+
+    def _turned(self, keys: Tensor, at: Tensor) -> Tensor:
+        """Keys `[B, H, n, D]` rotated forward by `at [B, n]` positions."""
         embedding, apply = self._embedding(), self._apply()
         assert embedding is not None and apply is not None
-        at = shift.view(-1, 1).expand(-1, keys.shape[2])
         kinds = getattr(text_config(self._model()), "layer_types", None)
         takes_kind = "layer_type" in inspect.signature(embedding.forward).parameters
         kind = {"layer_type": kinds[self.layer]} if kinds and takes_kind else {}
@@ -115,15 +152,46 @@ class Rotation:
             None,
         )
 
+    def _has_changing_frequencies(self) -> bool:
+        """True if frequencies depend on the text's length."""
+        return bool({"dynamic", "longrope"} & rope_types(text_config(self._model())))
+
+    def _has_positions_of_images(self) -> bool:
+        """True if an image's tokens have other positions than their number in the row."""
+        model = self._model()
+        reads_images = text_config(model) is not model.config
+        return reads_images and hasattr(self._embedding(), "mrope_section")
+
+    def _has_no_rope(self) -> bool:
+        """True if the model file rotates nothing at all (GPT-2)."""
+        module = self._attention()
+        if module is None or self._embedding() is not None or self._apply() is not None:
+            return False
+        return not OF_ROPE.search(inspect.getsource(type(module)).lower())
+
+    def _is_known(self) -> bool:
+        """True if the model file rotates all keys in a way that kvfold can repeat."""
+        known = self._embedding() is not None and self._apply() is not None
+        if hasattr(text_config(self._model()), "kv_lora_rank") or not known:
+            return False
+        return not (self._is_conditional() or self._changes_rotated_keys())
+
     def _is_conditional(self) -> bool:
         """True if the model file rotates under a condition that kvfold cannot read from it."""
         module = self._attention()
         if module is None or hasattr(module, "use_rope"):
             return module is None
-        source = inspect.getsource(type(module).forward).splitlines()
-        calls = [line for line in source if "apply_rotary_pos_emb(" in line]
+        calls = [line for line in _forward_of(module) if ROTATION in line]
         outermost = " " * 8
         return not calls or any(line.startswith(outermost + " ") for line in calls)
+
+    def _changes_rotated_keys(self) -> bool:
+        """True if the model file norms keys after their rotation, with a weight per channel."""
+        module = self._attention()
+        lines = [] if module is None else _forward_of(module)
+        calls = [i for i, line in enumerate(lines) if ROTATION in line]
+        after = lines[calls[-1] + 1 :] if calls else []
+        return any(line.strip().startswith("key_states = self.") for line in after)
 
     def _embedding(self) -> nn.Module | None:
         decoder = self._model().get_decoder()

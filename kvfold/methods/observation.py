@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from kvfold.errors import KvfoldError
 from kvfold.kernels.gather import pick, take
 from kvfold.store.entry_norms import On
+from kvfold.store.reindexed_sinks import Rotate
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,12 @@ class Needs:
     only_attention: bool = False  # the score reads attention data only, and not `layer`
     norms: On | None = None  # norms of keys or of values, for `merge_one`
     token_ids: bool = False  # each entry's token
+    unrotated: bool = False  # keys before RoPE
 
-    @property
+    @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
         """True if stages read what neither entries nor attention hold."""
-        return self.token_ids
+        return self.token_ids or self.unrotated
 
     def joined(self, other: Needs) -> Needs:
         """Union of the needs of two methods."""
@@ -53,6 +57,7 @@ class Needs:
             self.only_attention or other.only_attention,
             self.norms or other.norms,
             self.token_ids or other.token_ids,
+            self.unrotated or other.unrotated,
         )
 
 
@@ -86,6 +91,8 @@ class Observation:
     sink_logits: Tensor | None = None  # [Hq] (GPT-OSS)
     seed: int = 0  # of this eviction's random draws
     token_ids: Tensor | None = None  # [B, H, T], −1 for padding, for holes, and where unknown
+    key_positions: Tensor | None = None  # [B, H, T], to which RoPE has rotated each key
+    rotate: Rotate | None = None  # the layer's RoPE; see `unrotated`
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
@@ -110,6 +117,7 @@ class Observation:
             column_squares=moved(self.column_squares),
             reconstruction_scores=moved(self.reconstruction_scores),
             token_ids=moved(self.token_ids),
+            key_positions=moved(self.key_positions),
         )
         return again, order
 
@@ -120,6 +128,10 @@ class Observation:
 
     def at(self, slots: Tensor) -> Observation:
         """Observation of the entries at `slots [B, H, K]` only, −1 for holes; no statistics."""
+
+        def picked(per_entry: Tensor | None, empty: int) -> Tensor | None:
+            return None if per_entry is None else pick(per_entry, slots, empty)
+
         return dataclasses.replace(
             self,
             keys=take(self.keys, slots),
@@ -129,8 +141,18 @@ class Observation:
             column_sums=None,
             column_squares=None,
             reconstruction_scores=None,
-            token_ids=None if self.token_ids is None else pick(self.token_ids, slots, -1),
+            token_ids=picked(self.token_ids, -1),
+            key_positions=picked(self.key_positions, 0),
         )
+
+    def unrotated(self) -> Tensor:
+        """Keys `[B, H, T, D]` before RoPE, float32; its attention factor (YaRN) stays inside them.
+
+        Raises KvfoldError for a method that does not need them.
+        """
+        if self.rotate is None or self.key_positions is None:
+            raise KvfoldError("un-rotated keys are for methods with Needs(unrotated=True)")
+        return self.rotate(self.keys.float(), -self.key_positions)
 
     def window_attention(self, last: int) -> Tensor:
         """Attention weights `[B, Hq, last, T]` of the last queries, float32; 0 for padding."""

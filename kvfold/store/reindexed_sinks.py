@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.store.dense import DenseStore
 
-# (keys [B, H, n, D], shift [B]) → keys rotated forward by `shift` positions
+# (keys [B, H, n, D], shift [B] or [B, H, n]) → keys rotated forward by `shift` positions
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -44,6 +44,12 @@ class ReindexedSinks:
             whole = (evicted == 0).view(-1, 1, 1, 1)
             self.given = self._stored(store, first).where(whole, self.given)
         self._put(store, first, self.rotate(self.given, evicted))
+
+    def moves(self, store: DenseStore, first: Tensor | None, evicted: Tensor) -> Tensor:
+        """Positions by which `follow` has moved each stored key `[B, H, T]`: 0 but for sinks."""
+        slots = self._index(store, first)[..., 0]
+        still = torch.zeros(store.keys.shape[:3], dtype=evicted.dtype, device=evicted.device)
+        return still.scatter(2, slots, evicted.view(-1, 1, 1).expand_as(slots))
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a copying selection along the batch axis."""

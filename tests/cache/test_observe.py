@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, HunYuanDenseV1Config
+from transformers.pytorch_utils import Conv1D
 
 import kvfold
-from kvfold import CompressedCache, KvfoldError, Method, Needs, Observation, Stages
+from kvfold import CompressedCache, Forced, KvfoldError, Method, Needs, Observation, Stages
 from kvfold.cache.fork import end_turn, fork_within
-from kvfold.errors import IllegalComposition
+from kvfold.cache.layer import CompressedLayer
+from kvfold.errors import IllegalComposition, UnsupportedModel
+from kvfold.hf.models import read_tokens
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
@@ -29,7 +35,8 @@ def watching(needs: Needs, **stages: Any) -> tuple[Method, list[Observation]]:
     seen: list[Observation] = []
 
     def score(observation: Observation) -> Tensor:
-        seen.append(observation)
+        # The store may overwrite its keys afterwards.
+        seen.append(dataclasses.replace(observation, keys=observation.keys.clone()))
         heads = torch.arange(observation.positions.shape[1])[:, None]
         return ((observation.positions * 7 + heads * 5) % 23).float()
 
@@ -46,6 +53,17 @@ def reader_of(model: Any, method: Method, lengths: tuple[int, ...]) -> tuple[Rea
     ids, mask = prompts(lengths)
     cache = CompressedCache(model, method, BUDGET)
     return Reader(model, cache, mask if len(lengths) > 1 else None), ids
+
+
+def read_in_pieces(reader: Reader, ids: Tensor) -> None:
+    """Reads a prompt `[B, N]`, 0 at padding, in pieces of one prefill."""
+    with reader.cache.reading(until=ids.shape[1]):
+        for end in (24, 48, ids.shape[1]):
+            covered = (ids[:, :end] > 0).long()
+            mask = None if reader.mask is None else covered
+            new = ids[:, reader.cache.get_seq_length() : end]
+            read_tokens(reader.model, new, reader.cache, mask)
+    reader.started = True
 
 
 # --- token ids -------------------------------------------------------------------------------
@@ -87,9 +105,7 @@ def test_token_ids_are_those_of_the_entries(family, lengths):
 def test_token_ids_of_a_prompt_in_pieces(lengths):
     method, seen = watching(Needs(token_ids=True))
     reader, ids = reader_of(build("llama"), method, lengths)
-    with reader.cache.reading(until=64):
-        for piece in ids.split(24, 1):
-            reader(piece)
+    read_in_pieces(reader, ids)
     check_ids(seen, ids)
     more = continuation(len(ids), 9)
     with reader.cache.reading():
@@ -221,9 +237,197 @@ def test_embeddings_have_no_token_ids():
     check_ids(seen, ids)
 
 
+# --- keys before RoPE ------------------------------------------------------------------------
+
+
+class KeysBeforeRope:
+    """Keys `[B, H, N, D]` of all tokens as the model's projections gave them, layer by layer."""
+
+    def __init__(self, reader: Reader) -> None:
+        layers = reader.cache.layers
+        own = [i for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)]
+        modules = [m for m in reader.model.modules() if getattr(m, "layer_idx", None) in own]
+        attention = [m for m in modules if hasattr(m, "o_proj") or hasattr(m, "c_attn")]
+        self.seen: list[list[Tensor]] = [[] for _ in own]
+        for module, seen in zip(attention, self.seen, strict=True):
+            last = getattr(module, "k_norm", getattr(module, "k_proj", None)) or module.c_attn
+            last.register_forward_hook(partial(self._note, module.head_dim, seen))
+
+    @staticmethod
+    def _note(size: int, seen: list[Tensor], module: Any, args: Any, keys: Tensor) -> None:
+        if isinstance(module, Conv1D):
+            keys = keys.chunk(3, -1)[1]
+        if keys.dim() == 3:
+            keys = keys.unflatten(-1, (-1, size)).transpose(1, 2)
+        elif keys.shape[1] != 2:  # [B, S, H, D]
+            keys = keys.transpose(1, 2)
+        seen.append(keys)
+
+    def of(self, observation: Observation, mask: Tensor) -> Tensor:
+        """Those of an observation's entries `[B, H, T, D]`; `mask [B, N]` is 0 at padding."""
+        keys = torch.cat(self.seen[observation.layer], 2)
+        first = (mask == 0).sum(1).view(-1, 1, 1)
+        columns = (observation.positions + first).clamp(min=0)
+        return keys.gather(2, columns[..., None].expand(-1, -1, -1, keys.shape[-1]))
+
+
+def check_unrotated(seen: list[Observation], keys: KeysBeforeRope, mask: Tensor) -> None:
+    """Compares all observations since the last check; padding is at the front of `mask [B, N]`."""
+    assert seen
+    for observation in seen:
+        real = observation.positions >= 0
+        mine, projected = observation.unrotated(), keys.of(observation, mask)
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine[real], projected[real], atol=5e-5, rtol=0)
+    seen.clear()
+
+
+@BATCHES
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt2", "qwen3", "olmo2", "smollm3", "glm4", "granite"]
+)
+def test_unrotated_keys_are_those_of_the_projection(family, lengths):
+    method, seen = watching(Needs(unrotated=True))
+    reader, ids = reader_of(build(family), method, lengths)
+    keys = KeysBeforeRope(reader)
+    read_in_pieces(reader, ids)
+    mask = prompts(lengths)[1]
+    if family not in ("gpt2", "smollm3"):
+        assert not torch.allclose(seen[0].keys, seen[0].unrotated(), atol=0.1)
+    check_unrotated(seen, keys, mask)
+    more = continuation(len(ids), 9)
+    reader(more[:, :1])
+    reader(more[:, 1:])  # a later turn, of which earlier entries are gone
+    check_unrotated(seen, keys, mask)
+
+
+@BATCHES
+@pytest.mark.parametrize("positions", ["original", "reindex"])
+def test_unrotated_keys_while_decoding(lengths, positions):
+    forced = Forced(sinks=4)
+    needs = Needs(unrotated=True)
+    method, seen = watching(needs, decode="hold", positions=positions, forced=forced)
+    reader, ids = reader_of(build("llama"), method, lengths)
+    keys = KeysBeforeRope(reader)
+    reader(ids)
+    mask = prompts(lengths)[1]
+    for token in continuation(len(ids), 6).split(1, 1):
+        reader(token)
+        check_unrotated(seen, keys, mask)
+    reader(continuation(len(ids), 9, seed=4))
+    check_unrotated(seen, keys, mask)
+
+
+@pytest.mark.parametrize("positions", ["original", "reindex"])
+def test_unrotated_keys_of_a_fork(positions):
+    method, seen = watching(Needs(unrotated=True), positions=positions, forced=Forced(sinks=4))
+    model = build("llama")
+    reader, ids = reader_of(model, method, ALONE)
+    keys = KeysBeforeRope(reader)
+    reader(ids)
+    seen.clear()
+    both = torch.cat([ids, continuation(1, 30)], 1)
+    end_turn(model, fork_within(reader.cache, 8), both)
+    check_unrotated(seen, keys, torch.ones_like(both))
+
+
+def test_unrotated_keys_hold_the_attention_factor():
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.5,
+    }
+    method, seen = watching(Needs(unrotated=True))
+    reader, ids = reader_of(build("llama", rope_parameters=rope), method, ALONE)
+    keys = KeysBeforeRope(reader)
+    reader(ids)
+    for observation in seen:
+        expected = 1.5 * keys.of(observation, torch.ones_like(ids))
+        torch.testing.assert_close(observation.unrotated(), expected, atol=5e-5, rtol=0)
+
+
+def test_unrotated_keys_of_fewer_entries():
+    method, seen = watching(Needs(unrotated=True))
+    reader, ids = reader_of(build("llama"), method, PADDED)
+    reader(ids)
+    slots = torch.tensor([-1, 45, 50, 63]).expand(3, 2, 4)
+    whole = seen[0].unrotated()
+    torch.testing.assert_close(
+        seen[0].at(slots).unrotated()[:, :, 1:], whole[:, :, slots[0, 0, 1:]]
+    )
+    moved, order = seen[0].padding_first()
+    assert order is None and moved is seen[0]
+
+
+@pytest.mark.parametrize("family", ["cohere2", "llama4", "deepseek_v3", "gemma3n"])
+def test_keys_that_cannot_be_rotated_back_are_refused(family):
+    model = build(family)
+    with pytest.raises(UnsupportedModel, match="there are no un-rotated keys"):
+        CompressedCache(model, watching(Needs(unrotated=True))[0], BUDGET)
+    CompressedCache(model, watching(Needs())[0], BUDGET)
+
+
+def test_keys_that_are_normed_after_their_rotation_are_refused():
+    config = HunYuanDenseV1Config(
+        vocab_size=199,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModel, match="how layer 0"):
+        CompressedCache(model, watching(Needs(unrotated=True))[0], BUDGET)
+    with pytest.raises(UnsupportedModel, match="moved for certain"):
+        CompressedCache(model, "streaming_llm", BUDGET)
+
+
+@pytest.mark.parametrize("given", [None, 5])
+def test_other_rotary_positions_are_refused(given):
+    method, _ = watching(Needs(unrotated=True))
+    model = build("llama")
+    reader, ids = reader_of(model, method, PADDED)
+    options = {} if given is None else {"position_ids": torch.arange(64)[None] + given}
+    with torch.no_grad(), pytest.raises(UnsupportedModel, match="its number in its row"):
+        model(ids, attention_mask=prompts(PADDED)[1], past_key_values=reader.cache, **options)
+    other = build("gpt2")  # nothing is rotated
+    cache = CompressedCache(other, watching(Needs(unrotated=True))[0], BUDGET)
+    other(ids, attention_mask=prompts(PADDED)[1], past_key_values=cache)
+
+
+def test_unrotated_keys_must_be_asked_for():
+    method, seen = watching(Needs())
+    reader, ids = reader_of(build("llama"), method, ALONE)
+    reader(ids)
+    with pytest.raises(KvfoldError, match=r"Needs\(unrotated=True\)"):
+        seen[0].unrotated()
+
+
+@dataclass(frozen=True)
+class UnrotatedNorms(Method):
+    """Keeps the keys whose first rotary component was largest before RoPE."""
+
+    def stages(self) -> Stages:
+        return Stages(needs=Needs(unrotated=True), score=lambda seen: seen.unrotated()[..., 0])
+
+
+def test_a_method_that_reads_unrotated_keys_keeps_what_it_says():
+    reader, ids = reader_of(build("llama"), UnrotatedNorms(), ALONE)
+    keys = KeysBeforeRope(reader)
+    reader(ids)
+    first = keys.seen[1][0][0, :, :, 0]
+    for head, kept in zip(first, reader.cache.positions(1)[0], strict=True):
+        assert set(kept.tolist()) == set(head.topk(BUDGET).indices.tolist())
+
+
 # --- what every such need has in common --------------------------------------------------------
 
-BEYOND = [Needs(token_ids=True)]
+BEYOND = [Needs(token_ids=True), Needs(unrotated=True)]
 
 
 @pytest.mark.parametrize("needs", BEYOND, ids=str)
