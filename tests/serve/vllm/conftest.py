@@ -21,17 +21,17 @@ from tests.helpers.vllm import BLOCK
 UNEVEN = ("snapkv + adakv:floor=0.8", 60)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return word_tokenizer()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model() -> Any:
     return new_model()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's checkpoint."""
     path = tmp_path_factory.mktemp("model")
@@ -39,12 +39,12 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def meta_model(model: Any, folder: Path) -> MetaModel:
     return MetaModel(model.config, str(folder))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served_folder(
     model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> ServedFolder:
@@ -56,7 +56,7 @@ def served_folder(
     return ServedFolder(path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compatibility(served_folder: ServedFolder, meta_model: MetaModel) -> CompatibilityCheck:
     return CompatibilityCheck(served_folder, meta_model, "float32")
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -14,20 +13,9 @@ from kvfold.serve.vllm.checkpoint import INDEX, SINGLE
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.meta_model import MetaModel
 from tests.helpers.contexts import new_model
-from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.vllm import ROPES
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 def test_a_context_fits_the_model_that_made_it(compatibility, served_folder):

@@ -21,18 +21,7 @@ from kvfold.serve.vllm.export import pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder
 from tests.helpers.contexts import DOCUMENT, KIVI, new_model
-from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.vllm import ROPES, filled
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 def logits(model: Any, cache: Any, first: int, ids: Tensor) -> Tensor:

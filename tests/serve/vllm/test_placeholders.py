@@ -3,25 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError
 from kvfold.serve.vllm.placeholders import ServedFolder, UnknownContext
-from tests.helpers.contexts import DOCUMENT, new_model
-from tests.helpers.tokenizers import word_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
+from tests.helpers.contexts import DOCUMENT
 
 
 def test_placeholders_are_tokens_that_most_heads_keep(model, tokenizer, served_folder):

@@ -3,26 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from kvfold import KvfoldError
 from kvfold.serve.vllm.config_checks import context_of
 from kvfold.serve.vllm.request import ContextPrompt
-from tests.helpers.contexts import new_model
-from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.vllm import WRONG, request_for
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 @pytest.mark.parametrize("name", WRONG)

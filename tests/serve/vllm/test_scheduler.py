@@ -3,23 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.helpers.contexts import new_model
-from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.vllm import WRONG, request_for
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 def test_a_request_gets_its_context_into_its_own_pages(scheduler_side, served_folder):

@@ -4,26 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
 from kvfold import ContextFileError, KvfoldError
 from kvfold.serve.vllm.worker import share
-from tests.helpers.contexts import new_model
-from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.vllm import BLOCK, Layer, filled, load_of, worker_side_of
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 def test_pages_hold_the_context_in_order(served_folder, meta_model):

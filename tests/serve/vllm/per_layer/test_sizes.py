@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -14,19 +13,7 @@ from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.per_layer.scheduler import CacheGroup, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import Parts, skipped
 from kvfold.serve.vllm.placeholders import ServedFolder
-from tests.helpers.contexts import new_model
-from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.vllm import BLOCK, Layer, header_keeping, request_for, worker_side_of
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
 
 
 def test_layers_keep_the_most_that_whole_pages_allow(served_folder):
