@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from kvfold.attention.call import AttentionCall
 from kvfold.cache.state import LayerState
 from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import pick
-from kvfold.methods.observation import Observation
+from kvfold.methods.observation import Observation, ProjectedNorms
 
 
 def add_moments(state: LayerState, sums: Tensor, squares: Tensor | None) -> None:
@@ -70,7 +72,16 @@ def observation_at(
         token_ids=per_head(token_ids_of(state)) if needs.token_ids else None,
         key_positions=state.key_positions() if needs.unrotated else None,
         rotate=state.rotation if needs.unrotated else None,
+        norms_of_outputs=_norms_of_outputs(state, call),
     )
+
+
+def _norms_of_outputs(state: LayerState, call: AttentionCall) -> ProjectedNorms | None:
+    """Norms of projected values, if the method reads them."""
+    kind = state.plan.stages.needs.output_norms
+    if kind is None:
+        return None
+    return partial(state.projection.norms, kind=kind, query_heads=call.query.shape[1])
 
 
 def check_positions(state: LayerState, new: int, position_ids: Tensor | None) -> None:

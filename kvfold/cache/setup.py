@@ -25,6 +25,7 @@ from kvfold.errors import BudgetError, KvfoldError
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, shares_entries
+from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import is_compressible
 from kvfold.methods.base import Method, Stages
@@ -114,7 +115,8 @@ def put_compressed_layers(
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
     Raises UnsupportedModel where keys cannot be moved and sinks are to be re-indexed, or cannot be
-    rotated back and the method reads un-rotated keys.
+    rotated back and the method reads un-rotated keys; and where it reads norms of projected values
+    and the projection is not known.
     """
     shares, latents = shares_entries(model), caches_latents(model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
@@ -127,5 +129,8 @@ def put_compressed_layers(
             rotation.check()
         if stages.needs.unrotated:
             rotation.check_reversible()
-        state = LayerState(plan, shared.phase, shared.waiting, rotation)
+        projection = OutputProjection(model, index)
+        if stages.needs.output_norms is not None:
+            projection.check()
+        state = LayerState(plan, shared.phase, shared.waiting, rotation, projection)
         layers[index] = CompressedLayer(state, shared.binding)

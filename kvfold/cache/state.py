@@ -15,6 +15,7 @@ from kvfold.cache.plan import Plan
 from kvfold.cache.query_window import QueryWindow
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.waiting import Waiting
+from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.kernels.gather import pick
 from kvfold.store.base import Store
@@ -40,6 +41,7 @@ class LayerState:
     phase: Phase
     waiting: Waiting[LayerState]
     rotation: Rotation
+    projection: OutputProjection
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
     rounds: int = 0  # evictions of all kinds so far: each draws a seed of its own
@@ -68,7 +70,7 @@ class LayerState:
 
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
-        new = LayerState(self.plan, self.phase, self.waiting, self.rotation)
+        new = LayerState(self.plan, self.phase, self.waiting, self.rotation, self.projection)
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
 

@@ -78,10 +78,18 @@ class Ranks:
     # --- stages that compare heads ----------------------------------------------------------
 
     def joining(self, stages: Stages) -> Stages:
-        """Stages whose comparisons of heads cover all ranks."""
+        """Stages whose comparisons of heads cover all ranks.
+
+        Raises KvfoldError for sizes measured by output norms, as each rank projects its own heads.
+        """
         if self.size == 1:
             return stages
         heads, allocate = stages.heads, stages.allocate
+        if isinstance(allocate, Measured) and stages.needs.output_norms is not None:
+            raise KvfoldError(
+                "sizes that are measured by the norms of projected values need the weights of all "
+                "heads, and each rank holds some: compress in one process"
+            )
         if heads is not None:
             heads = partial(self._heads, heads)
         if isinstance(allocate, Across):

@@ -79,6 +79,16 @@ def has_position_table(model: PreTrainedModel) -> bool:
     return any(t is not tokens and t.num_embeddings - (length or 0) in (0, 2) for t in tables)
 
 
+def attention_module(model: PreTrainedModel, layer: int) -> nn.Module | None:
+    """The attention module of a layer."""
+    for module in model.get_decoder().modules():
+        own = getattr(module, "layer_idx", None) == layer
+        if own and "Attention" in type(module).__name__:
+            attention: nn.Module = module
+            return attention
+    return None
+
+
 def layer_device(model: PreTrainedModel, layer: int) -> torch.device:
     """Device of a layer's weights."""
     for module in model.get_decoder().modules():

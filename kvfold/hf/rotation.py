@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvfold.errors import UnsupportedModel
-from kvfold.hf.models import text_config
+from kvfold.hf.models import attention_module, text_config
 
 
 def rope_of(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, float]]:
@@ -141,16 +141,7 @@ class Rotation:
 
     def _attention(self) -> nn.Module | None:
         """The attention module of this layer."""
-        modules = self._model().get_decoder().modules()
-        return next(
-            (
-                module
-                for module in modules
-                if getattr(module, "layer_idx", None) == self.layer
-                and "Attention" in type(module).__name__
-            ),
-            None,
-        )
+        return attention_module(self._model(), self.layer)
 
     def _has_changing_frequencies(self) -> bool:
         """True if frequencies depend on the text's length."""

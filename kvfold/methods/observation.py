@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvfold.errors import KvfoldError
+from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.kernels.gather import pick, take
 from kvfold.store.entry_norms import On
 from kvfold.store.reindexed_sinks import Rotate
+
+OutputNorm = Literal["l2", "l1"]
+# values [B, H, T, Dv] → norms [B, Hq, T] of what each query head adds to the model's dimension
+ProjectedNorms = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,19 @@ class Needs:
     norms: On | None = None  # norms of keys or of values, for `merge_one`
     token_ids: bool = False  # each entry's token
     unrotated: bool = False  # keys before RoPE
+    output_norms: OutputNorm | None = None  # norms of values, projected into the model's dimension
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
         """True if stages read what neither entries nor attention hold."""
-        return self.token_ids or self.unrotated
+        return self.token_ids or self.unrotated or self.output_norms is not None
 
     def joined(self, other: Needs) -> Needs:
-        """Union of the needs of two methods."""
+        """Union of the needs of two methods; IllegalComposition for different output norms."""
+        if self.output_norms and other.output_norms and self.output_norms != other.output_norms:
+            raise IllegalComposition(
+                "one method reads L1 norms of projected values, the other L2 norms: use one of them"
+            )
         return Needs(
             max(self.window, other.window),
             self.column_sums or other.column_sums,
@@ -58,6 +69,7 @@ class Needs:
             self.norms or other.norms,
             self.token_ids or other.token_ids,
             self.unrotated or other.unrotated,
+            self.output_norms or other.output_norms,
         )
 
 
@@ -93,6 +105,7 @@ class Observation:
     token_ids: Tensor | None = None  # [B, H, T], −1 for padding, for holes, and where unknown
     key_positions: Tensor | None = None  # [B, H, T], to which RoPE has rotated each key
     rotate: Rotate | None = None  # the layer's RoPE; see `unrotated`
+    norms_of_outputs: ProjectedNorms | None = None  # see `output_norms`
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
@@ -153,6 +166,16 @@ class Observation:
         if self.rotate is None or self.key_positions is None:
             raise KvfoldError("un-rotated keys are for methods with Needs(unrotated=True)")
         return self.rotate(self.keys.float(), -self.key_positions)
+
+    def output_norms(self) -> Tensor:
+        """‖W_o v‖ `[B, Hq, T]`, float32: norms of values as each query head projects them.
+
+        L1 or L2 norms in the model's dimension, as `Needs.output_norms` says; of padding, any
+        number. Raises KvfoldError for a method that does not need them.
+        """
+        if self.norms_of_outputs is None:
+            raise KvfoldError('output norms are for methods with Needs(output_norms="l2"), or "l1"')
+        return self.norms_of_outputs(self.values)
 
     def window_attention(self, last: int) -> Tensor:
         """Attention weights `[B, Hq, last, T]` of the last queries, float32; 0 for padding."""

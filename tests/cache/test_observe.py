@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, HunYuanDenseV1Config
+from transformers import AutoModelForCausalLM, DynamicCache, HunYuanDenseV1Config
 from transformers.pytorch_utils import Conv1D
 
 import kvfold
@@ -425,9 +425,123 @@ def test_a_method_that_reads_unrotated_keys_keeps_what_it_says():
         assert set(kept.tolist()) == set(head.topk(BUDGET).indices.tolist())
 
 
+# --- norms of projected values ---------------------------------------------------------------
+
+
+class OutputWeights:
+    """The weights of the compressed layers' output projections `[Dm, Hq·Dv]`, by hand."""
+
+    def __init__(self, cache: CompressedCache, model: Any) -> None:
+        own = [i for i, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer)]
+        modules = [m for m in model.modules() if getattr(m, "layer_idx", None) in own]
+        self.weights = []
+        for module in modules:
+            if hasattr(module, "c_attn"):
+                self.weights.append(module.c_proj.weight.detach().T)
+            elif hasattr(module, "dense"):
+                self.weights.append(module.dense.weight.detach())
+            elif hasattr(module, "o_proj"):
+                self.weights.append(module.o_proj.weight.detach())
+
+    def norms(self, observation: Observation, order: int) -> Tensor:
+        """Norms `[B, Hq, T]` of all values, each put into the place of one query head alone."""
+        weight, values = self.weights[observation.layer].double(), observation.values.double()
+        heads, size = values.shape[1], values.shape[3]
+        query_heads = weight.shape[1] // size
+        norms = []
+        for head in range(query_heads):
+            output = torch.zeros(len(values), values.shape[2], weight.shape[1]).double()
+            output[..., head * size : (head + 1) * size] = values[:, head * heads // query_heads]
+            norms.append((output @ weight.T).norm(p=order, dim=-1))
+        return torch.stack(norms, 1)
+
+
+@BATCHES
+@pytest.mark.parametrize(("norm", "order"), [("l2", 2), ("l1", 1)])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt2", "qwen3", "gpt_neox", "deepseek_v3", "gpt_oss"]
+)
+def test_output_norms_are_those_of_the_dense_product(family, norm, order, lengths):
+    method, seen = watching(Needs(output_norms=norm))
+    model = build(family)
+    reader, ids = reader_of(model, method, lengths)
+    weights = OutputWeights(reader.cache, model)
+    read_in_pieces(reader, ids)
+    more = continuation(len(ids), 9)
+    reader(more[:, :1])
+    reader(more[:, 1:])  # a later turn, of which earlier entries are gone
+    assert {observation.layer for observation in seen} == set(range(len(weights.weights)))
+    for observation in seen:
+        mine, expected = observation.output_norms(), weights.norms(observation, order)
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_output_norms_while_decoding():
+    method, seen = watching(Needs(output_norms="l2"), decode="hold")
+    model = build("llama", torch.bfloat16)
+    reader, ids = reader_of(model, method, PADDED)
+    weights = OutputWeights(reader.cache, model)
+    reader(ids)
+    for token in continuation(3, 4).split(1, 1):
+        seen.clear()
+        reader(token)
+        for observation in seen:
+            mine, expected = observation.output_norms(), weights.norms(observation, 2)
+            torch.testing.assert_close(mine.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_output_norms_follow_the_weight():
+    method, seen = watching(Needs(output_norms="l2"))
+    model = build("llama")
+    reader, ids = reader_of(model, method, ALONE)
+    reader(ids)
+    before = seen[0].output_norms()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(2)
+    torch.testing.assert_close(seen[0].output_norms(), 2 * before)
+
+
+def test_output_norms_must_be_asked_for():
+    method, seen = watching(Needs())
+    reader, ids = reader_of(build("llama"), method, ALONE)
+    reader(ids)
+    with pytest.raises(KvfoldError, match=r"Needs\(output_norms="):
+        seen[0].output_norms()
+
+
+def test_two_kinds_of_output_norms_are_refused():
+    with pytest.raises(IllegalComposition, match="use one of them"):
+        Needs(output_norms="l1").joined(Needs(output_norms="l2"))
+
+
+@dataclass(frozen=True)
+class LargestOutput(Method):
+    """Keeps the entries whose projected values are largest, in the mean over query heads."""
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(output_norms="l1"), score=lambda seen: seen.group_mean(seen.output_norms())
+        )
+
+
+def test_a_method_that_reads_output_norms_keeps_what_it_says():
+    model = build("llama")
+    reader, ids = reader_of(model, LargestOutput(), ALONE)
+    reader(ids)
+    cache = DynamicCache()
+    model(ids, past_key_values=cache)
+    values = cache.layers[1].values.detach().double()[0]  # [H, T, Dv]
+    weight = model.model.layers[1].self_attn.o_proj.weight.detach().double()
+    for head, kept in enumerate(reader.cache.positions(1)[0]):
+        columns = [weight[:, 8 * q : 8 * q + 8] for q in range(4 * head, 4 * head + 4)]
+        scores = torch.stack([(values[head] @ c.T).abs().sum(-1) for c in columns]).mean(0)
+        assert set(kept.tolist()) == set(scores.topk(BUDGET).indices.tolist())
+
+
 # --- what every such need has in common --------------------------------------------------------
 
-BEYOND = [Needs(token_ids=True), Needs(unrotated=True)]
+BEYOND = [Needs(token_ids=True), Needs(unrotated=True), Needs(output_norms="l2")]
 
 
 @pytest.mark.parametrize("needs", BEYOND, ids=str)
