@@ -10,18 +10,21 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 import kvfold
+from kvfold import Method, Needs, Observation, Stages
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.contexts.files.format import Header, opened, read_header
 from kvfold.errors import KvfoldError
 from kvfold.loading import load
+from kvfold.methods.base import Measured
 from tests.helpers.contexts import DOCUMENT, KIVI
 from tests.helpers.models import build
 from tests.helpers.tokenizers import word_tokenizer
@@ -78,6 +81,54 @@ UNSHARED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+def beyond_attention(seen: Observation) -> Tensor:
+    """A score of all that an observation offers beyond entries and attention."""
+    assert seen.token_ids is not None
+    outputs = seen.group_mean(seen.output_norms()) if seen.norms_of_outputs else 0
+    return outputs + seen.unrotated()[..., 0] + seen.token_ids.double().sin()
+
+
+def as_many_as_high(seen: Observation) -> Tensor:
+    """Number of entries `[B]` of more than the mean score, in the mean over all heads."""
+    scores = beyond_attention(seen)
+    high = scores > scores.mean((1, 2), keepdim=True)
+    return high.sum(-1).double().mean(-1).long()
+
+
+@dataclass(frozen=True)
+class ReadsEverything(Method):
+    """Keeps entries by their tokens, un-rotated keys and output norms."""
+
+    by_head: ClassVar[bool] = True
+
+    def stages(self) -> Stages:
+        needs = Needs(token_ids=True, unrotated=True, output_norms="l2")
+        return Stages(needs=needs, score=beyond_attention)
+
+
+@dataclass(frozen=True)
+class MeasuresEverything(Method):
+    """Keeps as many entries as the observation of all heads says."""
+
+    by_head: ClassVar[bool] = True
+    takes_budget: ClassVar[bool] = False
+
+    def stages(self) -> Stages:
+        needs = Needs(token_ids=True, unrotated=True)
+        return Stages(needs=needs, score=beyond_attention, allocate=Measured(as_many_as_high))
+
+
+OWN = (ReadsEverything(), MeasuresEverything())
+
+
+def kept_by(model: Any, tokenizer: Any, method: Method) -> list[list[list[int]]]:
+    """Columns that each layer's heads keep, `[L][H]`, of an own method."""
+    budget = 40 if method.takes_budget else None
+    cache = kvfold.compress(model, tokenizer, DOCUMENT, method, budget).cache
+    layers = range(len(cache.states))
+    return [[head.tolist() for head in cache.positions(layer)[0]] for layer in layers]
+
+
 def compress(model: Any, tokenizer: Any, case: str) -> kvfold.Context:
     spec, budget, options = CASES[case]
     return kvfold.compress(model, tokenizer, DOCUMENT, spec, budget, **options)
@@ -108,6 +159,7 @@ def work_as_rank(folder: Path) -> None:
     unshared = {name: load(str(folder / name), among_ranks=True)[0] for name in UNSHARED}
     report = {
         "heads": [layer.stored().keys.shape[1] for layer in context.cache.states],
+        "kept": [kept_by(model, tokenizer, method) for method in OWN],
         "answers": answers,
         "again": again,
         "methods": {m: refusal(kvfold.CompressedCache, model, m, *_any(m)) for m in NOT_BY_HEAD},
@@ -210,6 +262,17 @@ def test_ranks_answer_as_one_process_does(
 
 def test_each_rank_holds_its_own_heads(reports: list[dict[str, Any]]) -> None:
     assert [report["heads"] for report in reports] == [[1] * 4] * RANKS
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_ranks_observe_what_one_process_does(
+    number: int, reports: list[dict[str, Any]], alone: tuple[Any, Any]
+) -> None:
+    ranks = [report["kept"][number] for report in reports]
+    together = [
+        [head for of_rank in of_layer for head in of_rank] for of_layer in zip(*ranks, strict=True)
+    ]
+    assert together == kept_by(*alone, OWN[number])
 
 
 @pytest.mark.parametrize("case", ["adakv", "kvzip", "adakv in pieces", "auto in pieces"])
