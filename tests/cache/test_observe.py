@@ -559,6 +559,20 @@ def test_token_pruning_is_refused(needs):
         Stages(needs=needs, token_pruning=lambda observation: observation.positions[:, 0])
 
 
+def test_padding_is_moved_to_the_front_with_all_that_entries_have():
+    method, seen = watching(Needs(token_ids=True, unrotated=True))
+    reader, ids = reader_of(build("llama"), method, PADDED)
+    reader(ids)
+    names = ("keys", "values", "positions", "token_ids", "key_positions")
+    backwards = {name: getattr(seen[0], name).flip(2) for name in names}
+    last = dataclasses.replace(seen[0], **backwards)
+    first, order = last.padding_first()
+    assert order is not None
+    assert torch.equal(first.token_ids, ids_by_position(ids, first.positions))
+    index = order[..., None].expand_as(last.keys)
+    torch.testing.assert_close(first.unrotated(), last.unrotated().gather(2, index))
+
+
 @pytest.mark.parametrize("needs", BEYOND, ids=str)
 def test_needs_are_joined(needs):
     assert Needs(window=3).joined(needs) == needs.joined(Needs(window=3))
