@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted and measured errors of `auto` on the bundled model: `python benchmarks/auto_errors.py`.
 
-"held out" are queries just before those that decided; "question" is a question asked afterwards,
-for which the full cache's attention outputs are compared with the compressed one's.
+Held-out errors are those of the queries just before the observed ones. Actual errors compare the
+attention outputs of the compressed cache with those of a full one, on tokens read afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 
 def outputs(model, cache, ids) -> list[torch.Tensor]:
-    """Each layer's attention output `[S, hidden]`, before the projection, of new tokens."""
+    """Attention output of each layer for new tokens, before the projection, `[S, hidden]`."""
     seen: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))

@@ -5,8 +5,8 @@
     python benchmarks/bit_for_bit.py compare FOLDER    # at the commit after
 
 Every registered method, and compositions, on the bundled model: a prompt of 700 tokens and 60
-decode steps for three seeds, and once a padded batch of two; then a context file, which must load
-and go on with the same logits. Run both on one machine, with as many threads.
+decode steps for three seeds, and a padded batch of two; then a context file, which must load and
+give the same logits. Run both commands on one machine with the same number of threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMPOSED = (
 
 
 def specs() -> list[str]:
-    """Every registered name, and compositions that can be had."""
+    """Every registered name, and every legal composition."""
     return [*kvfold.list_methods(), *COMPOSED]
 
 
@@ -54,7 +54,7 @@ def prompts(vocabulary: int, seed: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def digest(*tensors: Tensor) -> str:
-    """A hash of their bytes, shapes and types."""
+    """Hash of the tensors' bytes, shapes and dtypes."""
     of_all = hashlib.sha256()
     for tensor in tensors:
         of_all.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -63,7 +63,7 @@ def digest(*tensors: Tensor) -> str:
 
 
 def observed(cache: CompressedCache, logits: list[Tensor]) -> dict[str, object]:
-    """What must be the same."""
+    """Results that must be equal."""
     stats = cache.stats()
     layers = range(len(stats.kept))
     kept = [head for i in layers for row in cache.positions(i) for head in row]
@@ -78,7 +78,7 @@ def observed(cache: CompressedCache, logits: list[Tensor]) -> dict[str, object]:
 
 @torch.no_grad()
 def run(spec: str, seed: int, rows: int) -> dict[str, object]:
-    """One prompt read and decoded, token by token, on the same ids for all methods."""
+    """Results of one prompt, read and decoded on ids that are the same for all methods."""
     model, tokenizer = kvfold.bundled_model()
     ids, mask = prompts(model.config.vocab_size, seed, rows)
     method = kvfold.parse(spec)
@@ -104,7 +104,7 @@ def run(spec: str, seed: int, rows: int) -> dict[str, object]:
 
 @torch.no_grad()
 def questioned(path: Path, spec: str, save: bool) -> dict[str, object]:
-    """Logits of a fixed question to a context that a file holds; with `save` it is made first."""
+    """Logits of a fixed question to the context in a file, which `save` writes first."""
     model, tokenizer = kvfold.bundled_model()
     if save:
         ids, _ = prompts(model.config.vocab_size, 7, 1)
@@ -123,7 +123,7 @@ def questioned(path: Path, spec: str, save: bool) -> dict[str, object]:
 
 
 def attempt(work: Callable[..., dict[str, object]], *given: object) -> dict[str, object]:
-    """What it gives, or the refusal, which must be the same too."""
+    """The result of a case, or its refusal, which must be equal as well."""
     try:
         return work(*given)
     except kvfold.KvfoldError as refusal:
@@ -131,7 +131,7 @@ def attempt(work: Callable[..., dict[str, object]], *given: object) -> dict[str,
 
 
 def everything(folder: Path, save: bool) -> dict[str, dict[str, object]]:
-    """All cases by name."""
+    """Results of all cases by name."""
     found: dict[str, dict[str, object]] = {}
     for spec in track(specs(), "methods"):
         for seed in SEEDS:
@@ -144,7 +144,7 @@ def everything(folder: Path, save: bool) -> dict[str, dict[str, object]]:
 
 
 def main() -> None:
-    """Writes the folder, or compares with it; exits with 1 where anything differs."""
+    """Writes the folder, or compares with it; exits with 1 on any difference."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("action", choices=("write", "compare"))
     arguments.add_argument("folder", type=Path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with column sums against packed SDPA alone: `python benchmarks/column_sums.py`.
 
-Interleaved in one run, one thread; the peak is what the process grew by at each length.
+Interleaved in one run, one thread; the peak is the growth of the process at each length.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of an evaluation, small enough to publish: `compact_samples.py FOLDER FILE.csv.gz`.
 
-A row for each answer of each sample, in the order in which they were made: what was asked of which
-method, its score in [0, 1] (a perplexity's mean negative log-likelihood), and the first characters
-of what the model said.
+A row for each answer of each sample, in order of evaluation: cell, score in [0, 1] (for a
+perplexity, the mean negative log-likelihood), and the first characters of the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ COLUMNS = (
 
 
 def rows(sample: SampleResult) -> Iterator[dict[str, Any]]:
-    """What is published of a sample."""
+    """Published rows of a sample."""
     cell, metric = sample.cell, tasks()[sample.cell.task].metric
     asked = {
         "task": cell.task,
@@ -53,7 +52,7 @@ def rows(sample: SampleResult) -> Iterator[dict[str, Any]]:
 
 
 def main(folder: Path, out: Path) -> None:
-    """Writes the same bytes for the same samples."""
+    """Writes the file; equal samples give equal bytes."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="")
     writer.writeheader()

@@ -2,8 +2,8 @@
 """A decode step of one compiled graph beside the eager one.
 
 `python benchmarks/compiled_step.py`: the model of `kvfold bench small`, kept 0.2, tokens of
-`generate`, one run after the other in each round; medians of rounds. All are divided by the eager
-full cache that `kvfold bench` measures against; the row "full" is kvfold's own method.
+`generate`, one run after the other in each round; medians of rounds, over those of the eager full
+cache of `kvfold bench`. The row "full" is kvfold's own method.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ METHODS = ["full", "snapkv", "knorm", "tova", "h2o", "d2o", "roco"]
 
 
 class Clock:
-    """Notes when each token came."""
+    """Streamer that records the time of each token."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
 
     def put(self, _: Tensor) -> None:
-        """What `generate` calls with the prompt, and with each token."""
+        """Called by `generate` with the prompt, then with each token."""
         self.stamps.append(time.perf_counter())
 
     def end(self) -> None:
-        """What `generate` calls at the end."""
+        """Called by `generate` at the end."""
 
     def per_token(self) -> float:
-        """Median milliseconds."""
+        """Median milliseconds per token."""
         steps = zip(self.stamps[WARM_UP:], self.stamps[WARM_UP + 1 :], strict=False)
         return 1000 * statistics.median(after - before for before, after in steps)
 

@@ -22,7 +22,7 @@ BUDGET, PROMPT, PARTS = 256, 512, 10
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, method: str, tokens: int) -> list[tuple[float, int]]:
-    """Median milliseconds per token, and bytes, of each part of the generation."""
+    """Median milliseconds per token, and cache bytes, of each part of the generation."""
     cache = kvfold.CompressedCache(model, method, BUDGET)
     ids = torch.randint(0, model.config.vocab_size, (1, PROMPT))
     token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)

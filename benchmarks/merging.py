@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether merging what is evicted lowers the loss of the text that follows.
+"""Loss of the next tokens with and without merging of evicted entries.
 
 `python benchmarks/merging.py MODEL BOOKS OUT.jsonl`: passages of each novel in the folder BOOKS
-(plain text files), 700 tokens to compress and the next 120. Their loss is compared, passage by
-passage, with the same method without merging. They are read all at once, so that what the prompt
-loses is what is measured; with `--one-by-one` as in decoding, where entries go on leaving. A run
-that is started again goes on where it was.
+(plain text files), 700 tokens to compress and the next 120, whose loss is compared, passage by
+passage, with that of the same method without merging. The next tokens are read in one forward,
+which measures the prompt's compression only; with `--one-by-one` they are read as in decoding,
+with further evictions. A rerun resumes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvfold.jobs.records import RecordFile
 PROMPT, NEXT = 700, 120
 CHARACTERS = 10 * (PROMPT + NEXT)  # no novel has tokens so long
 KEPT = (0.1, 0.2)
-# Each method that merges, and what it is without.
+# Each method that merges, and the same method without merging.
 PAIRS = {
     "h2o + merge": "h2o",
     "h2o + merge:rule=cam": "h2o",
@@ -43,7 +43,7 @@ PAIRS = {
 
 
 class Record(BaseModel):
-    """The mean loss of a passage's next tokens; kept 1 is the full cache."""
+    """Mean loss of a passage's next tokens; `kept` is 1 for the full cache."""
 
     book: str
     passage: int
@@ -63,7 +63,7 @@ class Passages:
 
 
 def passages(folder: Path, tokenizer, count: int) -> Iterator[Passages]:
-    """`count` passages spread evenly over each novel, the first of all, then the second …"""
+    """`count` passages spread evenly over each novel: the first of each novel, then the second …"""
     novels = {path.stem: path.read_text() for path in sorted(folder.glob("*.txt"))}
     for number in range(count):
         rows = []
@@ -76,7 +76,7 @@ def passages(folder: Path, tokenizer, count: int) -> Iterator[Passages]:
 
 @torch.no_grad()
 def read(model: PreTrainedModel, ids: Tensor) -> tuple[kvfold.CompressedCache, Tensor]:
-    """A cache whose prompt is read and still whole, with column sums, and the last logits."""
+    """A cache with the uncompressed prompt and its column sums, and the last logits."""
     cache = kvfold.CompressedCache(model, "h2o", 1.0)
     cache.phase.reading = True
     out = model(ids[:, :PROMPT], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -86,7 +86,7 @@ def read(model: PreTrainedModel, ids: Tensor) -> tuple[kvfold.CompressedCache, T
 def compressed(
     whole: kvfold.CompressedCache, model: PreTrainedModel, method: str, kept: float
 ) -> kvfold.CompressedCache:
-    """The prompt that was read, compressed by `method`: reading is the same for all of these."""
+    """A copy of the prompt's cache, compressed by `method`."""
     cache = copy.deepcopy(whole)
     fresh = kvfold.CompressedCache(model, method, None if method == "full" else kept)
     for layer, planned in zip(cache.states, fresh.states, strict=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far one method is from another on the same samples, from those that are published:
+"""Paired difference between two methods on the published samples:
 
     python benchmarks/paired.py docs/results pyramidkv@0.2 snapkv@0.2 [--aware] [--task niah_magic]
 
-Scores are pooled over tasks as `kvfold report` pools them; a perplexity is of one task. Intervals
+Scores are pooled over tasks as in `kvfold report`; perplexities are compared on one task. Intervals
 are those of docs/evaluation.md.
 """
 
@@ -38,13 +38,13 @@ class Unit:
 
     @property
     def scored(self) -> bool:
-        """Whether it has a score, and no perplexity."""
+        """True if the task has a score, not a perplexity."""
         return tasks()[self.task].metric is not None
 
 
-# By sample: score and weight of each answer.
+# Sample number → score and weight of each answer.
 Cell = Mapping[int, list[tuple[float, float]]]
-# By unit and by "method@budget"; what takes no budget by its name alone.
+# Unit → "method@budget" → answers; the key of a method without budget is its name.
 Samples = Mapping[Unit, Mapping[str, Cell]]
 
 
@@ -66,7 +66,7 @@ def load(folder: Path) -> Samples:
 def gap(
     samples: Samples, one: str, other: str, aware: bool = False, task: str | None = None
 ) -> ScoreGap:
-    """`one` above `other`, pooled over the scored tasks, or of `task` alone."""
+    """`one` minus `other`, pooled over the scored tasks, or for `task` alone."""
     units = [
         unit
         for unit, cells in samples.items()
@@ -95,14 +95,14 @@ def _difference(ours: Cell, theirs: Cell, scored: bool) -> PairedDifference:
 
 
 def _values(cell: Cell, indices: list[int]) -> tuple[Array, Array]:
-    """Each sample's mean over its answers `[n]`, and its weight `[n]`."""
+    """Mean over each sample's answers `[n]`, and the samples' weights `[n]`."""
     answers = [np.array(cell[index]) for index in indices]
     means = [np.average(each[:, 0], weights=each[:, 1]) for each in answers]
     return np.array(means), np.array([each[:, 1].sum() for each in answers])
 
 
 def written(of: ScoreGap) -> str:
-    """As the tables have it."""
+    """A difference as text, in the format of the tables."""
     return f"{signed(of.value)} ({signed(of.low)} to {signed(of.high)})"
 
 

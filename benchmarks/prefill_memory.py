@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of reading a prompt whole, in pieces, and compressed after each piece.
+"""Peak memory of whole prefill, chunked prefill, and compression after each chunk.
 
-`python benchmarks/prefill_memory.py`: each in a process of its own, whose high-water mark counts
-from when the model is loaded and warm.
+`python benchmarks/prefill_memory.py`: each in a process of its own, whose high-water mark is reset
+after the model is loaded and warm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAYS = {
 
 
 def read(method: str, budget: float | int, length: int, way: str, answers) -> None:
-    """Puts the peak and the cache's bytes after reading `length` tokens into `answers`."""
+    """Puts the peak, and the cache's bytes after `length` tokens, into `answers`."""
     torch.set_num_threads(2)
     subject = BenchModel.of("small", "float32", 0)
     for tokens in (64, length):

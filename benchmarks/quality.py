@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods told apart on the bundled model: `python benchmarks/quality.py`.
+"""Scores of methods on the bundled model: `python benchmarks/quality.py`.
 
-One of four needles is asked for. "aware" compresses with the question in view, "agnostic" before
-it is known. Every score is a share of `samples` fresh samples, the same for all methods.
+Four needles, a question about one. "aware" compresses context and question together, "agnostic" the
+context alone. Every score is the share of right answers to fresh samples, the same for all methods.
 """
 
 from __future__ import annotations

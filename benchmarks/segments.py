@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step's attention to heads of skewed lengths, beside the full cache with packed heads.
 
-`python benchmarks/segments.py`: interleaved, medians of ratios, on as many threads as asked for.
+`python benchmarks/segments.py`: interleaved; medians of ratios.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TAIL = 1
 
 
 def skewed(length: int) -> list[int]:
-    """Each head's entries: from a twelfth of the mean to nearly three times it."""
+    """Number of entries of each head: from a twelfth of the mean to nearly three times the mean."""
     shares = torch.logspace(-1.5, 1.5, HEADS, base=3.0)
     counts = (shares / shares.sum() * KEPT * length * HEADS).long().clamp(max=length)
     return counts.tolist()
@@ -31,7 +31,7 @@ def skewed(length: int) -> list[int]:
 
 @torch.no_grad()
 def compare(length: int, repeats: int) -> tuple[float, float, float]:
-    """Ratio of the medians' times, and its quartiles."""
+    """Median and quartiles of the ratio of times."""
     query = torch.randn(1, HEADS * GROUPS, 1, SIZE)
     key, value = torch.randn(2, 1, HEADS, length, SIZE)
     slots = torch.full((1, HEADS, max(skewed(length))), -1)

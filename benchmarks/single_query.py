@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One query's attention by two products, beside SDPA over the same packed heads.
 
-`python benchmarks/single_query.py`: 4 KV heads of 64, float32; between two calls as many bytes are
-read as a layer's weights take. In turns, medians of ratios.
+`python benchmarks/single_query.py`: 4 KV heads of 64, float32. Between two calls the script reads
+as many bytes as a layer's weights take. Interleaved; medians of ratios.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvfold.bench.clock import seconds
 from kvfold.kernels.single_query import attend_single
 
 HEADS, SIZE = 4, 64
-SETS = 4  # of keys and values, so that none is still in the processor's cache
+SETS = 4  # sets of keys and values, so that none is still in the processor's cache
 WEIGHTS = 2**22  # numbers
 CASES = [(1, 2, 820), (1, 2, 3277), (1, 2, 16384), (1, 4, 3277), (8, 2, 820)]
 

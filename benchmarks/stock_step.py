@@ -2,7 +2,7 @@
 """A decode step beside that of transformers' own cache of the same size.
 
 `python benchmarks/stock_step.py`: SnapKV keeps 0.2 of a prompt; the stock cache, which is copied at
-every token, has read only as many tokens. In turns, medians of 45 steps.
+every token, holds as many entries of a shorter prompt. Interleaved; medians of 45 steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS, WARM_UP, REST = 50, 5, 0.005
 
 @torch.no_grad()
 def compare(subject: BenchModel, length: int) -> dict[str, float]:
-    """Milliseconds per token of both after a prompt of `length` tokens."""
+    """Milliseconds per token of both caches after a prompt of `length` tokens."""
     model, stock = subject.model, twin(subject.model)
     ids = subject.tokens(1, length + STEPS)
     ours = kvfold.CompressedCache(model, "snapkv", 0.2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocs calls: adds the pages made from the registry, and those of files outside docs/."""
+"""Hooks of mkdocs: add the pages made from the registry, and those of files outside docs/."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Leads links to files outside docs/ to their pages, or to the repository."""
+    """Redirects links to files outside docs/ to their pages, or to the repository."""
     path = page.file.src_uri
     if page.parent is None:  # no section, whose pages would be listed beside it
         page.meta["hide"] = ["navigation"]

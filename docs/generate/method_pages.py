@@ -23,7 +23,7 @@ REPOSITORY = re.compile(r"(?<![\w`/])([\w-]+/[\w.-]*\w)(?![\w`/])")
 # The part of a refusal that does not name the two methods
 BOTH = re.compile(r"both bring the \w+ stage")
 INTRODUCTION = """\
-A method decides which entries of the cache stay, and how they are stored. A text names it, with
+A method decides which entries the cache keeps, and how they are stored. A text names it, with
 its options: `"snapkv:window=16,kernel=5"`. `+` composes two methods: `"snapkv + kivi:bits=4"`.
 [A method of your own](../own-methods.md) is one short file. `kvfold methods NAME` shows a method in
 the terminal.
@@ -78,7 +78,7 @@ def overview() -> str:
 
 
 def page(cls: type[Method]) -> str:
-    """The page of one method class: all that the registry knows of it."""
+    """The page of one method class, from the registry."""
     method = preset(cls.name)
     stages, alone = stages_of(method)
     parts = [f"# {cls.__name__}", _title(cls), _docstring(cls)]

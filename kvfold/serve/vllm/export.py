@@ -63,7 +63,7 @@ def check_plain(file: ContextFile) -> None:
         if foreign:
             raise KvfoldError(
                 f"{header.method} stores entries encoded ({', '.join(sorted(foreign))}), and "
-                "vLLM's pages hold them as they came: compress the document without that, and "
+                "vLLM's pages hold raw entries: compress the document without that, and "
                 "choose vLLM's kv_cache_dtype to quantize"
             )
     if header.others:
