@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvfold.attention.call import AttentionCall, PredictedEviction
 from kvfold.cache.observe import add_moments, draw, observation_of
-from kvfold.cache.prefill import evict, size_of
+from kvfold.cache.prefill import evict
+from kvfold.cache.sizes import size_of
 from kvfold.cache.state import LayerState
 from kvfold.kernels.gather import joined
 from kvfold.kernels.single_query import mean_of_heads

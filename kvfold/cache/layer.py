@@ -29,6 +29,7 @@ from kvfold.cache.observe import (
     observation_of,
 )
 from kvfold.cache.prefill import end_prefill, size_and_evict
+from kvfold.cache.rounds import note_token
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
 from kvfold.errors import KvfoldError, UnsupportedModel
@@ -232,6 +233,8 @@ class CompressedLayer(CacheLayerMixin):
             end_prefill(state, observation_of(state, call))
         elif stages.decode == "hold" and stages.score is not None:
             evict_after_token(state, call)
+        elif stages.decode == "every":
+            note_token(state, call)
         elif state.late:
             state.late = False
             size_and_evict(state, observation_of(state, call))

@@ -56,6 +56,8 @@ class Plan:
         per_row, encode = [], self.stages.encode
         for tokens in free.tolist():
             total = self.total(tokens, size, heads, len(free))
+            if self.stages.decode == "every":
+                tokens = max(tokens, total // self.layers)  # the answer fills what a prompt leaves
             if encode is not None and encode.pairs:
                 total -= total % self.layers  # both layers of a pair keep as many
             per_row.append(allocate(total, tokens, self.layers))

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvfold.budget import Budget
 from kvfold.cache.encode import encode_due
 from kvfold.cache.plan import with_forced_room
+from kvfold.cache.sizes import even_size, size_of
 from kvfold.cache.state import LayerState, alive
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.gather import pick
@@ -25,7 +26,7 @@ from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.select.choose import choose, scores_of
 from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import top
-from kvfold.store.encoding import Encode, EntrySize
+from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
 
 
@@ -51,6 +52,8 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     if stages.decode == "once":
         state.late = True
         return
+    if stages.decode == "every":
+        state.begin_rounds(observation)
     state.settled = state.seen
     if isinstance(stages.allocate, Across):
         _wait_for_sizes(state, _with_candidates(state, observation))
@@ -66,45 +69,58 @@ def size_and_evict(state: LayerState, observation: Observation) -> None:
         evict_to(state, observation, size_of(state, observation))
 
 
-def size_of(state: LayerState, observation: Observation) -> Tensor:
-    """Entries per KV head, `[B]` or `[B, H]`; uniform if the size depends on other layers."""
-    if isinstance(state.plan.stages.allocate, Across):
-        return _even_size(state)
-    free = state.seen_per_row() - state.protected()
-    return state.plan.counts(observation, free, _entry_size(state), _heads(state))
-
-
 def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> None:
     """Brings the layer to `counts`, `[B]` or `[B, H]`, entries per KV head."""
     everything = state.plan.budget == Budget.ratio(1.0) or bool((counts == UNLIMITED).all())
     counts = counts + state.protected().view(-1, *[1] * (counts.dim() - 1))
     state.capacity = None if everything or counts.dim() > 1 else counts
-    evict(state, observation, counts)
+    if state.plan.stages.prompt == "counted":
+        evict(state, observation, counts)
     state.reconstruction_scores = None
     state.settled = state.seen
 
 
-def evict(state: LayerState, observation: Observation, counts: Tensor) -> None:
-    """Keeps the `counts`, `[B]` or `[B, H]`, best entries of each head, forced ones first."""
+def evict(
+    state: LayerState,
+    observation: Observation,
+    counts: Tensor,
+    sizes: Tensor | None = None,
+    beside: Tensor | None = None,
+) -> None:
+    """Keeps the `counts`, `[B]` or `[B, H]`, best entries of each head, forced ones first.
+
+    `sizes` and `beside` are those of `choose`.
+    """
     stages, positions = state.plan.stages, state.positions()
     if counts.dim() > 1:
         _check_heads(state, observation)
     stored = (positions >= 0).sum(-1)
-    if state.plan.ranks.all((counts.view(len(counts), -1) >= stored).all()):
+    if state.plan.ranks.all((_most(counts, sizes, beside) >= stored).all()):
         _keep_everything(state, observation, positions, counts)
         return
     forced = positions < state.protected().view(-1, 1, 1)
     fixed = state.stored().fixed
     if fixed is not None:
         forced = forced | fixed
-    chosen = choose(stages, observation, positions, forced & (positions >= 0), counts)
+    forced = forced & (positions >= 0)
+    chosen = choose(stages, observation, positions, forced, counts, sizes, beside)
     state.over_budget = chosen.over_budget
+    if stages.decode == "every" and stages.heads is not None:
+        state.settle_heads(stored, (chosen.slots >= 0).sum(-1))
     _note_error(state, observation, chosen.slots)
     _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)
     _keep(state, observation, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
 
 
-# --- sizes ----------------------------------------------------------------------------------
+def _most(counts: Tensor, sizes: Tensor | None, beside: Tensor | None) -> Tensor:
+    """Most entries that each head may keep, `[B, 1]` or `[B, H]`."""
+    most = counts.view(len(counts), -1)
+    if beside is not None:
+        most = most + beside.sum(-1)
+    return most if sizes is None else torch.where(sizes < 0, most, sizes)
+
+
+# --- sizes of all layers --------------------------------------------------------------------
 
 
 def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
@@ -120,7 +136,7 @@ def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
     statistics = [across.statistic(of_layer) for _, of_layer in sized]
     free = observation.tokens_seen - state.protected()
     # Without a budget the statistics alone decide.
-    budget = free if plan.budget is None else _even_size(state, across.unrounded)
+    budget = free if plan.budget is None else even_size(state, across.unrounded)
     counts = across.share(statistics, budget, free)
     if plan.budget is not None and not across.per_head:
         counts = with_forced_room(counts, plan.stages.forced.least_of(state.positions()), free)
@@ -139,30 +155,6 @@ def _with_candidates(state: LayerState, observation: Observation) -> Observation
     return dataclasses.replace(
         observation, reconstruction_scores=scores.masked_fill(prefix, -torch.inf)
     )
-
-
-def _even_size(state: LayerState, unrounded: bool = False) -> Tensor:
-    """Budget in entries per KV head and layer `[B]`, without protected ones.
-
-    Int64, or with `unrounded` float64 before rounding down.
-    """
-    free = state.seen_per_row() - state.protected()
-    plan, size, heads = state.plan, _entry_size(state), _heads(state)
-    if unrounded:
-        exact = [plan.unrounded(n, size, heads, len(free)) for n in free.tolist()]
-        return torch.tensor(exact, device=free.device, dtype=torch.float64)
-    totals = [plan.total(n, size, heads, len(free)) for n in free.tolist()]
-    return torch.tensor(totals, device=free.device) // plan.layers
-
-
-def _heads(state: LayerState) -> int:
-    """Number of the layer's KV heads on all ranks together."""
-    return state.stored().keys.shape[1] * state.plan.ranks.size
-
-
-def _entry_size(state: LayerState) -> EntrySize:
-    keys, values = state.stored().keys, state.stored().values
-    return EntrySize(keys.shape[-1], values.shape[-1], keys.element_size())
 
 
 # --- kept entries ---------------------------------------------------------------------------

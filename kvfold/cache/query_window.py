@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observation window: the last queries of a prefill, which may be read in pieces."""
+"""The observation window: the last queries of a prefill, or of the answer after it."""
 
 from __future__ import annotations
 
@@ -85,3 +85,51 @@ class QueryWindow:
         if self.attended is None or self.columns is None:
             return 0
         return sum(t.numel() * t.element_size() for t in (self.attended.query, self.columns))
+
+
+class AnswerWindow:
+    """The last `width` queries while an answer is generated, back into the prompt.
+
+    `parts` are queries `[B, Hq, S, D]` and their columns `[B, S]`, −1 for padding: of the prompt's
+    window if that is needed, then of one step each.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def clear(self) -> None:
+        """Empties the window."""
+        self.parts = []
+
+    def add(self, query: Tensor, columns: Tensor) -> None:
+        """Adds queries `[B, Hq, S, D]` of `columns [B, S]`, and drops what is older than needed."""
+        self.parts.append((query.clone(), columns))
+        if len(self.parts) > max(1, self.width):
+            del self.parts[0]
+
+    def add_step(self, query: Tensor, column: int) -> None:
+        """Adds the query `[B, Hq, 1, D]` of a decode step."""
+        self.add(query, torch.full((len(query), 1), column, device=query.device))
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Queries `[B, Hq, W, D]`, at most `width`, and their columns `[B, W]`."""
+        query = torch.cat([query for query, _ in self.parts], 2)
+        columns = torch.cat([columns for _, columns in self.parts], 1)
+        first = max(0, query.shape[2] - self.width)
+        return query[:, :, first:], columns[:, first:]
+
+    def crop(self, seen: int) -> None:
+        """Drops the queries of columns from `seen` on; older queries do not come back."""
+        masked = [
+            (query, columns.masked_fill(columns >= seen, -1)) for query, columns in self.parts
+        ]
+        self.parts = [(query, columns) for query, columns in masked if bool((columns >= 0).any())]
+
+    def index(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Applies `rows`, a selection along the batch axis."""
+        self.parts = [(rows(query), rows(columns)) for query, columns in self.parts]
+
+    def nbytes(self) -> int:
+        """Bytes of the queries and their columns."""
+        return sum(t.numel() * t.element_size() for part in self.parts for t in part)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
-from kvfold.cache.query_window import QueryWindow
+from kvfold.cache.query_window import AnswerWindow, QueryWindow
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.waiting import Waiting
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.kernels.gather import pick
+from kvfold.methods.observation import Observation
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
@@ -25,7 +26,7 @@ from kvfold.store.reindexed_sinks import ReindexedSinks
 
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
 PER_ENTRY = ("sums", "squares", "reconstruction_scores")  # [B, H, T], in the store's order
-PER_HEAD = ("merging",)  # [B, H]
+PER_HEAD = ("merging", "head_sizes")  # [B, H]
 PER_ROW = ("capacity", "error")  # [B], [B, 1 or 2]
 
 
@@ -54,11 +55,15 @@ class LayerState:
     )
     capacity: Tensor | None = None  # entries that a row holds while decoding
     merging: Tensor | None = None  # the merge stage's state of each head
+    head_sizes: Tensor | None = None  # entries that a head holds while decoding, −1 if not set yet
+    turn_end: int | None = None  # tokens seen when the last turn ended (decode="every")
+    next_round: int | None = None  # tokens seen at which entries are evicted next (decode="every")
     surplus: int | None = None  # entries above capacity; None: not as many in all heads
     error: Tensor | None = None  # of the layer's output: predicted, measured
     late: bool = False  # evicts at the first generated token (decode="once")
     over_budget: bool = False  # the forced set was larger than the budget
     query_window: QueryWindow = field(init=False)
+    answer_window: AnswerWindow = field(init=False)
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
     moves: Tensor | None = None  # [B, H, n], positions by which shared keys moved before a fork
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
@@ -67,6 +72,7 @@ class LayerState:
 
     def __post_init__(self) -> None:
         self.query_window = QueryWindow(self.plan.stages.needs.window)
+        self.answer_window = AnswerWindow(self.plan.stages.needs.window)
 
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
@@ -149,7 +155,7 @@ class LayerState:
         if self.reindexed is not None:
             tensors.append(self.reindexed.given)
         counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-        return counted + self.query_window.nbytes()
+        return counted + self.query_window.nbytes() + self.answer_window.nbytes()
 
     # --- changes of all tensors at once -------------------------------------------------------
 
@@ -169,6 +175,7 @@ class LayerState:
         self._apply((*PER_HEAD, *PER_ROW), rows)
         self.sequence.index(rows)
         self.query_window.index(rows)
+        self.answer_window.index(rows)
         if self.reindexed is not None:
             self.reindexed.index(rows)
         if self.moves is not None:
@@ -181,6 +188,7 @@ class LayerState:
         self.store.crop(count)
         self.sequence.crop(count)
         self.query_window.crop(self.seen)
+        self.answer_window.crop(self.seen)
         self.settled = min(self.settled, self.seen)
         self.surplus = None if self.surplus is None else self.surplus - count
         length = self.store.length
@@ -200,6 +208,32 @@ class LayerState:
         self.evicted_at = self.settled = self.sequence.seen
         if self.plan.stages.positions == "reindex":
             self.let_sinks_move()
+
+    def begin_rounds(self, observation: Observation) -> None:
+        """Notes that a turn has ended: from now on generated tokens are counted (decode="every").
+
+        The window queries are kept if the first eviction's window reaches back to them.
+        """
+        every = self.plan.stages.every
+        self.turn_end, self.next_round, self.head_sizes = self.seen, self.seen + every, None
+        self.answer_window.clear()
+        if every < self.answer_window.width:
+            assert observation.queries is not None and observation.query_positions is not None
+            columns = self.sequence.columns(observation.query_positions[:, None])[:, 0]
+            self.answer_window.add(observation.queries, columns)
+
+    def settle_heads(self, stored: Tensor, kept: Tensor) -> None:
+        """Sets the sizes of heads `[B, H]` in rows of which entries leave for the first time.
+
+        `stored` and `kept [B, H]` are the entries before and after; the sizes hold for the turn.
+        """
+        ranks = self.plan.ranks
+        whole = [ranks.all(row) for row in (kept == stored).all(-1)]
+        open_ = torch.tensor(whole, device=kept.device)[:, None]
+        if self.head_sizes is not None:
+            kept = torch.where(self.head_sizes < 0, kept, self.head_sizes)
+            open_ = open_ & (self.head_sizes < 0)
+        self.head_sizes = kept.masked_fill(open_, -1)
 
     def copy_alive(self) -> None:
         """Copies a dense store without its holes; earlier views are not affected."""

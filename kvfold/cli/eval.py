@@ -123,7 +123,7 @@ def command(
         from kvfold.hf.chat_template import token_count
         from kvfold.jobs.executor import here
         from kvfold.jobs.processes import processes
-        from kvfold.methods.base import listed
+        from kvfold.methods.registry import listed
     # Refused here, before a large model is loaded.
     contenders = planning.contenders(listed(methods), words(budgets))
     request = SampleRequest(

@@ -115,7 +115,7 @@ def _text(prompt: str | None, file: Path | None, encoding: str) -> str | None:
 
 def names(text: str) -> list[str]:
     """The distinct methods in `text`; raises KvfoldError for none."""
-    from kvfold.methods.base import listed
+    from kvfold.methods.registry import listed
 
     found = listed(text)
     if not found:

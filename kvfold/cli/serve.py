@@ -109,7 +109,7 @@ def command(
     api-key, folder, body and import apply; others are refused.
     """
     from kvfold.budget import Budget
-    from kvfold.methods.base import listed
+    from kvfold.methods.registry import listed
 
     largest = int(Budget.bytes(body).amount)
     if engine == "vllm":

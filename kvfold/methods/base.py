@@ -84,9 +84,10 @@ class Stages:
     """The stages of a method; a stage at None or at its default does nothing.
 
     `decode`: "append" adds generated tokens to the kept entries; "hold" evicts after every
-    generated token, down to the size reached when the prefill ended; "once" compresses at the first
-    generated token instead of the prefill's end. `positions` "reindex" rotates sinks up to the
-    recent tokens (StreamingLLM). Raises IllegalComposition for stages that exclude one another.
+    generated token, down to the size reached when the prefill ended; "every" does so after each
+    `every` generated tokens, by the scores of all entries; "once" compresses at the first generated
+    token instead of the prefill's end. `positions` "reindex" rotates sinks up to the recent tokens
+    (StreamingLLM). Raises IllegalComposition for stages that exclude one another.
     """
 
     needs: Needs = field(default_factory=Needs)  # data to observe during forwards
@@ -100,7 +101,9 @@ class Stages:
     merge: MergeStage | None = None  # changes kept entries by evicted ones
     merge_one: MergeOneStage | None = None  # `merge` of the one entry that decode eviction evicts
     encode: Encode | None = None  # how the oldest entries are stored
-    decode: Literal["append", "hold", "once"] = "append"
+    decode: Literal["append", "hold", "every", "once"] = "append"
+    every: int = 0  # generated tokens between evictions of decode="every"
+    prompt: Literal["counted", "kept"] = "counted"  # kept: all but the answer is beside the size
     positions: Literal["original", "reindex"] = "original"
     token_pruning: TokenPruning | None = None  # runs between the layers of a forward
     inexact: str = ""  # reason why kept entries differ from the budget, "" if they do not
@@ -115,7 +118,14 @@ class Stages:
                 f"and {self.needs.window} are needed: choose one that compresses at the prompt's "
                 "end, such as simlayerkv:when=last_query"
             )
-        if self.decode == "hold" and self.encode is not None:
+        if (self.decode == "every") != (self.every > 0):
+            raise IllegalComposition('decode="every" goes with every=, of 1 token or more')
+        if self.decode == "every" and self.runs_own_forwards:
+            raise IllegalComposition(
+                "forwards of its own run when a prompt ends, not while an answer is generated: "
+                "leave every out, or choose another method that scores"
+            )
+        if self.evicts_while_decoding and self.encode is not None:
             raise IllegalComposition(
                 "what is stored encoded cannot be evicted entry by entry, so a method that evicts "
                 "while decoding cannot be followed by it: choose decode=append where it is offered"
@@ -155,6 +165,11 @@ class Stages:
                 "tokens are pruned between the layers by entries and attention alone: leave "
                 "token_ids, unrotated and output_norms out of Needs"
             )
+
+    @property
+    def evicts_while_decoding(self) -> bool:
+        """True if a layer stays near its size however long the answer is."""
+        return self.decode in ("hold", "every")
 
     @property
     def runs_own_forwards(self) -> bool:
@@ -238,18 +253,19 @@ class Composition(Method):
                 if value is uniform and name in merged:
                     continue
                 if name in owner and merged[name] is not uniform:
-                    raise IllegalComposition(
-                        f"{owner[name]} and {part} both bring the {name} stage: choose one of them"
-                    )
+                    also = ", or decode=append where it is offered" if name == "decode" else ""
+                    both = f"{owner[name]} and {part} both bring the {name} stage"
+                    raise IllegalComposition(f"{both}: choose one of them{also}")
                 owner[name] = part
                 merged[name] = value
-        if merged.get("decode") == "hold" and not self.takes_budget:
+        # Made only here: a part of a legal composition may be illegal alone.
+        stages = Stages(**merged)
+        if stages.evicts_while_decoding and not self.takes_budget:
             raise IllegalComposition(
                 f"{self} finds its sizes without a budget, so there is none to hold while "
                 "decoding: choose decode=append where it is offered"
             )
-        # Checked only here: a part of a legal composition may be illegal alone.
-        return Stages(**merged)
+        return stages
 
     def _brought(self) -> list[Stages]:
         """Stages that each part adds; if none scores, a part that can adds all of its stages."""
@@ -341,16 +357,6 @@ def _check_numbers(method: Method) -> None:
                         f"{called(part)}:{option.name} is a number from {-most:g} to {most:g}, "
                         f"not {number:.3g}"
                     )
-
-
-def listed(text: str) -> list[str]:
-    """Method texts in a list such as "snapkv:window=16,kernel=5, knorm:skip_layers=0,1, h2o".
-
-    A comma separates methods if a method's name follows it, not an option or a number.
-    """
-    parts = re.split(r",(?=\s*[a-z]\w*\s*(?:[:,+]|$))", text)
-    found = (re.sub(r"\s+,", ",", part.strip(" ,")) for part in parts)
-    return [part for part in found if part]
 
 
 def _parse_one(text: str) -> Method:

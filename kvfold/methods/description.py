@@ -18,6 +18,7 @@ from kvfold.methods.base import Across, Measured, Method, Stages
 DECODE = {
     "append": "generated tokens on top",
     "hold": "holds its size",
+    "every": "back to its size every {} generated tokens",
     "once": "compresses at the first generated token",
 }
 NOTHING = "nothing"
@@ -82,8 +83,8 @@ def steps(stages: Stages) -> list[StageUse]:
     found += _of("merge", stages.merge)
     found += _of("encode", stages.encode)
     found += _of("token pruning", stages.token_pruning)
-    if stages.score is not None:
-        found.append(StageUse("decode", DECODE[stages.decode]))
+    if stages.score is not None or stages.every:
+        found.append(StageUse("decode", decoding(stages)))
     if stages.positions == "reindex":
         found.append(StageUse("positions", "kept tokens re-indexed"))
     return found
@@ -99,8 +100,8 @@ def in_words(stages: Stages) -> str:
     parts += [f"selects by {_words(stages.select)}"] if stages.select else []
     parts += [f"{_words(stages.merge)}"] if stages.merge else []
     parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
-    if stages.score is not None:
-        parts.append(DECODE[stages.decode])
+    if stages.score is not None or stages.every:
+        parts.append(decoding(stages))
     parts += ["kept tokens re-indexed"] if stages.positions == "reindex" else []
     parts += ["prunes tokens between layers"] if stages.token_pruning else []
     return ", ".join(parts) or "keeps every entry"
@@ -127,6 +128,12 @@ def forced(stages: Stages) -> str:
     elif recent:
         parts.append(f"the last {recent}")
     return " and ".join(parts)
+
+
+def decoding(stages: Stages) -> str:
+    """Treatment of generated tokens, in words."""
+    kept = ", beside what the prompt left" if stages.prompt == "kept" else ""
+    return DECODE[stages.decode].format(stages.every) + kept
 
 
 def as_text(value: Any) -> str:

@@ -103,6 +103,16 @@ def registered(name: str) -> type[Method] | None:
     return None if entry is None else entry.cls
 
 
+def listed(text: str) -> list[str]:
+    """Method texts in a list such as "snapkv:window=16,kernel=5, knorm:skip_layers=0,1, h2o".
+
+    A comma separates methods if a method's name follows it, not an option or a number.
+    """
+    parts = re.split(r",(?=\s*[a-z]\w*\s*(?:[:,+]|$))", text)
+    found = (re.sub(r"\s+,", ",", part.strip(" ,")) for part in parts)
+    return [part for part in found if part]
+
+
 def import_methods(module: str) -> None:
     """Imports a module, by its name or the path of a .py file, so that it registers its methods.
 

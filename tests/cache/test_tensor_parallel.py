@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "simlayerkv": ("simlayerkv:window=30,threshold=0.3", None, {}),
     "packed": (f"snapkv + {KIVI}", "80KB", {}),
     "merged": ("h2o + merge:rule=d2o", 40, {}),
+    "in rounds": ("adakv + every", 40, {}),
     "full": ("full", None, {}),
     "h2o": ("h2o", 60, {}),
     "roco": ("roco", 40, {}),

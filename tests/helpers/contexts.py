@@ -63,8 +63,10 @@ def state(layer: Any) -> dict[str, Any]:
         "phase",
         "waiting",
         "rotation",
+        "projection",
         "store",
         "query_window",
+        "answer_window",
         "reindexed",
         "logical",
     }
@@ -74,6 +76,8 @@ def state(layer: Any) -> dict[str, Any]:
     held |= {"given": None if layer.reindexed is None else layer.reindexed.given}
     held |= {"sinks": None if layer.reindexed is None else layer.reindexed.count}
     held |= {"queries": layer.query_window.attended, "dead": getattr(store, "dead", None)}
+    if layer.answer_window.parts:
+        held |= dict(zip(("answer", "answer_columns"), layer.answer_window.joined(), strict=True))
     return held
 
 

@@ -5,7 +5,8 @@ import pytest
 
 import kvfold
 from kvfold import H2O, TOVA, IllegalComposition, KNorm, KvfoldError, PyramidKV, SnapKV, parse
-from kvfold.methods.base import Composition, listed, preset
+from kvfold.methods.base import Composition, preset
+from kvfold.methods.registry import listed
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ LEGAL = [
     f"{PYRAMIDKV} + adakv:window=8",
     "h2o + merge:rule=d2o",
     "h2o + merge:rule=cam",
+    f"{SNAPKV} + every",
     "h2o:decode=append + adakv",
     f"{SNAPKV} + {THINK}",
     f"{STREAMING} + {KIVI}",

@@ -66,7 +66,7 @@ class LayerHeader(_HeaderPart):
     """Numbers of a compressed layer (see `cache/state.py`), and names of its tensors.
 
     `kept` are the entries per KV head, `by_head` tensors per head, `whole` tensors of all heads,
-    `turns` the layer's eviction rounds.
+    `turns` the layer's eviction rounds, `turn_end` and `next_round` set by decode="every" only.
     """
 
     index: int
@@ -82,6 +82,8 @@ class LayerHeader(_HeaderPart):
     over_budget: bool
     by_head: list[str]
     whole: list[str]
+    turn_end: int | None = None
+    next_round: int | None = None
 
 
 class StockLayerHeader(_HeaderPart):
@@ -179,8 +181,11 @@ def digest_of(tensor: Tensor) -> str:
 
 def metadata(header: Header) -> dict[str, str]:
     """The header as safetensors metadata."""
-    # Left out if empty: such a file is the same as before the field existed.
-    text = header.model_dump_json(exclude=None if header.origins else {"origins"})
+    # Left out if empty: such a file is the same as before the fields existed.
+    empty: dict[str, Any] = {} if header.origins else {"origins": True}
+    if all(layer.next_round is None for layer in header.layers):
+        empty["layers"] = {"__all__": {"turn_end", "next_round"}}
+    text = header.model_dump_json(exclude=empty)
     return {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)}
 
 

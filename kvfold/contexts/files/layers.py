@@ -23,7 +23,9 @@ from kvfold.store.ragged import RaggedStore
 # Tensors beside the store that are saved head by head, and whole.
 BY_HEAD, WHOLE = (*PER_ENTRY, *PER_HEAD), PER_ROW
 # Numbers that are saved and loaded under their own names.
-NUMBERS = ("evicted_at", "surplus", "over_budget")
+NUMBERS = ("evicted_at", "surplus", "over_budget", "turn_end", "next_round")
+# Queries of an answer that the next eviction's window reaches back to, and their columns.
+WINDOW, WINDOW_COLUMNS = "window_queries", "window_columns"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
     whole = {name: tensors[name] for name in WHOLE if tensors[name] is not None}
     if state.sequence.valid is not None:
         whole["valid"] = state.sequence.valid
+    if state.answer_window.parts:
+        queries, whole[WINDOW_COLUMNS] = state.answer_window.joined()
+        by_head[WINDOW] = list(queries[0].unflatten(0, (store.keys.shape[1], -1)))
     new, first_new = store.new
     header = LayerHeader(
         index=index,
@@ -72,6 +77,9 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     """Sets a fresh layer to a saved state; tensors are copied."""
     state, header, by_head = layer.state, saved.header, dict(saved.by_head)
     tensors = {name: by_head.pop(name) for name in BY_HEAD if name in by_head}
+    if WINDOW in by_head:
+        queries = torch.stack(by_head.pop(WINDOW)).flatten(0, 1)[None]
+        state.answer_window.add(queries, saved.whole[WINDOW_COLUMNS].clone())
     state.store = _store(state, header, by_head)
     layer.dtype, layer.device = state.store.keys.dtype, state.store.keys.device
     layer.is_initialized = True

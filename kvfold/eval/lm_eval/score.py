@@ -101,7 +101,7 @@ def check_evicts_while_streaming(method: Method, budget: Budget | None) -> None:
     stages = method.stages()
     if stages.score is None and stages.encode is None and stages.token_pruning is None:
         return
-    if stages.decode != "hold":
+    if not stages.evicts_while_decoding:
         raise KvfoldError(
             f"{method} compresses when a prompt ends, and a text scored token by token has "
             "none: its perplexity would be the full cache's. Choose a method that evicts while "

@@ -64,7 +64,7 @@ def streams(method: str) -> bool:
         return False
     stages = parse(method).stages()
     only_encoded = stages.score is None and stages.encode is not None
-    return method == FULL or stages.decode == "hold" or only_encoded
+    return method == FULL or stages.evicts_while_decoding or only_encoded
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,7 @@ def check_compiled(model: PreTrainedModel, cache: CompressedCache, options: dict
     reason = _step_of(cache.method.stages())
     if reason is not None:
         raise KvfoldError(
-            f"compile=True does not go with {cache.method}, which {reason} at every step: leave "
-            "compile out"
+            f"compile=True does not go with {cache.method}, which {reason}: leave compile out"
         )
     name = type(model).__name__
     if len(cache.compressed_layers) < len(cache.layers):
@@ -201,18 +200,20 @@ def check_compiled(model: PreTrainedModel, cache: CompressedCache, options: dict
 
 
 def _step_of(stages: Stages) -> str | None:
-    """Work of a method at every step that a graph cannot do; None if there is none."""
+    """Work of a method's steps that a graph cannot do; None if there is none."""
     if stages.positions == "reindex":
-        return "moves its sinks"
+        return "moves its sinks at every step"
     if stages.decode == "hold":
         alone = stages.merge is None or stages.merge_one is not None
         if stages.needs.beyond_attention:
-            return "reads more than entries and attention"
-        return None if alone else "shares out what it evicts"
+            return "reads more than entries and attention at every step"
+        return None if alone else "shares out what it evicts at every step"
+    if stages.decode == "every":
+        return f"evicts many entries at once after every {stages.every} tokens"
     if stages.decode == "once":
-        return "may still compress the prompt"
+        return "may still compress the prompt at every step"
     adding = stages.needs.column_sums or stages.needs.column_squares
-    return "adds up attention" if adding else None
+    return "adds up attention at every step" if adding else None
 
 
 def _new_tokens(model: PreTrainedModel, options: dict[str, Any], total: int) -> int:

@@ -25,24 +25,38 @@ class Chosen:
 
 
 def choose(
-    stages: Stages, observation: Observation, positions: Tensor, forced: Tensor, counts: Tensor
+    stages: Stages,
+    observation: Observation,
+    positions: Tensor,
+    forced: Tensor,
+    counts: Tensor,
+    sizes: Tensor | None = None,
+    beside: Tensor | None = None,
 ) -> Chosen:
-    """Slots of the entries to keep when a prefill ends.
+    """Slots of the entries to keep.
 
     `positions [B, H, T]`, −1 for padding; `forced [B, H, T]` entries are kept as well as
     those that the method forces; `counts`, `[B]` or `[B, H]`, are the entries to keep, forced ones
-    included. Raises KvfoldError as `scores_of`, and for scores that are NaN.
+    included. `sizes [B, H]` replaces what the heads stage would give, −1 where it decides;
+    `beside [B, H, T]` entries are kept and do not count. Raises KvfoldError as `scores_of`, and for
+    scores that are NaN.
     """
     per_row = counts if counts.dim() == 1 else counts.amax(-1)
-    forced = forced | stages.forced.mask(positions, per_row)
+    counted = positions if beside is None else positions.masked_fill(beside, -1)
+    forced = forced | stages.forced.mask(counted, per_row)
     scores = scores_of(stages, dataclasses.replace(observation, budget=per_row), positions.shape[1])
     check_numbers(stages, scores.masked_fill(positions < 0, 0))
+    if beside is not None:
+        forced = forced | beside
+        counts = counts.view(len(counts), -1) + beside.sum(-1)
     needed = forced.sum(-1)
     counts = counts.view(len(counts), -1).expand_as(needed)
     over = bool((needed > counts).any())
     if stages.heads is not None:
         open_ = scores.masked_fill(forced | (positions < 0), -torch.inf)
         counts = needed + stages.heads(open_, (counts - needed).clamp(min=0).amin(-1))
+        if sizes is not None:
+            counts = torch.where(sizes < 0, counts, sizes)
     counts = torch.minimum(torch.maximum(counts, needed), (positions >= 0).sum(-1))
     if stages.select is not None:
         return Chosen(stages.select(scores, forced & (positions >= 0), positions, counts), over)

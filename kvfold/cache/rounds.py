@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds: a layer is brought back to its size after every n generated tokens (decode="every").
+
+Between two rounds tokens are appended. A round comes after the attention of its step, so that the
+step itself has attended to all entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.call import AttentionCall
+from kvfold.cache.observe import observation_at, observation_of
+from kvfold.cache.prefill import evict
+from kvfold.cache.sizes import size_of
+from kvfold.cache.state import LayerState
+
+
+def note_token(state: LayerState, call: AttentionCall) -> None:
+    """Keeps the query of a generated token if the next round needs it, and evicts if that is due.
+
+    Raises KvfoldError for scores that cannot be ranked.
+    """
+    if state.next_round is None:
+        _begin(state, call)
+        return
+    seen, window = state.sequence.seen, state.answer_window
+    left = state.next_round - seen
+    if left < window.width:
+        window.add_step(call.query, seen - 1)
+    if left <= 0:
+        _evict_round(state, call)
+        every = state.plan.stages.every
+        state.next_round += every * (-left // every + 1)  # later if tokens came while frozen
+        if every >= window.width:
+            window.clear()
+
+
+def _begin(state: LayerState, call: AttentionCall) -> None:
+    """Takes a single token that came first for the prompt."""
+    budget = state.plan.budget
+    assert budget is not None
+    observation = observation_of(state, call)
+    if budget.kind != "ratio":
+        state.capacity = size_of(state, observation)
+    state.begin_rounds(observation)
+
+
+def _evict_round(state: LayerState, call: AttentionCall) -> None:
+    """Brings every row and head back to its capacity, by the scores of all stored entries."""
+    if state.capacity is None:
+        return
+    state.rounds += 1
+    if state.answer_window.width:
+        query, columns = state.answer_window.joined()
+        observation = observation_at(state, call._replace(query=query), columns)
+    else:
+        observation = observation_of(state, call)
+    counts, sizes = state.capacity, state.head_sizes
+    tokens = state.sequence.tokens()
+    if tokens is not None:
+        # A row that has ended stays as it is, as it would be alone.
+        ended = ~tokens[:, -1]
+        stored = (state.columns() >= 0).sum(-1).amax(-1)
+        counts = torch.where(ended, stored, counts)
+        sizes = None if sizes is None else sizes.masked_fill(ended[:, None], -1)
+    evict(state, observation, counts, sizes, _beside(state))
+
+
+def _beside(state: LayerState) -> Tensor | None:
+    """Bool mask `[B, H, T]` of the entries that do not count in the size; None: all count."""
+    if state.plan.stages.prompt == "counted":
+        return None
+    columns, end = state.columns(), state.turn_end
+    assert end is not None
+    return (columns >= 0) & (columns < end)

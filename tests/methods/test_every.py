@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""every: after each n generated tokens a layer is back at its size, by another method's score."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvfold
+from kvfold import IllegalComposition, KvfoldError
+from kvfold.attention.call import AttentionCall
+from kvfold.budget import Budget
+from kvfold.cache.fork import fork
+from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.phase import Phase
+from kvfold.cache.plan import Plan
+from kvfold.cache.state import LayerState
+from kvfold.cache.waiting import Waiting
+from tests.helpers.budgets import SMALL, compressed
+from tests.helpers.by_hand import (
+    WINDOW,
+    ByHand,
+    Head,
+    Layer,
+    assert_holds,
+    best,
+    distinct_prompts,
+    h2o,
+    prompt_read,
+    read_by_kvfold,
+    with_window,
+)
+from tests.helpers.caches import (
+    ALONE,
+    PADDED,
+    counted_bytes,
+    decode,
+    go_on,
+    kept,
+    positions,
+    reachable_bytes,
+    same,
+    start,
+)
+from tests.helpers.contexts import assert_same, new_model
+from tests.helpers.exactness import against_truth
+from tests.helpers.models import build, continuation, prompts
+from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.truth import Reader
+
+KNORM = "knorm:skip_layers=none"
+SNAPKV = "snapkv:window=8"
+H2O = "h2o:decode=append"
+SCORING = [KNORM, SNAPKV, "keydiff", H2O, "adakv:window=8", "pyramidkv:window=8"]
+SCORING += ["d2o:decode=append", "streaming_llm:decode=append", "chunkkv:window=8", "random"]
+EACH = pytest.mark.parametrize("spec", SCORING)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama", torch.float64)
+
+
+def every(spec: str, interval: int = 3, prompt: str = "counted") -> str:
+    return f"{spec} + every:interval={interval},prompt={prompt}"
+
+
+# --- sizes and sets ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [(4, [4, 5, 6, 6, 7, 8, 6, 7, 8, 6]), (10, [6, 7, 8, 6, 7, 8, 6, 7, 8, 6])],
+)
+@pytest.mark.parametrize("spec", [KNORM, "snapkv:window=2", H2O, "streaming_llm:decode=append"])
+def test_golden_sizes(model, spec, tokens, sizes):
+    spec = spec.replace("append", "append,sinks=2") if spec.startswith("str") else spec
+    reader = start(model, every(spec), (tokens,), budget=6)
+    found = [kept(reader.cache)]
+    for token in continuation(1, 9).split(1, 1):
+        reader(token)
+        found.append(kept(reader.cache))
+    assert found == [[size] for size in sizes]
+
+
+# K_ij = ((7i + 3j + ij) mod 11 − 5) / 4
+TOKENS, FEATURES = torch.arange(8)[:, None], torch.arange(4)
+KEYS = (((7 * TOKENS + 3 * FEATURES + TOKENS * FEATURES) % 11 - 5) / 4)[None, None]
+
+
+def one_layer(spec: str, budget: int) -> CompressedLayer:
+    """A single layer without a model."""
+    stages = kvfold.parse(spec).stages()
+    plan = Plan(stages, Budget.of(budget), 0, 1, 0)
+    return CompressedLayer(LayerState(plan, Phase(), Waiting(), None, None), None)
+
+
+def feed(layer: CompressedLayer, first: int, last: int) -> list[int]:
+    """Stored columns after the tokens `first` to `last − 1` in one forward."""
+    new = KEYS[:, :, first:last]
+    keys, values = layer.update(new, new)
+    layer.finish(AttentionCall(new, keys, values, 0.5))
+    return layer.state.columns()[0, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("spec", "golden"),
+    [
+        (KNORM, [[0, 1, 2], [0, 1, 2, 4], [1, 2, 4], [1, 2, 4, 6], [2, 6, 7]]),
+        ("keydiff", [[0, 2, 3], [0, 2, 3, 4], [3, 4, 5], [3, 4, 5, 6], [3, 4, 5]]),
+    ],
+)
+def test_golden_sets(spec, golden):
+    layer = one_layer(every(spec, 2), 3)
+    found = [feed(layer, 0, 4)] + [feed(layer, at, at + 1) for at in range(4, 8)]
+    assert found == golden
+
+
+# --- by hand, in float64 -----------------------------------------------------------------------
+
+
+def last_queries(layer: Layer) -> None:
+    """The attention of the last WINDOW queries, over all forwards, to what is stored now."""
+    queries = torch.cat([getattr(layer, "recent", layer.query[:, :0]), layer.query], 1)[:, -WINDOW:]
+    layer.recent = queries
+    last = layer.heads[0].positions[-1] + 1
+    at = torch.arange(last - queries.shape[1], last)
+    for head, own in zip(layer.heads, queries.split(len(queries) // len(layer.heads)), strict=True):
+        hidden = torch.tensor(head.positions) > at[:, None]
+        logits = (own @ head.keys.T * layer.scale).masked_fill(hidden, -torch.inf)
+        head.rows = logits.softmax(-1)
+
+
+def unlike(head: Head) -> list[int]:
+    unit = head.keys / head.keys.norm(dim=-1, keepdim=True)
+    return best(-(unit @ unit.mean(0)), SMALL)
+
+
+BY_HAND: dict[str, Callable[[Head], list[int]]] = {
+    KNORM: lambda head: best(-head.keys.norm(dim=-1), SMALL),
+    SNAPKV: lambda head: with_window(head, SMALL),
+    "keydiff": unlike,
+    H2O: lambda head: h2o(head, SMALL),
+}
+
+
+def round_of(one: ByHand, spec: str) -> None:
+    for head in (head for layer in one.layers for head in layer.heads):
+        if len(head) > SMALL:
+            head.keep(BY_HAND[spec](head))
+
+
+@pytest.mark.parametrize("interval", [3, 10])
+@pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
+@pytest.mark.parametrize("spec", BY_HAND)
+def test_each_round_keeps_what_is_kept_by_hand(spec, lengths, interval):
+    """Rows by hand are read alone; the row of 17 reaches the budget of 20 while generating."""
+    longest, count = max(lengths), 11
+    # No token comes twice: equal norms would be ranked by their last bits.
+    steps = distinct_prompts((longest + count,) * len(lengths))[0][:, longest:].split(1, 1)
+    reader = read_by_kvfold(every(spec, interval), SMALL, 2, lengths)
+    expected = [copy.deepcopy(prompt_read(2, lengths, row)) for row in range(len(lengths))]
+    for step in range(count + 1):
+        if step:
+            reader(steps[step - 1])
+        for row, one in enumerate(expected):
+            if step:
+                one(steps[step - 1][row : row + 1])
+            for layer in one.layers:
+                last_queries(layer)
+            if step % interval == 0:
+                round_of(one, spec)
+        assert_holds(reader.cache, expected)
+
+
+@pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
+@pytest.mark.parametrize("spec", [KNORM, SNAPKV, H2O, "adakv:window=8", "chunkkv:window=8"])
+def test_steps_attend_to_what_is_stored(spec, lengths):
+    off, effect, _ = against_truth("llama", every(spec), lengths, torch.float64, every_step=True)
+    assert off <= 1e-6 and effect > 1.0
+
+
+def test_every_token_is_h2o_that_holds(model):
+    readers = [start(model, spec, PADDED) for spec in (every(H2O, 1), "h2o")]
+    for token in continuation(3, 12).split(1, 1):
+        torch.testing.assert_close(*(reader(token) for reader in readers), atol=1e-5, rtol=0)
+        assert positions(readers[0].cache) == positions(readers[1].cache)
+
+
+# --- nothing but rounds changes anything ---------------------------------------------------------
+
+
+@EACH
+def test_an_interval_beyond_the_answer_is_append(model, spec):
+    readers = [start(model, one, PADDED) for one in (every(spec, 9), spec)]
+    assert same(*(decode(reader, 8) for reader in readers))
+    assert positions(readers[0].cache) == positions(readers[1].cache)
+    decode(readers[0], 1)
+    assert max(kept(readers[0].cache)) < max(kept(readers[1].cache)) + 1
+
+
+@EACH
+def test_a_budget_of_prompt_and_answer_evicts_nothing(model, spec):
+    readers = [start(model, one, PADDED, budget=76) for one in (every(spec), spec)]
+    assert same(*(decode(reader, 12) for reader in readers))
+    assert positions(readers[0].cache) == positions(readers[1].cache)
+    assert kept(readers[0].cache) == [length + 12 for length in sorted(PADDED)]
+
+
+def test_a_ratio_of_1_never_evicts(model):
+    reader = start(model, every(SNAPKV), budget=1.0)
+    decode(reader, 9)
+    assert kept(reader.cache) == [73]
+
+
+@EACH
+@pytest.mark.parametrize("interval", [3, 10])
+def test_each_row_is_the_row_alone(model, spec, interval):
+    """Prompts of 64, 53 and 15 tokens; the second row ends after 7 generated tokens."""
+    lengths, ends = (64, 53, 15), (20, 7, 20)
+    ids, mask = prompts(lengths)
+    steps = continuation(3, 20)
+    steps[1, 7:] = 0
+    together = Reader(model, compressed(model, every(spec, interval)), mask)
+    together(ids)
+    alone = []
+    for row, length in enumerate(lengths):
+        one = Reader(model, compressed(model, every(spec, interval)))
+        one(ids[row : row + 1, 64 - length :])
+        alone.append(one)
+    for step, token in enumerate(steps.split(1, 1)):
+        logits = together(token)
+        for row, one in enumerate(alone):
+            if step < ends[row]:
+                expected = one(token[row : row + 1])
+                # Sums and rotated sinks are float32 in every model.
+                torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-5, rtol=0)
+        for row, one in enumerate(alone):
+            padding = 64 - lengths[row]
+            for layer, expected in zip(
+                positions(together.cache), positions(one.cache), strict=True
+            ):
+                assert [[at - padding for at in head] for head in layer[row]] == expected[0]
+
+
+@EACH
+def test_pieces_of_a_prompt_change_nothing(model, spec):
+    ids, mask = prompts(PADDED)
+    caches = [compressed(model, every(spec)) for _ in range(2)]
+    outs = [
+        go_on(model, ids, cache, attention_mask=mask, prefill_chunk=chunk, max_new_tokens=12)
+        for cache, chunk in zip(caches, (None, 5), strict=True)
+    ]
+    assert torch.equal(*outs) and positions(caches[0]) == positions(caches[1])
+
+
+# --- sizes of heads, and prompts beside the size -------------------------------------------------
+
+
+def test_heads_keep_the_sizes_of_the_prompt(model):
+    reader = start(model, every("adakv:window=8"), PADDED)
+    sizes = reader.cache.stats().kept
+    assert len(kept(reader.cache)) > 1
+    for _ in range(3):
+        decode(reader, 3)
+        assert reader.cache.stats().kept == sizes
+
+
+def test_heads_that_kept_everything_are_sized_when_entries_leave(model):
+    reader = start(model, every("adakv:window=8"), (15,))
+    decode(reader, 3)
+    assert kept(reader.cache) == [18]
+    decode(reader, 3)
+    sizes = reader.cache.stats().kept
+    assert len(kept(reader.cache)) > 1
+    assert all(sum(row) == 2 * SMALL for layer in sizes for row in layer)
+    decode(reader, 3)
+    assert reader.cache.stats().kept == sizes
+
+
+@pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
+@pytest.mark.parametrize("spec", [KNORM, SNAPKV, H2O, "streaming_llm:decode=append"])
+def test_a_prompt_beside_the_size_is_kept(model, spec, lengths):
+    reader = start(model, every(spec, 3, "kept"), lengths, budget=10)
+    assert kept(reader.cache) == sorted(lengths)
+    decode(reader, 15)
+    for layer in positions(reader.cache):
+        for row, length in zip(layer, lengths, strict=True):
+            for head in row:
+                assert len(head) == length + 10
+                assert head[:length] == list(range(64 - length, 64))
+    decode(reader, 2)
+    assert kept(reader.cache) == [length + 12 for length in sorted(lengths)]
+
+
+def test_beside_the_prompt_h2o_keeps_half_of_the_answer_for_the_newest(model):
+    reader = start(model, every(H2O, 5, "kept"), budget=10)
+    decode(reader, 20)
+    for layer in positions(reader.cache):
+        assert all(head[-5:] == list(range(79, 84)) for head in layer[0])
+        assert any(head[-10:] != list(range(74, 84)) for head in layer[0])
+
+
+# --- turns, frozen caches, forks, crops, files ---------------------------------------------------
+
+
+def test_a_turn_starts_the_count_anew(model):
+    reader = start(model, every(SNAPKV))
+    decode(reader, 2)
+    reader(continuation(1, 12, seed=7))
+    for size in (SMALL + 1, SMALL + 2, SMALL):
+        decode(reader, 1)
+        assert kept(reader.cache) == [size]
+
+
+def test_a_prompt_of_one_token_grows_to_the_budget(model):
+    for spec in (KNORM, "snapkv:window=2", "adakv:window=2"):
+        reader = start(model, every(spec), (1,), budget=6)
+        decode(reader, 9)
+        assert sum(n for layer in reader.cache.stats().kept for n in layer[0]) == 8 * 6
+
+
+def test_tokens_read_while_frozen_go_at_the_next_step_that_is_due(model):
+    reader = start(model, every(SNAPKV, 8))
+    with reader.cache.frozen():
+        decode(reader, 12)
+    assert kept(reader.cache) == [SMALL + 12]
+    sizes = []
+    for _ in range(5):
+        decode(reader, 1)
+        sizes += kept(reader.cache)
+    # After 13 generated tokens, and after 16, as 8 and 16 are the rounds.
+    assert sizes == [SMALL, SMALL + 1, SMALL + 2, SMALL, SMALL + 1]
+
+
+@pytest.mark.parametrize("spec", [KNORM, SNAPKV, "adakv:window=8"])
+def test_a_crop_goes_back_to_the_last_round(model, spec):
+    reader = start(model, every(spec, 16))
+    decode(reader, 18)
+    twin = copy.deepcopy(reader.cache)
+    decode(reader, 5, seed=9)
+    reader.cache.crop(-5)
+    again = Reader(model, twin)
+    # From column 80 + 2 on: the window of the next round begins at 88.
+    assert same(decode(reader, 20), decode(again, 20))
+    assert positions(reader.cache) == positions(twin)
+    with pytest.raises(KvfoldError, match="cannot take back"):
+        twin.crop(-7)
+    twin.crop(-6)
+
+
+@pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8"])
+def test_a_fork_evicts_nothing(model, spec):
+    reader = start(model, every(spec))
+    decode(reader, 2)
+    branch = fork(reader.cache)
+    before = positions(reader.cache)
+    decode(Reader(model, branch), 9)
+    assert positions(reader.cache) == before
+    assert all(head[-9:] == list(range(66, 75)) for layer in positions(branch) for head in layer[0])
+
+
+@pytest.mark.parametrize("interval", [3, 20])
+@pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8"])
+def test_rows_take_their_queries_and_sizes_along(model, spec, interval):
+    ids, mask = prompts(PADDED)
+    rows = [2, 0, 0]
+    reader = start(model, every(spec, interval), PADDED)
+    straight = Reader(model, compressed(model, every(spec, interval)), mask[rows])
+    straight(ids[rows])
+    steps = continuation(3, 24).split(1, 1)
+    for token in steps[:16]:
+        reader(token)
+        straight(token[rows])
+    reader.cache.reorder_cache(torch.tensor(rows))
+    reader.mask = reader.mask[rows]
+    for token in steps[16:]:
+        torch.testing.assert_close(reader(token[rows]), straight(token[rows]), atol=1e-6, rtol=0)
+    assert positions(reader.cache) == positions(straight.cache)
+
+
+@pytest.mark.parametrize("generated", [0, 4, 17])
+@pytest.mark.parametrize("interval", [3, 20])
+@pytest.mark.parametrize(
+    "spec", [SNAPKV, "adakv:window=8", H2O, f"{KNORM} + adakv", "d2o:decode=append"]
+)
+def test_a_saved_answer_goes_on_as_it_would_have(spec, interval, generated, tmp_path: Path):
+    model, tokenizer = new_model(), word_tokenizer()
+    text = "the sky is blue and the grass is green " * 4
+    context = kvfold.compress(model, tokenizer, text, every(spec, interval), SMALL)
+    steps = torch.randint(3, 12, (1, 24), generator=torch.Generator().manual_seed(1)).split(1, 1)
+
+    def read(cache: kvfold.CompressedCache, tokens: tuple[Tensor, ...]) -> list[Tensor]:
+        with torch.no_grad():
+            return [model(token, past_key_values=cache).logits for token in tokens]
+
+    read(context.cache, steps[:generated])
+    answered = torch.cat([context.ids, *steps[:generated]], 1)
+    object.__setattr__(context, "ids", answered)
+    context.save(tmp_path / "context.kvfold")
+    loaded = kvfold.load(tmp_path / "context.kvfold", model, tokenizer)
+    if not generated:
+        assert_same(loaded.cache, context.cache)
+    assert same(read(loaded.cache, steps[generated:]), read(context.cache, steps[generated:]))
+    assert positions(loaded.cache) == positions(context.cache)
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [SNAPKV, H2O, "adakv:window=8"])
+def test_bytes_stay_flat_over_a_long_answer(spec):
+    model = build("llama", max_position_embeddings=2048)
+    reader = start(model, every(spec, 16))
+    sizes = []
+    for token in continuation(1, 600).split(1, 1):
+        reader(token)
+        sizes.append(reader.cache.stats().nbytes - reader.cache.stats().slack_bytes)
+    assert max(sizes[-32:]) <= max(sizes[:32])
+    assert max(kept(reader.cache)) <= 2 * SMALL + 16
+
+
+@pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8"])
+@pytest.mark.parametrize("interval", [3, 10])
+def test_bytes_are_those_of_all_storages(model, spec, interval):
+    reader = start(model, every(spec, interval), PADDED)
+    for _ in range(5):
+        assert counted_bytes(reader.cache) == reachable_bytes(reader.cache)
+        decode(reader, 2)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("every", "scores nothing itself"),
+        ("full + every", "scores nothing itself"),
+        ("kivi + every", "scores nothing itself"),
+        ("pyramidinfer + every", "scores nothing itself"),
+        ("h2o + every", "both bring the decode stage.*decode=append"),
+        ("tova + every", "both bring the decode stage"),
+        ("simlayerkv:when=first_decode + every", "both bring the decode stage"),
+        ("snapkv + every + every", "both bring the decode stage"),
+        ("kvzip + every", "forwards of its own"),
+        ("snapkv + kivi + every", "stored encoded"),
+        ("snapkv + think + every", "stored encoded"),
+        ("dbudgetkv + every", "without a budget"),
+        ("simlayerkv + every", "without a budget"),
+    ],
+)
+def test_what_cannot_be_evicted_in_rounds_is_refused(spec, reason):
+    with pytest.raises(IllegalComposition, match=reason):
+        kvfold.parse(spec).stages()
+
+
+def test_an_interval_of_no_tokens_is_refused():
+    with pytest.raises(KvfoldError, match="at least 1 token"):
+        kvfold.parse("snapkv + every:interval=0")
+    for stages in ({"decode": "every"}, {"every": 4}):
+        with pytest.raises(IllegalComposition, match="goes with every="):
+            kvfold.Stages(**stages)
+
+
+def test_compiled_decoding_is_refused(model):
+    cache = compressed(model, every(SNAPKV))
+    with pytest.raises(KvfoldError, match="evicts many entries at once after every 3 tokens"):
+        kvfold.generate(model, prompts(ALONE)[0], cache=cache, compile=True, max_new_tokens=2)
+
+
+def test_methods_of_ones_own_name_their_interval(model):
+    """A method file that sets decode="every" needs no other file."""
+
+    class Newest(kvfold.Method):
+        def stages(self) -> kvfold.Stages:
+            score = kvfold.parse("streaming_llm_original").stages().score
+            return kvfold.Stages(score=score, decode="every", every=4)
+
+    cache = kvfold.CompressedCache(model, Newest(), SMALL)
+    reader = Reader(model, cache)
+    reader(prompts(ALONE)[0])
+    decode(reader, 8)
+    assert positions(cache)[0][0][0] == list(range(52, 72))
