@@ -47,6 +47,7 @@ TESTED_BY = {
     "jobs/compress.py": "cli/test_compress_many.py",
     "jobs/executor.py": "jobs/test_processes.py",
     "jobs/records.py": "eval/run/test_run_folder.py",
+    "kernels/logits.py": "kernels/test_reference.py",
     "kernels/triton/softmax.py": "kernels/triton/test_ragged.py",
     "kernels/triton/splits.py": "kernels/triton/test_ragged.py",
     "kernels/views.py": "kernels/test_ragged.py",

@@ -44,14 +44,7 @@ def attend_to_view(
     if isinstance(view, RaggedView):
         # The logical mask's part for the segments' newest columns.
         newest = None if mask is None else mask[..., seen - view.new : seen]
-        out = attend_to_segments(
-            call.query,
-            view,
-            newest,
-            scale=call.scale,
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-        )
+        out = attend_to_segments(call.query, view, newest, **call.logits)
         return out.transpose(1, 2).contiguous(), None
     stored_mask = physical_mask(mask, view, call.query, seen, holes)
     attend = stock_attention(kind, module)
@@ -75,10 +68,8 @@ def attend_and_sum(
         value,
         stored_mask,
         squares=squares,
-        scale=call.scale,
-        softcap=call.softcap,
-        sink_logits=call.sink_logits,
         counted=counted,
+        **call.logits,
     )
     return out.transpose(1, 2).contiguous(), call._replace(sums=sums, squares=of_squares)
 
@@ -100,10 +91,8 @@ def attend_and_maximize(
         value,
         stored_mask,
         scored=scored,
-        scale=call.scale,
-        softcap=call.softcap,
-        sink_logits=call.sink_logits,
         counted=counted,
+        **call.logits,
     )
     return out.transpose(1, 2).contiguous(), call._replace(maxima=maxima)
 
@@ -118,28 +107,14 @@ def attend_and_watch_row(
     """Observes a single query's attention weights; with a `predicted` slot, its products too."""
     hidden = _hidden(call, store, seen, mask)
     if predicted is None:
-        out, row = attend_with_row(
-            call.query,
-            call.key,
-            call.value,
-            hidden,
-            scale=call.scale,
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-        )
-        return out.transpose(1, 2), AttentionCall(*call[:6], row)
+        out, row = attend_with_row(call.query, call.key, call.value, hidden, **call.logits)
+        return out.transpose(1, 2), AttentionCall(*call[:4], row)
     other = call.key[:, :, predicted : predicted + 1]
     out, row, products = attend_beside(
-        call.query,
-        call.key,
-        call.value,
-        hidden,
-        other,
-        scale=call.scale,
-        sink_logits=call.sink_logits,
+        call.query, call.key, call.value, hidden, other, **call.logits
     )
     eviction = PredictedEviction(predicted, products)
-    return out.transpose(1, 2), AttentionCall(*call[:6], row, predicted=eviction)
+    return out.transpose(1, 2), AttentionCall(*call[:4], row, predicted=eviction)
 
 
 def _dense(

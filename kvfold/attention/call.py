@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvfold.kernels.logits import LogitOptions
+
 
 class PredictedEviction(NamedTuple):
     """The slot expected to leave every head, and dot products `[B, H, T]` of all keys with its key.
@@ -27,9 +29,7 @@ class AttentionCall(NamedTuple):  # made in every layer of every step
     query: Tensor  # [B, Hq, S, D]
     key: Tensor  # [B, H, T, D]
     value: Tensor  # [B, H, T, Dv]
-    scale: float  # of the logits
-    softcap: float | None = None
-    sink_logits: Tensor | None = None  # [Hq], sink logits
+    logits: LogitOptions
     row: Tensor | None = None  # [B, Hq, 1, T], weights of a single query
     sums: Tensor | None = None  # [B, H, T], column sums
     squares: Tensor | None = None  # [B, H, T], column sums of squares

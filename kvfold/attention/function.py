@@ -66,8 +66,7 @@ def _attend_to_stored(
     source = None if mark is None or layer is not None else mark[0]()
     if layer is None and source is None:  # attention without a kvfold cache
         return stock_attention(kind, module)(module, query, key, value, mask, **options)
-    scale, softcap, sink_logits = logit_options(module, query, options)
-    call = AttentionCall(query, key, value, scale, softcap, sink_logits)
+    call = AttentionCall(query, key, value, logit_options(module, query, options))
     if source is not None:
         return source.attend_as_guest(module, kind, call, mark[1], mask, options)
     assert layer is not None

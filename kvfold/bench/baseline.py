@@ -58,7 +58,7 @@ def _attention(
     Query `[B, Hq, S, D]`, key and value `[B, H, T, D]`; returns `[B, S, Hq, D]` and no weights.
     """
     kernel = kernels.decode if query.shape[2] == 1 else kernels.prefill
-    scale, *_ = logit_options(module, query, kwargs)
+    scale = logit_options(module, query, kwargs)["scale"]
     out = kernel.attend(query, key, value, attention_mask, scale)
     return out.transpose(1, 2).contiguous(), None
 

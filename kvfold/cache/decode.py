@@ -57,7 +57,7 @@ def predicted_slot(state: LayerState, call: AttentionCall) -> int | None:
     None where the merge stage does not ask for the products of its key with all keys, or where the
     kernel cannot give them: entries are compared in float32, without a softcap.
     """
-    if state.plan.stages.needs.norms != "keys" or call.softcap is not None:
+    if state.plan.stages.needs.norms != "keys" or call.logits.get("softcap") is not None:
         return None
     ends, keys = state.forced_ends(), state.dense_store().keys
     stored = keys.shape[2]
@@ -190,10 +190,8 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
         budget=state.capacity,
         layer=state.plan.layer,
         layers=state.plan.layers,
-        scale=call.scale,
-        softcap=call.softcap,
-        sink_logits=call.sink_logits,
         seed=draw(state),
+        **call.logits,
     )
 
 

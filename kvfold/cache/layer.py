@@ -179,7 +179,8 @@ class CompressedLayer(CacheLayerMixin):
             out, call = attend_and_sum(call, store, seen, mask, counted=counted, squares=squares)
         elif kind == "sdpa" and mask is None and self._shows_all(call):
             # Entries were evicted: there is no stock result to match bit for bit.
-            out = attend_single(call.query, call.key, call.value, call.scale).transpose(1, 2)
+            scale = call.logits["scale"]
+            out = attend_single(call.query, call.key, call.value, scale).transpose(1, 2)
         else:
             out, weights = attend_to_view(
                 module, kind, call, store.view(), seen, mask, options, store.holes
@@ -247,7 +248,8 @@ class CompressedLayer(CacheLayerMixin):
         assert store is not None
         if call.query.shape[2] > 1 or store.holes or not (store.is_dense and store.moved):
             return False
-        return call.softcap is None and call.sink_logits is None
+        softcap, sink_logits = call.logits.get("softcap"), call.logits.get("sink_logits")
+        return softcap is None and sink_logits is None
 
     def _counted(self, call: AttentionCall) -> Tensor | None:
         """Bool mask `[B, S]` of the call's queries that are tokens; None: all."""

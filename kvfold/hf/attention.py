@@ -19,6 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.forward_hooks import preparing, unwatch
 from kvfold.hf.models import text_config
+from kvfold.kernels.logits import LogitOptions
 
 # The name over each delegate: "sdpa" or "flash" in a name would mean more to transformers.
 NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
@@ -120,14 +121,13 @@ def attention_name(model: PreTrainedModel) -> str:
     return next((stock for stock, routed in NAMES.items() if routed == name), name)
 
 
-def logit_options(
-    module: nn.Module, query: Tensor, options: dict[str, Any]
-) -> tuple[float, float | None, Tensor | None]:
-    """The scale of the logits (the call's, the module's, or 1/√D), softcap, and sink logits `[Hq]`.
-
-    Gemma 2 has a softcap; GPT-OSS has learned sink logits, `s_aux`.
-    """
+def logit_options(module: nn.Module, query: Tensor, options: dict[str, Any]) -> LogitOptions:
+    """The scale of the logits (the call's, the module's, or 1/√D), softcap and sink logits."""
     scaling = options.get("scaling")
     if scaling is None:
         scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
-    return float(scaling), options.get("softcap"), options.get("s_aux")
+    return {
+        "scale": float(scaling),
+        "softcap": options.get("softcap"),
+        "sink_logits": options.get("s_aux"),
+    }

@@ -122,9 +122,9 @@ def _blockwise_statistics(seen: Observation, window: int) -> tuple[Tensor, Tenso
         seen.keys,
         seen.keys[..., :1],
         None,
-        seen.scale,
-        seen.softcap,
-        seen.sink_logits,
+        scale=seen.scale,
+        softcap=seen.softcap,
+        sink_logits=seen.sink_logits,
     )
     like: dict[str, Any] = {"device": seen.keys.device, "dtype": torch.float32}
     spans = membership(tokens, CELLS).to(**like)

@@ -6,9 +6,12 @@ Reference: `reference.attend_with_column_maxima`.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.query_blocks import BLOCK, AttentionBlocks, Block, spans
 
 
@@ -18,18 +21,18 @@ def attend_with_column_maxima(
     value: Tensor,
     mask: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
     scored: Tensor,
     counted: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T."""
-    plain = softcap is None and sink_logits is None and counted is None
+    scale = options["scale"]
+    bare = options.get("softcap") is None and options.get("sink_logits") is None
+    plain = bare and counted is None
     # Two separate passes read the scored keys twice: faster while these are under half of all.
     if plain and 2 * int(scored.sum(-1).max()) < key.shape[2] and _follow(query, key, value, mask):
         return _attend_apart(query, key, value, scale), _maxima_apart(query, key, scale, scored)
-    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sink_logits)
+    blocks = AttentionBlocks(query, key, value, mask, **options)
     ranges = [spans(of_row) for of_row in scored]
     maxima, voting = blocks.per_entry(), blocks.voters(counted)
     for at, weights in blocks:

@@ -6,12 +6,13 @@ Reference: `reference.attend_with_moments`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor
 
 from kvfold.kernels import query_blocks as chunked
 from kvfold.kernels.dispatch import columns_path
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.swapped_qk import causal_attention, column_sums_from_two_flash_passes
 
 
@@ -21,21 +22,13 @@ def attend_with_moments(
     value: Tensor,
     mask: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
     squares: bool = False,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `reference.attend_with_moments`; the sums of squares are None without `squares`."""
-    path = columns_path(
-        query,
-        value,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        masked=mask is not None,
-        squares=squares,
-    )
+    scale = options["scale"]
+    path = columns_path(query, value, masked=mask is not None, squares=squares, **options)
     if path == "flash":
         out, sums = column_sums_from_two_flash_passes(
             query, key, value, scale=scale, counted=counted
@@ -48,12 +41,7 @@ def attend_with_moments(
         if squares:
             return out, *column_moments(query, key, lse, scale=scale, counted=counted)
         return out, column_sums(query, key, lse, scale=scale, counted=counted), None
-    given: dict[str, Any] = {
-        "scale": scale,
-        "softcap": softcap,
-        "sink_logits": sink_logits,
-        "counted": counted,
-    }
     if squares:
-        return chunked.attend_with_moments(query, key, value, mask, **given)
-    return *chunked.attend_with_column_sums(query, key, value, mask, **given), None
+        return chunked.attend_with_moments(query, key, value, mask, counted=counted, **options)
+    out, sums = chunked.attend_with_column_sums(query, key, value, mask, counted=counted, **options)
+    return out, sums, None

@@ -8,11 +8,12 @@ import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.swapped_qk import COLUMNS
 
 Path = Literal["triton", "varlen", "flash", "torch"]
@@ -67,10 +68,9 @@ def columns_path(
     query: Tensor,
     value: Tensor,
     *,
-    softcap: float | None,
-    sink_logits: Tensor | None,
     masked: bool,
     squares: bool,
+    **options: Unpack[LogitOptions],
 ) -> Path:
     """Path for column sums of `query [B, Hq, S, D]` over value `[B, H, T, Dv]`.
 
@@ -78,8 +78,10 @@ def columns_path(
     `swapped_qk.causal_attention` returns with the output.
     """
     size = query.shape[-1]
-    known = softcap is None and sink_logits is None and not masked and _on_gpu_in_half(query)
-    if not known or size != value.shape[-1] or size % 8 or not _fits(query, size):
+    plain = options.get("softcap") is None and options.get("sink_logits") is None
+    if not plain or masked or not _on_gpu_in_half(query):
+        return "torch"
+    if size != value.shape[-1] or size % 8 or not _fits(query, size):
         return "torch"
     if triton_available(query):
         return "triton"

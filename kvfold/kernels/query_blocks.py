@@ -7,10 +7,12 @@ Reference: `reference.attend_with_column_sums`, `reference.attend_with_moments`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+
+from kvfold.kernels.logits import LogitOptions
 
 BLOCK = 128
 # Entries between two ranges worth a cut: another slice costs about as much as these.
@@ -25,13 +27,11 @@ def attend_with_column_sums(
     value: Tensor,
     mask: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_sums`, with memory linear in T."""
-    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sink_logits)
+    blocks = AttentionBlocks(query, key, value, mask, **options)
     sums = _column_sums(blocks, counted)
     return blocks.out, sums
 
@@ -42,13 +42,11 @@ def attend_with_moments(
     value: Tensor,
     mask: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_with_moments`, with memory linear in T."""
-    blocks = AttentionBlocks(query, key, value, mask, scale, softcap, sink_logits)
+    blocks = AttentionBlocks(query, key, value, mask, **options)
     squares = blocks.per_entry()
     sums = _column_sums(blocks, counted, squares)
     return blocks.out, sums, squares / blocks.groups**2
@@ -105,16 +103,15 @@ class AttentionBlocks:
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
+        **options: Unpack[LogitOptions],
     ) -> None:
         # The buffer is reused for every block, so gradients are impossible.
         query, self._key, self._value = query.detach(), key.detach(), value.detach()
-        self._mask, self._softcap, self._sink_logits = mask, softcap, sink_logits
+        self._mask = mask
+        self._softcap, self._sink_logits = options.get("softcap"), options.get("sink_logits")
         heads, stored = key.shape[1:3]
         self.groups = query.shape[1] // heads
-        self._query = (query * scale).unflatten(1, (heads, self.groups))
+        self._query = (query * options["scale"]).unflatten(1, (heads, self.groups))
         self.out = query.new_empty(*query.shape[:3], value.shape[-1])
         self._dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         rows = self.groups * min(BLOCK, query.shape[2])

@@ -7,12 +7,13 @@ Reference: `reference.attend_with_column_sums` on each segment alone.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.static_quantized import both_packed
 from kvfold.kernels.varlen import attend_to_rows_varlen
 from kvfold.kernels.views import BLOCK, Flat, RaggedView
@@ -30,17 +31,15 @@ def attend_to_segments(
     query: Tensor,
     stored: RaggedView,
     mask: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> Tensor:
     """Attention output `[B, Hq, S, Dv]` of `query [B, Hq, S, D]`.
 
     `mask`, bool or additive `[B, 1 or Hq, S, n]`, covers the last n entries of every segment. None:
     causal, the queries being the last S entries of every segment. Rows that see nothing are 0.
-    `sink_logits [Hq]`.
     """
+    scale, softcap = options["scale"], options.get("softcap")
+    plain = softcap is None and options.get("sink_logits") is None
     if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
         mask = None
     flat = isinstance(stored.keys.encoded, Flat) and isinstance(stored.values.encoded, Flat)
@@ -52,18 +51,18 @@ def attend_to_segments(
     ):
         path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
         if path != "torch":
-            return _one_step_of_rows(query, stored, scale, softcap, sink_logits, path)
+            return _one_step_of_rows(query, stored, path, options)
         same = query.shape[-1] == stored.values.tail.shape[-1]
-        if softcap is None and sink_logits is None and same and query.device.type == "cpu":
+        if plain and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
     even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
     if even and both_packed(stored) is not None:
         size = stored.values.tail.shape[-1]
         if packed_path(query, value_size=size, masked=False) == "triton":
-            return _one_step_of_packed(query, stored, scale, softcap, sink_logits)
-    if even and softcap is None and sink_logits is None:
+            return _one_step_of_packed(query, stored, options)
+    if even and plain:
         return _one_step_even(query, stored, scale)
-    return _in_blocks(query, stored, mask, scale, softcap, sink_logits)
+    return _in_blocks(query, stored, mask, options)
 
 
 def _sees_everything(mask: Tensor) -> bool:
@@ -116,14 +115,10 @@ def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_step_of_rows(
-    query: Tensor,
-    stored: RaggedView,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    path: Path,
+    query: Tensor, stored: RaggedView, path: Path, options: LogitOptions
 ) -> Tensor:
     """As `_one_step`, all segments in one launch on a GPU, with softcap and sink logits."""
+    scale, softcap = options["scale"], options.get("softcap")
     batch, _, _, size = query.shape
     keys, values = stored.keys.encoded, stored.values.encoded
     assert isinstance(keys, Flat) and isinstance(values, Flat)
@@ -141,16 +136,10 @@ def _one_step_of_rows(
         )
     tail = _attended(rows.unflatten(0, (batch, -1)), *_tails(stored), scale, softcap)
     newest = tail[0].flatten(0, 1), tail[1].flatten(0, 1)
-    return _joined(query, (out, total), newest, sink_logits)
+    return _joined(query, (out, total), newest, options.get("sink_logits"))
 
 
-def _one_step_of_packed(
-    query: Tensor,
-    stored: RaggedView,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-) -> Tensor:
+def _one_step_of_packed(query: Tensor, stored: RaggedView, options: LogitOptions) -> Tensor:
     """As `_one_step_even`, over packed entries in one launch on a GPU; they are not unpacked.
 
     Entries whose key or value is still raw are few at any length: plain torch attends to them.
@@ -160,6 +149,7 @@ def _one_step_of_packed(
     parts = both_packed(stored)
     assert parts is not None
     keys, values = parts
+    scale, softcap = options["scale"], options.get("softcap")
     segments, lengths = len(keys.lengths), (keys.lengths[0], values.lengths[0])
     rows = query.reshape(segments, -1, query.shape[-1])
     both = _even_lengths(segments, *lengths, query.device)
@@ -169,7 +159,7 @@ def _one_step_of_packed(
         for encoded, part in ((keys, stored.keys), (values, stored.values))
     )
     newest = _attended(rows, new_keys, new_values, None, scale, softcap)
-    return _joined(query, packed, newest, sink_logits)
+    return _joined(query, packed, newest, options.get("sink_logits"))
 
 
 @lru_cache(maxsize=16)
@@ -242,18 +232,14 @@ def _merged(outs: Tensor, totals: Tensor) -> Tensor:
 
 
 def _in_blocks(
-    query: Tensor,
-    stored: RaggedView,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
+    query: Tensor, stored: RaggedView, mask: Tensor | None, options: LogitOptions
 ) -> Tensor:
     """Output `[B, Hq, S, Dv]`, segment by segment in blocks of queries: takes every case."""
     batch, query_heads, queries, size = query.shape
     segments = len(stored.keys.gaps)
     groups = query_heads * batch // segments
-    grouped = (query * scale).reshape(segments, groups, queries, size)
+    softcap, sink_logits = options.get("softcap"), options.get("sink_logits")
+    grouped = (query * options["scale"]).reshape(segments, groups, queries, size)
     out = query.new_empty(segments, groups, queries, stored.values.tail.shape[-1])
     pieces = zip(stored.keys.all_pieces(), stored.values.all_pieces(), strict=True)
     for i, (keys, values) in enumerate(pieces):

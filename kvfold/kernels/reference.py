@@ -6,8 +6,12 @@ Plain torch over the whole weight matrix `[B, Hq, S, T]`: small inputs only.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
+
+from kvfold.kernels.logits import LogitOptions
 
 
 def attend_with_column_sums(
@@ -16,28 +20,17 @@ def attend_with_column_sums(
     value: Tensor,
     mask: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, S, Dv]` and column sums `[B, H, T]` of the weights.
 
     query `[B, Hq, S, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`; mask bool or additive
-    `[B or 1, Hq or 1, S, T]`, or None for a causal one aligned to the last key; `sink_logits
-    [Hq]`. Column sums run over the queries where `counted [B, S]` is true (None: all), as means
-    over the query heads of a group. Rows that see nothing are 0.
+    `[B or 1, Hq or 1, S, T]`, or None for a causal one aligned to the last key. Column sums run
+    over the queries where `counted [B, S]` is true (None: all), as means over the query heads of a
+    group. Rows that see nothing are 0.
     """
-    out, sums, _ = attend_with_moments(
-        query,
-        key,
-        value,
-        mask,
-        scale=scale,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        counted=counted,
-    )
+    out, sums, _ = attend_with_moments(query, key, value, mask, counted=counted, **options)
     return out, sums
 
 
@@ -47,14 +40,12 @@ def attend_with_moments(
     value: Tensor,
     mask: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
     counted: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attend_with_column_sums`, and the column sums `[B, H, T]` of the squared group means."""
-    logits = _logits(query, key, scale, softcap)
-    attention = _softmax(_masked(logits, mask), sink_logits)
+    logits = _logits(query, key, options)
+    attention = _softmax(_masked(logits, mask), options.get("sink_logits"))
     out = attention.to(value.dtype) @ value.repeat_interleave(_groups(query, key), 1)
     if counted is not None:
         attention = attention * counted[:, None, :, None]
@@ -68,11 +59,9 @@ def attend_with_column_maxima(
     value: Tensor,
     mask: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
     scored: Tensor,
     counted: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, S, Dv]` and column maxima `[B, H, T]` of scored entries (KVzip).
 
@@ -83,8 +72,8 @@ def attend_with_column_maxima(
     scored entry adds nothing. An additive mask hides an entry with less than half of its dtype's
     minimum.
     """
-    logits = _logits(query, key, scale, softcap)
-    attention = _softmax(_masked(logits, mask), sink_logits)
+    logits = _logits(query, key, options)
+    attention = _softmax(_masked(logits, mask), options.get("sink_logits"))
     out = attention.to(value.dtype) @ value.repeat_interleave(_groups(query, key), 1)
     candidates = _allowed(logits, mask) & scored[:, None, None, :]
     rows = _softmax(_masked(logits, mask).masked_fill(~candidates, -torch.inf), None)
@@ -97,9 +86,10 @@ def _groups(query: Tensor, key: Tensor) -> int:
     return query.shape[1] // key.shape[1]
 
 
-def _logits(query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _logits(query: Tensor, key: Tensor, options: LogitOptions) -> Tensor:
     """Logits `[B, Hq, S, T]` before any mask."""
-    logits = query @ key.repeat_interleave(_groups(query, key), 1).transpose(-1, -2) * scale
+    keys, softcap = key.repeat_interleave(_groups(query, key), 1), options.get("softcap")
+    logits = query @ keys.transpose(-1, -2) * options["scale"]
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 

@@ -7,10 +7,13 @@ Reference: `reference.attend_with_column_sums`, whose column sums of one query a
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvfold.kernels.logits import LogitOptions
 
 FEW = 4  # query heads of a group up to which two products beat SDPA on a CPU
 
@@ -38,28 +41,26 @@ def attend_with_row(
     key: Tensor,
     value: Tensor,
     hidden: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, 1, Dv]` and its row of weights `[B, Hq, 1, T]`.
 
     query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`. `hidden [B, H or 1, G or 1,
-    T]` is added to the logits; at least one entry must stay visible. `sink_logits [Hq]`. Weights
-    are float32, or float64 for a float64 query.
+    T]` is added to the logits; at least one entry must stay visible. Weights are float32, or
+    float64 for a float64 query.
     """
+    softcap = options.get("softcap")
     batch, _, _, size = query.shape
     heads = key.shape[1]
     grouped = query.reshape(batch, heads, -1, size)
     if hidden is not None:
         hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1)
-    logits = products(grouped, key, hidden if softcap is None else None, scale)
+    logits = products(grouped, key, hidden if softcap is None else None, options["scale"])
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
         logits = logits if hidden is None else logits + hidden
-    return _weighted(logits, value, sink_logits)
+    return _weighted(logits, value, options.get("sink_logits"))
 
 
 def attend_beside(
@@ -68,20 +69,19 @@ def attend_beside(
     value: Tensor,
     hidden: Tensor | None,
     other: Tensor,
-    *,
-    scale: float,
-    sink_logits: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attend_with_row`, and products `[B, H, T]` of the keys with `other [B, H, 1, D]` (D2O).
 
-    One matmul reads the keys once for both. `hidden [B, H, 1, T]` is added to the products too.
+    One matmul reads the keys once for both: no softcap is applied, and `hidden [B, H, 1, T]` is
+    added to the products too.
     """
     batch, heads, stored, size = key.shape
-    grouped = query.reshape(batch, heads, -1, size) * scale
+    grouped = query.reshape(batch, heads, -1, size) * options["scale"]
     if hidden is not None:
         hidden = hidden.flatten(0, 1)
     found = products(torch.cat([grouped, other], 2), key, hidden, 1.0)
-    out, row = _weighted(found[:, :-1], value, sink_logits)
+    out, row = _weighted(found[:, :-1], value, options.get("sink_logits"))
     return out, row, found[:, -1].view(batch, heads, stored)
 
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.single_query import softmax_beside
 
 
@@ -15,16 +18,15 @@ def attend_to_buffers(
     keys: Tensor,
     values: Tensor,
     visible: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
+    **options: Unpack[LogitOptions],
 ) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`.
 
     keys `[B, H, T, D]`, values `[B, H, T, Dv]`; slots where `visible [B, H, T]` is false are
-    masked, and must hold finite numbers. `sink_logits [Hq]`.
+    masked, and must hold finite numbers.
     """
+    scale, softcap = options["scale"], options.get("softcap")
+    sink_logits = options.get("sink_logits")
     batch, query_heads, _, size = query.shape
     # The query heads of a group become rows of one head, so that keys are read once.
     grouped = query.reshape(batch, keys.shape[1], -1, size)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.packing import PackedKeys, PackedValues, dequantize
 from kvfold.kernels.single_query import softmax_beside
 from kvfold.kernels.views import RaggedView
@@ -42,20 +43,18 @@ def attend_to_packed_segments(
     query: Tensor,
     stored: RaggedView,
     *,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
     backend: Backend,
+    **options: Unpack[LogitOptions],
 ) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`; needs `reads_packed(stored)`.
 
-    `backend` compiles the products with packed entries, once for all lengths. `sink_logits [Hq]`.
+    `backend` compiles the products with packed entries, once for all lengths.
     """
     both = both_packed(stored)
     assert both is not None
     keys, values = both
     segments, packed = len(keys.lengths), values.lengths[0]
-    grouped = (query * scale).reshape(segments, -1, query.shape[-1])
+    grouped = (query * options["scale"]).reshape(segments, -1, query.shape[-1])
     products = _compiled(_products_with_keys, keys.bits, keys.group, backend)
     logits = torch.cat(
         [
@@ -64,9 +63,10 @@ def attend_to_packed_segments(
         ],
         -1,
     )
+    softcap = options.get("softcap")
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    weights = softmax_beside(logits, sink_logits).to(query.dtype)
+    weights = softmax_beside(logits, options.get("sink_logits")).to(query.dtype)
     sums = _compiled(_sum_of_values, values.bits, values.group, backend)
     of_packed = weights[..., :packed].contiguous()
     torch._dynamo.maybe_mark_dynamic(of_packed, 2)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvfold.cache.layer import CompressedLayer
 from kvfold.generation.static.layer import StaticBuffers
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.static_buffers import attend_to_buffers
 
 
@@ -27,15 +28,11 @@ class StaticDense(StaticBuffers):
         self.visible.index_fill_(2, self.used.view(1), True)
         return super().update(key_states, value_states)
 
-    def _attend(
-        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
         return attend_to_buffers(
             query,
             self.keys,
             self.values,
             self.visible,
-            scale=scale,
-            softcap=softcap,
-            sink_logits=sink_logits,
+            **options,
         )

@@ -11,6 +11,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.state import alive
 from kvfold.generation.static.layer import StaticBuffers
 from kvfold.kernels.gather import as_added, pick, take
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.single_query import attend_with_row, mean_of_heads
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.merge.base import Leaving
@@ -67,17 +68,13 @@ class StaticEvicting(StaticBuffers):
         self.tokens.add_(1)
         return super().update(key_states, value_states)
 
-    def _attend(
-        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
         out, row = attend_with_row(
             query,
             self.keys,
             self.values,
             self._hidden()[:, :, None],
-            scale=scale,
-            softcap=softcap,
-            sink_logits=sink_logits,
+            **options,
         )
         if self.sums is not None:
             received = mean_of_heads(row, self.positions.shape[1])
@@ -97,9 +94,7 @@ class StaticEvicting(StaticBuffers):
                 budget=self.capacity,
                 layer=self.plan.layer,
                 layers=self.plan.layers,
-                scale=scale,
-                softcap=softcap,
-                sink_logits=sink_logits,
+                **options,
             )
             self._drop_one(seen, self.capacity)
         return out

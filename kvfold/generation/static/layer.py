@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.cache.layer import CompressedLayer
 from kvfold.hf.attention import logit_options
+from kvfold.kernels.logits import LogitOptions
 
 
 class StaticLayer(CacheLayerMixin):
@@ -28,12 +29,10 @@ class StaticLayer(CacheLayerMixin):
 
     def attend(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> Tensor:
         """Attention output `[B, 1, Hq, Dv]` of `query [B, Hq, 1, D]` over all stored entries."""
-        out = self._attend(query, *logit_options(module, query, options))
+        out = self._attend(query, logit_options(module, query, options))
         return out.transpose(1, 2).contiguous()
 
-    def _attend(
-        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
         raise NotImplementedError
 
     def between_steps(self) -> None:

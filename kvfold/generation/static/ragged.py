@@ -13,6 +13,7 @@ from torch import Tensor
 from kvfold.attention.call import AttentionCall
 from kvfold.cache.layer import CompressedLayer
 from kvfold.generation.static.layer import StaticLayer
+from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.kernels.static_quantized import Backend, attend_to_packed_segments, reads_packed
 from kvfold.store.ragged import RaggedStore
@@ -57,14 +58,18 @@ class StaticRagged(StaticLayer):
         self.seen.add_(1)
         return self.newest
 
-    def _attend(
-        self, query: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
         assert self.newest is not None
         keys, values = self.newest
         self.newest = None
         out: Tensor = _decode_segments(
-            self.number, query, keys, values, scale, softcap, sink_logits
+            self.number,
+            query,
+            keys,
+            values,
+            options["scale"],
+            options.get("softcap"),
+            options.get("sink_logits"),
         )
         return out
 
@@ -79,16 +84,11 @@ class StaticRagged(StaticLayer):
         keys, values = layer.update(call.key, call.value)
         stored = self.store.segments()
         tokens = self._newest_tokens() if self.padded else None
-        options: dict[str, Any] = {
-            "scale": call.scale,
-            "softcap": call.softcap,
-            "sink_logits": call.sink_logits,
-        }
         if tokens is None and reads_packed(stored):
-            out = attend_to_packed_segments(call.query, stored, backend=self.backend, **options)
+            out = attend_to_packed_segments(call.query, stored, backend=self.backend, **call.logits)
         else:
             mask = None if tokens is None else tokens[:, None, None]
-            out = attend_to_segments(call.query, stored, mask, **options)
+            out = attend_to_segments(call.query, stored, mask, **call.logits)
         layer.finish(call._replace(key=keys, value=values))
         layer.binding.answered()
         return out
@@ -126,9 +126,8 @@ def _decode_segments(
     sink_logits: Tensor | None,
 ) -> Tensor:
     """`StaticRagged.step` of layer `number`, a tensor so that one graph serves all layers."""
-    return _decoding[int(number)].step(
-        AttentionCall(query, keys, values, scale, softcap, sink_logits)
-    )
+    options: LogitOptions = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
+    return _decoding[int(number)].step(AttentionCall(query, keys, values, options))
 
 
 @_decode_segments.register_fake
