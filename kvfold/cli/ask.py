@@ -30,7 +30,7 @@ from kvfold.terminal import console, messages, print_json
 def command(
     model: Annotated[str, typer.Argument(help="The model that compressed the document.")],
     context: Annotated[Path, typer.Argument(help="A file written by `kvfold compress`.")],
-    question: Annotated[str, typer.Argument(help="What to ask; - is standard input.")],
+    question: Annotated[str, typer.Argument(help="The question; - is standard input.")],
     encoding: Encoding = "utf-8",
     max_new_tokens: MaxNewTokens = 64,
     stop: Annotated[
@@ -43,7 +43,7 @@ def command(
     loading: Loading,
     sampling: SamplingOptions,
 ) -> None:
-    """Ask a compressed document a question; the answer is shown as it comes."""
+    """Ask a compressed document a question; the answer is streamed."""
     asked = read_text(Path(question), encoding) if question == "-" else question
     with messages(as_json).status("importing torch and transformers"):
         import kvfold

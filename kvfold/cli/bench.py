@@ -44,7 +44,7 @@ def command(
             help='A method, such as "kvzip:chunk=2000"; may be repeated.', show_default="nine"
         ),
     ] = None,
-    budgets: Annotated[str, typer.Option(help='What to keep: "0.2 512 1GiB".')] = "0.2",
+    budgets: Annotated[str, typer.Option(help='Budgets: "0.2 512 1GiB".')] = "0.2",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "4096",
     batches: Annotated[str, typer.Option(help="Rows in a batch.")] = "1",
     new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps in each round.")] = 32,

@@ -45,7 +45,7 @@ def compress_many(
     compared, as no model is loaded here.
     """
     if any(str(document) == "-" for document in documents):
-        raise KvfoldError("standard input is one document: give it alone, and without --ray")
+        raise KvfoldError("standard input is one document: give no other, and no --ray")
     if out is not None and not out.is_dir():
         raise KvfoldError(f"cannot write into {out}: there is no such folder")
     paths = [(out or path.parent) / f"{path.stem}.kvfold" for path in documents]

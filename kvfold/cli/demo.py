@@ -29,14 +29,14 @@ AWARE = ("streaming_llm_original", "h2o", "snapkv", "pyramidkv", "knorm", "tova"
 METHODS = (ANY_QUESTION, *AWARE)
 SHOWN = ("full", "snapkv", "random")
 KNOWN = (
-    "With the question in the prompt, a method compresses once for each question and keeps what "
-    "the question attends to."
+    "With the question in the prompt, a method compresses once for each question and keeps the "
+    "entries that the question attends to."
 )
 WHY = (
-    "A document that many questions share is compressed before any of them is asked. SnapKV scores "
-    "it by what its last tokens attend to, and cannot know then which key will matter; nor can "
-    "PyramidKV or TOVA, whose scores come from the last queries too. KVzip lets the model repeat "
-    "the document and keeps what it attends to meanwhile, whatever is asked later."
+    "A document that many questions share is compressed before any of them is known. SnapKV, "
+    "PyramidKV and TOVA score entries by the document's last queries, which do not show the key of "
+    "a later question. KVzip lets the model repeat the document, and keeps the entries that it "
+    "attends to meanwhile."
 )
 
 # Results by (method, budget); and answers by method, compressed with the question in view.
@@ -53,7 +53,7 @@ def command(
         str, typer.Option(help="Ratios to keep; the middle one is drawn.")
     ] = "0.5 0.2 0.1",
 ) -> None:
-    """Compress a document in many ways, ask questions, show what survived and what it cost."""
+    """Compare methods on one document: right answers, bytes and time."""
     started = time.perf_counter()
     out = console()
     with out.status("importing torch and transformers"):

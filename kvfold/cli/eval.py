@@ -65,7 +65,7 @@ def command(
     gold_history: Annotated[
         bool,
         typer.Option(
-            "--gold-history", help="Later turns read the right answers, not the model's own."
+            "--gold-history", help="Later turns see the right answers, not the model's own."
         ),
     ] = False,
     data: Annotated[
@@ -108,9 +108,9 @@ def command(
     loading: Loading,
 ) -> None:
     """Evaluate methods at budgets, beside the full cache, random eviction, sinks and recent tokens,
-    and a context that is just cut.
+    and a truncated context.
 
-    Contexts are compressed before any question exists, unless asked otherwise. `kvfold report`
+    Contexts are compressed before any question is known, unless --question-aware. `kvfold report`
     turns the records into tables, pictures and a page.
     """
     screen = messages(as_json)
@@ -166,7 +166,7 @@ def command(
     idle = [method for method in dict(contenders) if not planning.streams(method)]
     if idle and any(each.task.phase == "stream" for each in plan.wanted):
         names = ", ".join(idle)
-        note = f"left out where a text is streamed, since they only compress prompts: {names}"
+        note = f"left out on streamed texts, as they compress only prompts: {names}"
         screen.print(Text(note, style="yellow"))
     _evaluate(screen, plan, pool, out, as_json)
 
@@ -225,7 +225,7 @@ def _evaluate(
             for done in run_missing(plan, samples, pool):
                 show(done)
     except KeyboardInterrupt:
-        screen.print(Text(f"stopped; run the same command again and it goes on: {out}"))
+        screen.print(Text(f"stopped; the same command resumes: {out}"))
         raise typer.Exit(130) from None
     records = summarize(samples.load().records)
     path = write_records(out, records)

@@ -20,7 +20,7 @@ def command(
     context: Annotated[Path, typer.Argument(help="A file written by `kvfold compress`.")],
     as_json: Json = False,
 ) -> None:
-    """Show what a context file holds: method, what is kept, and for which model."""
+    """Show the header of a context file: method, kept entries, and model."""
     with messages(as_json).status("importing torch"):
         from kvfold.contexts.files.format import read_header
     header = read_header(context)

@@ -69,7 +69,7 @@ def command(
     *,
     loading: Loading,
 ) -> None:
-    """Look into a model: heatmaps, variance, lazy layers, and the text as each method keeps it."""
+    """Inspect a model: attention heatmaps, variance, lazy layers, tokens kept by each method."""
     text = _text(prompt, file, encoding)
     screen = console()
     with screen.status("importing torch and transformers"):
@@ -173,7 +173,7 @@ def _measure(
     own = sum(map(is_compressible, stock_layers(model)))
     with progress(screen) as bar:
         tokens = f"{document.ids.shape[1]:,} tokens"
-        task = bar.add_task(f"watching {own} layers read {tokens}", total=own + len(named))
+        task = bar.add_task(f"attention of {own} layers over {tokens}", total=own + len(named))
         advance: Callable[[], None] = lambda: bar.advance(task)  # noqa: E731
         layers = watch_attention(model, document.ids.to(model.device), advance)
         retentions = []

@@ -24,7 +24,7 @@ EXPLAINED = (
 def layers_table(layers: Sequence[LayerAttention]) -> Table:
     """A row per layer: the statistics that methods allocate by."""
     numbers = ("per query", f"hold {MOST:.0%}", "variance", "lazy", "keep 1 %")
-    shown = table(f"what {len(layers)} layers attend to", "layer", *numbers, right=numbers)
+    shown = table(f"attention of {len(layers)} layers", "layer", *numbers, right=numbers)
     percent = THRESHOLDS.index(min(THRESHOLDS, key=lambda t: abs(t - 0.01)))
     for layer in layers:
         shown.add_row(

@@ -22,7 +22,7 @@ def command(
     name: Annotated[str | None, typer.Argument(help="One method, shown in full.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List every method: what it does at each stage, its paper, its defaults."""
+    """List every method with its stages, paper and defaults."""
     import kvfold
     from kvfold.methods.registry import preset
 

@@ -24,7 +24,7 @@ ABOUT_MODEL, ABOUT_SAMPLING = "How the model is loaded", "How tokens are chosen"
 
 ModelName = Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled".')]
 MethodText = Annotated[str, typer.Option(help='A name of `kvfold methods`, or "snapkv:window=16".')]
-BUDGET_HELP = 'What to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'
+BUDGET_HELP = 'Entries to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'
 BudgetText = Annotated[str | None, typer.Option(help=BUDGET_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Encoding = Annotated[str, typer.Option(help="Encoding of text files.")]
@@ -154,9 +154,7 @@ def sampling(
     if 0 < temperature < 0.01:
         raise KvfoldError("a temperature is 0, for the likeliest token, or at least 0.01")
     if temperature == 0 and (top_p is not None or top_k is not None):
-        raise KvfoldError(
-            "nothing is drawn at temperature 0: give --temperature beside top-p, top-k"
-        )
+        raise KvfoldError("temperature 0 decodes greedily: give --temperature with top-p or top-k")
     return SamplingOptions(temperature, top_p, top_k, seed)
 
 

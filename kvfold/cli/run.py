@@ -70,9 +70,9 @@ def command(
     loading: Loading,
     sampling: SamplingOptions,
 ) -> None:
-    """Generate with a compressed cache, and say what it kept and cost.
+    """Generate with a compressed cache; print kept entries, bytes and times.
 
-    The answer is shown as it comes; Ctrl-C ends it.
+    The answer is streamed; Ctrl-C ends it.
     """
     text = _text(prompt, file, encoding)
     notes = messages(as_json)

@@ -202,4 +202,4 @@ def _announce(bound: socket.socket, name: str, settings: ServerSettings) -> None
         soft_wrap=True,
     )
     if settings.api_key is None and host not in LOCAL:
-        errors().print("no API key is set: whoever reaches this address can use it")
+        errors().print("no API key is set: every client that reaches this address can use it")

@@ -71,7 +71,7 @@ class Chat:
             special_tokens: parse special tokens spelled in the texts; else they stay text.
             allow_longer: read beyond the model's trained length. A document that is longer itself
                 allows it, too.
-            options: further ones of `model.generate`, such as `do_sample`.
+            options: further options of `model.generate`, such as `do_sample`.
 
         Raises KvfoldError for options that ask for several answers, for a text that is too long,
         and for a second turn if the chat template has none. After any error the chat is as before.

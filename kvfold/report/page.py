@@ -166,7 +166,7 @@ def _facts(board: Board) -> list[tuple[str, list[str]]]:
         ("Vocabulary", [subject.vocabulary]),
         ("Protocol", [
             "the context and each question are compressed together" if board.question_aware else
-            "the context is compressed before any question exists",
+            "the context is compressed before any question is known",
             "later turns see the model’s own answers" if board.history == "own" else
             "later turns see the right answers",
         ]),

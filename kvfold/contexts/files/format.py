@@ -199,13 +199,13 @@ class ContextFile:
         self.path, self._file = path, file
         self.header = self._checked_header(file.metadata() or {})
         if set(file.keys()) != set(self.header.checksums):
-            raise self.damaged("its tensors are not those it lists")
+            raise self.damaged("its tensors differ from those in its header")
 
     def tensor(self, name: str) -> Tensor:
         """A tensor on the CPU; raises ContextFileError if it is missing or its checksum differs."""
         name = self.header.same_as.get(name, name)
         if name not in self.header.checksums:
-            raise self.damaged(f"it has no tensor {name}")
+            raise self.damaged(f"the tensor {name} is missing")
         tensor: Tensor = self._file.get_tensor(name)
         if digest_of(tensor) != self.header.checksums[name]:
             raise self.damaged(f"{name} was altered")
@@ -236,7 +236,7 @@ class ContextFile:
         try:
             return Header.model_validate(json.loads(text))
         except (ValidationError, ValueError, RecursionError) as problem:
-            raise self.damaged("its header says something else than this version's") from problem
+            raise self.damaged("its header does not have this version's fields") from problem
 
 
 @contextmanager

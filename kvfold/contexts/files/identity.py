@@ -56,7 +56,7 @@ def model_header(model: PreTrainedModel, tokenizer: Any) -> ModelHeader:
     config = text_config(model)
     fields = {name: getattr(config, name, None) for name in FIELDS}
     kept = {name: value for name, value in fields.items() if value is not None}
-    # Round trip through JSON, so that it compares equal to what a file holds.
+    # Round trip through JSON, as in a file, so that both compare equal.
     kept = json.loads(json.dumps(kept))
     return ModelHeader(
         name=type(model).__name__,

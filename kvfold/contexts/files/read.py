@@ -156,7 +156,7 @@ def _fill(
             by_head, whole = _tensors(file, f"layers.{index}.", saved, chosen, device)
             layers.restore(layer, SavedLayer(saved, by_head, whole))
             if kept(layer) != [saved.kept[head] for head in chosen]:
-                raise file.damaged(f"layer {index} does not keep what it says")
+                raise file.damaged(f"layer {index} stores other counts than its header lists")
         elif isinstance(saved, StockLayerHeader) and saved.kind == kind:
             chosen = _of_other(file, saved, heads)
             by_head, whole = _tensors(file, f"others.{index}.", saved, chosen, device)

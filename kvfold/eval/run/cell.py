@@ -45,7 +45,7 @@ class EvalProtocol(BaseModel):
     """Protocol of a run.
 
     question_aware: if true, context and question are compressed together, once per question; else
-        the context is compressed before any question exists.
+        the context is compressed before any question is known.
     history: the answers that later turns of a conversation see, the model's own or the right ones
         ("gold").
     max_length: limit of prompt plus answer in tokens. Longer prompts are truncated in the middle

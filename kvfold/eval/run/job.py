@@ -36,7 +36,7 @@ class EvalJob:
     def line(
         self, cell: EvalCell, outcome: SampleOutcome | None, error: str | None = None
     ) -> SampleResult:
-        """The line of the samples file for one cell; `error` says why there is no outcome."""
+        """Line of the samples file for one cell; `error` is the reason if there is no outcome."""
         return SampleResult(
             cell=cell,
             index=self.index,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question-agnostic runs: the context is compressed before any question exists."""
+"""Question-agnostic runs: the context is compressed before any question is known."""
 
 from __future__ import annotations
 

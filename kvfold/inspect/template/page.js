@@ -30,7 +30,7 @@ choose(0);
 addEventListener("resize", () => methods.cards.forEach((card) => methods.frame(card)));
 data.needles.forEach((needle, i) => {
   const button = make(at("jumps"), "button", needle.asked ? "asked" : "", String(i + 1));
-  button.title = needle.asked ? "the needle that is asked for" : "a needle";
+  button.title = needle.asked ? "the needle that the question is about" : "a needle";
   button.addEventListener("click", () => methods.goTo(needle.start));
 });
 
@@ -103,7 +103,7 @@ chart(at("share"), {
   ],
 });
 
-// Heatmaps: bytes 1…255 are five decades up to 1, and 0 is what no query may see.
+// Heatmaps: bytes 1…255 are five decades up to 1, and 0 is masked.
 const side = data.cuts.length - 1;
 at("heatmaps").classList.toggle("many", layers.length > 12);
 const span = (i) => `${grouped(data.cuts[i])} to ${grouped(data.cuts[i + 1] - 1)}`;
@@ -121,7 +121,7 @@ layers.forEach((layer, l) => {
     const y = cellAt(event.clientY, area.top, area.height);
     const part = 10 ** ((5 * (cells[y * side + x] - 255)) / 254);
     at("cell").textContent = x > y
-      ? "Queries do not see what comes after them."
+      ? "Queries do not attend to later entries."
       : `Layer ${names[l]}: queries ${span(y)} give ${percent(part, part < 0.01 ? 3 : 1)} of ` +
         `their attention to entries ${span(x)}.`;
   };
@@ -139,7 +139,7 @@ layers.forEach((layer, l) => {
   make(at("lazy"), "span", "", percent(layer.lazy));
 });
 
-// Norms: between two thresholds, the higher one is what is lost at most.
+// Norms: between two thresholds, the loss is at most the higher one.
 const lost = data.thresholds;
 const stairs = (kept) =>
   kept.flatMap((k, i) => [[kept[Math.max(0, i - 1)], lost[i]], [k, lost[i]]]);

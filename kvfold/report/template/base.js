@@ -1,6 +1,6 @@
 "use strict";
-// The data, the state of the page, and how elements and numbers are made.
-// Names come from users: they only ever become text nodes and attribute values.
+// Data and state of the page, and constructors of elements and number texts.
+// Names come from users: they become text nodes and attribute values only.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const svgSpace = document.querySelector("svg").namespaceURI;

@@ -80,7 +80,7 @@ function fullBand(full, scale, width, frame) {
 const line = (points, scale) =>
   points.map((row, i) => `${i ? "L" : "M"}${scale.x(row.bytes).toFixed(1)},${scale.y(row.score).toFixed(1)}`).join("");
 
-// Methods that nothing clearly beats somewhere are drawn strong, all others step back.
+// Methods on the frontier or leading at a budget are drawn strong, all others faint.
 const isStrong = (rows) => rows.some((row) => row.edge || row.first === 1);
 
 function series(rows, scale) {

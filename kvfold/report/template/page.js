@@ -43,7 +43,7 @@ function lead() {
   return `Mean over ${name}${where}, ${board.title}. Bars are 95 % intervals; the broad line is the Pareto frontier ` +
     "of score and bytes. Methods neither on it nor leading at a budget are faint." +
     (haystack ? ` Haystack: ${haystack}.` : "") +
-    (weak ? " The full cache itself is near guessing here, so this says little." : "");
+    (weak ? " The full cache itself is near guessing here, so differences mean little." : "");
 }
 
 function render() {
