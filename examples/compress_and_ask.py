@@ -18,15 +18,15 @@ model, tokenizer = load(sys.argv[1] if len(sys.argv) > 1 else "bundled")
 needles = [f"One of the special magic numbers for {k} is: {n}. " for k, n in NUMBERS.items()]
 document = NOISE * 12 + (NOISE * 12).join(needles) + NOISE * 12
 
-# KVzip knows no question yet: it keeps what the model needs to repeat the document.
+# KVzip needs no question: it keeps the entries that the model needs to repeat the document.
 context = kvfold.compress(model, tokenizer, document, method="kvzip", budget=0.3)
 
-# A file of what was kept; any later process with the same model answers from it.
+# A file of the kept entries, for later processes with the same model.
 with TemporaryDirectory() as folder:
     path = Path(folder) / "numbers.kvfold"
     context.save(path)
     context = kvfold.load(path, model, tokenizer)
 
-# Each question sees the document, and none of the others.
+# Each question sees the document alone.
 for key, number in NUMBERS.items():
     print(f"{key} ({number}): {context.ask(QUESTION.format(key), max_new_tokens=32)}")

@@ -18,7 +18,7 @@ def value_norm(seen: kvfold.Observation) -> Tensor:
 @kvfold.register("value_norm")
 @dataclass(frozen=True)
 class ValueNorm(kvfold.Method):
-    """Values of high norm, the first tokens, and the newest."""
+    """Keeps values of high norm, the first tokens, and the newest."""
 
     sinks: int = 4
     recent: int = 32
@@ -33,7 +33,7 @@ model, tokenizer = load(sys.argv[1] if len(sys.argv) > 1 else "bundled")
 text = "The grass is green. The sky is blue. The sun is yellow. Here we go. " * 20
 prompt = tokenizer(text, return_tensors="pt").to(model.device)
 
-# Registered, the name works as kvfold's own do: with options, and before another method.
+# A registered name takes options, and composes with other methods.
 for method in ("value_norm", "value_norm:recent=64", "value_norm + kivi:bits=4"):
     cache = kvfold.CompressedCache(model, method, budget=128)
     kvfold.generate(model, **prompt, cache=cache, max_new_tokens=8)

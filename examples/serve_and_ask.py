@@ -14,7 +14,7 @@ QUESTION = "What is the special magic number for soft-bell mentioned in the prov
 # A hub id or a folder; without one, the small model that comes with kvfold.
 name = sys.argv[1] if len(sys.argv) > 1 else "bundled"
 
-# Port 0 is a free one. The server's first line tells the address, once it is ready to answer.
+# Port 0 is a free one. The server's first line has the address, once it is ready.
 options = ["--port", "0", "--method", "kvzip", "--budget", "0.3"]
 command = [sys.executable, "-m", "kvfold", "serve", name, *options]
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

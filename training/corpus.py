@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token rows to train on: copying, lookups, needles in RULER's wording, repetition, English text.
 
-A row is (ids, kinds), both [S]; `kinds` says how each token's prediction counts.
+A row is (ids, kinds), both [S]; `kinds` gives each token's class in the loss.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Row = tuple[list[int], list[int]]
 
 
 def read_books(folder: Path | None) -> str:
-    """The training novels in `folder`, or nothing, with a word about it."""
+    """Text of the training novels in `folder`; empty, with a message, if there is none."""
     files = sorted(folder.glob("*.txt")) if folder and folder.is_dir() else []
     files = [file for file in files if not file.name.startswith(HELD_OUT)]
     if not files:
-        print(f"no books at {folder}: training goes on without English text", flush=True)
+        print(f"no books at {folder}: training continues without English text", flush=True)
     return "\n\n".join(
         re.sub(r"(?<!\n)\n(?!\n)", " ", file.read_text(encoding="utf-8")) for file in files
     )

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score the bundled model with its full cache: `python -m training.evaluate`.
 
-With `--words`, the lists that RULER draws its keys from, also on keys of none of the words that the
-needles of its first training had.
+With `--words`, a folder of RULER's word lists, also on keys without the words of the bundled lists.
 """
 
 from __future__ import annotations

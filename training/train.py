@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the bundled model from scratch: `python -m training.train`; run again, it goes on.
+"""Train the bundled model from scratch: `python -m training.train`; a rerun resumes.
 
 Copying comes first, then single-token lookups, then needles in RULER's wording at growing lengths:
 started on needles, a model of this size stays on a plateau for hours.

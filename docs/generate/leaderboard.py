@@ -33,11 +33,11 @@ def section(cls: type[Method]) -> str:
         if own:
             full = [row for row in rows if row.method == FULL and row not in own]
             parts += [f"### {protocol.capitalize()}", _table([*full, *own])]
-    parts = [READING, *parts] if parts else ["The leaderboard has no row of it yet."]
+    parts = [READING, *parts] if parts else ["The leaderboard has no row of this method."]
     others = [name for name in _comparisons() if cls in _compared(name)]
     if others:
         named = ", ".join(f"[{name}](../results/{name}/report.md)" for name in others)
-        parts.append(f"Other comparisons with it: {named}.")
+        parts.append(f"Other comparisons: {named}.")
     return "\n\n".join(parts)
 
 

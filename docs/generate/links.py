@@ -20,9 +20,9 @@ LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)")
 
 
 def for_site(text: str, file: str, page: str) -> str:
-    """Markdown of a file of the repository with its links as `page` of the site needs them.
+    """Markdown of a repository file, with links rewritten for `page` of the site.
 
-    A link to what the site does not hold leads to the repository.
+    Links to files outside the site lead to the repository.
     """
 
     def changed(link: re.Match[str]) -> str:

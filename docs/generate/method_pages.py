@@ -164,7 +164,7 @@ def _composition(cls: type[Method]) -> list[str]:
     """Methods that it composes with, and the reasons why it does not with the others."""
     refused = _refusals(cls, cls.name)
     legal = refused.pop("", [])
-    parts = [f"`{cls.name} +` {_linked(legal)}." if legal else "With its defaults it stands alone."]
+    parts = [f"`{cls.name} +` {_linked(legal)}." if legal else "With its defaults it composes with no other method."]
     if any(option.name == "decode" and option.default == "hold" for option in options(cls)):
         appending = f"{cls.name}:decode=append"
         more = [name for name in _refusals(cls, appending).get("", []) if name not in legal]
@@ -176,7 +176,7 @@ def _composition(cls: type[Method]) -> list[str]:
 
 
 def _refusals(cls: type[Method], text: str) -> dict[str, list[str]]:
-    """Names of the other methods by the reason why `text` does not compose with them; "": it does.
+    """Names of the other methods by the reason of refusal; "" for those that `text` composes with.
 
     The full cache is left out, as it adds nothing.
     """

@@ -73,7 +73,7 @@ def test_a_page_of_a_method_has_all_its_sections(module, monkeypatch: pytest.Mon
 
 def test_a_method_that_holds_its_size_composes_further_with_decode_append(module) -> None:
     page = " ".join(module("method_pages")._composition(kvfold.D2O))
-    assert "With its defaults it stands alone." in page
+    assert "With its defaults it composes with no other method." in page
     assert "`d2o:decode=append +` also" in page and "[`kivi`](kivi.md)" in page
 
 

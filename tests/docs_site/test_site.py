@@ -152,7 +152,7 @@ def test_rows_of_the_leaderboard_are_those_of_the_report(site: Path) -> None:
 @pytest.mark.parametrize("name", WITHOUT_A_ROW)
 def test_a_method_that_was_not_measured_says_so(site: Path, name: str) -> None:
     assert f'"method":"{name}' not in (RESULTS / "records.jsonl").read_text(encoding="utf-8")
-    assert "The leaderboard has no row of it yet." in shown(site / "methods" / f"{name}.html")
+    assert "The leaderboard has no row of this method." in shown(site / "methods" / f"{name}.html")
 
 
 def test_public_names_are_in_the_reference_or_have_a_page(site: Path) -> None:
