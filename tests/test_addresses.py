@@ -19,7 +19,7 @@ TESTED_BY = {
     "attention/function.py": "hf/test_attention.py",
     "attention/handshake.py": "hf/test_models.py",
     "attention/mask.py": "attention/test_padding.py",
-    "cache/count.py": "properties/test_bytes.py",
+    "cache/byte_count.py": "properties/test_bytes.py",
     "cache/layer.py": "cache/test_cache.py",
     "cache/phase.py": "cache/test_cache.py",
     "cache/plan.py": "cache/test_setup.py",

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from transformers.cache_utils import Cache
 from kvfold.attention import handshake
 from kvfold.attention.padding import Padding, announce, forget_announced
 from kvfold.budget import Budget
-from kvfold.cache import setup, trial
-from kvfold.cache.count import stats_of
+from kvfold.cache import model_trial, setup
+from kvfold.cache.byte_count import stats_of
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward
@@ -74,7 +75,8 @@ class CompressedCache(Cache, ToldOfForwards):
         stages = setup.stages_of(self.method, self.protect, self.ranks)
         self.budget = setup.checked_budget(self.method, budget, stages.forced.least)
         layers = stock_layers(model)
-        setup.prepare(model, lambda: CompressedCache(model, trial.METHOD, trial.BUDGET))
+        trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
+        setup.prepare(model, trial)
         self.phase, self.binding = Phase(), ModelBinding(model)
         self.dropping_length = dropping_length(model)
         shared = setup.Shared(self.phase, Waiting(), self.binding)

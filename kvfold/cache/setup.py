@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvfold.attention import function as function  # registers the attention function
 from kvfold.budget import Budget
-from kvfold.cache import trial
+from kvfold.cache import model_trial
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.phase import Phase
@@ -93,10 +93,10 @@ def prepare(model: PreTrainedModel, make_trial: Callable[[], Cache]) -> None:
         known = is_enabled(model)
         enable(model)
         watch(model)
-        if not trial.untried(model):
+        if not model_trial.untried(model):
             return
         try:
-            trial.run(model, make_trial())
+            model_trial.run(model, make_trial())
         except BaseException:
             if not known:
                 disable(model)

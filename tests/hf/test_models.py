@@ -10,7 +10,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import kvfold
 from kvfold import CompressedCache, UnsupportedModel
-from kvfold.cache import trial
+from kvfold.cache import model_trial
 from kvfold.hf.attention import NAMES
 from tests.helpers.models import WITHOUT_INTERFACE, WITHOUT_OUR_CACHE, build, prompts
 from tests.helpers.truth import Reader
@@ -68,7 +68,7 @@ def test_attention_to_other_than_one_update_is_noticed(model, monkeypatch, chang
 
 
 def test_a_model_that_writes_nothing_to_its_cache_is_refused(model, monkeypatch):
-    monkeypatch.setattr(trial, "read_tokens", lambda *_: None)
+    monkeypatch.setattr(model_trial, "read_tokens", lambda *_: None)
     with pytest.raises(UnsupportedModel, match="does not write every token"):
         CompressedCache(model, "knorm", 20)
 

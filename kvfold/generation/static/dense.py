@@ -9,7 +9,7 @@ from torch import Tensor
 from kvfold.cache.layer import CompressedLayer
 from kvfold.generation.static.layer import StaticBuffers
 from kvfold.kernels.logits import LogitOptions
-from kvfold.kernels.static_buffers import attend_to_buffers
+from kvfold.kernels.static_dense import attend_to_buffers
 
 
 class StaticDense(StaticBuffers):

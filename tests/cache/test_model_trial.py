@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvfold import CompressedCache, UnsupportedModel
-from kvfold.cache import trial
+from kvfold.cache import model_trial
 from kvfold.hf.attention import is_enabled
 from tests.helpers.models import build
 
@@ -34,7 +34,7 @@ def test_a_first_cache_that_another_thread_tries_out_is_waited_for(model, monkey
         with pytest.raises(UnsupportedModel, match="cannot"):
             CompressedCache(model, "knorm", 20)
 
-    monkeypatch.setattr(trial, "_read", cannot)
+    monkeypatch.setattr(model_trial, "_read", cannot)
     with ThreadPoolExecutor(2) as pool:
         made = [pool.submit(make) for _ in range(2)]
     assert made[0].exception() is None and made[1].exception() is None
