@@ -164,7 +164,8 @@ def _composition(cls: type[Method]) -> list[str]:
     """Methods that it composes with, and the reasons why it does not with the others."""
     refused = _refusals(cls, cls.name)
     legal = refused.pop("", [])
-    parts = [f"`{cls.name} +` {_linked(legal)}." if legal else "With its defaults it composes with no other method."]
+    alone = "With its defaults it composes with no other method."
+    parts = [f"`{cls.name} +` {_linked(legal)}." if legal else alone]
     if any(option.name == "decode" and option.default == "hold" for option in options(cls)):
         appending = f"{cls.name}:decode=append"
         more = [name for name in _refusals(cls, appending).get("", []) if name not in legal]
