@@ -42,12 +42,12 @@ class ContextPool:
         self.nbytes = 0
         self.to_disk = self.to_memory = 0
         self._changed = Condition(Lock())
-        # Least recently used first; and those deleted that are still read or moved.
+        # Least recently used first; `_deleted` ones are still read or moved.
         self._held: OrderedDict[str, StoredContext] = OrderedDict()
         self._deleted: dict[str, StoredContext] = {}
         self._prefixes = {TOKENS: PrefixIndex(), TEXT: PrefixIndex()}
 
-    # --- what is there ----------------------------------------------------------------------
+    # --- look-up ----------------------------------------------------------------------------
 
     def all(self) -> list[StoredContext]:
         """Every context, the most recently used last."""
@@ -86,7 +86,7 @@ class ContextPool:
             with self._changed:
                 self._end_reading(held)
 
-    # --- come and go ------------------------------------------------------------------------
+    # --- add and delete ---------------------------------------------------------------------
 
     def check_new(self, name: str | None) -> None:
         """Raises ApiError if a new context with that id, or without one, would be refused."""

@@ -150,5 +150,5 @@ def too_large(most: int) -> ApiError:
 
 def too_slow(seconds: float) -> ApiError:
     """The error for a body that is not complete in time."""
-    message = f"the body was not whole within the {seconds:g} seconds that a client has for it"
+    message = f"the body was not complete within {seconds:g} seconds, the client's limit"
     return ApiError(408, message, code="body_too_slow")

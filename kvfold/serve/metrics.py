@@ -28,13 +28,13 @@ class ServerMetrics:
         )
         self.tokens = Counter(
             "kvfold_tokens",
-            "Tokens of prompts, those of them that a context held, and generated ones.",
+            "Tokens of prompts, of these the ones from contexts, and generated tokens.",
             ["kind"],
             registry=self.registry,
         )
         self.prefixes = Counter(
             "kvfold_prefix_cache",
-            "Prompts that named no context, and whether they began with a held one.",
+            "Prompts without context_id, by whether a stored context was a prefix.",
             ["result"],
             registry=self.registry,
         )
@@ -83,7 +83,7 @@ class _LiveGauges(Collector):
         yield moves
         yield CounterMetricFamily(
             "kvfold_abandoned_tokens",
-            "Tokens read or generated for clients that hung up before their answer was whole.",
+            "Tokens read or generated for clients that hung up before their answer ended.",
             self.engine.abandoned_tokens,
         )
         yield GaugeMetricFamily("kvfold_queue_depth", "Requests that wait.", workers.waiting)

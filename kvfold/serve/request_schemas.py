@@ -27,7 +27,7 @@ def _of_whole_characters(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_of_whole_characters)]
 ContextId = Annotated[str, Field(pattern=CONTEXT_ID)]
-# Values that ask for nothing: accepted, as some clients always send them.
+# Values without effect: accepted, as some clients always send them.
 Empty = Annotated[list[Any], Field(max_length=0)]
 EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 Zero = Annotated[float, Field(ge=0, le=0)]

@@ -53,7 +53,7 @@ def restricted(model: Any) -> Iterator[Running]:
 
 def test_the_table_of_bounds_says_the_defaults():
     table = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    table = table[table.index("## What bounds a client") : table.index("## What is counted")]
+    table = table[table.index("## Limits per client") : table.index("## Metrics")]
     own = ServerSettings()
     for name in (
         "connections", "contexts", "values", "answer_tokens", "prefill_chunk", "grace",
