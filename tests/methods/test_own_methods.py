@@ -116,7 +116,7 @@ def test_the_pages_method_is_listed_composed_and_configured(vatp):
     registry.import_methods(str(vatp))
     cls = kvfold.list_methods()["vatp"]
     assert kvfold.list_methods() == kvfold.list_methods()
-    assert cls.summary == "What the last queries attend to, weighted by the norm of its value."
+    assert cls.summary == "Keeps entries by the last queries' attention times the value's norm."
     assert parse("vatp_narrow") == cls(window=4)
     assert str(parse("vatp_narrow + kivi:bits=8")) == "vatp:window=4 + kivi:bits=8"
     assert parse("vatp + adakv").stages().heads is not None
