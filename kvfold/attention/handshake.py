@@ -29,7 +29,7 @@ from kvfold.errors import UnsupportedModel
 
 
 class AttendingLayer(Protocol):
-    """A cache layer that computes the attention over what it stores."""
+    """A cache layer that computes the attention over its stored entries."""
 
     shared: bool  # later layers attend to its entries as well
     caches_latents: bool  # keys are made from its entries, inside the forward

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 
 ON_THE_LEFT = (
-    "padding to the right of tokens: the last tokens of a row decide what is kept of it, and the "
-    'last column what it is answered, so pad on the left (tokenizer.padding_side = "left")'
+    "padding to the right of tokens: eviction and answers go by the last tokens of a row, so pad "
+    'on the left (tokenizer.padding_side = "left")'
 )
 
 

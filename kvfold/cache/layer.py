@@ -110,8 +110,8 @@ class CompressedLayer(CacheLayerMixin):
         if tokens_to_remove and state.store and state.seen + tokens_to_remove < state.evicted_at:
             raise KvfoldError(
                 f"cannot take back {-tokens_to_remove} tokens: older entries were evicted, encoded "
-                "or scored since, as those tokens came; generate inside `with cache.frozen():` "
-                "what is to be taken back"
+                "or scored since, as those tokens came; generate tokens that may be cropped "
+                "inside `with cache.frozen():`"
             )
 
     def crop(self, tokens_to_remove: int) -> None:

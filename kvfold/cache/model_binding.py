@@ -29,8 +29,8 @@ class ModelBinding:
     def asked(self, first: bool, level: bool) -> None:
         """Called before a layer hands out keys; `first`: it is the first layer of a forward.
 
-        Raises UnsupportedModel if the last ones went elsewhere, or these will, or where the layers
-        are not `level`: they hold different numbers of tokens.
+        Raises UnsupportedModel if another attention took the last keys or would take these, or if
+        the layers are not `level`: they hold different numbers of tokens.
         """
         lost = first and self.config is not None and not is_routed(self.config)
         if self.waiting or lost or not level:
@@ -39,7 +39,7 @@ class ModelBinding:
         self.waiting = True
 
     def check_answered(self, lost: bool = False) -> None:
-        """Raises UnsupportedModel if keys that a layer handed out went elsewhere, or are `lost`."""
+        """Raises UnsupportedModel if another attention took a layer's keys, or they are `lost`."""
         if self.waiting or lost:
             raise UnsupportedModel(
                 "this cache's keys did not come back to kvfold's attention: the last forward "

@@ -103,7 +103,7 @@ class AnswerWindow:
         self.parts = []
 
     def add(self, query: Tensor, columns: Tensor) -> None:
-        """Adds queries `[B, Hq, S, D]` of `columns [B, S]`, and drops what is older than needed."""
+        """Adds queries `[B, Hq, S, D]` of `columns [B, S]`, and drops older ones than needed."""
         self.parts.append((query.clone(), columns))
         if len(self.parts) > max(1, self.width):
             del self.parts[0]

@@ -166,9 +166,9 @@ class Ranks:
     # --- work of one for all ----------------------------------------------------------------
 
     def on_first(self, mine: T, work: Callable[[list[T]], None]) -> None:
-        """The first rank works with what each hands in; all wait, and raise the KvfoldError it met.
+        """The first rank works with all ranks' inputs; all wait, and raise its KvfoldError.
 
-        What is handed in is pickled, and never takes the memory of an accelerator.
+        Inputs are pickled, and never take the memory of an accelerator.
         """
         if self.size == 1:
             return work([mine])

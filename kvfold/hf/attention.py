@@ -74,7 +74,7 @@ def _route(model: PreTrainedModel) -> None:
     if not model._can_set_attn_implementation():
         raise UnsupportedModel(
             f"{name} computes attention itself instead of using transformers' attention interface, "
-            "so kvfold cannot see what it attends to"
+            "so kvfold cannot observe its attention"
         )
     loaded = text_config(model)._attn_implementation
     kind = _stand_in(model, loaded)

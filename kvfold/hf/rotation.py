@@ -84,7 +84,7 @@ class Rotation:
     def check_reversible(self) -> None:
         """Raises UnsupportedModel if stored keys cannot be rotated back for certain.
 
-        Keys of models that rotate nothing, and of layers without RoPE, are what they were.
+        Keys of models that rotate nothing, and of layers without RoPE, do not change.
         """
         name = type(self._model()).__name__
         reason = None

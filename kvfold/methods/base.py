@@ -114,9 +114,9 @@ class Stages:
             object.__setattr__(self, "allocate", uniform)
         if self.decode == "once" and self.needs.window > 1:
             raise IllegalComposition(
-                "what compresses at the first generated token sees the query of that token alone, "
-                f"and {self.needs.window} are needed: choose one that compresses at the prompt's "
-                "end, such as simlayerkv:when=last_query"
+                "compression at the first generated token sees the query of that token alone, and "
+                f"{self.needs.window} queries are needed: choose a method that compresses at the "
+                "prompt's end, such as simlayerkv:when=last_query"
             )
         if (self.decode == "every") != (self.every > 0):
             raise IllegalComposition('decode="every" goes with every=, of 1 token or more')
@@ -127,8 +127,8 @@ class Stages:
             )
         if self.evicts_while_decoding and self.encode is not None:
             raise IllegalComposition(
-                "what is stored encoded cannot be evicted entry by entry, so a method that evicts "
-                "while decoding cannot be followed by it: choose decode=append where it is offered"
+                "encoded entries cannot be evicted one by one, so an encoding cannot follow a "
+                "method that evicts while decoding: choose decode=append where it is offered"
             )
         if self.decode == "hold" and self.heads is not None:
             raise IllegalComposition(

@@ -21,8 +21,8 @@ class PyramidInfer(Method):
     """Deeper layers compute fewer tokens of the prompt, so that work and cache shrink together.
 
     1. The newest tokens (`recent`, a share of the prompt) always go on to the next layer.
-    2. Of the tokens before them a share goes on that falls with depth, from 1 to `least`, along a
-       cosine: those that the newest attend to most, one set for all heads.
+    2. So does a share of the tokens before them: those that the newest attend to most, one set for
+       all heads. The share falls with depth along a cosine, from 1 to `least`.
     3. A layer stores the keys and values of the tokens that reached it.
 
     The prompt's forward itself changes, so kvfold.generate and kvfold.compress run it layer by

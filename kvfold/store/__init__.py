@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores: where entries live, and what they cost in bytes."""
+"""Stores of entries, and their bytes."""

@@ -53,7 +53,7 @@ class GrowingBuffer:
         end = self.length + rows.shape[2]
         if self._buffer.is_inference() and not torch.is_inference_mode_enabled():
             raise KvfoldError(
-                "what was stored inside torch.inference_mode() cannot be added to outside of it: "
+                "entries stored inside torch.inference_mode() cannot be added to outside of it: "
                 "go on inside it, or fill caches under torch.no_grad()"
             )
         if end > self._buffer.shape[2]:

@@ -102,7 +102,7 @@ class DenseStore(Store):
         """Additive mask `[B, H, T]`: −∞ at holes, 0 elsewhere; None if there are no holes."""
         if not self.holes:
             return None
-        # Three calls of a step ask: only the first one needs more than what is shown already.
+        # Read three times in a step: only the first time is the shown part too short.
         shown = None if self._hidden is None else self._hidden.shown
         return shown if shown is not None and shown.size(2) == self._keys.length else self._hiding()
 

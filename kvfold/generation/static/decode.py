@@ -207,7 +207,7 @@ def _step_of(stages: Stages) -> str | None:
         alone = stages.merge is None or stages.merge_one is not None
         if stages.needs.beyond_attention:
             return "reads more than entries and attention at every step"
-        return None if alone else "shares out what it evicts at every step"
+        return None if alone else "merges an evicted entry into many others at every step"
     if stages.decode == "every":
         return f"evicts many entries at once after every {stages.every} tokens"
     if stages.decode == "once":

@@ -26,10 +26,10 @@ def survivors(
 ) -> Tensor:
     """Slots `[B, K]` of the tokens that the next layer computes, ascending, −1 for holes.
 
-    The newest 1 + ⌊recent · n⌋ of a row's n tokens go on. Of the tokens before them, the context, a
-    share that falls with depth from 1 to `least` goes on: those with most attention from the
-    newest, mean over heads, where the newest query weighs `newest_weight` times the oldest. The
-    first `sinks` go on too. A context of at most `least_context` tokens is not pruned, and only
+    The newest 1 + ⌊recent · n⌋ of a row's n tokens go on, and the first `sinks`. So does a share of
+    the tokens before the newest, the context: those with most attention from the newest, mean over
+    heads, where the newest query weighs `newest_weight` times the oldest. The share falls with
+    depth from 1 to `least`. A context of at most `least_context` tokens is not pruned, and only
     every `interval`-th layer prunes.
     Source: PyramidInfer, arXiv 2405.12532, section 3; mutonix/pyramidinfer `modeling_llama.py`.
     """
