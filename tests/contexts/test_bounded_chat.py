@@ -78,8 +78,7 @@ def logits(model: Any, cache: kvfold.CompressedCache) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", sorted(kvfold.list_methods()))
 def test_two_hundred_turns_hold_their_size_with_every_method(tiny, tokenizer, spec):
-    if spec == "simlayerkv":
-        spec = "simlayerkv:window=32"
+    spec = {"simlayerkv": "simlayerkv:window=32", "every": "snapkv + every"}.get(spec, spec)
     context = compressed(tiny, tokenizer, spec)
     before, alone = held(context), logits(tiny, fork(context.cache))
     document = sizes(context.cache)

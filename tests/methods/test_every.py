@@ -105,7 +105,7 @@ def feed(layer: CompressedLayer, first: int, last: int) -> list[int]:
     """Stored columns after the tokens `first` to `last − 1` in one forward."""
     new = KEYS[:, :, first:last]
     keys, values = layer.update(new, new)
-    layer.finish(AttentionCall(new, keys, values, 0.5))
+    layer.finish(AttentionCall(new, keys, values, {"scale": 0.5}))
     return layer.state.columns()[0, 0].tolist()
 
 
@@ -450,8 +450,8 @@ def test_bytes_are_those_of_all_storages(model, spec, interval):
         ("simlayerkv:when=first_decode + every", "both bring the decode stage"),
         ("snapkv + every + every", "both bring the decode stage"),
         ("kvzip + every", "forwards of its own"),
-        ("snapkv + kivi + every", "stored encoded"),
-        ("snapkv + think + every", "stored encoded"),
+        ("snapkv + kivi + every", "encoded entries"),
+        ("snapkv + think + every", "encoded entries"),
         ("dbudgetkv + every", "without a budget"),
         ("simlayerkv + every", "without a budget"),
     ],

@@ -22,7 +22,7 @@ STOCK = 8  # calls per layer of transformers' own cache and SDPA attention, as f
 # The most calls per layer, those of the stock path among them.
 LIMITS = {
     "snapkv": 20,
-    "snapkv + every": 21,
+    "snapkv + every": 22,
     "knorm": 20,
     "adakv": 40,
     "h2o": 40,

@@ -60,10 +60,10 @@ def test_another_version_is_refused(model, tokenizer, saved, tmp_path):
     [
         ({"method": "newest:of=all"}, "a method that this kvfold does not have: unknown method"),
         ({"method": "snapkv:window=16"}, "and this kvfold has snapkv:window=16,"),
-        ({"written_by": 5}, "its header says something else"),
-        ({"more": 5}, "its header says something else"),
+        ({"written_by": 5}, "its header does not have this version"),
+        ({"more": 5}, "its header does not have this version"),
         ({"layers": []}, "holds 0 layers, and the model's cache has 4"),
-        ({"same_as": {"ids": "prefix"}}, "it has no tensor prefix"),
+        ({"same_as": {"ids": "prefix"}}, "the tensor prefix is missing"),
     ],
     ids=str,
 )

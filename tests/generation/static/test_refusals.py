@@ -133,7 +133,7 @@ def test_a_prompt_that_failed_when_it_was_stored_is_not_read_on(model):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("cam", "shares out"),
+        ("cam", "merges an evicted entry into many others"),
         ("simlayerkv:when=first_decode", "may still compress"),
         ("h2o:decode=append", "adds up attention"),
         ("streaming_llm", "moves its sinks"),
