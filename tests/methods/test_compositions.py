@@ -286,7 +286,7 @@ NOT_A_PAIR = r"stored as a pair.*same entries.*choose one that goes by position"
         (f"h2o + {KIVI}", EVICTS_LATER),
         (f"tova + {KIVI}", EVICTS_LATER),
         (f"cam + {KIVI}", EVICTS_LATER),
-        (f"{LAZY},when=first_decode + {SNAPKV}", r"query of that token alone.*8 queries are needed"),
+        (f"{LAZY},when=first_decode + {SNAPKV}", r"that token alone, and 8 queries are needed"),
         (f"{LAZY} + h2o", r"without a budget.*none to hold.*choose decode=append"),
         (f"{LAZY} + {PYRAMIDKV}", r"both bring the allocate stage: choose one"),
         (f"{LAZY} + {LAZY}", r"both bring the needs? stage|both bring the allocate stage"),
