@@ -11,13 +11,20 @@ from torch import Tensor
 import kvfold
 from kvfold.cache.fork import fork
 from tests.helpers.contexts import DOCUMENT, KINDS, state
-from tests.helpers.tokenizers import WORDS
+from tests.helpers.tokenizers import WORDS, word_tokenizer
 
 QUESTIONS = [" ".join(WORDS[(i * j) % 9] for j in range(1, 3 + i % 4)) for i in range(12)]
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' </s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
+
+
+def chat_tokenizer() -> Any:
+    """The tokenizer of words with `TEMPLATE`, in which roles have no brackets."""
+    made = word_tokenizer()
+    made.chat_template = TEMPLATE.replace("<' + m['role'] + '>", "' + m['role'] + '")
+    return made
 
 
 def held(context: kvfold.Context) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import kvfold
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     LAYERS,
@@ -19,23 +18,7 @@ from tests.helpers.by_hand import (
     votes,
     with_window,
 )
-from tests.helpers.models import build, prompts
-
-LENGTHS = (64, 53, 24)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
-
-
-def kept(model, spec, budget=None):
-    """Entries after a padded prefill: `[L][B][H]`."""
-    ids, mask = prompts(LENGTHS)
-    cache = kvfold.CompressedCache(model, spec, budget)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
-    return torch.tensor(cache.stats().kept), cache
+from tests.helpers.padded_prefill import kept
 
 
 @pytest.mark.parametrize("spec", ["adakv:window=8", "adakv:window=8,normalize=true"])

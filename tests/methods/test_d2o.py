@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import torch
 
 from kvfold import CompressedCache
 from tests.helpers.budgets import SMALL
@@ -27,13 +26,8 @@ from tests.helpers.by_hand import (
     nearest,
     rounded,
 )
-from tests.helpers.models import build, prompts
+from tests.helpers.models import prompts
 from tests.helpers.truth import Reader
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
 
 
 @pytest.mark.parametrize("part", [0.05, 0.3])

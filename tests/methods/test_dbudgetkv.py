@@ -6,10 +6,8 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from torch import Tensor
 
-import kvfold
 from kvfold import parse
 from tests.helpers.by_hand import (
     SHAPES,
@@ -22,23 +20,7 @@ from tests.helpers.by_hand import (
     rows_of_layer,
     votes,
 )
-from tests.helpers.models import build, prompts
-
-LENGTHS = (64, 53, 24)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
-
-
-def kept(model, spec, budget=None):
-    """Entries after a padded prefill: `[L][B][H]`."""
-    ids, mask = prompts(LENGTHS)
-    cache = kvfold.CompressedCache(model, spec, budget)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
-    return torch.tensor(cache.stats().kept), cache
+from tests.helpers.padded_prefill import LENGTHS, kept
 
 
 def test_dbudgetkv_keeps_sinks_and_a_tail_of_each_row(model):

@@ -68,11 +68,6 @@ from tests.helpers.truth import Reader
 NAMES = pytest.mark.parametrize("name", kvfold.list_methods())
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
-
-
 @NAMES
 def test_a_name_gives_a_frozen_dataclass_without_state(name):
     method = parse(name)

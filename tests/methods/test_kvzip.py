@@ -27,23 +27,6 @@ from tests.helpers.by_hand import (
     evict,
     model_with,
 )
-from tests.helpers.models import build, prompts
-
-LENGTHS = (64, 53, 24)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
-
-
-def kept(model, spec, budget=None):
-    """Entries after a padded prefill: `[L][B][H]`."""
-    ids, mask = prompts(LENGTHS)
-    cache = kvfold.CompressedCache(model, spec, budget)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
-    return torch.tensor(cache.stats().kept), cache
 
 
 def test_kvzip_asks_as_the_released_code_does():

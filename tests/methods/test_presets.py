@@ -4,16 +4,10 @@
 import re
 
 import pytest
-import torch
 
 from kvfold import CompressedCache, KvfoldError, parse
-from tests.helpers.models import build, prompts
+from tests.helpers.models import prompts
 from tests.helpers.truth import Reader
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
 
 
 @pytest.mark.parametrize(

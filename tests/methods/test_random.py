@@ -3,19 +3,10 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
 from tests.helpers.caches import (
     positions,
     start,
 )
-from tests.helpers.models import build
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
 
 
 def test_the_seed_chooses_what_random_keeps(model):

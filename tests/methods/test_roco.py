@@ -5,23 +5,8 @@ import pytest
 import torch
 
 import kvfold
-from tests.helpers.models import build, prompts
-
-LENGTHS = (64, 53, 24)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
-
-
-def kept(model, spec, budget=None):
-    """Entries after a padded prefill: `[L][B][H]`."""
-    ids, mask = prompts(LENGTHS)
-    cache = kvfold.CompressedCache(model, spec, budget)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
-    return torch.tensor(cache.stats().kept), cache
+from tests.helpers.models import prompts
+from tests.helpers.padded_prefill import LENGTHS, kept
 
 
 @pytest.mark.parametrize(("decode", "grown"), [("hold", 0), ("append", 5)])

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import kvfold
 from kvfold import parse
 from kvfold.methods.base import Across, Measured
 from tests.helpers.by_hand import (
@@ -27,24 +26,9 @@ from tests.helpers.by_hand import (
     rows_of_layer,
     with_window,
 )
-from tests.helpers.models import build, continuation, prompts
+from tests.helpers.models import continuation, prompts
 from tests.helpers.observations import observe
-
-LENGTHS = (64, 53, 24)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
-
-
-def kept(model, spec, budget=None):
-    """Entries after a padded prefill: `[L][B][H]`."""
-    ids, mask = prompts(LENGTHS)
-    cache = kvfold.CompressedCache(model, spec, budget)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
-    return torch.tensor(cache.stats().kept), cache
+from tests.helpers.padded_prefill import LENGTHS, kept
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,8 @@ from tests.helpers.caches import (
 from tests.helpers.exactness import (
     against_truth,
 )
-from tests.helpers.models import build, prompts
+from tests.helpers.models import prompts
 from tests.helpers.truth import Reader, sinks_moved_up
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama", torch.float64)
 
 
 @pytest.mark.parametrize("kind", ["reindex", "original"])

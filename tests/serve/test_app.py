@@ -9,17 +9,14 @@ import pytest
 
 import kvfold
 from kvfold.serve.decoding import StrippedText
-from tests.helpers.chats import QUESTIONS, TEMPLATE
+from tests.helpers.chats import QUESTIONS, chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, KINDS, KIVI, QUESTION
 from tests.helpers.serving import NAME, Running, alone_until, running, until
-from tests.helpers.tokenizers import word_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = word_tokenizer()
-    made.chat_template = TEMPLATE.replace("<' + m['role'] + '>", "' + m['role'] + '")
-    return made
+    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")

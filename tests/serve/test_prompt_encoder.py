@@ -10,19 +10,17 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvfold
-from tests.helpers.chats import QUESTIONS, TEMPLATE
+from tests.helpers.chats import QUESTIONS, chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.serving import NAME, Running, cached, running
-from tests.helpers.tokenizers import SPECIAL, WORDS, word_tokenizer
+from tests.helpers.tokenizers import SPECIAL, WORDS
 
 OTHER = " ".join(reversed(DOCUMENT.split()))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = word_tokenizer()
-    made.chat_template = TEMPLATE.replace("<' + m['role'] + '>", "' + m['role'] + '")
-    return made
+    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")

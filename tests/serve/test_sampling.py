@@ -10,17 +10,14 @@ import pytest
 import torch
 
 import kvfold
-from tests.helpers.chats import TEMPLATE
+from tests.helpers.chats import chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.serving import Running, running
-from tests.helpers.tokenizers import word_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = word_tokenizer()
-    made.chat_template = TEMPLATE.replace("<' + m['role'] + '>", "' + m['role'] + '")
-    return made
+    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,26 +16,8 @@ from kvfold import ContextFileError
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.format import StockLayerHeader, read_header
 from kvfold.methods.base import preset, spelled_out
-from tests.helpers.contexts import KIVI, compressed, new_model, rewritten
-from tests.helpers.tokenizers import WORDS, word_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def saved(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small context of a ragged, packed kind."""
-    path = tmp_path_factory.mktemp("contexts") / "saved.kvfold"
-    compressed(model, tokenizer, f"snapkv + {KIVI}").save(path)
-    return path
+from tests.helpers.contexts import rewritten
+from tests.helpers.tokenizers import WORDS
 
 
 def test_every_method_is_spelled_out_so_that_it_can_be_read():

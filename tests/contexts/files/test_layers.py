@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,26 +13,7 @@ import kvfold
 from kvfold import ContextFileError
 from kvfold.contexts.files import format as files_format
 from kvfold.contexts.files.format import read_header
-from tests.helpers.contexts import KIVI, compressed, new_model
-from tests.helpers.tokenizers import word_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def saved(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small context of a ragged, packed kind."""
-    path = tmp_path_factory.mktemp("contexts") / "saved.kvfold"
-    compressed(model, tokenizer, f"snapkv + {KIVI}").save(path)
-    return path
+from tests.helpers.contexts import KIVI, compressed
 
 
 @pytest.mark.parametrize("spec", ["snapkv", "adakv", KIVI, "think", "minicache"])

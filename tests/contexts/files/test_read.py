@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -22,19 +21,8 @@ from tests.helpers.contexts import (
     compressed,
     new_model,
 )
-from tests.helpers.tokenizers import word_tokenizer
 
 EVERY = pytest.mark.parametrize("spec", KINDS)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
 
 
 def next_turns(context: kvfold.Context) -> list[Tensor]:

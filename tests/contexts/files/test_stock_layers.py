@@ -3,25 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import kvfold
 from kvfold import ContextFileError
 from tests.helpers.contexts import DOCUMENT, new_model
-from tests.helpers.tokenizers import word_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
 
 
 def test_a_recurrent_state_is_not_loaded_in_part(tokenizer, tmp_path):

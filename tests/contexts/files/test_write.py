@@ -22,26 +22,7 @@ from kvfold import KvfoldError
 from kvfold.contexts.files import write
 from kvfold.contexts.files.format import opened
 from kvfold.methods.base import preset
-from tests.helpers.contexts import DOCUMENT, KIVI, assert_same, compressed, new_model, same, state
-from tests.helpers.tokenizers import word_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return new_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return word_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def saved(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small context of a ragged, packed kind."""
-    path = tmp_path_factory.mktemp("contexts") / "saved.kvfold"
-    compressed(model, tokenizer, f"snapkv + {KIVI}").save(path)
-    return path
+from tests.helpers.contexts import DOCUMENT, assert_same, compressed, same, state
 
 
 def test_nothing_is_shared_with_the_file_or_with_another_load(model, tokenizer, saved):

@@ -22,7 +22,7 @@ from kvfold.serve.vllm.launch import VllmOptions, started
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.proxy import Proxy, build
-from tests.helpers.chats import TEMPLATE
+from tests.helpers.chats import chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, KIVI, new_model
 from tests.helpers.tokenizers import word_tokenizer
 
@@ -33,9 +33,7 @@ TEXT = {"model": "m", "context_id": "a", "prompt": "the sky is"}
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = word_tokenizer()
-    made.chat_template = TEMPLATE.replace("<' + m['role'] + '>", "' + m['role'] + '")
-    return made
+    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")
