@@ -190,6 +190,7 @@ class LayerState:
         self.query_window.crop(self.seen)
         self.answer_window.crop(self.seen)
         self.settled = min(self.settled, self.seen)
+        self._crop_rounds()
         self.surplus = None if self.surplus is None else self.surplus - count
         length = self.store.length
         self.per_entry(lambda x: x[..., :length].clone())
@@ -221,6 +222,15 @@ class LayerState:
             assert observation.queries is not None and observation.query_positions is not None
             columns = self.sequence.columns(observation.query_positions[:, None])[:, 0]
             self.answer_window.add(observation.queries, columns)
+
+    def _crop_rounds(self) -> None:
+        """Counts generated tokens anew after a crop: from its end, if that is inside the prompt."""
+        if self.turn_end is None or self.next_round is None:
+            return
+        every = self.plan.stages.every
+        self.turn_end = min(self.turn_end, self.seen)
+        after = self.turn_end + every * ((self.seen - self.turn_end) // every + 1)
+        self.next_round = min(self.next_round, after)  # earlier if tokens that stay came frozen
 
     def settle_heads(self, stored: Tensor, kept: Tensor) -> None:
         """Sets the sizes of heads `[B, H]` in rows of which entries leave for the first time.

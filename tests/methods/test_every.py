@@ -355,6 +355,30 @@ def test_a_crop_goes_back_to_the_last_round(model, spec):
     twin.crop(-6)
 
 
+@pytest.mark.parametrize("prompt", ["counted", "kept"])
+@pytest.mark.parametrize("spec", [KNORM, "keydiff", "streaming_llm:decode=append"])
+@pytest.mark.parametrize(
+    ("length", "generated", "gone"),
+    [(15, 0, 5), (15, 2, 7), (9, 7, 3)],
+    ids=["of the prompt", "of answer and prompt", "of the answer, past a round"],
+)
+def test_after_a_crop_tokens_are_counted_as_if_the_cropped_ones_had_never_come(
+    model, spec, prompt, length, generated, gone
+):
+    reader = start(model, every(spec, 4, prompt), (length,))
+    answer = continuation(1, generated, seed=9).split(1, 1) if generated else ()
+    for token in answer:
+        reader(token)
+    reader.cache.crop(-gone)
+    straight = Reader(model, compressed(model, every(spec, 4, prompt)))
+    straight(prompts((length,))[0][:, : length + generated - gone])
+    for token in answer[:-gone]:
+        straight(token)
+    for token in continuation(1, 26).split(1, 1):
+        torch.testing.assert_close(reader(token), straight(token), atol=1e-6, rtol=0)
+        assert positions(reader.cache) == positions(straight.cache)
+
+
 @pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8"])
 def test_a_fork_evicts_nothing(model, spec):
     reader = start(model, every(spec))
