@@ -58,6 +58,7 @@ TESTED_BY = {
     "methods/minicache.py": "cache/test_encode.py",
     "methods/observation.py": "methods/stages/score/test_observation_window.py",
     "methods/stages/allocate/tolerance.py": "methods/test_auto.py",
+    "methods/stages/decode.py": "methods/test_every.py",
     "methods/stages/merge/base.py": "methods/stages/merge/test_most_similar.py",
     "methods/stages/score/output_error.py": "methods/test_auto.py",
     "methods/stages/select/choose.py": "methods/test_evicting_while_decoding.py",

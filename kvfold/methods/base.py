@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.registry import preset, registered
 from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.decode import Decode, Positions, Prompt, check_decode
 from kvfold.methods.stages.merge.base import MergeOneStage, MergeStage
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
@@ -101,10 +102,10 @@ class Stages:
     merge: MergeStage | None = None  # changes kept entries by evicted ones
     merge_one: MergeOneStage | None = None  # `merge` of the one entry that decode eviction evicts
     encode: Encode | None = None  # how the oldest entries are stored
-    decode: Literal["append", "hold", "every", "once"] = "append"
+    decode: Decode = "append"
     every: int = 0  # generated tokens between evictions of decode="every"
-    prompt: Literal["counted", "kept"] = "counted"  # kept: all but the answer is beside the size
-    positions: Literal["original", "reindex"] = "original"
+    prompt: Prompt = "counted"  # kept: all but the answer is beside the size
+    positions: Positions = "original"
     token_pruning: TokenPruning | None = None  # runs between the layers of a forward
     inexact: str = ""  # reason why kept entries differ from the budget, "" if they do not
     method: str = ""  # the method's text, filled in by the cache
@@ -118,13 +119,12 @@ class Stages:
                 f"{self.needs.window} queries are needed: choose a method that compresses at the "
                 "prompt's end, such as simlayerkv:when=last_query"
             )
-        if (self.decode == "every") != (self.every > 0):
-            raise IllegalComposition('decode="every" goes with every=, of 1 token or more')
         if self.decode == "every" and self.runs_own_forwards:
             raise IllegalComposition(
                 "forwards of its own run when a prompt ends, not while an answer is generated: "
                 "leave every out, or choose another method that scores"
             )
+        check_decode(self)
         if self.evicts_while_decoding and self.encode is not None:
             raise IllegalComposition(
                 "encoded entries cannot be evicted one by one, so an encoding cannot follow a "

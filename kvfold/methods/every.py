@@ -38,8 +38,8 @@ class Every(Method):
     prompt: Literal["counted", "kept"] = "counted"  # the prompt is part of the size, or beside it
 
     def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise KvfoldError(f"every:interval is at least 1 token, not {self.interval}")
+        if type(self.interval) is not int or self.interval < 1:
+            raise KvfoldError(f"every:interval is at least 1 token, not {self.interval!r}")
 
     def stages(self) -> Stages:
         raise IllegalComposition(

@@ -22,6 +22,8 @@ from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
 from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
+from kvfold.methods.base import Composition, Measured
+from kvfold.methods.every import Every
 from tests.helpers.budgets import SMALL, compressed
 from tests.helpers.by_hand import (
     WINDOW,
@@ -491,6 +493,44 @@ def test_an_interval_of_no_tokens_is_refused():
     for stages in ({"decode": "every"}, {"every": 4}):
         with pytest.raises(IllegalComposition, match="goes with every="):
             kvfold.Stages(**stages)
+
+
+@pytest.mark.parametrize("interval", [0, -1, 1.5, float("nan"), "abc", None, True])
+def test_an_interval_that_is_no_number_of_tokens_is_refused(interval):
+    with pytest.raises(KvfoldError, match=f"at least 1 token, not {interval!r}"):
+        Every(interval=interval)
+
+
+PER_HEAD = Measured(lambda seen: seen.positions.new_full((1, 2), 5), per_head=True)
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        ({"decode": "evry"}, "decode is append or hold or every or once, not 'evry'"),
+        ({"prompt": "keep"}, "prompt is counted or kept"),
+        ({"positions": None}, "positions is original or reindex"),
+        ({"decode": "every", "every": 1.5}, "1 token or more"),
+        ({"decode": "every", "every": "3"}, "1 token or more"),
+        ({"decode": "every", "every": -3}, "1 token or more"),
+        ({"every": -3}, "goes with every="),
+        ({"prompt": "kept"}, 'goes with decode="every"'),
+        ({"prompt": "kept", "decode": "hold"}, 'goes with decode="every"'),
+        (
+            {"decode": "every", "every": 3, "allocate": PER_HEAD},
+            "allocation per head",
+        ),
+        ({"decode": "hold", "allocate": PER_HEAD}, "allocation per head"),
+    ],
+)
+def test_stages_that_would_be_ignored_are_refused(stages, reason):
+    with pytest.raises(IllegalComposition, match=reason):
+        kvfold.Stages(**stages)
+
+
+def test_a_prompt_that_is_neither_counted_nor_kept_is_refused():
+    with pytest.raises(KvfoldError, match="prompt is counted or kept, not 'keep'"):
+        Composition((kvfold.parse(SNAPKV), Every(prompt="keep"))).stages()
 
 
 def test_compiled_decoding_is_refused(model):

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction while decoding: the stages' choices, and those that contradict one another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from kvfold.errors import IllegalComposition
+
+if TYPE_CHECKING:
+    from kvfold.methods.base import Stages
+
+Decode = Literal["append", "hold", "every", "once"]
+Prompt = Literal["counted", "kept"]
+Positions = Literal["original", "reindex"]
+CHOICES = {"decode": Decode, "prompt": Prompt, "positions": Positions}
+
+
+def check_decode(stages: Stages) -> None:
+    """Raises IllegalComposition for unknown choices, and for options without their stage."""
+    for name, choices in CHOICES.items():
+        known, given = get_args(choices), getattr(stages, name)
+        if given not in known:
+            raise IllegalComposition(f"{name} is {' or '.join(known)}, not {given!r}")
+    every, rounds = stages.every, stages.decode == "every"
+    if type(every) is not int or every < 0 or rounds != (every > 0):
+        raise IllegalComposition('decode="every" goes with every=, of 1 token or more')
+    if stages.prompt == "kept" and not rounds:
+        raise IllegalComposition(
+            'prompt="kept" leaves the budget to the answer, so it goes with decode="every" only'
+        )
+    if stages.evicts_while_decoding and getattr(stages.allocate, "per_head", False):
+        raise IllegalComposition(
+            "an allocation per head is made when a prefill ends, so it does not go with a method "
+            "that evicts while decoding: choose decode=append where it is offered"
+        )
