@@ -101,10 +101,11 @@ def drawn(
 ) -> Iterator[TaskSamples]:
     """Samples of all tasks in `names`; a benchmark's name stands for its tasks that have data.
 
-    `say` receives one line per task left out and per unreadable row. Raises KvfoldError if a task
-    named itself cannot be drawn, and if none can.
+    `say` receives one line per task left out and per unreadable row, and one for all tasks whose
+    data has no rows of them. Raises KvfoldError if a task named itself cannot be drawn or has no
+    rows, and if none can.
     """
-    found = False
+    found, empty = False, list[str]()
     able, reasons = with_data(names, request)
     for reason in reasons:
         say(f"left out: {reason}")
@@ -117,6 +118,11 @@ def drawn(
                 raise
             say(f"left out: {task.name}: {refused}")
             continue
+        if not any(each.samples for each in wanted):
+            if task.name in names:
+                raise KvfoldError(f"{request.data} has no rows of {task.name}")
+            empty.append(task.name)
+            continue
         bad = [sample for sample in wanted[0].samples if isinstance(sample, UnreadableSample)]
         for sample in bad[:ROWS]:
             say(f"cannot be read: {sample.where}: {sample.why}")
@@ -124,6 +130,8 @@ def drawn(
             say(f"cannot be read: {len(bad) - ROWS} more rows of {task.name}")
         found = True
         yield from wanted
+    if empty:
+        say(f"left out: {request.data} has no rows of {', '.join(empty)}")
     if not found:
         raise KvfoldError("none of the tasks can be run: see above what they need")
 

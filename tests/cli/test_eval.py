@@ -10,7 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from kvfold.cli import app
+from kvfold.errors import KvfoldError
+from kvfold.eval.evaluate import drawn
+from kvfold.eval.tasks import SampleRequest
 from tests.helpers.evaluation import Setting, command, own_questions
+from tests.helpers.tasks import longbench_row
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +137,24 @@ def test_the_command_says_at_once_which_rows_it_cannot_read(folder, tmp_path):
     shown = " ".join(ran.output.split())
     assert f"cannot be read: {data}:3: field 'question'" in shown
     assert shown.index("cannot be read") < shown.index("score, mean over tasks")
+
+
+def test_data_without_rows_of_a_named_task_is_refused(folder, tmp_path):
+    data, out = tmp_path / "empty.jsonl", tmp_path / "out"
+    data.write_text("\n", encoding="utf-8")
+    refused = command("--tasks", "jsonl", "--data", data, "--model", folder, "--out", out)
+    assert refused.exit_code == 2, refused.output
+    message = refused.stderr.splitlines()[-1]
+    assert message.startswith("error: ") and "empty.jsonl has no rows of jsonl" in message
+    assert not out.exists()
+
+
+def test_tasks_of_a_benchmark_without_rows_are_left_out_in_one_line(tmp_path):
+    data, said = tmp_path / "rows.jsonl", list[str]()
+    data.write_text(json.dumps(longbench_row("qasper")), encoding="utf-8")
+    (only,) = drawn(["longbench"], SampleRequest(data=str(data)), [512], said.append)
+    assert only.task.name == "longbench_qasper"
+    assert len(said) == 1
+    assert "rows.jsonl has no rows of longbench_narrativeqa, longbench_multifieldqa_en" in said[0]
+    with pytest.raises(KvfoldError, match="has no rows of longbench_trec"):
+        list(drawn(["longbench_trec"], SampleRequest(data=str(data)), [512]))
