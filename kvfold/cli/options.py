@@ -207,7 +207,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
             "give the right --encoding"
         ) from problem
     except OSError as problem:
-        raise KvfoldError(f"cannot read {name}: {problem}") from problem
+        raise KvfoldError(f"cannot read {name}: {problem.strerror or problem}") from problem
     if not text.strip():
         raise KvfoldError(f"{name} is empty")
     return text

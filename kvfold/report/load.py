@@ -43,7 +43,7 @@ def _lines(path: Path) -> list[bytes]:
     try:
         return path.read_bytes().split(b"\n")
     except OSError as problem:
-        raise KvfoldError(f"cannot read {path}: {problem}") from problem
+        raise KvfoldError(f"cannot read {path}: {problem.strerror or problem}") from problem
 
 
 def _parsed(line: bytes, path: Path, number: int) -> CellResult:

@@ -46,6 +46,8 @@ def untouched(*arguments: str) -> str:
         ),
         (("run", "bundled", "--budget", "0.2", "--prompt", "a", "--top-p", "0.9"), "temperature"),
         (("run", "bundled", "--budget", "0.2", "--prompt", "a", "--temperature", "1e-9"), "0.01"),
+        (("run", "bundled", "--budget", "0.2", "--file", "."), "cannot read .: Is a directory"),
+        (("report", "absent"), "cannot read absent: No such file or directory"),
         (("run", "./absent", "--budget", "0.2", "--prompt", "a"), "there is no such folder"),
         (("run", __file__, "--budget", "0.2", "--prompt", "a"), "a file; name the folder"),
         (("compress", "bundled", "absent.txt"), "there is no such file"),
