@@ -25,7 +25,7 @@ FLOORS = (
     ("generation",),
     ("contexts",),
     ("jobs",),
-    ("eval", "inspect", "report", "bench", "serve"),
+    ("eval", "inspect", "report", "bench", "serve", "checks"),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics over positions of several prompts, with intervals bootstrapped over prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+Array = NDArray[np.float64]
+# Prompts `[R, n]` by index, R resamples → statistic `[R]`
+Statistic = Callable[[NDArray[np.int64]], Array]
+
+RESAMPLES = 1000
+LIMITS = (0.025, 0.975)
+
+
+class BootstrapEstimate(BaseModel):
+    """A statistic over prompts, and the limits of its 95 % bootstrap interval."""
+
+    model_config = ConfigDict(frozen=True)
+
+    value: float
+    low: float
+    high: float
+
+
+def bootstrapped(count: int, statistic: Statistic, seed: int = 0) -> BootstrapEstimate:
+    """`statistic` of `count` prompts, which are resampled as wholes (percentile bootstrap)."""
+    drawn = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
+    value = float(statistic(np.arange(count)[None])[0])
+    low, high = np.quantile(statistic(drawn), LIMITS)
+    return BootstrapEstimate(value=value, low=float(low), high=float(high))
+
+
+def mean_of(values: Sequence[Sequence[float]]) -> Statistic:
+    """Mean over all positions of the drawn prompts; `values[n]` are those of one prompt."""
+    sums = np.array([float(np.sum(each)) for each in values])
+    counts = np.array([len(each) for each in values])
+    return lambda drawn: sums[drawn].sum(-1) / counts[drawn].sum(-1)
+
+
+def exp_mean_of(values: Sequence[Sequence[float]]) -> Statistic:
+    """exp of the mean over all positions: of lost log-likelihoods, the ratio of perplexities."""
+    mean = mean_of(values)
+    return lambda drawn: np.exp(mean(drawn))
+
+
+def quantile_of(values: Sequence[Sequence[float]], part: float) -> Statistic:
+    """Quantile over all positions of the drawn prompts."""
+    longest = max(map(len, values))
+    grid = np.full((len(values), longest), np.nan)
+    for row, each in zip(grid, values, strict=True):
+        row[: len(each)] = each
+    return lambda drawn: np.nanquantile(grid[drawn].reshape(len(drawn), -1), part, axis=-1)
+
+
+def ratio_of(above: Sequence[float], below: Sequence[float]) -> Statistic:
+    """Sum over the drawn prompts of one quantity over the sum of another."""
+    one, other = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
+    return lambda drawn: one[drawn].sum(-1) / other[drawn].sum(-1)
