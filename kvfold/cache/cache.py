@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvfold.attention.padding import Padding, announce, forget_announced
 from kvfold.budget import Budget
 from kvfold.cache import model_trial, setup
 from kvfold.cache.byte_count import stats_of
+from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward
@@ -86,7 +86,7 @@ class CompressedCache(Cache, ToldOfForwards):
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
-        self._needs_ids = stages.needs.token_ids
+        self.needs_ids = stages.needs.token_ids
         self._forward = OpenForward()
         self.per_chunk: int | None = None  # tokens after which a prompt was compressed, each time
 
@@ -161,7 +161,7 @@ class CompressedCache(Cache, ToldOfForwards):
     @torch.compiler.disable
     def forward_begins(self, ids: Tensor | None) -> None:
         """Raises KvfoldError if the last forward failed after layers had stored its tokens."""
-        if self._needs_ids:
+        if self.needs_ids:
             self.phase.expect(ids)
         self._forward.begin(self.get_seq_length(), self._is_level)
 
@@ -218,21 +218,15 @@ class CompressedCache(Cache, ToldOfForwards):
             for layer in self.compressed_layers:
                 layer.end_reading()
 
-    def to_budget(self, budget: Budget | float | str) -> CompressedCache:
-        """A copy whose open prefill ends now, compressed to another budget.
+    def to_budget(
+        self, budget: Budget | float | str | None, method: Method | str | None = None
+    ) -> CompressedCache:
+        """A copy whose open prefill ends now, compressed to another budget, by `method` if given.
 
-        This cache stays as it is. Raises KvfoldError outside the first prefill's `reading()` block.
+        This cache stays as it is. Raises KvfoldError outside the first prefill's `reading()` block,
+        and for a method that needs what this cache's method does not observe.
         """
-        if not self.phase.reading or any(state.rounds for state in self.states):
-            raise KvfoldError("a cache takes another budget only while its first turn is read")
-        other = copy.deepcopy(self)
-        least = other.states[0].plan.stages.forced.least
-        other.budget = setup.checked_budget(self.method, budget, least)
-        for state in other.states:
-            state.plan = replace(state.plan, budget=other.budget)
-        with other.reading():
-            pass
-        return other
+        return take_over(self, budget, self.method if method is None else parse(method))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -67,6 +67,13 @@ class QueryWindow:
         wide = order[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
         return query.gather(2, wide), columns.gather(1, order)
 
+    def narrow(self, width: int) -> None:
+        """Keeps the last `width` queries."""
+        self.width = width
+        if self.attended is not None and self.columns is not None:
+            query, self.columns = self._last(self.attended.query, self.columns)
+            self.attended = self.attended._replace(query=query)
+
     @property
     def lost(self) -> bool:
         """True if the window had queries and a crop dropped all of them."""

@@ -114,23 +114,34 @@ def put_compressed_layers(
 ) -> None:
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
-    Raises UnsupportedModel where keys cannot be moved and sinks are to be re-indexed, or cannot be
-    rotated back and the method reads un-rotated keys; and where it reads norms of projected values
-    and the projection is not known.
+    Raises UnsupportedModel as `check_layer` does.
     """
     shares, latents = shares_entries(model), caches_latents(model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
     for place, index in enumerate(own):
-        encode = stages.encode and stages.encode.of_layer(place, len(own))
-        stored = replace(stages, encode=encode)
+        stored = stages_in_layer(stages, place, len(own))
         plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks)
-        rotation = Rotation(model, index)
-        if stages.positions == "reindex":
-            rotation.check()
-        if stages.needs.unrotated:
-            rotation.check_reversible()
-        projection = OutputProjection(model, index)
-        if stages.needs.output_norms is not None:
-            projection.check()
+        rotation, projection = Rotation(model, index), OutputProjection(model, index)
+        check_layer(stages, rotation, projection)
         state = LayerState(plan, shared.phase, shared.waiting, rotation, projection)
         layers[index] = CompressedLayer(state, shared.binding)
+
+
+def stages_in_layer(stages: Stages, place: int, layers: int) -> Stages:
+    """The stages of compressible layer `place` of `layers`, which may be stored as it came."""
+    return replace(stages, encode=stages.encode and stages.encode.of_layer(place, layers))
+
+
+def check_layer(stages: Stages, rotation: Rotation, projection: OutputProjection) -> None:
+    """Raises UnsupportedModel where the layer lacks what the stages read or change.
+
+    That is where keys cannot be moved and sinks are to be re-indexed, or cannot be rotated back and
+    the method reads un-rotated keys; and where it reads norms of projected values and the
+    projection is not known.
+    """
+    if stages.positions == "reindex":
+        rotation.check()
+    if stages.needs.unrotated:
+        rotation.check_reversible()
+    if stages.needs.output_norms is not None:
+        projection.check()

@@ -74,6 +74,11 @@ class LayerState:
         self.query_window = QueryWindow(self.plan.stages.needs.window)
         self.answer_window = AnswerWindow(self.plan.stages.needs.window)
 
+    def narrow_windows(self, width: int) -> None:
+        """Keeps the last `width` queries of the windows, for a method that needs no more."""
+        self.query_window.narrow(width)
+        self.answer_window = AnswerWindow(width)
+
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
         new = LayerState(self.plan, self.phase, self.waiting, self.rotation, self.projection)

@@ -54,6 +54,14 @@ class Needs:
         """True if stages read what neither entries nor attention hold."""
         return self.token_ids or self.unrotated or self.output_norms is not None
 
+    @property
+    def while_reading(self) -> tuple[bool, bool, ContextReconstruction | None]:
+        """What is observed in each forward of a prefill, the window queries aside.
+
+        All else is computed when the prefill ends.
+        """
+        return self.column_sums, self.column_squares, self.reconstruction
+
     def joined(self, other: Needs) -> Needs:
         """Union of the needs of two methods; IllegalComposition for different output norms."""
         if self.output_norms and other.output_norms and self.output_norms != other.output_norms:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a cache whose first prefill is open, ended by other budgets or other methods."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvfold.budget import Budget
+from kvfold.cache import setup
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import Method
+
+if TYPE_CHECKING:
+    from kvfold.cache.cache import CompressedCache
+
+
+def take_over(
+    cache: CompressedCache, budget: Budget | float | str | None, method: Method
+) -> CompressedCache:
+    """A copy of `cache` whose prefill has ended, compressed by `method`.
+
+    Raises KvfoldError as `CompressedCache.to_budget`.
+    """
+    if not cache.phase.reading or any(state.rounds for state in cache.states):
+        raise KvfoldError("a cache takes another budget only while its first turn is read")
+    check_observed(cache.method, method)
+    stages = setup.stages_of(method, cache.protect, cache.ranks)
+    made = setup.checked_budget(method, budget, stages.forced.least)
+    for state in cache.states:
+        setup.check_layer(stages, state.rotation, state.projection)
+    other = copy.deepcopy(cache)
+    other.method, other.budget, other.needs_ids = method, made, stages.needs.token_ids
+    for state in other.states:
+        own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
+        state.plan = replace(state.plan, stages=own, budget=made)
+        state.narrow_windows(own.needs.window)
+    with other.reading():
+        pass
+    return other
+
+
+def check_observed(reader: Method, method: Method) -> None:
+    """Raises KvfoldError unless a prefill by `reader` observes what `method` needs."""
+    read, wanted = reader.stages(), method.stages()
+    alike = read.needs.while_reading == wanted.needs.while_reading
+    pruned = read.token_pruning is not None or wanted.token_pruning is not None
+    if reader != method and (not alike or pruned or wanted.needs.window > read.needs.window):
+        raise KvfoldError(
+            f"{method} observes other data than {reader} while a text is read: let it read itself"
+        )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reading is compressed by other methods as if each had read the text itself."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvfold
+from kvfold.errors import BudgetError, KvfoldError
+from tests.helpers.budgets import NAMED, needs_driver
+from tests.helpers.evaluation import Setting, contents, equal, read, words
+
+# Readers of every kind of observation, with windows as wide as any method's.
+READERS = {
+    (False, False): "snapkv:window=64",
+    (True, False): "h2o",
+    (True, True): "roco",
+}
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    return Setting.new()
+
+
+def budget_of(spec: str) -> float | None:
+    return 0.4 if kvfold.parse(spec).takes_budget else None
+
+
+@pytest.mark.parametrize("spec", [spec for spec in NAMED if not needs_driver(spec)])
+def test_a_method_compresses_what_another_has_read(setting, spec):
+    needs = kvfold.parse(spec).stages().needs
+    reader = READERS[needs.column_sums, needs.column_squares]
+    ids = setting.ids(words(60))
+    shared = kvfold.CompressedCache(setting.model, reader, 0.5, seed=7)
+    alone = kvfold.CompressedCache(setting.model, spec, budget_of(spec), seed=7)
+    with shared.reading():
+        read(setting.model, shared, ids)
+        taken = shared.to_budget(budget_of(spec), spec)
+    with alone.reading():
+        read(setting.model, alone, ids)
+    assert equal(contents(taken), contents(alone))
+    assert str(taken.method) == str(alone.method)
+    more = setting.ids(words(1))[:, -1:]
+    for _ in range(3):
+        outs = [setting.model(more, past_key_values=cache).logits for cache in (taken, alone)]
+        assert outs[0].equal(outs[1])
+    assert taken.stats().nbytes == alone.stats().nbytes
+
+
+@pytest.mark.parametrize(
+    ("reader", "other"), [("snapkv", "h2o"), ("h2o", "roco"), ("snapkv", "snapkv:window=65")]
+)
+def test_a_method_that_needs_more_is_refused(setting, reader, other):
+    cache = kvfold.CompressedCache(setting.model, reader, 0.5)
+    with cache.reading():
+        read(setting.model, cache, setting.ids(words(20)))
+        with pytest.raises(KvfoldError, match="observes other data"):
+            cache.to_budget(0.5, other)
+
+
+def test_a_budget_is_checked_for_the_other_method(setting):
+    cache = kvfold.CompressedCache(setting.model, "snapkv:window=8", 0.5)
+    with cache.reading():
+        read(setting.model, cache, setting.ids(words(20)))
+        with pytest.raises(BudgetError, match="takes no budget"):
+            cache.to_budget(0.5, "full")
+        with pytest.raises(BudgetError, match="needs a budget"):
+            cache.to_budget(None, "knorm")
+        assert cache.to_budget(None, "full").stats().kept_fraction == 1
