@@ -10,7 +10,7 @@ VLLM_BIN := .venv-vllm/bin
 REAL ?=
 BOOK ?=
 
-.PHONY: demo real test quick test-vllm check docs train clean
+.PHONY: demo real test quick test-pages test-vllm check docs train clean
 
 demo: .venv/ready $(if $(REAL),real)
 	$(BIN)/kvfold demo $(if $(REAL),--model $(REAL)) $(if $(BOOK),--book $(BOOK))
@@ -23,6 +23,10 @@ test: .venv/ready .venv-litellm/ready
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -n auto -m "not slow"
+
+# Chromium as the system packages it: apt install chromium, or CHROMIUM=path.
+test-pages: .venv/ready
+	$(BIN)/python -m pytest tests_pages
 
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests_vllm

@@ -18,7 +18,9 @@ PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>kvfold demo</title>
+<title>kvfold demo: a model's memory, compressed</title>
+<meta name="description" content="KV cache compression on the model that comes with kvfold: \
+answers, kept entries, bytes and times of each method.">
 <style>
 body {{ color: {foreground}; background: {background}; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem }}
@@ -27,7 +29,8 @@ img {{ max-width: 100% }}
 </style>
 </head>
 <body>
-<pre>{code}</pre>
+<h1>kvfold demo</h1>
+<pre tabindex="0" role="region" aria-label="The demo's output">{code}</pre>
 <figure><img alt="Positions that each method kept, layer by layer" src="@@PICTURE@@"></figure>
 </body>
 </html>

@@ -44,6 +44,10 @@ def page(
     template = files("kvfold.inspect") / "template"
     parts = {
         "title": html.escape(title),
+        "description": html.escape(
+            f"Attention of {title}, layer by layer, and the entries of a KV cache that "
+            f"{', '.join(each.method for each in retentions)} keep."
+        ),
         "style": (template / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((template / name).read_text(encoding="utf-8") for name in SCRIPTS),
         "data": as_script_data(contents(title, document, layers, retentions)),

@@ -34,7 +34,8 @@ def page(boards: Sequence[Board], styles: dict[str, LineStyle]) -> str:
     script = "\n".join(_read(name) for name in SCRIPTS)
     subjects = list(dict.fromkeys(board.subject.name for board in boards))
     filled = {
-        "TITLE": html.escape(f"{', '.join(subjects)}: kvfold report"),
+        "TITLE": html.escape(f"KV cache compression on {', '.join(subjects)}: kvfold report"),
+        "DESCRIPTION": html.escape(" ".join(headline(one.overall()).claim for one in boards)),
         "STYLE_HASH": _hash(css),
         "SCRIPT_HASH": _hash(script),
         "STYLE": css,

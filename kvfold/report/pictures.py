@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,8 +16,10 @@ from kvfold.report.board import Board
 from kvfold.report.style import BASELINES, COLORS, GREY, LineStyle
 from kvfold.report.summary import ReportRow, budgets, frontier, rows
 
-MARKERS = {
+HOURGLASS = ((-1, 1), (1, 1), (-1, -1), (1, -1), (-1, 1))
+MARKERS: dict[str, Any] = {
     "circle": "o", "square": "s", "triangle": "^", "diamond": "D",
+    "hourglass": HOURGLASS, "wedge": ">", "pentagon": "p", "arrow": "v",
     "star": "*", "cross": "x", "plus": "+", "dash": "$=$",
 }  # fmt: skip
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

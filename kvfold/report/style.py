@@ -13,9 +13,11 @@ from kvfold.report.summary import ReportRow
 COLORS = (
     "#0072b2", "#d55e00", "#00916a", "#b04f8f", "#b57f00", "#4b3b9a", "#8c1c3c", "#2f97d1",
 )  # fmt: skip
-SHAPES = ("circle", "square", "triangle", "diamond")
+SHAPES = (
+    "circle", "square", "triangle", "diamond", "hourglass", "wedge", "pentagon", "arrow",
+)  # fmt: skip
 # Dash patterns in points, line and gap; () is a solid line. Baselines share one of their own.
-DASHES: tuple[tuple[int, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3))
+DASHES: tuple[tuple[int, ...], ...] = ((), (6, 3), (2, 2), (8, 3, 2, 3), (12, 4))
 BASELINE_DASH = (3, 4)
 GREY = "#767676"
 
@@ -39,8 +41,7 @@ class LineStyle(NamedTuple):
 def styles(rows: Sequence[ReportRow]) -> dict[str, LineStyle]:
     """A style for every method of `rows`, in order of mean score; baselines are grey.
 
-    Neighbours in rank differ in colour and shape; methods that share a colour differ in shape and
-    dash.
+    Neighbours in rank differ in colour and shape. Shape and dash alone tell 40 methods apart.
     """
     scores: dict[str, list[float]] = {}
     for row in rows:

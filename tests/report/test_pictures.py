@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 from kvfold.report import summary
-from kvfold.report.pictures import by_depth
+from kvfold.report.pictures import MARKERS, by_depth
 from kvfold.report.style import COLORS, styles
 from tests.helpers.reports import known, made
 
@@ -31,6 +31,13 @@ def test_methods_of_one_colour_differ_in_shape_and_dash() -> None:
     for color in range(len(COLORS)):
         same = [style for style in found.values() if style.color == color]
         assert len({style.shape for style in same}) == len({style.dash for style in same}) == 3
+
+
+def test_forty_methods_differ_in_shape_or_dash() -> None:
+    results = [made(f"m{n}", "0.2", (float(n), 1.0)) for n in range(40)]
+    found = styles(summary.rows(results)).values()
+    assert len({(style.shape, style.dash) for style in found}) == 40
+    assert {style.shape for style in found} <= MARKERS.keys()
 
 
 def test_needles_by_length_and_depth() -> None:

@@ -26,7 +26,7 @@ function ramp(stops) {
 const inkRamp = () => ramp([0, 1, 2, 3, 4].map((i) => css(`--ramp${i}`)));
 const depthRamp = () => dark.matches
   ? ramp(["#5b6fd0", "#2aa7a0", "#7ad151", "#fde725"])
-  : ramp(["#440154", "#31688e", "#1f9e89", "#8fb300"]);
+  : ramp(["#440154", "#31688e", "#1c8e7b", "#6f8c00"]);
 
 // Draws width × height values 0…255 by the ramp; `hidden` values stay transparent.
 function paint(canvas, width, height, value, hidden = -1) {
@@ -45,6 +45,11 @@ function paint(canvas, width, height, value, hidden = -1) {
   };
   draw();
   redraws.push(draw);
+}
+
+function describe(element, role, label) {
+  element.setAttribute("role", role);
+  element.setAttribute("aria-label", label);
 }
 
 const svgSpace = document.getElementById("svg").namespaceURI;
@@ -74,19 +79,39 @@ function evenly(max) {
   return Array.from({ length: Math.floor(max / step + 1e-9) + 1 }, (_, i) => i * step);
 }
 
+// The marks of a chart's series, of a radius of 4; neighbours differ by more than their colour.
+const MARKS = [
+  "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z", "M-3.6,-3.6h7.2v7.2h-7.2Z", "M0,-4.8L4.6,3.4H-4.6Z",
+  "M0,-5L5,0L0,5L-5,0Z", "M-4.2,-4.4H4.2L-4.2,4.4H4.2Z", "M-3.6,-4.4L4.8,0L-3.6,4.4Z",
+  "M0,-4.9L4.7,-1.5L2.9,4H-2.9L-4.7,-1.5Z", "M0,4.8L4.6,-3.4H-4.6Z",
+];
+const DASHES = [undefined, "7 3", "2 3", "9 3 2 3"];
+
+function mark(parent, number, color, x, y, size) {
+  const at = { transform: `translate(${x},${y}) scale(${size})`, fill: color };
+  return shape(parent, "path", { d: MARKS[(number ?? 0) % MARKS.length], ...at });
+}
+
+const stroke = (s, color) =>
+  ({ stroke: color, "stroke-width": s.dash ? 1.7 : 2.2, "stroke-dasharray": s.dash ?? "none" });
+
 const colorOf = (s) => (typeof s.color === "function" ? s.color() : s.color);
 
 function legend(box, series) {
   const list = make(box, "div", "keys");
   for (const s of series.filter((each) => each.label)) {
-    make(make(list, "span"), "i").style.background = colorOf(s);
-    list.lastChild.append(s.label);
+    const name = make(list, "span"), color = colorOf(s);
+    const key = shape(name, "svg", { class: "key", viewBox: "-17 -7 34 14", "aria-hidden": "true" });
+    if (s.line !== false) shape(key, "line", { x1: -17, x2: 17, ...stroke(s, color) });
+    if (s.dots) mark(key, s.mark, color, 0, 0, 1);
+    name.append(s.label);
   }
   return list.offsetHeight + 4;
 }
 
 // A chart of axes x, y {min, max, log, ticks, format, label} and of series
-// {label, color, points: [[x, y, note]], band: [[x, low, high]], dots: radius, dash, line: false}.
+// {label, color, points: [[x, y, note]], band: [[x, low, high]], dots: radius, mark: number of a
+// shape, dash, line: false}.
 function chart(box, { x, y, series }) {
   const render = () => {
     box.replaceChildren();
@@ -124,13 +149,12 @@ function drawSeries(svg, s, px, py) {
     shape(svg, "path", { d: `${path([...high, ...low])}Z`, fill: color, opacity: 0.14 });
   }
   if (s.line !== false) {
-    const line = { d: path(s.points), fill: "none", stroke: color, "stroke-linejoin": "round" };
-    const look = { "stroke-width": s.dash ? 1.5 : 2.2, "stroke-dasharray": s.dash ?? "none" };
-    shape(svg, "path", { ...line, ...look });
+    const line = { d: path(s.points), fill: "none", "stroke-linejoin": "round" };
+    shape(svg, "path", { ...line, ...stroke(s, color) });
   }
   if (!s.dots) return;
   for (const [a, b, note] of s.points) {
-    const dot = shape(svg, "circle", { cx: px(a), cy: py(b), r: s.dots, fill: color });
+    const dot = mark(svg, s.mark, color, px(a), py(b), s.dots / 4);
     if (note) shape(dot, "title", {}, note);
   }
 }

@@ -40,6 +40,8 @@ class Methods {
     const map = this.map(method, make(card, "div", "map"));
     const text = make(card, "div", "text");
     text.tabIndex = 0;
+    describe(text, "region",
+      `The text as ${method.name} keeps it; left and right arrow go from token to token`);
     const spans = this.data.pieces.map((piece, i) => {
       const span = make(text, "span", "", this.data.folded[i] ?? piece);
       span.dataset.token = i;
@@ -50,7 +52,8 @@ class Methods {
     for (const kind of ["pointerover", "click"]) {
       text.addEventListener(kind, (event) => this.hover(event, made));
     }
-    text.addEventListener("pointerleave", () => this.leave());
+    for (const kind of ["pointerleave", "blur"]) text.addEventListener(kind, () => this.leave());
+    text.addEventListener("keydown", (event) => this.step(event, made));
     return made;
   }
 
@@ -62,6 +65,7 @@ class Methods {
       tick.style.width = `${(100 * (needle.stop - needle.start)) / tokens}%`;
     }
     const frame = make(box, "div", "rows"), canvas = make(frame, "canvas");
+    describe(canvas, "img", `Tokens that ${method.name} keeps, layer by layer`);
     canvas.style.height = `${Math.max(MAP_HEIGHT, 4 * heads.length)}px`;
     // A row of a layer is two pixels of its own and, where there is room, a gap.
     const gap = heads.length <= 16 ? 1 : 0, step = 8 + gap;
@@ -139,14 +143,34 @@ class Methods {
   hover(event, card) {
     const token = event.target.dataset.token;
     if (token === undefined) return this.leave();
+    this.point(Number(token), card, event.clientX, event.clientY);
+  }
+
+  // The left and right arrow go to the next token, from the first one in view.
+  step(event, card) {
+    const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!way) return;
+    event.preventDefault();
+    const top = card.text.getBoundingClientRect().top;
+    const inView = (span) => span.getBoundingClientRect().bottom > top;
+    const from = this.tip.hidden ? card.spans.findIndex(inView) - way : this.token;
+    const token = Math.min(Math.max(from + way, 0), card.spans.length - 1);
+    card.spans[token].scrollIntoView({ block: "nearest" });
+    const { left, bottom } = card.spans[token].getBoundingClientRect();
+    this.point(token, card, left, bottom - 14);
+  }
+
+  // Marks a token in every card, and explains it beside a place in the window.
+  point(token, card, x, y) {
     this.leave();
+    this.token = token;
     this.marked = this.cards.map((c) => c.spans[token]);
     this.marked.forEach((span) => span.classList.add("same"));
-    this.explain(Number(token), card);
+    this.explain(token, card);
     const box = this.tip.getBoundingClientRect();
-    const left = Math.min(event.clientX + 14, innerWidth - box.width - 12);
-    const below = event.clientY + 22;
-    const top = below + box.height > innerHeight ? event.clientY - box.height - 14 : below;
+    const left = Math.min(x + 14, innerWidth - box.width - 12);
+    const below = y + 22;
+    const top = below + box.height > innerHeight ? y - box.height - 14 : below;
     this.tip.style.left = `${Math.max(12, left)}px`;
     this.tip.style.top = `${Math.max(8, top)}px`;
   }

@@ -39,8 +39,6 @@ const byLayer = {
   min: names[0] - 0.15, max: names.at(-1) + 0.15, ticks: names, format: String, label: "layer",
 };
 const dot = names.length > 16 ? 2.5 : 4;
-// Told apart by every common kind of colour vision (Okabe and Ito).
-const apart = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31"];
 const perHead = (method, l) => {
   const counts = method.counts.subarray(l * tokens, (l + 1) * tokens);
   return counts.reduce((a, b) => a + b, 0) / data.heads[l];
@@ -52,14 +50,16 @@ chart(at("budgets"), {
   y: { min: 0, max: most, ticks: evenly(most), format: grouped, label: "entries per KV head" },
   series: data.methods.map((method, i) => ({
     label: method.name,
-    color: apart[i % apart.length],
+    color: () => css(`--c${i % 8}`),
+    mark: i,
+    dash: DASHES[i % DASHES.length],
     dots: dot,
     points: names.map((n, l) => [n, spent[i][l], `layer ${n}: ${grouped(spent[i][l])} entries`]),
   })),
 });
 
-const heads = (label, color, values) => ({
-  label, color, dots: dot,
+const heads = (label, color, values, mark) => ({
+  label, color, mark, dots: dot,
   points: names.map((n, l) => [n, mean(values[l]), `layer ${n}: ${short(mean(values[l]))}`]),
   band: names.map((n, l) => [n, Math.min(...values[l]), Math.max(...values[l])]),
 });
@@ -72,8 +72,8 @@ chart(at("pyramid"), {
     min: 1, max: tokens, log: true, ticks: decades(1, tokens), format: grouped, label: ofTokens,
   },
   series: [
-    heads(`hold ${percent(data.most)} of all attention`, accent, layers.map((l) => l.holders)),
-    heads("one query attends to", warm, perQuery),
+    heads(`hold ${percent(data.most)} of all attention`, accent, layers.map((l) => l.holders), 0),
+    heads("one query attends to", warm, perQuery, 3),
   ],
 });
 
@@ -107,6 +107,7 @@ chart(at("share"), {
 const side = data.cuts.length - 1;
 at("heatmaps").classList.toggle("many", layers.length > 12);
 const span = (i) => `${grouped(data.cuts[i])} to ${grouped(data.cuts[i + 1] - 1)}`;
+const MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const cellAt = (at, from, size) =>
   Math.min(side - 1, Math.max(0, Math.floor(((at - from) / size) * side)));
 layers.forEach((layer, l) => {
@@ -114,18 +115,30 @@ layers.forEach((layer, l) => {
   make(caption, "b", "", `Layer ${names[l]}`);
   make(caption, "span", "", `${short(mean(perQuery[l]))} entries per query`);
   const canvas = make(figure, "canvas"), cells = bytes(layer.cells);
+  describe(canvas, "application", `Attention of layer ${names[l]}; arrow keys go from cell to cell`);
+  canvas.tabIndex = 0;
   paint(canvas, side, side, (x, y) => cells[y * side + x], 0);
-  const read = (event) => {
-    const area = canvas.getBoundingClientRect();
-    const x = cellAt(event.clientX, area.left, area.width);
-    const y = cellAt(event.clientY, area.top, area.height);
+  const read = (x, y) => {
     const part = 10 ** ((5 * (cells[y * side + x] - 255)) / 254);
     at("cell").textContent = x > y
       ? "Queries do not attend to later entries."
       : `Layer ${names[l]}: queries ${span(y)} give ${percent(part, part < 0.01 ? 3 : 1)} of ` +
         `their attention to entries ${span(x)}.`;
   };
-  for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, read);
+  const point = (event) => {
+    const area = canvas.getBoundingClientRect();
+    read(cellAt(event.clientX, area.left, area.width), cellAt(event.clientY, area.top, area.height));
+  };
+  for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, point);
+  let [column, row] = [0, side - 1];
+  canvas.addEventListener("keydown", (event) => {
+    const move = MOVES[event.key];
+    if (!move) return;
+    event.preventDefault();
+    column = Math.min(side - 1, Math.max(0, column + move[0]));
+    row = Math.min(side - 1, Math.max(0, row + move[1]));
+    read(column, row);
+  });
 });
 
 // Lazy layers.
@@ -134,6 +147,7 @@ at("window").textContent = grouped(data.window);
 layers.forEach((layer, l) => {
   make(at("lazy"), "span", "name", `layer ${names[l]}`);
   const canvas = make(at("lazy"), "canvas"), edges = bytes(layer.edges);
+  describe(canvas, "img", `Attention of layer ${names[l]} on the first and last entries, query by query`);
   canvas.style.height = `${Math.max(8, Math.min(26, 260 / layers.length))}px`;
   paint(canvas, edges.length, 1, (x) => edges[x]);
   make(at("lazy"), "span", "", percent(layer.lazy));
@@ -159,7 +173,8 @@ chart(at("norms"), {
   },
   series: [
     ...layers.map((layer, l) => ({
-      label: l % named ? "" : `layer ${names[l]}`, color: byDepth(l), points: stairs(layer.kept),
+      label: l % named ? "" : `layer ${names[l]}`, color: byDepth(l), dash: DASHES[l % DASHES.length],
+      points: stairs(layer.kept),
     })),
     { label: "the paper's 1 %", color: warm, dash: "5 4", points: [[0, 0.01], [tokens, 0.01]] },
   ],

@@ -31,7 +31,7 @@ function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value === true ? "" : value);
+    else element.setAttribute(name, value === true && !name.startsWith("aria-") ? "" : value);
   }
   element.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return element;
@@ -106,6 +106,10 @@ const shapes = {
   square: "M-3.6,-3.6h7.2v7.2h-7.2Z",
   triangle: "M0,-4.8L4.6,3.4H-4.6Z",
   diamond: "M0,-5L5,0L0,5L-5,0Z",
+  hourglass: "M-4.2,-4.4H4.2L-4.2,4.4H4.2Z",
+  wedge: "M-3.6,-4.4L4.8,0L-3.6,4.4Z",
+  pentagon: "M0,-4.9L4.7,-1.5L2.9,4H-2.9L-4.7,-1.5Z",
+  arrow: "M0,4.8L4.6,-3.4H-4.6Z",
   star: "M0,-6.5L1.7,-2.1L6.4,-1.9L2.7,1L4,5.6L0,3L-4,5.6L-2.7,1L-6.4,-1.9L-1.7,-2.1Z",
   cross: "M-3.5,-3.5L3.5,3.5M3.5,-3.5L-3.5,3.5",
   plus: "M0,-4.5V4.5M-4.5,0H4.5",
@@ -122,5 +126,13 @@ function mark(style, attributes = {}) {
 function key(style) {
   return draw("svg", { class: "key", viewBox: "-7 -7 14 14", "aria-hidden": true }, mark(style));
 }
+
+// The shape on a piece of its line.
+function lineKey(style) {
+  return draw("svg", { class: `key line ${colorClass(style)}`, viewBox: "-18 -7 36 14", "aria-hidden": true },
+    draw("line", { x1: -18, x2: 18, ...dashed(style) }), mark(style));
+}
+
+const dashed = (style) => (style.dash.length ? { "stroke-dasharray": style.dash.join(" ") } : {});
 
 const named = (style) => make("span", { class: "named" }, key(style), make("span", {}, style.label));

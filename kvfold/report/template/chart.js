@@ -89,8 +89,7 @@ function series(rows, scale) {
   const classes = ["series", colorClass(style), isStrong(own) ? "strong" : ""].join(" ");
   const group = draw("g", { class: classes, "data-method": method });
   if (own.length > 1) {
-    const dash = style.dash.length ? { "stroke-dasharray": style.dash.join(" ") } : {};
-    group.append(draw("path", { class: "path", d: line(own, scale), ...dash }));
+    group.append(draw("path", { class: "path", d: line(own, scale), ...dashed(style) }));
   }
   for (const row of own) {
     const x = scale.x(row.bytes), bar = `M${x},${scale.y(least(row))}V${scale.y(most(row))}`;

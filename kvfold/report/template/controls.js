@@ -80,7 +80,7 @@ function legend() {
   for (const row of unpack(state.board.perplexity)) present.add(row.method);
   const buttons = [...present].sort((a, b) => a - b).map((method) => {
     const style = data.methods[method];
-    return toggle([key(style), make("span", {}, style.label)], !state.hiddenMethods.has(method), (event) => {
+    return toggle([lineKey(style), make("span", {}, style.label)], !state.hiddenMethods.has(method), (event) => {
       flip(state.hiddenMethods, method);
       event.currentTarget.setAttribute("aria-pressed", String(!state.hiddenMethods.has(method)));
       render();
@@ -96,9 +96,9 @@ function legend() {
     legend();
     render();
   };
-  byId("legend").replaceChildren(...buttons,
+  byId("legend").replaceChildren(
     make("button", { type: "button", class: "plain", onclick: every(false) }, "all"),
-    make("button", { type: "button", class: "plain", onclick: every(true) }, "none"));
+    make("button", { type: "button", class: "plain", onclick: every(true) }, "none"), ...buttons);
 }
 
 function emphasise(method) {

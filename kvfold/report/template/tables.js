@@ -60,7 +60,7 @@ function verdict(leaders, own) {
       names && `not told apart from ${names}`].filter(Boolean).join(" · ")));
 }
 
-const columns = [
+const allColumns = [
   ["method", "Method", (row) => row.style.label, (row) => named(row.style)],
   ["budget", "Budget", (row) => row.nominal ?? row.kept ?? 1, (row) => row.budget ?? "–"],
   ["score", "Score", (row) => row.score, (row) => withInterval(row)],
@@ -96,8 +96,13 @@ function gapCell(row) {
     make("small", {}, interval(row)));
 }
 
+// The column of faults, only where there are any.
+let columns = allColumns;
+const isFaulty = (row) => row.errors + row.failed + row.truncated > 0 || row.units < row.expected;
+
 function table(holder, rows, lower) {
   const shown = rows.filter(isShown);
+  columns = allColumns.filter(([id]) => id !== "faults" || rows.some(isFaulty));
   const spans = shown.filter((row) => row.gap !== null).flatMap((row) => [row.low, row.high]);
   reach = [Math.min(-1, ...spans), Math.max(1, ...spans)];
   const { column, ascending } = state.sort;
@@ -118,7 +123,7 @@ function grouped(rows, lower) {
 }
 
 function sorted(rows) {
-  const value = columns.find(([id]) => id === state.sort.column)[2];
+  const value = allColumns.find(([id]) => id === state.sort.column)[2];
   const sign = state.sort.ascending ? 1 : -1;
   return [...rows].sort((a, b) => {
     const [x, y] = [value(a), value(b)];
