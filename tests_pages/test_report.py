@@ -25,6 +25,26 @@ def test_the_protocol_changes_claim_and_table(opened: Open) -> None:
     assert "question-aware" in page.locator("#pareto-lead").inner_text()
 
 
+def test_both_claims_are_in_view_and_lead_to_each_other(opened: Open) -> None:
+    page = opened("published")
+    claim, other = page.locator("#claim").inner_text(), page.locator("#others button").inner_text()
+    assert "before the question is known" in claim and "with the question in view" in other
+
+    page.locator("#others button").press("Enter")
+
+    assert page.locator("#claim").inner_text() == other
+    assert page.locator("#others button").inner_text() == claim
+
+
+def test_every_table_says_what_the_haystack_is(opened: Open) -> None:
+    page = opened("published")
+
+    for section in ("pareto", "table", "where", "needles"):
+        assert "Haystack: " in page.locator(f"#{section}").inner_text()
+    page.get_by_label("Tasks").select_option(label="ruler_niah_single_1")
+    assert "Haystack: noise (ruler_niah_single_1)." in page.locator("#table").inner_text()
+
+
 def test_tasks_and_lengths_choose_the_rows(opened: Open) -> None:
     page = opened("published")
 

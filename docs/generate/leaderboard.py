@@ -10,7 +10,7 @@ from links import ROOT
 
 from kvfold.eval.run.cell import FULL, TRUNCATED
 from kvfold.methods.base import Composition, Method, parse
-from kvfold.report.board import boards
+from kvfold.report.board import Board, boards, haystacks
 from kvfold.report.load import load_results
 from kvfold.report.summary import ReportRow
 from kvfold.report.tables import COLUMNS, by_budget, cells
@@ -28,11 +28,13 @@ READING = (
 def section(cls: type[Method]) -> str:
     """Tables of a method's rows, one for each protocol, and links to the other comparisons."""
     parts = []
-    for protocol, rows in _leaderboard().items():
+    for board in _leaderboard():
+        rows = by_budget(board.overall())
         own = [row for row in rows if cls in _classes(row.method)]
         if own:
             full = [row for row in rows if row.method == FULL and row not in own]
-            parts += [f"### {protocol.capitalize()}", _table([*full, *own])]
+            hidden = f"Haystack: {haystacks(board.scored)}."
+            parts += [f"### {board.protocol.capitalize()}", hidden, _table([*full, *own])]
     parts = [READING, *parts] if parts else ["The leaderboard has no row of this method."]
     others = [name for name in _comparisons() if cls in _compared(name)]
     if others:
@@ -42,10 +44,9 @@ def section(cls: type[Method]) -> str:
 
 
 @cache
-def _leaderboard() -> dict[str, list[ReportRow]]:
-    """Rows over all tasks by protocol, as in the report's first tables."""
-    found = boards(load_results([RESULTS / "records.jsonl"]))
-    return {board.protocol: by_budget(board.overall()) for board in found}
+def _leaderboard() -> list[Board]:
+    """Boards of the report, one for each protocol."""
+    return boards(load_results([RESULTS / "records.jsonl"]))
 
 
 @cache

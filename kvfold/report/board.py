@@ -45,6 +45,13 @@ class Board:
         return asked if self.history == "own" else f"{asked}, right answers as history"
 
     @property
+    def when(self) -> str:
+        """What methods know of the question, in words."""
+        return (
+            "with the question in view" if self.question_aware else "before the question is known"
+        )
+
+    @property
     def scored(self) -> list[CellResult]:
         """Results of tasks with a metric, including cells that only have errors."""
         return [r for r in self.results if r.metric is not None and not r.lower_is_better]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headline of a board: the smallest cache that certainly loses few points, and the evidence."""
+"""Headline of a board: what the best method keeps at a fifth of the cache, and the evidence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvfold.eval.run.cell import FULL
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow
 
+# The kept part that headlines speak of.
+FIFTH = 0.2
 # Losses in points that headlines are made for, smallest first.
 MARGINS = (2, 5, 10)
 # Characters after which a method's name is cut off.
@@ -17,17 +19,19 @@ LONGEST = 60
 
 
 class Headline(NamedTuple):
-    """A claim, its evidence, and smaller caches for larger losses (`further`)."""
+    """A claim, its evidence, and (`further`) the smallest caches that certainly lose little."""
 
     claim: str
     evidence: str
     further: tuple[str, ...] = ()
 
 
-def headline(rows: Sequence[ReportRow]) -> Headline:
-    """The smallest cache whose loss is within a margin of `MARGINS` with 95 % confidence.
+def headline(rows: Sequence[ReportRow], when: str) -> Headline:
+    """What the best method keeps of the full cache's score at a fifth of the cache.
 
-    Without one, the method nearest to the full cache. Only rows over all tasks are considered.
+    Without such a budget, the smallest cache whose loss is within a margin of `MARGINS` with 95 %
+    confidence; without one, the method nearest to the full cache. `when` says whether methods know
+    the question, such as "before the question is known". Only rows over all tasks are considered.
     """
     full = next((row for row in rows if row.method == FULL), None)
     known = [
@@ -50,17 +54,35 @@ def headline(rows: Sequence[ReportRow]) -> Headline:
             "Nothing to compare with.",
             "There are no records of the full cache on the same samples.",
         )
-    smallest: dict[str, tuple[int, ReportRow]] = {}
-    for margin in MARGINS:
-        safe = [row for row in known if _loss(row) <= margin]
-        if safe:
-            best = min(safe, key=lambda row: row.bytes_ratio or 0)
-            smallest.setdefault(_name(best), (margin, best))
-    if smallest:
-        (margin, best), *others = smallest.values()
+    fifth = [row for row in known if row.kept_nominal == FIFTH]
+    if fifth and full.score.value > 0:
+        return _at_a_fifth(fifth, known, full, when)
+    return _smallest(known, full, when)
+
+
+def _at_a_fifth(
+    fifth: Sequence[ReportRow], known: Sequence[ReportRow], full: ReportRow, when: str
+) -> Headline:
+    best = max(fifth, key=_score)
+    share = round(100 * _score(best) / _score(full))
+    kept = f"{share} % of the full score" if share < 100 else "the full score"
+    claim = f"At a fifth of the cache, {_cut(best.method)} keeps {kept} {when}."
+    alike = [_cut(row.method) for row in fifth if row.place and row.place[0] == 1 and row != best]
+    same = [f"Not told apart from it: {', '.join(alike)}."] if 0 < len(alike) < 4 else []
+    safe = [
+        f"For a loss of at most {margin} points with 95 % confidence, {_name(row)} holds "
+        f"{_percent(row)} of the bytes."
+        for margin, row in _safe(known)
+    ]
+    return Headline(claim, _evidence(best, full), (*same, *safe))
+
+
+def _smallest(known: Sequence[ReportRow], full: ReportRow, when: str) -> Headline:
+    if safe := _safe(known):
+        (margin, best), *others = safe
         claim = (
             f"{_name(best)} holds {_percent(best)} of the full cache’s bytes "
-            f"and loses at most {margin} points."
+            f"and loses at most {margin} points {when}."
         )
         further = [
             f"For at most {points} points, {_name(row)} holds {_percent(row)}."
@@ -76,6 +98,22 @@ def headline(rows: Sequence[ReportRow]) -> Headline:
     return Headline(claim, f"{nearest} {_evidence(best, full)}")
 
 
+def _safe(known: Sequence[ReportRow]) -> list[tuple[int, ReportRow]]:
+    """Margins of `MARGINS`, each with the smallest cache whose loss is certainly within it."""
+    smallest: dict[str, tuple[int, ReportRow]] = {}
+    for margin in MARGINS:
+        safe = [row for row in known if _loss(row) <= margin]
+        if safe:
+            best = min(safe, key=lambda row: row.bytes_ratio or 0)
+            smallest.setdefault(_name(best), (margin, best))
+    return list(smallest.values())
+
+
+def _score(row: ReportRow) -> float:
+    assert row.score
+    return row.score.value
+
+
 def _loss(row: ReportRow) -> float:
     """Upper bound of the points lost, at 95 % confidence."""
     assert row.gap
@@ -83,8 +121,12 @@ def _loss(row: ReportRow) -> float:
 
 
 def _name(row: ReportRow) -> str:
-    name = row.method if len(row.method) <= LONGEST else f"{row.method[: LONGEST - 1]}…"
+    name = _cut(row.method)
     return name if row.budget is None else f"{name} at {row.budget}"
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
 def _percent(row: ReportRow) -> str:

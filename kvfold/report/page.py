@@ -35,7 +35,9 @@ def page(boards: Sequence[Board], styles: dict[str, LineStyle]) -> str:
     subjects = list(dict.fromkeys(board.subject.name for board in boards))
     filled = {
         "TITLE": html.escape(f"KV cache compression on {', '.join(subjects)}: kvfold report"),
-        "DESCRIPTION": html.escape(" ".join(headline(one.overall()).claim for one in boards)),
+        "DESCRIPTION": html.escape(
+            " ".join(headline(one.overall(), one.when).claim for one in boards)
+        ),
         "STYLE_HASH": _hash(css),
         "SCRIPT_HASH": _hash(script),
         "STYLE": css,
@@ -76,7 +78,7 @@ def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
     """The page's data of one board."""
     overall = board.overall()
     views = board.views()
-    claim = headline(overall)
+    claim = headline(overall, board.when)
     weak = sorted({r.cell.task for r in board.scored if r.cell.method == FULL and near_guessing(r)})
     caution = [
         "These means hold tasks on which the full cache itself is near guessing: "
@@ -84,8 +86,10 @@ def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
     ]
     return {
         "title": title,
-        "claim": claim.claim,
-        "evidence": " ".join([claim.evidence, *claim.further, *(caution if weak else [])]),
+        "claim": _unbroken(claim.claim),
+        "evidence": _unbroken(
+            " ".join([claim.evidence, *claim.further, *(caution if weak else [])])
+        ),
         "budgets": budgets(board.results),
         "lengths": board.lengths(board.scored),
         "groups": board.groups,
@@ -105,6 +109,11 @@ def _board(board: Board, title: str, order: list[str]) -> dict[str, Any]:
         "caveats": [caveat._asdict() for caveat in board_caveats(board)],
         "facts": _facts(board),
     }
+
+
+def _unbroken(text: str) -> str:
+    """Text that never breaks a line between a number and its percent sign."""
+    return text.replace(" %", "\u00a0%")
 
 
 def _rows(shown: Sequence[ReportRow], order: list[str], lower: bool = False) -> list[list[Any]]:

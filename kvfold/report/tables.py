@@ -41,7 +41,7 @@ def markdown(boards: Sequence[Board]) -> str:
         parts.append(f"{_safe(subject.name)}, {subject.dtype}, {subject.attention}; {READING}.")
         overall = board.overall()
         if overall:
-            said = headline(overall)
+            said = headline(overall, board.when)
             parts.append(_safe(" ".join([said.claim, said.evidence, *said.further])))
         for view in (v for v in board.views() if v.length is None and v.kind != "task"):
             parts += _view(view)

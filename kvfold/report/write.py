@@ -55,6 +55,7 @@ def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
             paths.append(folder / f"needles-{name}-{part}.png")
             figure.savefig(paths[-1], dpi=130)
     claims = {
-        title: headline(board.overall()) for board, title in zip(every, titles(every), strict=True)
+        title: headline(board.overall(), board.when)
+        for board, title in zip(every, titles(every), strict=True)
     }
     return ReportFiles(paths, claims)

@@ -4,6 +4,11 @@ function header() {
   const board = state.board, rows = viewRows("overall", "all tasks", null);
   byId("claim").textContent = board.claim;
   byId("evidence").textContent = board.evidence;
+  const others = data.boards.filter((other) => other !== board);
+  byId("others").replaceChildren(...others.map((other) => make("button", { type: "button", onclick: () => {
+    choose(other);
+    byId("others").querySelector("button").focus();
+  } }, other.claim)));
   const methods = new Set(rows.filter((row) => !row.style.baseline).map((row) => row.method)).size;
   const tasks = Object.values(board.groups).flat().length;
   const samples = rows.reduce((sum, row) => sum + row.samples, 0);
@@ -39,11 +44,19 @@ function lead() {
   const where = length === null ? "" : ` at ${count(length)} tokens`;
   const tasks = kind === "group" ? board.groups[name] : kind === "task" ? [name] : [];
   const weak = tasks.length > 0 && tasks.every((task) => board.weak.includes(task));
-  const haystack = currentView()?.haystack;
   return `Mean over ${name}${where}, ${board.title}. Bars are 95 % intervals; the broad line is the Pareto frontier ` +
     "of score and bytes. Methods neither on it nor leading at a budget are faint." +
-    (haystack ? ` Haystack: ${haystack}.` : "") +
+    ` ${haystackOf(currentView())}` +
     (weak ? " The full cache itself is near guessing here, so differences mean little." : "");
+}
+
+const haystackOf = (view) => (view?.haystack ? `Haystack: ${view.haystack}.` : "");
+
+// Below the title of every table, the text that its needles were hidden in.
+function haystacks() {
+  byId("table-haystack").textContent = haystackOf(currentView());
+  byId("where-haystack").textContent = haystackOf(findView("overall", "all tasks", null));
+  byId("needle-haystack").textContent = haystackOf(findView("task", state.needle, null));
 }
 
 function render() {
@@ -53,6 +66,7 @@ function render() {
   table(byId("summary"), currentRows(), false);
   matrix();
   needles();
+  haystacks();
   if (state.board.perplexity.length) table(byId("perplexity-table"), unpack(state.board.perplexity), true);
   caveats();
   facts();
