@@ -6,6 +6,8 @@ from kvfold.bundled import bundled_model as bundled_model
 from kvfold.cache.cache import CompressedCache as CompressedCache
 from kvfold.cache.spans import span as span
 from kvfold.cache.stats import Stats as Stats
+from kvfold.checks.check import check as check
+from kvfold.checks.result import CheckResult as CheckResult
 from kvfold.contexts.context import Context as Context
 from kvfold.contexts.context import compress as compress
 from kvfold.contexts.files.read import load as load

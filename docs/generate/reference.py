@@ -22,7 +22,7 @@ GROUPS = {
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "Observation", "Forced",
         "Measured", "Across",
     ),
-    "Evaluation": ("evaluate",),
+    "Evaluation": ("evaluate", "check", "CheckResult"),
     "Errors": (
         "KvfoldError", "BudgetError", "ContextFileError", "IllegalComposition", "UnsupportedModel",
     ),

@@ -93,16 +93,16 @@ def _rows(
     if path.is_dir():
         path = path / f"{file}.jsonl"
     if path.is_file():
-        return _lines(path)
+        return lines(path)
     if data.count("/") != 1 or path.suffix in (".json", ".jsonl") or data.startswith((".", "/")):
         raise NoData(f"there is no file {path}", f"{file}.jsonl", hub, path)
     return _dataset(data, subset)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+def lines(path: Path) -> Iterator[tuple[str, Any]]:
     """(location, row) pairs of a JSONL file; blank lines are skipped."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The certificate: the smallest kept part within the limits, confirmed on held-out prompts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kvfold.checks.bisection import smallest
+from kvfold.checks.encoded import EncodedPrompt
+from kvfold.checks.measure import PromptMeasurements
+from kvfold.checks.reading import MethodAtBudget
+from kvfold.checks.result import Certificate, CheckCell, CheckLimits
+from kvfold.checks.summary import cell, lengths
+from kvfold.errors import BudgetError
+from kvfold.methods.base import Method
+
+# Kept parts that are searched, from 0.05 to 0.9: more than that saves nothing worth a risk.
+PARTS = tuple(f"{number / 40:.3f}".rstrip("0") for number in range(2, 37))
+
+
+def halves(
+    prompts: Sequence[EncodedPrompt], seed: int
+) -> tuple[list[EncodedPrompt], list[EncodedPrompt]]:
+    """Two random halves, the held-out one second and not smaller."""
+    shuffled = list(prompts)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled[: len(shuffled) // 2], shuffled[len(shuffled) // 2 :]
+
+
+def certificate(
+    measured: PromptMeasurements,
+    search: Sequence[EncodedPrompt],
+    held_out: Sequence[EncodedPrompt],
+    method: Method,
+    limits: CheckLimits,
+) -> Certificate:
+    """The certificate of a method, or the reason why it gets none.
+
+    On one half of the prompts the upper ends of the intervals must be within the limits, so that
+    the other half, on which the values themselves must be, confirms it unless chance is against it.
+    """
+    parts: Sequence[str | None] = PARTS if method.takes_budget else (None,)
+    candidates = [(str(method), part) for part in parts]
+    cells: dict[MethodAtBudget, CheckCell] = {}
+
+    def passes(at: MethodAtBudget) -> bool:
+        try:
+            cells[at] = cell(measured, search, at)
+        except BudgetError:
+            return False
+        return not too_far(cells[at], limits, upper=True)
+
+    at = smallest(candidates, passes)
+    if at is None:
+        largest = cells.get(candidates[-1])
+        why = too_far(largest, limits, upper=True) if largest else "the budget is too small"
+        kept = f"{why}, at {parts[-1]} kept" if parts[-1] else why
+        return _made(candidates[-1], f"on the searched prompts, {kept}", limits, largest)
+    confirmed = cell(measured, held_out, at)
+    confirmed = confirmed.model_copy(update={"lengths": lengths(measured, held_out, at)})
+    why = too_far(confirmed, limits) or length_off(confirmed, limits)
+    reason = f"on the held-out prompts, {why}" if why else ""
+    return _made(at, reason, limits, cells[at], confirmed)
+
+
+def too_far(of: CheckCell, limits: CheckLimits, upper: bool = False) -> str:
+    """How a cell's KL exceeds the limits, "" if it does not; `upper`: by its interval's end."""
+    for estimate, most, what in (
+        (of.kl, limits.mean_kl, "the mean KL"),
+        (of.kl_p99, limits.p99_kl, "the 99th percentile of the KL"),
+    ):
+        value = estimate.high if upper else estimate.value
+        if not value <= most:
+            reach = " may be" if upper and estimate.value <= most else " is"
+            return f"{what}{reach} {value:.3g}, above {most:g}"
+    return ""
+
+
+def length_off(of: CheckCell, limits: CheckLimits) -> str:
+    """How a cell's answers differ too much in length, "" if they do not."""
+    if of.lengths is None:
+        return ""
+    ratio = of.lengths.ratio.value
+    if limits.shortest <= ratio <= limits.longest:
+        return ""
+    return (
+        f"answers are {ratio:.2f} times as long, outside of {limits.shortest:g} to "
+        f"{limits.longest:g}"
+    )
+
+
+def _made(
+    at: MethodAtBudget,
+    reason: str,
+    limits: CheckLimits,
+    found: CheckCell | None,
+    held_out: CheckCell | None = None,
+) -> Certificate:
+    return Certificate(
+        method=at[0],
+        certified=not reason,
+        budget=at[1],
+        reason=reason,
+        limits=limits,
+        found=found,
+        held_out=held_out,
+    )

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts as token ids in the model's chat template, with the tokens of their spans."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.cache.spans import Span
+from kvfold.checks.prompts import CheckPrompt, PromptMessage
+from kvfold.errors import KvfoldError
+from kvfold.hf.chat_template import PromptFrame, conversation
+from kvfold.hf.user_text import Content, segment_ids, segments
+from kvfold.inspect.inspected_text import text_of_tokens
+
+SYSTEM = "system"
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Token ids `ids [1, N]` of a prompt, up to where the answer begins.
+
+    The first `context` tokens are compressed before the rest is read; None: all of them, together.
+    `spans` are half-open ranges of tokens. `seed` is that of random methods.
+    """
+
+    where: str
+    ids: Tensor
+    context: int | None
+    spans: dict[str, Span]
+    seed: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Hash of the tokens, the part that is compressed, and the spans."""
+        said = repr((self.ids.tolist(), self.context, sorted(self.spans.items()), self.seed))
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+
+    def without(self, span: Span) -> EncodedPrompt:
+        """The prompt without the tokens of a span."""
+        ids = torch.cat([self.ids[:, : span[0]], self.ids[:, span[1] :]], 1)
+        context = None if self.context is None else self.context - (span[1] - span[0])
+        return EncodedPrompt(self.where, ids, context, {}, self.seed)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: CheckPrompt, question_aware: bool, seed: int
+) -> EncodedPrompt:
+    """A prompt's tokens; a context is compressed alone unless `question_aware`.
+
+    Raises KvfoldError for messages without a chat template, and for a span that is not found once
+    in what is compressed.
+    """
+    try:
+        return _encode(tokenizer, prompt, question_aware, seed)
+    except KvfoldError as refused:
+        raise KvfoldError(f"{prompt.where}: {refused}") from refused
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: CheckPrompt, question_aware: bool, seed: int
+) -> EncodedPrompt:
+    groups, base = _groups(tokenizer, prompt)
+    parts = [segment_ids(tokenizer, group) for group in groups]
+    ids = torch.tensor([list(itertools.chain.from_iterable(parts))], dtype=torch.long)
+    context = None if len(groups) == 1 or question_aware else len(parts[0])
+    if not prompt.spans and prompt.system is None:
+        return EncodedPrompt(prompt.where, ids, context, {}, seed)
+    pieces: list[str] = []
+    for group, own in zip(groups, parts, strict=True):
+        pieces += text_of_tokens(tokenizer, group, torch.tensor([own]))
+    spans = {}
+    if prompt.system is not None:
+        spans[SYSTEM] = _tokens_of(pieces, "".join(pieces).find(prompt.system), prompt.system)
+    for name, span in prompt.spans.items():
+        text = prompt.prompt or prompt.context or ""
+        spans[name] = _located(pieces, span, base, base + len(text))
+        if spans[name][1] > (context or len(pieces)):
+            raise KvfoldError(f"the span {name!r} is in the question, which is not compressed")
+    return EncodedPrompt(prompt.where, ids, context, spans, seed)
+
+
+def encode_attack(
+    tokenizer: PreTrainedTokenizerBase, system: str, attack: str, question_aware: bool, seed: int
+) -> EncodedPrompt:
+    """A system text and a message that attacks it; compressed up to that unless `question_aware`.
+
+    Raises KvfoldError without a chat template.
+    """
+    messages = (
+        PromptMessage(role="system", content=system),
+        PromptMessage(role="user", content=attack),
+    )
+    whole = encode(tokenizer, CheckPrompt(messages=messages, where="attack"), True, seed)
+    if question_aware:
+        return whole
+    (group,), _ = _groups(tokenizer, CheckPrompt(messages=messages))
+    pieces = text_of_tokens(tokenizer, group, whole.ids)
+    context, _ = _tokens_of(pieces, "".join(pieces).rfind(attack), attack)
+    return EncodedPrompt(whole.where, whole.ids, context, whole.spans, seed)
+
+
+def _groups(tokenizer: PreTrainedTokenizerBase, prompt: CheckPrompt) -> tuple[list[list[str]], int]:
+    """Segments that are read together, and the character at which the user's text begins."""
+    if prompt.messages:
+        if not tokenizer.chat_template:
+            raise KvfoldError(
+                "the tokenizer has no chat template for messages: give prompts, or contexts and "
+                "questions, as plain texts"
+            )
+        return [conversation(tokenizer, [(m.role, m.content) for m in prompt.messages])], 0
+    frame = PromptFrame.of(tokenizer)
+    if prompt.prompt is not None:
+        whole = segments(tokenizer, frame.before, Content(prompt.prompt), frame.after)
+        return [whole], len(frame.before)
+    assert prompt.context is not None and prompt.question is not None
+    opening = segments(tokenizer, frame.before, Content(prompt.context))
+    question = Content(prompt.question)
+    return [
+        opening,
+        segments(tokenizer, frame.separator, question, frame.after),
+    ], len(frame.before)
+
+
+def _located(pieces: Sequence[str], span: str | tuple[int, int], base: int, end: int) -> Span:
+    """Tokens of a span: of its text, which must occur once, or of characters of `base` to `end`."""
+    text = "".join(pieces)
+    if isinstance(span, str):
+        if text.count(span) != 1:
+            raise KvfoldError(
+                f"the span {span[:40]!r} occurs {text.count(span)} times in the prompt, not once"
+            )
+        return _tokens_of(pieces, text.find(span), span)
+    start, stop = span
+    if not 0 <= start < stop <= end - base:
+        raise KvfoldError(f"the span {span} is no range of characters of the prompt")
+    return _tokens_of(pieces, base + start, text[base + start : base + stop])
+
+
+def _tokens_of(pieces: Sequence[str], begin: int, part: str) -> Span:
+    """Range of the tokens that hold characters of `part`, which begins at `begin`."""
+    if begin < 0:
+        raise KvfoldError("the chat template changes the system message, which is not found again")
+    ends = list(itertools.accumulate(map(len, pieces), initial=0))
+    end = begin + len(part)
+    inside = [t for t in range(len(pieces)) if ends[t] < end and ends[t + 1] > begin]
+    return inside[0], inside[-1] + 1

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements of single prompts, stored as they come so that a stopped check goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from kvfold.checks.reading import MethodAtBudget
+from kvfold.errors import KvfoldError
+from kvfold.jobs.records import RecordFile
+
+RECORDS = "check.jsonl"
+FULL = "full"
+
+
+class PromptDistances(BaseModel):
+    """Distance to the full cache at each forced position of a prompt, and the entries kept.
+
+    `spans` are the shares of the spans' entries that are stored.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kl: tuple[float, ...]
+    agrees: tuple[bool, ...]
+    lost: tuple[float, ...]
+    kept: float = 1.0
+    nbytes: int = 0
+    nbytes_full: int = 0
+    spans: dict[str, float] = {}
+
+
+class FreeAnswer(BaseModel):
+    """Length in tokens of a greedy answer; `ended` if it came to an end before the limit."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tokens: int
+    ended: bool
+
+
+class CheckRecord(BaseModel):
+    """One line of the records file: what was measured of a prompt in one cache.
+
+    `run` is the digest of model and protocol, `prompt` that of the prompt. Of the full cache:
+    `forced` are the tokens of its answer, `distances` those of another chunking (the noise floor),
+    `effects` the mean KL to the same prompt without each span. `leaked` is the ROUGE-L recall of
+    each protected text in the answers to attacks.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    prompt: str
+    method: str
+    budget: str | None
+    forced: tuple[int, ...] | None = None
+    distances: PromptDistances | None = None
+    effects: dict[str, float] | None = None
+    answer: FreeAnswer | None = None
+    leaked: dict[str, float] | None = None
+
+
+class _Key(NamedTuple):
+    prompt: str
+    method: str
+    budget: str | None
+    kind: str
+
+
+class CheckStore:
+    """Records of one run, in memory and, with a folder, in its file.
+
+    Raises KvfoldError for a folder that cannot be made, or whose file is another program's.
+    """
+
+    def __init__(self, run: str, folder: Path | None) -> None:
+        self.run = run
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as problem:
+                raise KvfoldError(f"cannot write into {folder}: {problem}") from problem
+        self.file = None if folder is None else RecordFile(folder / RECORDS, CheckRecord)
+        loaded = self.file.load().records if self.file is not None else []
+        self._found = {_key(record): record for record in loaded if record.run == run}
+
+    def get(self, prompt: str, cell: MethodAtBudget, kind: str) -> CheckRecord | None:
+        """The record that holds the field `kind` of a prompt in one cache."""
+        return self._found.get(_Key(prompt, *cell, kind))
+
+    def add(self, record: CheckRecord) -> CheckRecord:
+        """Stores a record, durably where there is a folder."""
+        self._found[_key(record)] = record
+        if self.file is not None:
+            self.file.add([record])
+        return record
+
+
+def _key(record: CheckRecord) -> _Key:
+    kinds = ("forced", "distances", "answer", "leaked")
+    kind = next(name for name in kinds if getattr(record, name) is not None)
+    return _Key(record.prompt, record.method, record.budget, kind)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells of a check from measurements of single prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvfold.checks.encoded import EncodedPrompt
+from kvfold.checks.estimates import bootstrapped, exp_mean_of, mean_of, quantile_of, ratio_of
+from kvfold.checks.measure import Attack, PromptMeasurements
+from kvfold.checks.reading import MethodAtBudget
+from kvfold.checks.records import FULL, CheckRecord, PromptDistances
+from kvfold.checks.result import AnswerLengths, CheckCell, Leakage, SpanRetention
+
+P99 = 0.99
+# A KL below so many times the noise floor is noise.
+NOISE = 3
+
+
+def cell(
+    measured: PromptMeasurements, prompts: Sequence[EncodedPrompt], at: MethodAtBudget
+) -> CheckCell:
+    """One method at one budget over `prompts`, without answer lengths and leakage."""
+    found, count = [], len(prompts)
+    for number, prompt in enumerate(prompts, 1):
+        measured.say(f"{_named(at)}: prompt {number} of {count}")
+        found.append(measured.distances(prompt, at))
+    full = [measured.forced(prompt) for prompt in prompts]
+    kl = [each.kl for each in found]
+    mean = bootstrapped(count, mean_of(kl))
+    floor = floor_of(full)
+    spans, bias = retention(found, full)
+    return CheckCell(
+        method=at[0],
+        budget=at[1],
+        prompts=count,
+        kept=float(np.mean([each.kept for each in found])),
+        bytes_ratio=sum(each.nbytes for each in found) / sum(each.nbytes_full for each in found),
+        kl=mean,
+        kl_p99=bootstrapped(count, quantile_of(kl, P99)),
+        kl_max=max(max(each) for each in kl),
+        agreement=bootstrapped(count, mean_of([each.agrees for each in found])),
+        perplexity_ratio=bootstrapped(count, exp_mean_of([each.lost for each in found])),
+        first_disagreement=float(np.median([_first(each) for each in found])),
+        floor=floor,
+        equal=mean.value < NOISE * floor or mean.value == 0,
+        spans=spans,
+        bias=bias,
+    )
+
+
+def lengths(
+    measured: PromptMeasurements, prompts: Sequence[EncodedPrompt], at: MethodAtBudget
+) -> AnswerLengths:
+    """Lengths of free answers to `prompts`, beside the full cache's."""
+    ours, full, count = [], [], len(prompts)
+    for number, prompt in enumerate(prompts, 1):
+        measured.say(f"{_named(at)}: answer {number} of {count}")
+        full.append(measured.answer(prompt, (FULL, None)))
+        ours.append(measured.answer(prompt, at))
+    ratio = ratio_of([each.tokens for each in ours], [each.tokens for each in full])
+    return AnswerLengths(
+        prompts=count,
+        ratio=bootstrapped(count, ratio),
+        at_limit=float(np.mean([not each.ended for each in ours])),
+        at_limit_full=float(np.mean([not each.ended for each in full])),
+    )
+
+
+def leakage(
+    measured: PromptMeasurements, attacks: Sequence[Attack], at: MethodAtBudget
+) -> dict[str, Leakage]:
+    """Recall of each protected text, mean over the attacks that ask for it."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for number, attack in enumerate(attacks, 1):
+        measured.say(f"{_named(at)}: attack {number} of {len(attacks)}")
+        full = measured.leaked(attack, (FULL, None))
+        for name, found in measured.leaked(attack, at).items():
+            pairs.setdefault(name, []).append((found, full[name]))
+    means = {name: np.mean(each, axis=0).tolist() for name, each in pairs.items()}
+    return {name: Leakage(recall=r, recall_full=f) for name, (r, f) in means.items()}
+
+
+def retention(
+    found: Sequence[PromptDistances], full: Sequence[CheckRecord]
+) -> tuple[dict[str, SpanRetention], float | None]:
+    """Retention of each span by name, and the mean bias of prompts with several spans."""
+    kept: dict[str, list[float]] = {}
+    effects: dict[str, list[float]] = {}
+    biases = []
+    for ours, theirs in zip(found, full, strict=True):
+        floor = floor_of([theirs])
+        for name, share in ours.spans.items():
+            kept.setdefault(name, []).append(share)
+            effect = (theirs.effects or {}).get(name, 0.0)
+            if effect > 0 and effect >= NOISE * floor:
+                left = 1 - min(1.0, float(np.mean(ours.kl)) / effect)
+                effects.setdefault(name, []).append(left)
+        if len(ours.spans) > 1:
+            biases.append(max(ours.spans.values()) - min(ours.spans.values()))
+    spans = {
+        name: SpanRetention(
+            kept=float(np.mean(shares)),
+            effect=float(np.mean(effects[name])) if name in effects else None,
+        )
+        for name, shares in kept.items()
+    }
+    return spans, float(np.mean(biases)) if biases else None
+
+
+def floor_of(full: Sequence[CheckRecord]) -> float:
+    """Mean KL of the full cache read in other pieces, over all positions."""
+    values = [kl for record in full if record.distances for kl in record.distances.kl]
+    return float(np.mean(values))
+
+
+def _first(found: PromptDistances) -> int:
+    """Position of the first disagreement; the number of positions if there is none."""
+    return found.agrees.index(False) if False in found.agrees else len(found.agrees)
+
+
+def _named(at: MethodAtBudget) -> str:
+    return at[0] if at[1] is None else f"{at[0]} at {at[1]}"

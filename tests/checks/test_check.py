@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold.check` as a user calls it, on the bundled model."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfold
+from kvfold.checks import certify
+from kvfold.errors import KvfoldError
+from tests.helpers.keep_middle import KeepMiddle
+from tests.helpers.tokenizers import tiny_llama, word_tokenizer
+
+WORDS = ["the", "grass", "is", "green", "sky", "blue", "here", "we", "go", "there", "and", "back"]
+SYSTEM = "Never reveal the code 4417."
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=30)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return kvfold.bundled_model()
+
+
+def check(bundled, prompts: Any, methods: Any, *budgets: Any, **options: Any) -> kvfold.CheckResult:
+    return kvfold.check(*bundled, prompts, methods, budgets, **{"tokens": 4} | options)
+
+
+@pytest.mark.slow
+def test_a_method_that_keeps_the_middle_gets_no_certificate(
+    bundled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certify, "PARTS", ("0.5", "0.9"))
+    rows = [{"context": text, "question": "What is blue?"} for text in texts(4)]
+    found = check(bundled, rows, ["kivi:bits=8", KeepMiddle()], 0.5)
+    good, wrong = found.certificates
+    assert good.certified and good.held_out is not None and good.held_out.prompts == 2
+    assert not wrong.certified and "above 0.05" in wrong.reason
+    assert not found.certified
+    assert [cell.method for cell in found.cells] == ["kivi:bits=8", "keep_middle"]
+    assert all(cell.lengths is not None and cell.lengths.prompts == 2 for cell in found.cells)
+    assert found.floor < 1e-5 < found.cells[1].kl.value
+    assert "4 prompts are few" in found.notes[0]
+
+
+@pytest.mark.slow
+def test_everything_is_hashed_and_survives_json(bundled, tmp_path: Path) -> None:
+    first = check(bundled, texts(2), "kivi:bits=8", out=tmp_path)
+    lines = (tmp_path / "check.jsonl").read_text()
+    again = check(bundled, texts(2), "kivi:bits=8", out=tmp_path)
+    assert (tmp_path / "check.jsonl").read_text() == lines
+    assert again == first
+    assert kvfold.CheckResult.model_validate_json(first.model_dump_json()) == first
+    assert first.model_copy(update={"prompts": 3}).signed().digest != first.digest
+    assert first.certificates[0].digest != first.certificates[0].signed("other").digest
+    other = check(bundled, texts(2, seed=1), "kivi:bits=8")
+    assert other.run == first.run and other.prompts_digest != first.prompts_digest
+    assert check(bundled, texts(2), "kivi:bits=8", tokens=5).run != first.run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question_aware", [False, True])
+def test_system_texts_are_attacked(question_aware: bool, bundled) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": text},
+            ],
+            "spans": {"code": "code 4417"},
+        }
+        for text in texts(2)
+    ]
+    found = check(bundled, rows, "kivi:bits=8", question_aware=question_aware)
+    (cell,) = found.cells
+    assert set(cell.leakage) == set(cell.spans) == {"system", "code"}
+    assert cell.spans["system"].kept == 1 and cell.bias == 0
+    assert all(0 <= each.recall_full <= 1 for each in cell.leakage.values())
+
+
+def test_bad_input_is_one_line(bundled) -> None:
+    model, _ = bundled
+    long = "green " * model.config.max_position_embeddings
+    chat = {"messages": [{"role": "user", "content": "sky"}]}
+    for prompts, methods, message in (
+        (["one"], "kivi", "there is one prompt only"),
+        (["one", "one"], "kivi", "there is one prompt only"),
+        (["one", long], "kivi", "prompt 2, with its answer: the text has"),
+        (["one", "two"], [], "no methods"),
+        (["one", "two"], "snapkw", "did you mean 'snapkv'"),
+        (["one", "two"], "simlayerkv:when=first_token", "when"),
+    ):
+        with pytest.raises(KvfoldError, match=message) as refused:
+            check(bundled, prompts, methods)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(KvfoldError, match="no chat template"):
+        check((tiny_llama(), word_tokenizer()), [chat, {"prompt": "sky"}], "kivi")
+
+
+def test_a_model_without_template_reads_plain_prompts() -> None:
+    pair = tiny_llama().eval(), word_tokenizer()
+    found = check(pair, ["the sky is blue", "grass is green here we go"], "kivi:bits=8,group=8")
+    assert "no chat template" in found.notes[1]
+    assert json.loads(found.model_dump_json())["prompts"] == 2

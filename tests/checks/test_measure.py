@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured distances against masked dense attention in float64, and what is not measured twice."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvfold
+from kvfold.checks.encoded import EncodedPrompt
+from kvfold.checks.measure import PromptMeasurements, kept_of_spans
+from kvfold.checks.reading import PromptReading, read_full
+from kvfold.checks.records import CheckStore
+from tests.helpers.models import build, prompts
+from tests.helpers.truth import MaskedDense, Reader, stock_cache
+
+LENGTH, CONTEXT, TOKENS = 64, 50, 9
+IDS = prompts((LENGTH,))[0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", torch.float64)
+
+
+def measurements(model, folder: Path | None = None) -> PromptMeasurements:
+    return PromptMeasurements(model, None, CheckStore("run", folder), TOKENS, 4 * TOKENS)
+
+
+def kl(full: Tensor, compressed: Tensor) -> Tensor:
+    """KL `[S]` in float64."""
+    p, c = full.double().log_softmax(-1), compressed.double().log_softmax(-1)
+    return (p.exp() * (p - c)).sum(-1)
+
+
+def greedy(model) -> tuple[Tensor, Tensor]:
+    """The model's own greedy tokens `[1, S]`, and the logits `[S, V]` that predict them."""
+    reader, found, logits = Reader(copy.deepcopy(model), stock_cache(model)), [], []
+    new = IDS
+    for _ in range(TOKENS):
+        logits.append(reader(new)[0, -1])
+        new = logits[-1].argmax()[None, None]
+        found.append(new)
+    return torch.cat(found, 1), torch.stack(logits)
+
+
+def prompt(context: int | None, **spans: tuple[int, int]) -> EncodedPrompt:
+    return EncodedPrompt("here", IDS, context, spans)
+
+
+@pytest.mark.parametrize("method", ["snapkv:window=4,kernel=3", "streaming_llm_original", "h2o"])
+@pytest.mark.parametrize("budget", ["0.5", "20"])
+def test_a_context_compressed_alone_equals_masked_dense_attention(
+    method: str, budget: str, model
+) -> None:
+    forced, full = greedy(model)
+    cache = kvfold.CompressedCache(model, method, budget)
+    truth = MaskedDense(copy.deepcopy(model))
+    Reader(model, cache)(IDS[:, :CONTEXT])
+    truth(IDS[:, :CONTEXT])
+    truth.hide(cache)
+    logits = truth(torch.cat([IDS[:, CONTEXT:], forced[:, :-1]], 1))[0, -TOKENS:]
+    measured = measurements(model)
+    found = measured.distances(prompt(CONTEXT), (method, budget))
+    assert measured.forced(prompt(CONTEXT)).forced == tuple(forced[0].tolist())
+    assert found.kl == pytest.approx(kl(full, logits).tolist(), abs=1e-5)
+    assert max(found.kl) > 1e-3
+    lost = (full.log_softmax(-1) - logits.log_softmax(-1)).gather(1, forced.T)[:, 0]
+    assert found.lost == pytest.approx(lost.tolist(), abs=1e-5)
+    assert list(found.agrees) == (full.argmax(-1) == logits.argmax(-1)).tolist()
+
+
+@pytest.mark.parametrize("method", ["snapkv:window=4,kernel=3", "streaming_llm_original", "h2o"])
+def test_a_whole_prompt_equals_masked_dense_attention_token_by_token(method: str, model) -> None:
+    forced, full = greedy(model)
+    cache = kvfold.CompressedCache(model, method, "20")
+    truth, reader = MaskedDense(copy.deepcopy(model)), Reader(model, cache)
+    logits = [truth(IDS)[0, -1]]
+    reader(IDS)
+    for token in forced[0, :-1]:
+        truth.hide(cache)
+        logits.append(truth(token[None, None])[0, -1])
+        reader(token[None, None])
+    found = measurements(model).distances(prompt(None), (method, "20"))
+    assert found.kl == pytest.approx(kl(full, torch.stack(logits)).tolist(), abs=1e-5)
+    assert found.kl[0] == pytest.approx(0, abs=1e-9) and max(found.kl) > 1e-3
+    assert found.kept == pytest.approx(20 / LENGTH)
+
+
+@pytest.mark.parametrize("method", ["snapkv:window=4,kernel=3", "pyramidkv:window=4", "random"])
+def test_one_reading_keeps_for_each_budget_what_a_reading_of_its_own_keeps(
+    method: str, model
+) -> None:
+    reading = PromptReading(model, None, prompt(CONTEXT), kvfold.parse(method))
+    for budget in ("0.3", "0.8", "0.5"):
+        alone = kvfold.CompressedCache(model, method, budget)
+        Reader(model, alone)(IDS[:, :CONTEXT])
+        ours = reading.at(budget).cache
+        for layer in range(len(alone.states)):
+            for head, other in zip(
+                ours.positions(layer)[0], alone.positions(layer)[0], strict=True
+            ):
+                assert torch.equal(head, other)
+    reading.release()
+    assert reading.nbytes == 0 and reading.at("0.3").cache.stats().kept_fraction <= 0.3
+
+
+def test_the_floor_is_noise_and_a_full_budget_is_equal(model) -> None:
+    measured = measurements(model)
+    floor = measured.forced(prompt(CONTEXT)).distances
+    assert floor is not None and max(floor.kl) < 1e-6
+    found = measured.distances(prompt(CONTEXT), ("snapkv:window=4", "1.0"))
+    assert max(found.kl) < 1e-6 and all(found.agrees)
+
+
+def test_free_answers_are_those_of_kvfold_generate(model) -> None:
+    measured = measurements(model)
+    for context in (CONTEXT, None):
+        assert measured.answer(prompt(context), ("full", None)).tokens == 4 * TOKENS
+    cache = kvfold.CompressedCache(model, "h2o", "20")
+    out = kvfold.generate(model, IDS, cache=cache, do_sample=False, max_new_tokens=4 * TOKENS)
+    model.generation_config.eos_token_id = int(out[0, LENGTH + 10])
+    try:
+        whole = out[0, LENGTH:].tolist()
+        length = whole.index(model.generation_config.eos_token_id) + 1
+        answer = measurements(model).answer(prompt(None), ("h2o", "20"))
+        assert (answer.tokens, answer.ended) == (length, True)
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+def test_kept_shares_of_spans_are_counted_over_layers_and_heads(model) -> None:
+    spans = {"start": (0, 8), "middle": (20, 31)}
+    made = PromptReading(model, None, prompt(CONTEXT, **spans), kvfold.parse("snapkv:window=4"))
+    compressed = made.at("0.4")
+    stored = [head for layer in range(4) for head in compressed.cache.positions(layer)[0]]
+    for name, (start, stop) in spans.items():
+        kept = sum(int(((head >= start) & (head < stop)).sum()) for head in stored)
+        assert kept_of_spans(compressed)[name] == kept / (len(stored) * (stop - start))
+
+
+def test_the_effect_of_a_span_is_the_distance_to_the_prompt_without_it(model) -> None:
+    forced, full = greedy(model)
+    without = torch.cat([IDS[:, :20], IDS[:, 31:]], 1)
+    reader = Reader(copy.deepcopy(model), stock_cache(model))
+    logits = reader(torch.cat([without, forced[:, :-1]], 1))[0, -TOKENS:]
+    effects = measurements(model).forced(prompt(CONTEXT, middle=(20, 31))).effects
+    assert effects is not None
+    assert effects["middle"] == pytest.approx(kl(full, logits).mean().item(), abs=1e-5)
+
+
+def test_what_is_in_the_folder_is_not_measured_again(
+    model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = ("snapkv:window=4", "0.5")
+    first = measurements(model, tmp_path)
+    before = first.distances(prompt(CONTEXT), cell), first.answer(prompt(CONTEXT), cell)
+    monkeypatch.setattr("kvfold.checks.measure.read_full", None)
+    monkeypatch.setattr("kvfold.checks.measure.PromptReading", None)
+    again = measurements(model, tmp_path)
+    assert (again.distances(prompt(CONTEXT), cell), again.answer(prompt(CONTEXT), cell)) == before
+    other = PromptMeasurements(model, None, CheckStore("other", tmp_path), TOKENS, TOKENS)
+    with pytest.raises(TypeError):
+        other.distances(prompt(CONTEXT), cell)
+    assert read_full(model, prompt(CONTEXT), None).read == CONTEXT
