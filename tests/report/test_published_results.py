@@ -17,7 +17,7 @@ from kvfold.eval.run.cell_result import CellResult
 from kvfold.report.board import Board, boards
 from kvfold.report.load import load_results
 from kvfold.report.summary import rows
-from kvfold.report.tables import markdown
+from kvfold.report.tables import by_task, markdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -134,6 +134,12 @@ def test_tables_are_those_of_the_records(folder: str) -> None:
     published = (RESULTS / folder / "report.md").read_text(encoding="utf-8")
 
     assert table(markdown(boards(records(folder)))) == table(published)
+
+
+def test_tables_by_task_are_those_of_the_records() -> None:
+    published = (RESULTS / "tasks.md").read_text(encoding="utf-8")
+
+    assert table(by_task(boards(records(".")))) == table(published)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
