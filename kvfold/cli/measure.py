@@ -22,7 +22,6 @@ from kvfold.eval.tasks.ruler_niah import split
 from kvfold.hf.chat_template import PromptFrame, token_count
 from kvfold.inspect.inspected_text import InspectedText, needles_in
 
-KEYS = 6
 WARM_UP = 2
 STEPS = 16
 
@@ -59,10 +58,11 @@ class DemoTrial:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         length: int,
+        needles: int,
         seed: int,
         book: str | None = None,
     ) -> DemoTrial:
-        """A trial on a document of `length` tokens: needles in a passage of `book`, or in noise.
+        """A trial on `length` tokens: needles in a passage of `book`, or in noise.
 
         Raises KvfoldError for a length that cannot hold the needles.
         """
@@ -75,8 +75,8 @@ class DemoTrial:
                 length,
                 count,
                 random.Random(seed),
-                keys=KEYS,
-                questions=30 * KEYS,
+                keys=needles,
+                questions=30 * needles,
                 haystack=haystack,
             )
         except ValueError as problem:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 import kvfold
 from kvfold.cli.demo_page import page
-from kvfold.cli.measure import KEYS, DemoTrial
+from kvfold.cli.measure import DemoTrial
 from kvfold.inspect.inspected_text import NEEDLE
 from tests.helpers.commands import refused
 
@@ -38,9 +38,11 @@ def test_demo_refuses_a_book_or_a_length_that_makes_no_document(tmp_path: Path) 
 def test_needles_lie_between_sentences_of_a_book(tmp_path: Path) -> None:
     model, tokenizer = kvfold.bundled_model()
     told = [f"On day {day} it rained; nobody came to see the old garden." for day in range(300)]
-    trial = DemoTrial.of(model, tokenizer, 1024, 0, " \n ".join(told).replace("nobody", "no\nbody"))
+    trial = DemoTrial.of(
+        model, tokenizer, 1024, 5, 0, " \n ".join(told).replace("nobody", "no\nbody")
+    )
     needles = NEEDLE.findall(trial.sample.document)
-    assert len(needles) == len(trial.needles()) == KEYS
+    assert len(needles) == len(trial.needles()) == len(trial.sample.questions) == 5
     passage = NEEDLE.sub("", trial.sample.document.partition("\n")[2])
     days = [int(day) for day in re.findall(r"On day (\d+) it rained; no body came", passage)]
     assert len(days) > 20 and days == [(days[0] + i) % 300 for i in range(len(days))]
