@@ -135,4 +135,7 @@ function lineKey(style) {
 
 const dashed = (style) => (style.dash.length ? { "stroke-dasharray": style.dash.join(" ") } : {});
 
-const named = (style) => make("span", { class: "named" }, key(style), make("span", {}, style.label));
+// Long names break after punctuation first.
+const breakable = (text) => text.split(/(?<=[:,=_])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
+const named = (style) =>
+  make("span", { class: "named" }, key(style), make("span", {}, breakable(style.label)));
