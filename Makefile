@@ -10,7 +10,7 @@ VLLM_BIN := .venv-vllm/bin
 REAL ?=
 BOOK ?=
 
-.PHONY: demo real test quick test-pages test-vllm check docs train clean
+.PHONY: demo real test quick test-pages test-real test-vllm check docs train clean
 
 demo: .venv/ready $(if $(REAL),real)
 	$(BIN)/kvfold demo $(if $(REAL),--model $(REAL)) $(if $(BOOK),--book $(BOOK))
@@ -27,6 +27,10 @@ quick: .venv/ready
 # Chromium as the system packages it: apt install chromium, or CHROMIUM=path.
 test-pages: .venv/ready
 	$(BIN)/python -m pytest tests_pages
+
+# With .venv-vllm, which `make test-vllm` sets up, also in vLLM.
+test-real: real
+	REAL=$(REAL) $(BIN)/python -m pytest tests_real
 
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests_vllm

@@ -268,13 +268,13 @@ def rounded(shares: list[Fraction | float], total: int, most: int) -> list[int]:
     return counts
 
 
-def pyramid(tokens: int, budget: int, beta: int) -> list[int]:
+def pyramid(tokens: int, budget: int, beta: int, layers: int = LAYERS) -> list[int]:
     """The paper's arithmetic sequence, the window on top."""
     base = budget - WINDOW
     top = Fraction(base, beta)
     bottom = 2 * base - top
-    shares = [bottom - layer * (bottom - top) / (LAYERS - 1) for layer in range(LAYERS)]
-    return [n + WINDOW for n in rounded(shares, base * LAYERS, tokens - WINDOW)]
+    shares = [bottom - layer * (bottom - top) / (layers - 1) for layer in range(layers)]
+    return [n + WINDOW for n in rounded(shares, base * layers, tokens - WINDOW)]
 
 
 def adaptive(scores: list[list[float]], mean: int, floor: float) -> list[int]:

@@ -21,12 +21,11 @@ from tests.helpers.by_hand import (
     HEADS,
     LAYERS,
     ByHand,
-    Layer,
     assert_holds,
-    best,
     evict,
     model_with,
 )
+from tests.helpers.kvzip_by_hand import kept_by_score, most_attention
 
 
 def test_kvzip_asks_as_the_released_code_does():
@@ -173,51 +172,6 @@ def kvzip_scores(heads: int, ids: tuple[int, ...], prefix: int) -> list[list[lis
     return scores
 
 
-def most_attention(layer: Layer, h: int, prefix: int, scored: range, new: int) -> list[float]:
-    """Over all new queries of a group: softmax over the prefix, the part and the new entries."""
-    head = layer.heads[h]
-    group = len(layer.query) // len(layer.heads)
-    places = [*range(prefix), *scored, *range(len(head) - new, len(head))]
-    later = torch.ones(new, new, dtype=torch.bool).triu(1)
-    hidden = torch.cat([torch.zeros(new, len(places) - new, dtype=torch.bool), later], 1)
-    most = torch.zeros(len(scored), dtype=torch.float64)
-    for query in layer.query[h * group : (h + 1) * group, -new:]:
-        logits = query @ head.keys[places].T * layer.scale
-        rows = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-        most = torch.maximum(most, rows[:, prefix : prefix + len(scored)].amax(0))
-    return most.tolist()
-
-
-def kvzip(scores: list[list[list[float]]], mean: int, prefix: int, options: str) -> list:
-    """Positions per layer and head: the prefix, and the best of all layers and heads."""
-    every = [
-        (-score, layer, head, token)
-        for layer, heads in enumerate(scores)
-        for head, tokens in enumerate(heads)
-        for token, score in enumerate(tokens)
-    ]
-    heads = len(scores) * len(scores[0])
-    total = min(mean * heads, len(every))
-    kept = sorted(every)[:total]
-    if options == "strict=true":
-        kept = [pair for pair in kept if pair[0] < kept[-1][0]]
-    if options == "level=uniform":
-        kept = [
-            (0.0, layer, head, token)
-            for layer, of_heads in enumerate(scores)
-            for head, tokens in enumerate(of_heads)
-            for token in best(tokens, mean)
-        ]
-    if options == "level=head":
-        order = sorted((-max(t), i, h) for i, hs in enumerate(scores) for h, t in enumerate(hs))
-        whole = {(i, h) for _, i, h in order[: total // len(scores[0][0])]}
-        kept = [pair for pair in every if pair[1:3] in whole]
-    out = [[list(range(prefix)) for _ in of_heads] for of_heads in scores]
-    for _, layer, head, token in kept:
-        out[layer][head].append(prefix + token)
-    return out
-
-
 def some_ids(count: int, seed: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(40, len(tokenizer()), (count,), generator=generator).tolist())
@@ -241,7 +195,7 @@ def test_kvzip_keeps_what_repeating_the_text_looks_at(options, heads):
     kvfold.generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=1, do_sample=False)
     expected = []
     for text, prefix in zip(texts, (len(opening), 0), strict=True):
-        kept = kvzip(kvzip_scores(heads, tuple(text[:-1]), prefix), SMALL, prefix, options)
+        kept = kept_by_score(kvzip_scores(heads, tuple(text[:-1]), prefix), SMALL, prefix, options)
         one = ByHand(truth)(torch.tensor([text[:-1]]))
         expected.append(evict(one, lambda _, kept=kept: kept)(torch.tensor([text[-1:]])))
     assert_holds(cache, expected)
@@ -277,7 +231,7 @@ def test_kvzip_keeps_heads_by_scores_from_a_file_and_repeats_nothing(heads, suff
     for text, prefix in zip(texts, (len(opening), 0), strict=True):
         tokens = len(text) - 1 - prefix
         per_token = [[[score] * tokens for score in layer] for layer in scores.tolist()]
-        kept = kvzip(per_token, int(tokens * 0.5), prefix, "level=head")
+        kept = kept_by_score(per_token, int(tokens * 0.5), prefix, "level=head")
         one = ByHand(truth)(torch.tensor([text[:-1]]))
         expected.append(evict(one, lambda _, kept=kept: kept)(torch.tensor([text[-1:]])))
     assert_holds(cache, expected)
