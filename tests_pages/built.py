@@ -65,8 +65,9 @@ def inspected() -> str:
 
 
 def demo() -> str:
-    """The demo's page, of a long line and an empty picture."""
-    return demo_page.page([Text("a line of the demo's output " * 8)], Figure(figsize=(9, 3)))
+    """The demo's page, of a long line, a dim one and an empty picture."""
+    parts = [Text("a line of the demo's output " * 8), Text("an answer", style="dim")]
+    return demo_page.page(parts, Figure(figsize=(9, 3)))
 
 
 PAGES = {"published": published, "many_methods": many_methods, "inspected": inspected, "demo": demo}

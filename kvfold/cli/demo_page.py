@@ -13,6 +13,8 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
 from kvfold.terminal import WIDTH
 
+# rich's colour of dim text, whose contrast on white is 4.0, and one of 6.4.
+DIM, READABLE = "#7f7f7f", "#5f5f5f"
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -46,4 +48,5 @@ def page(parts: Sequence[RenderableType], picture: Figure) -> str:
     drawn = io.BytesIO()
     picture.savefig(drawn, format="png")
     encoded = base64.b64encode(drawn.getvalue()).decode()
+    text = text.replace(DIM, READABLE)
     return text.replace("@@PICTURE@@", f"data:image/png;base64,{encoded}")
