@@ -89,6 +89,7 @@ def command(
             min=2, help="Tokens of prompt and answer, at most.", show_default="what the model reads"
         ),
     ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples that are answered together.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of samples and of random methods.")] = 0,
     workers: Annotated[
         int | None,
@@ -153,6 +154,7 @@ def command(
             max_length=readable,
         ),
         contenders=tuple(contenders),
+        batch_size=batch_size,
     )
     if ray is not None:
         from kvfold.jobs.ray_cluster import cluster

@@ -48,6 +48,7 @@ def evaluate(
     haystack: str | Path | None = None,
     question_aware: bool = False,
     max_length: int | None = None,
+    batch_size: int = 1,
     seed: int = 0,
     out: str | Path | None = None,
 ) -> list[dict[str, Any]]:
@@ -75,6 +76,7 @@ def evaluate(
         subject=EvaluatedModel.of(name, model, tokenizer),
         protocol=EvalProtocol(question_aware=question_aware, max_length=readable),
         contenders=tuple(competing),
+        batch_size=batch_size,
     )
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def worker_spec(
     name: str, loading: Loading | None = None
 ) -> WorkerSpec[CompressJob, CompressResult]:
     """Spec of workers that compress documents with the model `name`."""
-    return WorkerSpec(name, compress_document, _given_up, loading or Loading())
+    return WorkerSpec(name, compress_document, _given_up, loading=loading or Loading())
 
 
 def _given_up(job: CompressJob, why: str) -> CompressResult:

@@ -27,19 +27,26 @@ W = TypeVar("W")
 RunJobs = Callable[[Iterable[J]], Iterator[R]]
 
 
+def _none(job: Any) -> tuple[()]:
+    """No smaller jobs."""
+    return ()
+
+
 @dataclass(frozen=True)
 class WorkerSpec(Generic[J, R]):
     """Function that workers apply to every job, and the model `name` that each of them loads.
 
     `run(model, tokenizer, job)` returns the job's result; it is pickled by reference, so it must be
     a module-level function. `given_up(job, reason)` returns the result of a job that killed its
-    worker `TRIES` times. `loading` holds the options the model is loaded with, `imports` the
+    worker `TRIES` times. `parts(job)` are smaller jobs to try first; none if it is the smallest.
+    `loading` holds the options the model is loaded with, `imports` the
     modules that register methods; every worker imports them.
     """
 
     name: str
     run: Callable[[PreTrainedModel, PreTrainedTokenizerBase, J], R]
     given_up: Callable[[J, str], R]
+    parts: Callable[[J], Sequence[J]] = _none
     loading: Loading = field(default_factory=Loading)
     imports: tuple[str, ...] = field(default_factory=imported_methods)
 
@@ -77,7 +84,10 @@ class Executor(Protocol, Generic[W]):
 
 
 def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
-    """Concurrent execution; the job of a worker that dies is retried, `TRIES` attempts in all."""
+    """Concurrent execution; the job of a worker that dies is retried, `TRIES` attempts in all.
+
+    Then its parts are tried, if it has any.
+    """
 
     def run(jobs: Iterable[J]) -> Iterator[R]:
         waiting = ((job, 1) for job in jobs)
@@ -101,6 +111,9 @@ def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
                     except WorkerDied:
                         if tried < TRIES:
                             lost.append((job, tried + 1))
+                            continue
+                        if parts := spec.parts(job):
+                            lost += [(part, 1) for part in parts]
                             continue
                         result = spec.given_up(job, GIVEN_UP)
                     else:

@@ -68,3 +68,19 @@ def test_a_budget_is_checked_for_the_other_method(setting):
         with pytest.raises(BudgetError, match="needs a budget"):
             cache.to_budget(None, "knorm")
         assert cache.to_budget(None, "full").stats().kept_fraction == 1
+
+
+def test_another_budget_is_only_taken_while_the_first_turn_is_read(setting):
+    ids = setting.ids(words(20))
+    cache = kvfold.CompressedCache(setting.model, "snapkv:window=8", 0.5)
+    with pytest.raises(KvfoldError, match="first turn"):
+        cache.to_budget(0.2)
+    with cache.reading():
+        read(setting.model, cache, ids)
+        small = cache.to_budget(16)
+        assert small.stats().kept[0][0] == [16, 16]
+        assert cache.stats().kept[0][0] == [ids.shape[1]] * 2
+    assert cache.stats().kept[0][0] == [ids.shape[1] // 2] * 2
+    assert str(cache.budget) != str(small.budget)
+    with cache.reading(), pytest.raises(KvfoldError, match="first turn"):
+        cache.to_budget(0.2)

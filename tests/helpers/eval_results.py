@@ -33,9 +33,9 @@ def lines(
     found = []
     for index, one in enumerate(outcomes):
         known = {name: values[index] for name, values in metadata.items()}
-        job = EvalJob(index, record(of.task, index=index, metadata=known), (of,))
+        job = EvalJob({index: record(of.task, index=index, metadata=known)}, (of,))
         failed = isinstance(one, str)
-        found.append(job.line(of, None if failed else one, one if failed else None))
+        found.append(job.line(of, index, None if failed else one, one if failed else None))
     return found
 
 

@@ -80,7 +80,7 @@ class Setting:
         )
 
     def run(self, sample: TaskSample | UnreadableSample, *cells: EvalCell) -> list[SampleResult]:
-        return run_job(self.model, self.tokenizer, EvalJob(0, sample, cells))
+        return run_job(self.model, self.tokenizer, EvalJob({0: sample}, cells))
 
     def outcome(
         self, record: TaskSample, method: str = FULL, budget: str | None = None, **how: Any
@@ -252,16 +252,16 @@ def read(model: Any, cache: kvfold.CompressedCache, ids: Tensor) -> Tensor:
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """Every context that is asked about, and a copy of what it held before."""
     found: list[tuple[Any, Any]] = []
-    real = agnostic.compressed
+    real = agnostic._compressed
 
     def watching(*arguments: Any) -> Any:
         for each in real(*arguments):
             # Sinks that move come to rest when the first reader does.
-            fork(each.context.cache)
-            found.append((each.context.cache, contents(each.context.cache)))
+            fork(each.cache)
+            found.append((each.cache, contents(each.cache)))
             yield each
 
-    monkeypatch.setattr(agnostic, "compressed", watching)
+    monkeypatch.setattr(agnostic, "_compressed", watching)
     return found
 
 

@@ -46,7 +46,7 @@ class Deadly(str):
 def test_processes_that_are_killed_lose_nothing(setting, folder):
     todo = jobs(setting)
     alone = [s for each in by_itself(setting)(todo) for s in each]
-    killer = replace(todo[0], sample=record(context=Deadly("text")))
+    killer = replace(todo[0], samples={0: record(context=Deadly("text"))}, cells=todo[0].cells[:1])
     running = processes(worker_spec(str(folder)), 2)([todo[0], killer, *todo[1:]])
     found = list(next(running))
     # Busy or idle: which of the two it is is not known.
@@ -82,8 +82,9 @@ class Fragile:
 
     def result(self, worker: int) -> list[SampleResult]:
         job = self.at_work.pop(worker)
-        if self.fatal.get(job.index, 0):
-            self.fatal[job.index] -= 1
+        (index,) = job.samples
+        if self.fatal.get(index, 0):
+            self.fatal[index] -= 1
             raise WorkerDied
         return run_job(self.setting.model, self.setting.tokenizer, job)
 
@@ -92,7 +93,7 @@ class Fragile:
 
 
 def test_a_job_whose_worker_always_dies_is_an_error_and_the_others_are_done(setting):
-    todo = [replace(job, index=i) for i, job in enumerate(jobs(setting, 3))]
+    todo = jobs(setting, 12)
     executor = Fragile(setting, 2, {1: 1, 3: 1000})
     results = in_parallel(worker_spec("tiny"), executor)(iter(todo))
     found = [sample for samples in results for sample in samples]
@@ -100,10 +101,28 @@ def test_a_job_whose_worker_always_dies_is_an_error_and_the_others_are_done(sett
     assert len(keys) == len(set(keys)) == sum(len(job.cells) for job in todo)
     failed = [sample for sample in found if sample.error is not None]
     assert {sample.index for sample in failed} == {3}
-    assert len(failed) == len(todo[3].cells)
+    assert len(failed) == len(todo[3].cells) > 1
     assert all(f"died {workers.TRIES} times" in sample.error for sample in failed)
-    # One for each that died, and none more than there are places.
-    assert executor.started == 2 + 1 + workers.TRIES and executor.ended == 2
+    # One for each that died, in the job and in its parts, and none more than there are places.
+    deaths = 1 + workers.TRIES * (1 + len(todo[3].cells))
+    assert executor.started == 2 + deaths and executor.ended == 2
+
+
+def test_a_cell_that_kills_its_worker_leaves_the_others_of_its_job(setting):
+    todo = jobs(setting, 2)
+    deadly = todo[1].cells[-1]
+
+    class Choosy(Fragile):
+        def result(self, worker: int) -> Any:
+            if deadly in self.at_work[worker].cells and 1 in self.at_work[worker].samples:
+                del self.at_work[worker]
+                raise WorkerDied
+            return super().result(worker)
+
+    results = in_parallel(worker_spec("tiny"), Choosy(setting, 2, {}))(iter(todo))
+    found = [sample for samples in results for sample in samples]
+    assert len(found) == sum(len(job.cells) for job in todo)
+    assert [(line.index, line.cell) for line in found if line.error] == [(1, deadly)]
 
 
 def test_workers_are_shut_down_when_the_run_is_stopped(setting):

@@ -49,7 +49,7 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
     address: str,
 ) -> None:
     model, tokenizer = kvfold.bundled_model()
-    request = SampleRequest(samples=3, length=512, count=partial(token_count, tokenizer))
+    request = SampleRequest(samples=12, length=512, count=partial(token_count, tokenizer))
     (task,) = select(["ruler_niah_multikey_1"])
     plan = EvalPlan(
         (TaskSamples.of(task, request),),

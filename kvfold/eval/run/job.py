@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation jobs: one sample and one method at one or several budgets, run by a worker."""
+"""Evaluation jobs: a batch of samples, and the methods and budgets to run on it, for a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.bench.machine import MachineSetup, commit
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import TRUNCATED, EvalCell
+from kvfold.eval.run.outcome import BatchOutcome, attempt
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.question_agnostic import run_question_agnostic
 from kvfold.eval.run.question_aware import run_question_aware
@@ -24,100 +25,153 @@ from kvfold.eval.tasks import Task, TaskSample, UnreadableSample, tasks
 from kvfold.jobs.executor import WorkerSpec
 from kvfold.loading import Loading
 
+# Runs cells of one task on a batch of samples
+Run = Callable[
+    [PreTrainedModel, Sequence[SamplePrompt], Sequence[EvalCell], Task],
+    Iterator[tuple[EvalCell, BatchOutcome]],
+]
+
 
 @dataclass(frozen=True)
 class EvalJob:
-    """The sample with number `index`, and cells that differ only in their budget."""
+    """Samples of one task by their number, and cells that differ in method and budget only."""
 
-    index: int
-    sample: TaskSample | UnreadableSample
+    samples: Mapping[int, TaskSample | UnreadableSample]
     cells: tuple[EvalCell, ...]
 
     def line(
-        self, cell: EvalCell, outcome: SampleOutcome | None, error: str | None = None
+        self, cell: EvalCell, index: int, outcome: SampleOutcome | None, error: str | None = None
     ) -> SampleResult:
-        """Line of the samples file for one cell; `error` is the reason if there is no outcome."""
+        """Line of the samples file; `error` is the reason if there is no outcome."""
+        sample = self.samples[index]
         return SampleResult(
             cell=cell,
-            index=self.index,
-            text=sample_digest(self.sample),
+            index=index,
+            text=sample_digest(sample),
             outcome=outcome,
             error=error,
-            metadata=dict(self.sample.metadata) if isinstance(self.sample, TaskSample) else {},
+            metadata=dict(sample.metadata) if isinstance(sample, TaskSample) else {},
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=_commit(),
             setup=_setup(),
         )
 
+    def errors(self, why: str) -> list[SampleResult]:
+        """Error lines of all samples in all cells."""
+        return [self.line(cell, index, None, why) for cell in self.cells for index in self.samples]
+
+    @property
+    def parts(self) -> list[EvalJob]:
+        """Smaller jobs: one per sample, or else one per cell; none of a single cell."""
+        if len(self.samples) > 1:
+            return [replace(self, samples={i: sample}) for i, sample in self.samples.items()]
+        return [replace(self, cells=(cell,)) for cell in self.cells if len(self.cells) > 1]
+
 
 def run_job(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
 ) -> list[SampleResult]:
-    """One line per cell of the job; exceptions are caught and written into `error`.
+    """One line per cell and sample of the job; exceptions are caught and written into `error`.
 
-    If a job of several cells fails, each cell is rerun alone, so that one budget's error does not
-    fail the others.
+    What fails together is run again in smaller parts, so that the error of one sample, or of one
+    cell, does not fail the others.
     """
-    if isinstance(job.sample, UnreadableSample):
-        said = f"{job.sample.where}: {job.sample.why}"
-        return [job.line(cell, None, said) for cell in job.cells]
-    alone, before = len(job.cells) == 1, _reset_peak(model.device)
+    (first, *more), alone = job.samples.values(), len(job.samples) == len(job.cells) == 1
+    if isinstance(first, UnreadableSample) and not more:
+        return job.errors(f"{first.where}: {first.why}")
+    before, found = _reset_peak(model.device), list[SampleResult]()
     try:
-        outcomes = dict(_outcomes(model, tokenizer, job.sample, job.cells))
+        for cell, outcome in _outcomes(model, tokenizer, list(job.samples.values()), job.cells):
+            if not isinstance(outcome, Exception):
+                for index, each in zip(job.samples, outcome, strict=True):
+                    if alone and before is not None:
+                        each = _with_peak(model, each, before)
+                    found.append(job.line(cell, index, each))
+            elif len(job.samples) == 1:
+                found += replace(job, cells=(cell,)).errors(_message(outcome))
+            else:
+                found += _in_parts(model, tokenizer, replace(job, cells=(cell,)))
     except Exception as problem:
         if alone:
-            return [job.line(job.cells[0], None, _message(problem))]
-        each = [run_job(model, tokenizer, replace(job, cells=(cell,))) for cell in job.cells]
-        return [sample for samples in each for sample in samples]
-    if alone and before is not None:
-        outcomes = {cell: _with_peak(model, outcome, before) for cell, outcome in outcomes.items()}
-    return [job.line(cell, outcomes[cell]) for cell in job.cells]
+            return job.errors(_message(problem))
+        return _in_parts(model, tokenizer, job)
+    order = {cell: place for place, cell in enumerate(job.cells)}
+    return sorted(found, key=lambda line: order[line.cell])
+
+
+def _in_parts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: EvalJob
+) -> list[SampleResult]:
+    """Lines of the job's parts, each run by itself."""
+    return [line for part in job.parts for line in run_job(model, tokenizer, part)]
 
 
 def worker_spec(
     name: str, loading: Loading | None = None
 ) -> WorkerSpec[EvalJob, list[SampleResult]]:
     """Spec of workers that evaluate with the model `name`."""
-    return WorkerSpec(name, run_job, _given_up, loading or Loading())
+    return WorkerSpec(name, run_job, _given_up, _parts, loading or Loading())
 
 
 def _given_up(job: EvalJob, why: str) -> list[SampleResult]:
     """Error lines of a job whose workers died."""
-    return [job.line(cell, None, why) for cell in job.cells]
+    return job.errors(why)
+
+
+def _parts(job: EvalJob) -> list[EvalJob]:
+    """Smaller jobs than one whose workers died."""
+    return job.parts
 
 
 def _outcomes(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    sample: TaskSample,
+    samples: Sequence[TaskSample | UnreadableSample],
     cells: tuple[EvalCell, ...],
-) -> Iterator[tuple[EvalCell, SampleOutcome]]:
-    """Outcomes of cells that differ only in their budget, by the task's phase and protocol."""
+) -> Iterator[tuple[EvalCell, BatchOutcome]]:
+    """Outcomes of cells that differ in method and budget only, by the task's phase and protocol.
+
+    Raises KvfoldError for samples that cannot be read, or are too long.
+    """
     first = cells[0]
-    task, prompt = tasks()[first.task], SamplePrompt.of(sample, tokenizer)
+    task, prompts = tasks()[first.task], [_prompt(sample, tokenizer) for sample in samples]
     if task.phase == "stream":
-        yield from ((cell, run_streaming(model, prompt, cell)) for cell in cells)
-        return
-    prompt = prompt.within(first.protocol.max_length, task.truncation)
-    aware = first.protocol.question_aware or task.phase == "decode"
-    if first.method == TRUNCATED:
         for cell in cells:
-            shorter = prompt.truncated(context_room(model, prompt, cell, aware))
-            outcome = _outcome(model, shorter, cell.reference, task, aware)
-            yield cell, as_whole_context(prompt, shorter, outcome)
-    elif aware:
-        yield from ((cell, run_question_aware(model, prompt, cell, task)) for cell in cells)
-    else:
-        yield from run_question_agnostic(model, prompt, cells, task)
+            yield cell, attempt(lambda: [run_streaming(model, p, cell) for p in prompts])  # noqa: B023
+        return
+    prompts = [prompt.within(first.protocol.max_length, task.truncation) for prompt in prompts]
+    aware = first.protocol.question_aware or task.phase == "decode"
+    run = run_question_aware if aware else run_question_agnostic
+    for cell in (cell for cell in cells if cell.method == TRUNCATED):
+        yield cell, attempt(lambda: _truncated(model, prompts, cell, task, run, aware))  # noqa: B023
+    whole = [cell for cell in cells if cell.method != TRUNCATED]
+    if whole:
+        yield from run(model, prompts, whole, task)
 
 
-def _outcome(
-    model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell, task: Task, aware: bool
-) -> SampleOutcome:
-    """Outcome of one cell, question-aware or question-agnostic."""
-    if aware:
-        return run_question_aware(model, prompt, cell, task)
-    return next(run_question_agnostic(model, prompt, [cell], task))[1]
+def _prompt(
+    sample: TaskSample | UnreadableSample, tokenizer: PreTrainedTokenizerBase
+) -> SamplePrompt:
+    """A sample's prompt; raises KvfoldError if the sample could not be read."""
+    if isinstance(sample, UnreadableSample):
+        raise KvfoldError(f"{sample.where}: {sample.why}")
+    return SamplePrompt.of(sample, tokenizer)
+
+
+def _truncated(
+    model: PreTrainedModel,
+    prompts: Sequence[SamplePrompt],
+    cell: EvalCell,
+    task: Task,
+    run: Run,
+    aware: bool,
+) -> list[SampleOutcome]:
+    """Outcomes of a full cache on contexts truncated to the cell's budget."""
+    shorter = [each.truncated(context_room(model, each, cell, aware)) for each in prompts]
+    ((_, outcomes),) = run(model, shorter, [cell.reference], task)
+    if isinstance(outcomes, Exception):
+        raise outcomes
+    return [as_whole_context(*each) for each in zip(prompts, shorter, outcomes, strict=True)]
 
 
 def _with_peak(model: PreTrainedModel, outcome: SampleOutcome, before: int) -> SampleOutcome:

@@ -3,10 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import Reply
-from kvfold.eval.run.sample_result import CacheUsage, ScoredAnswer
+from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, ScoredAnswer
 from kvfold.eval.tasks import Question, Task
+
+# Outcomes of a batch's samples, or the exception instead
+BatchOutcome = list[SampleOutcome] | Exception
+
+
+def attempt(work: Callable[[], list[SampleOutcome]]) -> BatchOutcome:
+    """The outcomes, or the exception that was raised, so that other cells of a job go on."""
+    try:
+        return work()
+    except Exception as problem:
+        return problem
 
 
 def scored_answer(task: Task, question: Question, reply: Reply) -> ScoredAnswer:
@@ -22,14 +35,18 @@ def scored_answer(task: Task, question: Question, reply: Reply) -> ScoredAnswer:
     )
 
 
-def cache_usage(stats: Stats) -> CacheUsage:
-    """Current size of a cache."""
-    seen = sum(stats.seen_per_row)
-    return CacheUsage(
-        seen=seen,
-        kept=stats.kept_fraction,
-        kept_per_layer=tuple(sum(map(sum, layer)) / (seen * len(layer[0])) for layer in stats.kept),
-        nbytes=stats.nbytes,
-        nbytes_full=stats.nbytes_full,
-        peak_bytes=None,
-    )
+def cache_usage(stats: Stats) -> list[CacheUsage]:
+    """Current size of each row of a cache; bytes are shared out by the tokens that rows saw."""
+    whole, found = sum(stats.seen_per_row), []
+    for row, seen in enumerate(stats.seen_per_row):
+        kept = tuple(sum(layer[row]) / (seen * len(layer[row])) for layer in stats.kept)
+        usage = CacheUsage(
+            seen=seen,
+            kept=sum(kept) / len(kept),
+            kept_per_layer=kept,
+            nbytes=round(stats.nbytes * seen / whole),
+            nbytes_full=round(stats.nbytes_full * seen / whole),
+            peak_bytes=None,
+        )
+        found.append(usage)
+    return found

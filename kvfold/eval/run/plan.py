@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -82,6 +81,14 @@ class TaskSamples:
         length = request.length if task.generated or task.phase == "stream" else None
         return cls(task, length, request, tuple(task.samples(request)))
 
+    @property
+    def in_batches(self) -> bool:
+        """True if several samples may be answered together: one turn each, as many questions."""
+        read = [sample for sample in self.samples if isinstance(sample, TaskSample)]
+        turns = any(sample.conversation for sample in read)
+        alike = len({len(sample.questions) for sample in read}) == 1
+        return self.task.phase == "prefill" and not (self.task.by_likelihood or turns) and alike
+
     def cells(
         self, subject: EvaluatedModel, protocol: EvalProtocol, contenders: Sequence[Contender]
     ) -> list[EvalCell]:
@@ -106,12 +113,13 @@ class TaskSamples:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """All cells of a run and their samples."""
+    """All cells of a run and their samples, of which `batch_size` are run together."""
 
     wanted: tuple[TaskSamples, ...]
     subject: EvaluatedModel
     protocol: EvalProtocol
     contenders: tuple[Contender, ...]
+    batch_size: int = 1
 
     def cells(self) -> dict[EvalCell, TaskSamples]:
         """All cells in display order, each with its task and samples."""
@@ -127,7 +135,7 @@ class EvalPlan:
         return sum(len(each.samples) for each in self.cells().values())
 
     def jobs(self, done: Mapping[tuple[EvalCell, int], str]) -> Iterator[EvalJob]:
-        """Jobs still to run, one per sample and method, with all its missing budgets.
+        """Jobs still to run: a batch of samples, with all methods and budgets that they lack.
 
         `done` maps cell and number of finished samples to their digests. Raises KvfoldError if a
         finished sample had another text.
@@ -143,6 +151,22 @@ class EvalPlan:
                             "before: the data, or how it is drawn, has changed. Choose another "
                             "--out"
                         )
-                missing = [cell for cell in cells if (cell, index) not in done]
-                for _, group in itertools.groupby(missing, key=lambda cell: cell.method):
-                    yield EvalJob(index, sample, tuple(group))
+            yield from self._batches(each, cells, done)
+
+    def _batches(
+        self,
+        each: TaskSamples,
+        cells: Sequence[EvalCell],
+        done: Mapping[tuple[EvalCell, int], str],
+    ) -> Iterator[EvalJob]:
+        """Jobs of one task: samples that lack the same cells, `batch_size` at a time."""
+        lacking: dict[tuple[EvalCell, ...], dict[int, TaskSample | UnreadableSample]] = {}
+        for index, sample in enumerate(each.samples):
+            missing = tuple(cell for cell in cells if (cell, index) not in done)
+            if missing:
+                lacking.setdefault(missing, {})[index] = sample
+        size = self.batch_size if each.in_batches else 1
+        for missing, samples in lacking.items():
+            numbered = list(samples.items())
+            for start in range(0, len(numbered), size):
+                yield EvalJob(dict(numbered[start : start + size]), missing)

@@ -5,68 +5,132 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from transformers import PreTrainedModel
 
-from kvfold.bench.clock import synchronize
+from kvfold.bench.clock import seconds, synchronize
+from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.contexts.answer import end_tokens
 from kvfold.contexts.chat import Chat
-from kvfold.eval.run.budgets import compressed
+from kvfold.contexts.context import Context, check_reusable
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.likelihood import at_once
-from kvfold.eval.run.outcome import cache_usage, scored_answer
+from kvfold.eval.run.outcome import BatchOutcome, attempt, cache_usage, scored_answer
 from kvfold.eval.run.prompt import SamplePrompt
+from kvfold.eval.run.prompt_batch import PromptBatch, replies
 from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
+from kvfold.eval.run.shared_reading import Compressed, compressed, new_cache, reads_for_others
 from kvfold.eval.tasks import Task
+from kvfold.generation.generate import read_on, read_turn
+from kvfold.methods.base import parse
 
 
 def run_question_agnostic(
-    model: PreTrainedModel, prompt: SamplePrompt, cells: Sequence[EvalCell], task: Task
-) -> Iterator[tuple[EvalCell, SampleOutcome]]:
-    """Outcomes of cells that differ only in their budget; one compression serves all questions."""
-    sample, first = prompt.sample, cells[0]
-    by_budget = {cell.budget: cell for cell in cells}
-    seed = first.seed + sample.index
-    for each in compressed(model, prompt, first.method, list(by_budget), seed):
-        # Measured first: questions grow the buffers.
-        before, began = cache_usage(each.context.stats()), time.perf_counter()
-        if task.by_likelihood:
-            text = prompt.question_ids(sample.questions[0]).to(model.device)
-            answers = [ScoredAnswer.of_text(at_once(model, fork(each.context.cache), text))]
-        else:
-            answers = _asked(model, each.context.chat(), prompt, task, first.protocol.history)
-        synchronize(model.device)
-        outcome = SampleOutcome(
-            answers=tuple(answers),
+    model: PreTrainedModel, prompts: Sequence[SamplePrompt], cells: Sequence[EvalCell], task: Task
+) -> Iterator[tuple[EvalCell, BatchOutcome]]:
+    """Outcomes of cells of one task on a batch of samples; one compression serves all questions."""
+    batch = PromptBatch.of(prompts, model.device)
+    for each in _compressed(model, batch, cells):
+        yield each.cell, attempt(partial(_outcomes, model, each, task))
+
+
+def _compressed(
+    model: PreTrainedModel, batch: PromptBatch, cells: Sequence[EvalCell]
+) -> Iterator[Compressed]:
+    """Every cell's compressed contexts, from shared readings where that is exact."""
+
+    def read(cache: CompressedCache) -> PromptBatch:
+        read_on(model, cache, batch.ids, batch.padding, batch.ids.shape[1])
+        return batch
+
+    shared = [cell for cell in cells if reads_for_others(model, parse(cell.method))]
+    yield from compressed(model, batch, shared, read)
+    for cell in (cell for cell in cells if cell not in shared):
+        yield _read_alone(model, batch, cell)
+
+
+def _read_alone(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> Compressed:
+    """A cell's contexts from a reading of its own."""
+    try:
+        check_reusable(parse(cell.method))
+        cache, length = new_cache(model, batch, cell), batch.ids.shape[1]
+        read = partial(read_turn, model, cache, batch.ids, batch.padding, length, length)
+        return Compressed(cell, cache, batch, seconds(model.device, read))
+    except Exception as problem:
+        return Compressed(cell, problem, batch, 0.0)
+
+
+def _outcomes(model: PreTrainedModel, made: Compressed, task: Task) -> list[SampleOutcome]:
+    """Outcomes of a cell, one per sample; raises what its compression raised."""
+    if isinstance(made.cache, Exception):
+        raise made.cache
+    prompts, began = made.batch.prompts, time.perf_counter()
+    # Measured first: questions grow the buffers.
+    held = cache_usage(made.cache.stats())
+    first = prompts[0]
+    if task.by_likelihood:
+        answers = [_likelihood(model, made.cache, first)]
+    elif first.sample.conversation:
+        context = Context(model, first.tokenizer, made.cache, first.frame, made.batch.ids)
+        answers = [_conversation(context.chat(), first, task, made.cell.protocol.history)]
+    else:
+        answers = _answers(model, made.cache, made.batch, task)
+    synchronize(model.device)
+    took = time.perf_counter() - began
+    return [
+        SampleOutcome(
+            answers=tuple(own),
             tokens=prompt.tokens,
             left_out=prompt.left_out,
-            held=before,
-            prefill_seconds=each.seconds,
-            answer_seconds=time.perf_counter() - began,
+            held=usage,
+            prefill_seconds=made.seconds / len(prompts),
+            answer_seconds=took / len(prompts),
         )
-        yield by_budget[each.budget], outcome
+        for prompt, own, usage in zip(prompts, answers, held, strict=True)
+    ]
 
 
-def _asked(
-    model: PreTrainedModel, chat: Chat, prompt: SamplePrompt, task: Task, history: str
+def _likelihood(
+    model: PreTrainedModel, cache: CompressedCache, prompt: SamplePrompt
 ) -> list[ScoredAnswer]:
-    """Answers to all questions; in a conversation each sees the turns before it.
+    """The scored text of a sample, given its compressed context."""
+    text = prompt.question_ids(prompt.sample.questions[0]).to(model.device)
+    return [ScoredAnswer.of_text(at_once(model, fork(cache), text))]
 
-    Special tokens spelt in a question become special tokens, as in the benchmarks' own code.
+
+def _answers(
+    model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch, task: Task
+) -> list[list[ScoredAnswer]]:
+    """Answers `[sample][question]`; each question sees the context alone.
+
+    Special tokens spelt in a question stay plain text.
     """
-    sample, options, answers = prompt.sample, prompt.options(end_tokens(model)), []
+    found: list[list[ScoredAnswer]] = [[] for _ in batch.prompts]
+    for number in range(len(batch.prompts[0].sample.questions)):
+        asked, questions = batch.asking(number)
+        new = max(question.max_new_tokens for question in questions)
+        said = replies(model, fork(cache), asked, asked, new)
+        for row, question in enumerate(questions):
+            found[row].append(scored_answer(task, question, said[row]))
+    return found
+
+
+def _conversation(chat: Chat, prompt: SamplePrompt, task: Task, history: str) -> list[ScoredAnswer]:
+    """Answers to all questions of a conversation, each of which sees the turns before it."""
+    sample, options, answers = prompt.sample, prompt.options(end_tokens(chat.context.model)), []
     for question in sample.questions:
         reply = chat.reply(
             question.text,
-            keep=sample.conversation and history == "own",
+            keep=history == "own",
             answer_prefix=question.answer_prefix,
             max_new_tokens=question.max_new_tokens,
             stop=sample.stop,
             special_tokens=True,
             **options,
         )
-        if sample.conversation and history == "gold":
+        if history == "gold":
             chat.add(
                 question.text,
                 question.answers[0],

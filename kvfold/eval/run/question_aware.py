@@ -4,28 +4,116 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from threading import Event
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.bench.clock import synchronize
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import AnswerStream, end_tokens
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
-from kvfold.eval.run.outcome import cache_usage, scored_answer
+from kvfold.eval.run.outcome import BatchOutcome, attempt, cache_usage, scored_answer
 from kvfold.eval.run.prompt import SamplePrompt
-from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
-from kvfold.eval.tasks import Task
+from kvfold.eval.run.prompt_batch import PromptBatch, first_token, replies
+from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, ScoredAnswer
+from kvfold.eval.run.shared_reading import Compressed, compressed, reads_for_others
+from kvfold.eval.tasks import Question, Task
 from kvfold.generation.generate import generate
+from kvfold.methods.base import parse
 
 
 def run_question_aware(
+    model: PreTrainedModel, prompts: Sequence[SamplePrompt], cells: Sequence[EvalCell], task: Task
+) -> Iterator[tuple[EvalCell, BatchOutcome]]:
+    """Outcomes of cells of one task on a batch of samples.
+
+    Cells share one prefill of context and question, where that is exact; not in tasks and methods
+    that compress while they answer, and not in conversations.
+    """
+    conversation = prompts[0].sample.conversation
+    shared = [
+        cell
+        for cell in cells
+        if not (conversation or task.by_likelihood or task.phase == "decode")
+        and reads_for_others(model, parse(cell.method))
+    ]
+    if shared:
+        yield from _from_shared_readings(model, prompts, shared, task)
+    for cell in (cell for cell in cells if cell not in shared):
+        work = partial(run_by_itself, model, cell=cell, task=task)
+        yield cell, attempt(lambda: [work(prompt=prompt) for prompt in prompts])  # noqa: B023
+
+
+def _from_shared_readings(
+    model: PreTrainedModel, prompts: Sequence[SamplePrompt], cells: Sequence[EvalCell], task: Task
+) -> Iterator[tuple[EvalCell, BatchOutcome]]:
+    """Outcomes of cells that share the prefills; all samples have equally many questions."""
+    contexts = PromptBatch.of(prompts, model.device)
+    parts: dict[EvalCell, list[list[SampleOutcome]]] = {}
+    failed: dict[EvalCell, Exception] = {}
+    for number in range(len(prompts[0].sample.questions)):
+        asked, questions = contexts.asking(number)
+        left = [cell for cell in cells if cell not in failed]
+        for each in compressed(model, asked, left, partial(first_token, model, batch=asked)):
+            outcome = attempt(partial(_one_question, model, each, asked, questions, task))
+            if isinstance(outcome, Exception):
+                failed[each.cell] = outcome
+            else:
+                parts.setdefault(each.cell, []).append(outcome)
+    for cell in cells:
+        if cell in failed:
+            yield cell, failed[cell]
+        else:
+            yield cell, [_joined(questions) for questions in zip(*parts[cell], strict=True)]
+
+
+def _one_question(
+    model: PreTrainedModel,
+    made: Compressed,
+    asked: PromptBatch,
+    questions: Sequence[Question],
+    task: Task,
+) -> list[SampleOutcome]:
+    """Outcomes with one answer per sample; raises what the cell's compression raised."""
+    if isinstance(made.cache, Exception):
+        raise made.cache
+    held, began = cache_usage(made.cache.stats()), time.perf_counter()
+    new = max(question.max_new_tokens for question in questions)
+    said = replies(model, made.cache, asked, made.batch, new)
+    synchronize(model.device)
+    took = time.perf_counter() - began
+    return [
+        SampleOutcome(
+            answers=(scored_answer(task, question, reply),),
+            tokens=prompt.tokens,
+            left_out=prompt.left_out,
+            held=usage,
+            prefill_seconds=made.seconds / len(said),
+            answer_seconds=took / len(said),
+        )
+        for prompt, question, reply, usage in zip(asked.prompts, questions, said, held, strict=True)
+    ]
+
+
+def _joined(questions: Sequence[SampleOutcome]) -> SampleOutcome:
+    """A sample's outcome from those of its questions; cache usage is the last one's."""
+    update = {
+        "answers": tuple(answer for each in questions for answer in each.answers),
+        "prefill_seconds": sum(each.prefill_seconds for each in questions),
+        "answer_seconds": sum(each.answer_seconds for each in questions),
+    }
+    return questions[-1].model_copy(update=update)
+
+
+def run_by_itself(
     model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell, task: Task
 ) -> SampleOutcome:
-    """Outcome of a sample: one prefill of context and question per question.
+    """Outcome of a sample with prefills of its own: one of context and question per question.
 
     The turns of a conversation share one cache. Raises KvfoldError for history "gold" in a
     conversation, as that cache holds the model's own answers; for tasks scored by likelihood; and
@@ -80,10 +168,15 @@ def run_question_aware(
         answers=tuple(answers),
         tokens=prompt.tokens,
         left_out=prompt.left_out,
-        held=cache_usage(cache.stats()),
+        held=_of_one_row(cache),
         prefill_seconds=prefill,
         answer_seconds=total - prefill,
     )
+
+
+def _of_one_row(cache: CompressedCache) -> CacheUsage:
+    (usage,) = cache_usage(cache.stats())
+    return usage
 
 
 class _TimedStop(AnswerStream):

@@ -33,11 +33,12 @@ def run_streaming(model: PreTrainedModel, prompt: SamplePrompt, cell: EvalCell) 
     cache = CompressedCache(model, cell.method, budget, tokenizer=prompt.tokenizer, seed=seed)
     began = time.perf_counter()
     answer = ScoredAnswer.of_text(token_by_token(model, cache, prompt.ids.to(model.device)))
+    (held,) = cache_usage(cache.stats())
     return SampleOutcome(
         answers=(answer,),
         tokens=length,
         left_out=0,
-        held=cache_usage(cache.stats()),
+        held=held,
         prefill_seconds=0.0,
         answer_seconds=time.perf_counter() - began,
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.eval.run import question_aware as aware
+from kvfold.eval.run import shared_reading
 from kvfold.eval.tasks import Question, tasks
 from kvfold.generation.generate import read_turn
 from tests.helpers.evaluation import (
@@ -38,7 +38,7 @@ def test_a_question_that_is_compressed_with_its_context_keeps_other_entries(monk
         made.append(kvfold.CompressedCache(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(aware, "CompressedCache", making)
+    monkeypatch.setattr(shared_reading, "CompressedCache", making)
     found = watched(monkeypatch)
     noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. " * 6
     numbers = {"quick-table": 1234567, "old-river": 7654321}

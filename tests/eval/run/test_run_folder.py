@@ -43,7 +43,7 @@ def setting() -> Setting:
 @pytest.fixture(scope="module")
 def plan(setting: Setting) -> EvalPlan:
     """Two tasks, with all that everything is compared with, and samples that go wrong."""
-    kv = [record("kv_retrieval", index=i, metadata={"depth": i}) for i in range(4)]
+    kv = [record("kv_retrieval", index=i, metadata={"depth": i}) for i in range(16)]
     kv[2] = replace(kv[2], questions=(replace(kv[2].questions[0], max_new_tokens=5000),))
     shared = [record("shared_kv", 2, index=i, count=15, new=3) for i in range(4)]
     found = contenders(["snapkv:window=8", "kivi:group=8,residual=8"], ["0.5", "20", "4"])

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of several samples as one left-padded batch, and the answers that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Event
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
+from kvfold.eval.run.prompt import SamplePrompt
+from kvfold.eval.tasks import Question
+from kvfold.generation.generate import generate, read_on
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Token ids `ids [B, N]` of samples, and the mask `[B, N]` that is 0 at padding."""
+
+    prompts: tuple[SamplePrompt, ...]
+    ids: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, prompts: Sequence[SamplePrompt], device: torch.device) -> PromptBatch:
+        """The samples' contexts."""
+        ids, mask = _left_padded([prompt.ids for prompt in prompts], device)
+        return cls(tuple(prompts), ids, mask)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """The mask `[B, N]`; None if nothing is padded."""
+        return None if bool(self.mask.all()) else self.mask
+
+    def asking(self, number: int) -> tuple[PromptBatch, list[Question]]:
+        """The batch followed by each sample's question `number`, and these questions."""
+        questions = [prompt.sample.questions[number] for prompt in self.prompts]
+        pieces = [p.question_ids(q) for p, q in zip(self.prompts, questions, strict=True)]
+        return self.followed_by(*_left_padded(pieces, self.ids.device)), questions
+
+    def followed_by(self, ids: Tensor, mask: Tensor | None = None) -> PromptBatch:
+        """The batch followed by `ids [B, n]`; `mask [B, n]` is 0 at padding."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        masks = torch.cat([self.mask, mask], 1)
+        return replace(self, ids=torch.cat([self.ids, ids], 1), mask=masks)
+
+
+class BatchAnswers:
+    """Stopping criterion for `generate` that ends each row at its stop string or end token.
+
+    `length` is the number of columns before the answers.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch: PromptBatch) -> None:
+        self.length, self.ends = batch.ids.shape[1], end_tokens(model)
+        self.streams = [
+            AnswerStream(each.tokenizer, self.length, each.sample.stop, _discard, Event())
+            for each in batch.prompts
+        ]
+        self.ids: list[list[int] | None] = [None] * len(batch.prompts)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """True `[B]` for rows whose answer has ended; called after each token with all ids."""
+        for row, stream in enumerate(self.streams):
+            if self.ids[row] is None:
+                stopped = bool(stream(input_ids[row : row + 1], scores))
+                if stopped or int(input_ids[row, -1]) in self.ends:
+                    self.ids[row] = input_ids[row, self.length :].tolist()
+        return torch.tensor([ids is not None for ids in self.ids], device=input_ids.device)
+
+    @property
+    def ended(self) -> bool:
+        """True if no answer goes on."""
+        return all(ids is not None for ids in self.ids)
+
+    def replies(self, input_ids: Tensor) -> list[Reply]:
+        """Every row's answer, from all ids `[B, N]`."""
+        found = []
+        for row, stream in enumerate(self.streams):
+            ids = self.ids[row]
+            said = input_ids[row, self.length :].tolist() if ids is None else ids
+            stream.finish(said)
+            found.append(stream.reply(said, self.ends))
+        return found
+
+
+def first_token(model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch) -> PromptBatch:
+    """Reads the batch, in a prefill that stays open; returns it with each answer's first token.
+
+    Before a reconstruction all but the last token are read, and the batch is returned as it is.
+    """
+    if cache.reconstruction is not None:
+        mask = None if batch.padding is None else batch.padding[:, :-1]
+        read_on(model, cache, batch.ids[:, :-1], mask, batch.ids.shape[1])
+        return batch
+    ids = _generate(model, cache, batch, 1, [], begins=True)
+    return batch.followed_by(ids[:, -1:])
+
+
+def replies(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    asked: PromptBatch,
+    begun: PromptBatch,
+    new: int,
+) -> list[Reply]:
+    """Greedy answers to `asked`, at most `new` tokens; `begun` has their first one, if known."""
+    answers, ids = BatchAnswers(model, asked), begun.ids
+    given = ids.shape[1] - asked.ids.shape[1]
+    if given:
+        answers(ids, None)
+    if new > given and not answers.ended:
+        ids = _generate(model, cache, begun, new - given, [answers], begins=not given)
+    return answers.replies(ids)
+
+
+def _generate(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    batch: PromptBatch,
+    new: int,
+    criteria: list[Any],
+    begins: bool,
+) -> Tensor:
+    """Ids `[B, N]` after at most `new` tokens; `begins` if these are the first of the answers."""
+    ends = end_tokens(model)
+    options = batch.prompts[0].options(ends) if begins else {}
+    if ends:
+        options["pad_token_id"] = ends[0]
+    ids: Tensor = generate(
+        model,
+        batch.ids,
+        cache=cache,
+        attention_mask=batch.mask,
+        do_sample=False,
+        max_new_tokens=new,
+        stopping_criteria=criteria,
+        **options,
+    )
+    return ids
+
+
+def _left_padded(pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids `[B, N]` of pieces `[1, n]`, with zeros on their left, and the mask `[B, N]`."""
+    length = max(piece.shape[1] for piece in pieces)
+    padded = [F.pad(piece, (length - piece.shape[1], 0)) for piece in pieces]
+    masks = [F.pad(torch.ones_like(piece), (length - piece.shape[1], 0)) for piece in pieces]
+    return torch.cat(padded).to(device), torch.cat(masks).to(device)
+
+
+def _discard(piece: str) -> None:
+    """Sink for pieces of an answer that is not streamed."""

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are read once for all methods and budgets that observe the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from kvfold.bench.clock import synchronize
+from kvfold.cache.cache import CompressedCache
+from kvfold.eval.run.cell import EvalCell
+from kvfold.eval.run.prompt_batch import PromptBatch
+from kvfold.hf.models import caches_latents
+from kvfold.methods.base import Method
+
+# Reads a batch into a cache; returns the batch as `generate` is to go on with it.
+Read = Callable[[CompressedCache], PromptBatch]
+
+
+class Compressed(NamedTuple):
+    """A cell's cache after compression, or the exception instead.
+
+    `batch` is what `Read` returned; `seconds` are those of the reading and of the compression.
+    """
+
+    cell: EvalCell
+    cache: CompressedCache | Exception
+    batch: PromptBatch
+    seconds: float
+
+
+def reads_for_others(model: PreTrainedModel, method: Method) -> bool:
+    """True if a reading by `method` is compressed after its last forward.
+
+    Not so for token pruning between layers and for latents (MLA), which are compressed inside the
+    forward, and for methods that compress at the first generated token.
+    """
+    stages = method.stages()
+    return not (stages.token_pruning or stages.decode == "once" or caches_latents(model))
+
+
+@torch.no_grad()
+def compressed(
+    model: PreTrainedModel, batch: PromptBatch, cells: Sequence[EvalCell], read: Read
+) -> Iterator[Compressed]:
+    """Every cell's cache, in any order; each is to be used before the next is taken.
+
+    One reading serves all methods that observe the same in a prefill, at all budgets: its copies
+    are compressed. This is exact, as neither method nor budget changes a prefill's forwards. All
+    methods must pass `reads_for_others`.
+    """
+    made: dict[EvalCell, CompressedCache] = {}
+    for cell in cells:
+        # Methods and budgets are checked before anything is read.
+        try:
+            made[cell] = new_cache(model, batch, cell)
+        except Exception as problem:
+            yield Compressed(cell, problem, batch, 0.0)
+    for group in _alike(made):
+        yield from _from_one_reading(model, batch, group, read)
+
+
+def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> CompressedCache:
+    """An empty cache of a cell, for prompts of the batch."""
+    first = batch.prompts[0]
+    seed = cell.seed + first.sample.index
+    return CompressedCache(model, cell.method, cell.budget, tokenizer=first.tokenizer, seed=seed)
+
+
+def _alike(made: dict[EvalCell, CompressedCache]) -> list[dict[EvalCell, CompressedCache]]:
+    """The caches in groups that observe the same; the widest window is each group's last."""
+    groups: dict[object, dict[EvalCell, CompressedCache]] = {}
+    by_window = sorted(made, key=lambda cell: made[cell].method.stages().needs.window)
+    for cell in by_window:
+        needs = made[cell].method.stages().needs
+        groups.setdefault(needs.while_reading, {})[cell] = made[cell]
+    return list(groups.values())
+
+
+def _from_one_reading(
+    model: PreTrainedModel,
+    batch: PromptBatch,
+    group: dict[EvalCell, CompressedCache],
+    read: Read,
+) -> Iterator[Compressed]:
+    """The caches of a group: copies of the last one's reading, then that one itself."""
+    *others, own = group
+    cache, began = group[own], time.perf_counter()
+    with cache.reading():
+        further = read(cache)
+        synchronize(model.device)
+        reading = time.perf_counter() - began
+        for cell in others:
+            began = time.perf_counter()
+            taken: CompressedCache | Exception
+            try:
+                taken = cache.to_budget(cell.budget, cell.method)
+                synchronize(model.device)
+            except Exception as problem:
+                taken = problem
+            yield Compressed(cell, taken, further, reading + time.perf_counter() - began)
+        began = time.perf_counter()
+    synchronize(model.device)
+    yield Compressed(own, cache, further, reading + time.perf_counter() - began)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples that are answered together get the answers that each gets alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvfold.eval.run.job import EvalJob, run_job
+from kvfold.eval.run.plan import contenders
+from tests.helpers.evaluation import Setting, record, wanted
+
+METHODS = ["snapkv:window=8", "adakv:window=8", "h2o", "kvzip", "knorm", "kivi:group=8,residual=8"]
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    made = Setting.new()
+    made.model.double()
+    return made
+
+
+@pytest.fixture
+def samples():
+    """Contexts and questions of different lengths."""
+    return {i: record(count=20 + i, index=i, questions=2, new=6) for i in range(3)}
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_rows_of_a_batch_answer_as_alone(setting, samples, aware):
+    found = contenders(METHODS, ["0.5", "20"])
+    cells = tuple(
+        setting.cell("kv_retrieval", method, budget, question_aware=aware)
+        for method, budget in found
+        if method != "random"  # draws for the whole batch
+    )
+    together = run_job(setting.model, setting.tokenizer, EvalJob(samples, cells))
+    alone = [line for i in samples for line in setting.run(samples[i], *cells)]
+    assert len(together) == len(alone) == 3 * len(cells)
+    own = {(line.cell, line.text): line.outcome for line in alone}
+    for line in together:
+        before = own[line.cell, line.text]
+        assert line.outcome is not None and before is not None, (line.error, line.cell)
+        assert line.outcome.answers == before.answers, line.cell
+        assert line.outcome.tokens == before.tokens
+        assert line.outcome.held.seen == before.held.seen
+        assert line.outcome.held.kept == pytest.approx(before.held.kept)
+        assert line.outcome.held.nbytes == pytest.approx(before.held.nbytes, rel=0.15)
+    assert len({line.outcome.answers[0].prediction for line in together}) > 6
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_a_row_ends_where_it_would_end_alone(setting, samples, aware, monkeypatch):
+    cell = setting.cell("kv_retrieval", "snapkv:window=8", "0.5", question_aware=aware)
+    free = [setting.run(sample, cell)[0].outcome.answers[0] for sample in samples.values()]
+    # The second row's third token ends all answers; the last row's fourth letter is a stop string.
+    third = setting.tokenizer(free[1].prediction, add_special_tokens=False).input_ids[2]
+    monkeypatch.setattr(setting.model.generation_config, "eos_token_id", third)
+    stop = free[2].prediction.strip()[3:5]
+    stopped = {i: replace(sample, stop=(stop,)) for i, sample in samples.items()}
+    together = run_job(setting.model, setting.tokenizer, EvalJob(stopped, (cell,)))
+    for line, sample in zip(together, stopped.values(), strict=True):
+        (alone,) = setting.run(sample, cell)
+        assert line.outcome.answers == alone.outcome.answers
+    assert {answer.ended for line in together for answer in line.outcome.answers} > {"limit"}
+
+
+def test_one_sample_that_fails_leaves_the_others(setting, samples):
+    samples[1] = replace(
+        samples[1], questions=(replace(samples[1].questions[0], max_new_tokens=9000),) * 2
+    )
+    cell = setting.cell("kv_retrieval", "snapkv:window=8", "0.5")
+    found = run_job(setting.model, setting.tokenizer, EvalJob(samples, (cell,)))
+    assert [line.error is None for line in sorted(found, key=lambda line: line.index)] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_a_plan_makes_batches_of_samples_that_lack_the_same_cells(setting, samples):
+    more = [record(index=i) for i in range(5)]
+    plan = replace(setting.plan([("full", None), ("knorm", "0.5")], wanted(more)), batch_size=2)
+    assert [list(job.samples) for job in plan.jobs({})] == [[0, 1], [2, 3], [4]]
+    first = next(iter(plan.jobs({})))
+    done = {
+        (line.cell, line.index): line.text
+        for line in run_job(setting.model, setting.tokenizer, replace(first, cells=first.cells[:1]))
+    }
+    left = list(plan.jobs(done))
+    assert sorted((list(job.samples), len(job.cells)) for job in left) == [
+        ([0, 1], 1),
+        ([2, 3], 2),
+        ([4], 2),
+    ]
+    turns = [replace(sample, conversation=True, task="conversation_kv") for sample in more]
+    plan = replace(setting.plan([("full", None)], wanted(turns)), batch_size=2)
+    assert [len(job.samples) for job in plan.jobs({})] == [1] * 5
