@@ -89,6 +89,12 @@ def command(
             min=2, help="Tokens of prompt and answer, at most.", show_default="what the model reads"
         ),
     ] = None,
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of an answer, at most.", show_default="the benchmark's limit"
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples that are answered together.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of samples and of random methods.")] = 0,
     workers: Annotated[
@@ -152,6 +158,7 @@ def command(
             question_aware=question_aware,
             history="gold" if gold_history else "own",
             max_length=readable,
+            answer_tokens=answer_tokens,
         ),
         contenders=tuple(contenders),
         batch_size=batch_size,

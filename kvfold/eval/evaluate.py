@@ -48,6 +48,7 @@ def evaluate(
     haystack: str | Path | None = None,
     question_aware: bool = False,
     max_length: int | None = None,
+    answer_tokens: int | None = None,
     batch_size: int = 1,
     seed: int = 0,
     out: str | Path | None = None,
@@ -74,7 +75,9 @@ def evaluate(
     plan = EvalPlan(
         wanted=tuple(drawn(_as_list(tasks), request, sizes)),
         subject=EvaluatedModel.of(name, model, tokenizer),
-        protocol=EvalProtocol(question_aware=question_aware, max_length=readable),
+        protocol=EvalProtocol(
+            question_aware=question_aware, max_length=readable, answer_tokens=answer_tokens
+        ),
         contenders=tuple(competing),
         batch_size=batch_size,
     )

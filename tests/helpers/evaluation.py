@@ -86,7 +86,11 @@ class Setting:
         self, record: TaskSample, method: str = FULL, budget: str | None = None, **how: Any
     ):
         """What comes of a sample that must not fail."""
-        (sample,) = self.run(record, self.cell(record.task, method, budget, **how))
+        return self.outcome_in(record, self.cell(record.task, method, budget, **how))
+
+    def outcome_in(self, record: TaskSample, cell: EvalCell) -> SampleOutcome:
+        """What comes of a sample in a cell that must not fail."""
+        (sample,) = self.run(record, cell)
         assert sample.outcome is not None, sample.error
         return sample.outcome
 

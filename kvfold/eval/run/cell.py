@@ -50,6 +50,7 @@ class EvalProtocol(BaseModel):
         ("gold").
     max_length: limit of prompt plus answer in tokens. Longer prompts are truncated in the middle
         if the benchmark does so, and are errors otherwise.
+    answer_tokens: limit of an answer in tokens where the benchmark's own is higher; None: no other.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -57,6 +58,7 @@ class EvalProtocol(BaseModel):
     question_aware: bool = False
     history: Literal["own", "gold"] = "own"
     max_length: int
+    answer_tokens: int | None = None
 
 
 class EvalCell(BaseModel):

@@ -134,7 +134,8 @@ def _outcomes(
     Raises KvfoldError for samples that cannot be read, or are too long.
     """
     first = cells[0]
-    task, prompts = tasks()[first.task], [_prompt(sample, tokenizer) for sample in samples]
+    task, limit = tasks()[first.task], first.protocol.answer_tokens
+    prompts = [_prompt(sample, tokenizer, limit) for sample in samples]
     if task.phase == "stream":
         for cell in cells:
             yield cell, attempt(lambda: [run_streaming(model, p, cell) for p in prompts])  # noqa: B023
@@ -150,12 +151,12 @@ def _outcomes(
 
 
 def _prompt(
-    sample: TaskSample | UnreadableSample, tokenizer: PreTrainedTokenizerBase
+    sample: TaskSample | UnreadableSample, tokenizer: PreTrainedTokenizerBase, limit: int | None
 ) -> SamplePrompt:
-    """A sample's prompt; raises KvfoldError if the sample could not be read."""
+    """A sample's prompt, with answers of at most `limit` tokens; raises KvfoldError if the sample could not be read."""
     if isinstance(sample, UnreadableSample):
         raise KvfoldError(f"{sample.where}: {sample.why}")
-    return SamplePrompt.of(sample, tokenizer)
+    return SamplePrompt.of(sample.with_answers_within(limit), tokenizer)
 
 
 def _truncated(

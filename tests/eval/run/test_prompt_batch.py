@@ -97,3 +97,16 @@ def test_a_plan_makes_batches_of_samples_that_lack_the_same_cells(setting, sampl
     turns = [replace(sample, conversation=True, task="conversation_kv") for sample in more]
     plan = replace(setting.plan([("full", None)], wanted(turns)), batch_size=2)
     assert [len(job.samples) for job in plan.jobs({})] == [1] * 5
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_answers_are_cut_where_the_protocol_says_so(setting, samples, aware):
+    cells = [
+        setting.cell("kv_retrieval", "knorm", "0.5", question_aware=aware, answer_tokens=limit)
+        for limit in (None, 1, 3, 50)
+    ]
+    whole, *shorter = [setting.outcome_in(samples[0], cell).answers for cell in cells]
+    for limit, answers in zip((1, 3, 50), shorter, strict=True):
+        for answer, before in zip(answers, whole, strict=True):
+            assert answer.tokens == min(limit, before.tokens) and answer.ended == "limit"
+            assert before.prediction.startswith(answer.prediction)
