@@ -153,7 +153,10 @@ def _outcomes(
 def _prompt(
     sample: TaskSample | UnreadableSample, tokenizer: PreTrainedTokenizerBase, limit: int | None
 ) -> SamplePrompt:
-    """A sample's prompt, with answers of at most `limit` tokens; raises KvfoldError if the sample could not be read."""
+    """A sample's prompt, with answers of at most `limit` tokens.
+
+    Raises KvfoldError if the sample could not be read.
+    """
     if isinstance(sample, UnreadableSample):
         raise KvfoldError(f"{sample.where}: {sample.why}")
     return SamplePrompt.of(sample.with_answers_within(limit), tokenizer)
