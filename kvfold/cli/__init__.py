@@ -14,6 +14,7 @@ import kvfold
 from kvfold.cli import (
     ask,
     bench,
+    check,
     compress,
     demo,
     eval,
@@ -82,6 +83,7 @@ app.command("compress")(takes_methods(compress.command))
 app.command("ask")(takes_methods(ask.command))
 app.command("info")(info.command)
 app.command("eval")(takes_methods(eval.command))
+app.command("check")(takes_methods(check.command))
 app.command("inspect")(takes_methods(inspect.command))
 app.command("methods")(takes_methods(methods.command))
 app.command("tasks")(tasks.command)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTML page of a check: one static file without scripts or network access."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from kvfold.checks.chart import chart, legend
+from kvfold.checks.estimates import BootstrapEstimate
+from kvfold.checks.result import Certificate, CheckCell, CheckResult
+
+CELLS = (
+    "method", "budget", "kept", "bytes", "mean KL", "99th percentile", "maximum", "agreement",
+    "first", "perplexity", "length", "at limit",
+)  # fmt: skip
+SPANS = ("method", "budget", "part", "kept", "effect left", "leaked", "leaked, full")
+
+
+def page(result: CheckResult) -> str:
+    """The HTML of a result; names that users gave are text only."""
+    css, limits = _read("page.css"), result.limits
+    filled = {
+        "TITLE": escape(f"{result.subject.name}: kvfold check"),
+        "SUBJECT": escape(f"{result.subject.name}, {result.subject.dtype}"),
+        "STYLE": css,
+        "STYLE_HASH": base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
+        "CLAIM": escape(claim(result)),
+        "EVIDENCE": escape(evidence(result)),
+        "TOLERANCE": f"{limits.mean_kl:g}",
+        "P99": f"{limits.p99_kl:g}",
+        "SHORTEST": f"{limits.shortest:g}",
+        "LONGEST": f"{limits.longest:g}",
+        "CERTIFICATES": "".join(map(_certificate, result.certificates)),
+        "CHART": chart(result),
+        "LEGEND": legend(result),
+        "CELLS": _table("", CELLS, map(_cell, result.cells)),
+        "SPANS": _spans(result),
+        "FACTS": _facts(result),
+    }
+    return _filled("page.html", filled)
+
+
+def claim(result: CheckResult) -> str:
+    """The headline: the smallest certified part, or that there is none."""
+    sized = [each for each in result.certificates if each.certified and each.held_out]
+    if not sized:
+        return "No method stays within the limits on these prompts."
+    best = min(sized, key=lambda each: each.held_out.kept if each.held_out else 1.0)
+    assert best.held_out is not None
+    if best.held_out.kept == 1:
+        return f"{best.method} stays within the limits on these prompts."
+    return f"{best.method} may keep {best.held_out.kept:.0%} of the cache on these prompts."
+
+
+def evidence(result: CheckResult) -> str:
+    """The sentence below the headline."""
+    refused = [each.method for each in result.certificates if not each.certified]
+    fewest, most = result.prompt_tokens
+    parts = [
+        f"{result.prompts} prompts of {fewest:,} to {most:,} tokens, no labels needed.",
+        f"Refused: {', '.join(refused)}." if refused else "All methods are certified.",
+        *(f"{note[0].upper()}{note[1:]}." for note in result.notes),
+    ]
+    return " ".join(parts)
+
+
+def verdict(of: Certificate) -> str:
+    """A certificate as one line."""
+    if not of.certified:
+        return f"{of.method}: no certificate: {of.reason}"
+    held = of.held_out
+    assert held is not None
+    at = f" at {of.budget}" if of.budget else ""
+    length = f", length {held.lengths.ratio.value:.2f}" if held.lengths else ""
+    return (
+        f"{of.method}: certified{at}: mean KL {held.kl.value:.3g}, 99th percentile "
+        f"{held.kl_p99.value:.2g}, agreement {held.agreement.value:.1%}{length} on "
+        f"{held.prompts} held-out prompts"
+    )
+
+
+def _certificate(of: Certificate) -> str:
+    name, _, said = verdict(of).partition(": ")
+    sign = '<b class="yes">✓ certified</b>' if of.certified else '<b class="no">✗ refused</b>'
+    hashed = f"<code>{of.digest}</code>"
+    return f"<li>{sign} {escape(name)}: {escape(said)}{hashed}</li>"
+
+
+def _cell(of: CheckCell) -> list[str]:
+    """A row with the columns `CELLS`, as HTML."""
+    answers = of.lengths
+    return [
+        escape(of.method),
+        of.budget or "",
+        f"{of.kept:.1%}",
+        f"{of.bytes_ratio:.1%}",
+        _estimate(of.kl, ".3g") + (" =" if of.equal else ""),
+        _estimate(of.kl_p99, ".2g"),
+        f"{of.kl_max:.2g}",
+        _estimate(of.agreement, ".1%"),
+        f"{of.first_disagreement:g}",
+        _estimate(of.perplexity_ratio, ".3g"),
+        "" if answers is None else _estimate(answers.ratio, ".2f"),
+        "" if answers is None else f"{answers.at_limit:.0%} / {answers.at_limit_full:.0%}",
+    ]
+
+
+def _estimate(of: BootstrapEstimate, form: str) -> str:
+    return f"{of.value:{form}} <small>{of.low:{form}} to {of.high:{form}}</small>"
+
+
+def _spans(result: CheckResult) -> str:
+    """The section on spans, if a prompt has any."""
+    lines = []
+    for cell in result.cells:
+        for name, span in cell.spans.items():
+            leaked = cell.leakage.get(name)
+            lines.append([
+                escape(cell.method),
+                cell.budget or "",
+                escape(name),
+                f"{span.kept:.1%}",
+                "" if span.effect is None else f"{span.effect:.0%}",
+                "" if leaked is None else f"{leaked.recall:.2f}",
+                "" if leaked is None else f"{leaked.recall_full:.2f}",
+            ])  # fmt: skip
+    return _filled("spans.html", {"TABLE": _table("names", SPANS, lines)}) if lines else ""
+
+
+def _facts(result: CheckResult) -> str:
+    protocol, subject = result.protocol, result.subject
+    versions = ", ".join(f"{name} {number}" for name, number in result.setup.versions.items())
+    told = "together with their questions" if protocol.question_aware else "before their questions"
+    facts = {
+        "Model": f"{subject.name}, {subject.dtype}, attention {subject.attention}",
+        "Weights": f"{subject.weights}, configuration {subject.config}",
+        "Compression": f"contexts {told}; prompts without a question as a whole",
+        "Forced tokens": f"{protocol.tokens}; free answers at most {protocol.limit}",
+        "Noise floor": f"{result.floor:.2e} nats per token",
+        "Leaked words": protocol.words,
+        "Seed": str(protocol.seed),
+        "Machine": f"{result.setup.gpu or result.setup.cpu}; {versions}",
+        "Commit": result.commit or "",
+        "Prompts": result.prompts_digest,
+        "Result": result.digest,
+    }
+    return "".join(f"<dt>{n}</dt><dd>{escape(v)}</dd>" for n, v in facts.items() if v)
+
+
+def _table(kind: str, names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{one}</td>' for one in line)}</tr>" for line in lines)
+    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _filled(template: str, values: dict[str, str]) -> str:
+    """A template with `@@NAME@@` replaced by values."""
+    parts = _read(template).split("@@")
+    return "".join(values[part] if number % 2 else part for number, part in enumerate(parts))
+
+
+def _read(name: str) -> str:
+    return files("kvfold.checks").joinpath("template", name).read_text(encoding="utf-8")

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold check`: distance of methods to the full cache on one's own prompts, and certificates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvfold.cli.bench import words
+from kvfold.cli.console import progress
+from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text, with_options
+from kvfold.errors import KvfoldError
+from kvfold.loading import Loading, check_name, load
+from kvfold.terminal import messages, print_json
+
+if TYPE_CHECKING:
+    from kvfold.checks.result import CheckResult
+
+RESULT, PAGE = "check.json", "index.html"
+
+
+@with_options(loading=loading)
+def command(
+    model: ModelName,
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            help="A .jsonl file, a .txt or .md file of one prompt, or a folder of them."
+        ),
+    ],
+    methods: Annotated[
+        str, typer.Option(help='"snapkv,kvzip,snapkv + kivi"; see `kvfold methods`.')
+    ] = "snapkv,kvzip",
+    budgets: Annotated[
+        str, typer.Option(help="Budgets of the table; the certificate's is searched for.")
+    ] = "0.5,0.2",
+    question_aware: Annotated[
+        bool,
+        typer.Option(
+            "--question-aware", help="Compress with the question in view, not before it is known."
+        ),
+    ] = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the full cache's answer that are forced.")
+    ] = 64,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Largest mean KL of a certificate, in nats per token.")
+    ] = 0.05,
+    attacks: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file of requests for the system text, one a line.",
+            show_default="one request",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the two halves and of random methods.")] = 0,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", file_okay=False, help="Folder of results; a rerun resumes."),
+    ] = Path("kvfold-check"),
+    allow_longer: AllowLonger = False,
+    as_json: Json = False,
+    *,
+    loading: Loading,
+) -> None:
+    """Compare methods with the full cache on your own prompts, without labels.
+
+    Each method gets a certificate, the smallest kept part that stays within the tolerance on
+    held-out prompts, or is refused one. Exit code 0: all methods are certified; 1: one is not; 2:
+    the input is wrong.
+    """
+    screen = messages(as_json)
+    with screen.status("importing torch and transformers"):
+        from kvfold.checks.check import ATTACK, check, contenders, several
+        from kvfold.checks.prompts import prompts_of
+        from kvfold.methods.registry import listed
+    # Refused here, before a large model is loaded.
+    named, amounts = listed(methods), words(budgets)
+    contenders(named, amounts, question_aware)
+    several(prompts_of(prompts))
+    requests = [ATTACK] if attacks is None else read_text(attacks).splitlines()
+    check_name(model, loading)
+    network, tokenizer = load(model, loading)
+    with progress(screen) as bar:
+        task = bar.add_task("reading prompts", total=None)
+        result = check(
+            network,
+            tokenizer,
+            prompts,
+            named,
+            amounts,
+            question_aware=question_aware,
+            tokens=tokens,
+            tolerance=tolerance,
+            attacks=[each for each in requests if each.strip()],
+            seed=seed,
+            allow_longer=allow_longer,
+            out=out,
+            say=lambda what: bar.update(task, description=what),
+        )
+    _show(screen, result, out, as_json)
+    if not result.certified:
+        raise typer.Exit(1)
+
+
+def _show(screen: Console, result: CheckResult, out: Path, as_json: bool) -> None:
+    """Writes the result and its page; prints tables, or the result as JSON."""
+    from kvfold.checks.page import page
+    from kvfold.cli.check_tables import cells_table, spans_table, verdict
+
+    try:
+        (out / RESULT).write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (out / PAGE).write_text(page(result), encoding="utf-8")
+    except OSError as problem:
+        raise KvfoldError(f"cannot write into {out}: {problem}") from problem
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+        return
+    screen.print(cells_table(result))
+    if any(each.spans for each in result.cells):
+        screen.print(spans_table(result))
+    for each in result.certificates:
+        style = "green" if each.certified else "yellow"
+        screen.print(Text(verdict(each), style=style), soft_wrap=True)
+    for note in result.notes:
+        screen.print(Text(note, style="dim"), soft_wrap=True)
+    screen.print(Text(f"page: {(out / PAGE).resolve()}\nresult: {(out / RESULT).resolve()}"))

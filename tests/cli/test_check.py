@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold check`: tables, page, JSON, exit codes; bad input refused before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfold
+from tests.helpers.commands import kvfold_command, refused
+
+WORDS = ["the", "grass", "is", "green", "sky", "blue", "here", "we", "go", "there", "and", "back"]
+
+
+def row(seed: int) -> dict[str, Any]:
+    context = " ".join(random.Random(seed).choices(WORDS, k=20))
+    return {"context": context, "question": "What is blue?", "spans": {"<b>start": (0, 9)}}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row(seed)) + "\n" for seed in range(2)))
+    return path
+
+
+@pytest.mark.slow
+def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["check", "bundled", str(prompts), "--tokens", "2", "--out", str(out)]
+    good = kvfold_command(*arguments, "--methods", "kivi:bits=8")
+    assert good.exit_code == 0, good.output
+    assert "kivi:bits=8: certified: mean KL" in good.output
+    assert max(map(len, good.stdout.splitlines()[:9])) <= 100
+    result = kvfold.CheckResult.model_validate_json((out / "check.json").read_text())
+    assert result.certified and result.prompts == 2
+    page = (out / "index.html").read_text()
+    assert "<script" not in page and "<b>start" not in page and "&lt;b&gt;start" in page
+    assert result.digest in page and result.certificates[0].digest in page
+    arguments += ["--methods", "keep_middle", "--budgets", "0.3", "--tolerance", "0", "--json"]
+    wrong = kvfold_command(*arguments, "--import", "tests.helpers.keep_middle")
+    assert wrong.exit_code == 1, wrong.output
+    assert not json.loads(wrong.stdout)["certificates"][0]["certified"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("", [], "prompts.jsonl is empty"),
+        ('{"prompt": "one"}\n', [], "there is one prompt only"),
+        ('{"text": "one"}\n', [], "prompts.jsonl:1: give"),
+        (None, [], "there is no such file or folder"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--methods", "snapkw"], "did you mean 'snapkv'"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--methods", ","], "no methods"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--budgets", "3"], "raise it to at least"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(
+    text: str | None, options: list[str], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert message in refused("check", "no/model", str(path), *options)
