@@ -31,6 +31,7 @@ class CellResult(BaseModel):
     kept_nominal, kept: the ratio asked for; entries stored over entries seen, mean over samples.
     nbytes, nbytes_full, tokens, prefill_seconds: means over samples. `peak_bytes` is a maximum.
     seconds_per_token, answer_tokens: over all answers.
+    prefill_operations, step_operations: means over the samples where they were counted.
     truncated, at_limit: number of truncated samples; of answers that reached `max_new_tokens`.
     failed, errors: predictions that could not be parsed or scored, and samples without an answer,
         counted by reason.
@@ -62,6 +63,8 @@ class CellResult(BaseModel):
     prefill_seconds: float | None
     seconds_per_token: float | None
     answer_tokens: float | None
+    prefill_operations: float | None = None
+    step_operations: float | None = None
     truncation: str
     truncated: int
     at_limit: int
@@ -120,6 +123,8 @@ def cell_result(
         prefill_seconds=_mean(outcome.prefill_seconds for outcome in outcomes.values()),
         seconds_per_token=answering / tokens if tokens else None,
         answer_tokens=tokens / len(answers) if answers else None,
+        prefill_operations=_mean_of_known(o.prefill_operations for o in outcomes.values()),
+        step_operations=_mean_of_known(o.step_operations for o in outcomes.values()),
         truncation=task.truncation,
         truncated=sum(outcome.left_out > 0 for outcome in outcomes.values()),
         at_limit=sum(answer.ended == "limit" for answer in answers),
@@ -133,6 +138,10 @@ def cell_result(
 def _mean(values: Iterable[float]) -> float | None:
     known = list(values)
     return sum(known) / len(known) if known else None
+
+
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    return _mean(value for value in values if value is not None)
 
 
 def _per_layer(kept: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

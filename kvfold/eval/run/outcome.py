@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvfold.bench.cost import Cost
 from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import Reply
+from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, ScoredAnswer
 from kvfold.eval.tasks import Question, Task
 
@@ -20,6 +22,32 @@ def attempt(work: Callable[[], list[SampleOutcome]]) -> BatchOutcome:
         return work()
     except Exception as problem:
         return problem
+
+
+def batch_outcomes(
+    prompts: Sequence[SamplePrompt],
+    answers: Sequence[Sequence[ScoredAnswer]],
+    held: Sequence[CacheUsage],
+    prefill: Cost,
+    answer_seconds: float,
+    step: Cost | None,
+) -> list[SampleOutcome]:
+    """Outcomes of a batch's samples, which share its costs equally."""
+    rows = len(prompts)
+    counted = None if step is None else step.operations
+    return [
+        SampleOutcome(
+            answers=tuple(own),
+            tokens=prompt.tokens,
+            left_out=prompt.left_out,
+            held=usage,
+            prefill_seconds=prefill.seconds / rows,
+            answer_seconds=answer_seconds / rows,
+            prefill_operations=None if prefill.operations is None else prefill.operations / rows,
+            step_operations=None if counted is None else counted / rows,
+        )
+        for prompt, own, usage in zip(prompts, answers, held, strict=True)
+    ]
 
 
 def scored_answer(task: Task, question: Question, reply: Reply) -> ScoredAnswer:

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvfold.bench.cost import Cost, StepCost
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
 from kvfold.eval.run.prompt import SamplePrompt
@@ -104,21 +105,36 @@ def first_token(model: PreTrainedModel, cache: CompressedCache, batch: PromptBat
     return batch.followed_by(ids[:, -1:])
 
 
+class Answered(NamedTuple):
+    """Every row's answer, and the cost of one decode step of all rows, if there was one."""
+
+    replies: list[Reply]
+    step: Cost | None
+
+
 def replies(
     model: PreTrainedModel,
     cache: CompressedCache,
     asked: PromptBatch,
     begun: PromptBatch,
     new: int,
-) -> list[Reply]:
+) -> Answered:
     """Greedy answers to `asked`, at most `new` tokens; `begun` has their first one, if known."""
-    answers, ids = BatchAnswers(model, asked), begun.ids
+    answers, step, ids = BatchAnswers(model, asked), StepCost(model.device), begun.ids
     given = ids.shape[1] - asked.ids.shape[1]
     if given:
         answers(ids, None)
     if new > given and not answers.ended:
-        ids = _generate(model, cache, begun, new - given, [answers], begins=not given)
-    return answers.replies(ids)
+        try:
+            ids = _generate(model, cache, begun, new - given, [answers, step], begins=not given)
+        finally:
+            step.close()
+    return Answered(answers.replies(ids), step.cost)
+
+
+def longest(questions: Sequence[Question]) -> int:
+    """The highest limit of an answer, in tokens."""
+    return max(question.max_new_tokens for question in questions)
 
 
 def _generate(

@@ -9,7 +9,8 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from kvfold.bench.clock import seconds, synchronize
+from kvfold.bench.clock import synchronize
+from kvfold.bench.cost import Cost, measured
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.contexts.answer import end_tokens
@@ -17,9 +18,15 @@ from kvfold.contexts.chat import Chat
 from kvfold.contexts.context import Context, check_reusable
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.likelihood import at_once
-from kvfold.eval.run.outcome import BatchOutcome, attempt, cache_usage, scored_answer
+from kvfold.eval.run.outcome import (
+    BatchOutcome,
+    attempt,
+    batch_outcomes,
+    cache_usage,
+    scored_answer,
+)
 from kvfold.eval.run.prompt import SamplePrompt
-from kvfold.eval.run.prompt_batch import PromptBatch, replies
+from kvfold.eval.run.prompt_batch import PromptBatch, longest, replies
 from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, new_cache, reads_for_others
 from kvfold.eval.tasks import Task
@@ -56,40 +63,30 @@ def _read_alone(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> C
     try:
         check_reusable(parse(cell.method))
         cache, length = new_cache(model, batch, cell), batch.ids.shape[1]
-        read = partial(read_turn, model, cache, batch.ids, batch.padding, length, length)
-        return Compressed(cell, cache, batch, seconds(model.device, read))
+        with measured(model.device) as cost:
+            read_turn(model, cache, batch.ids, batch.padding, length, length)
+        return Compressed(cell, cache, batch, cost)
     except Exception as problem:
-        return Compressed(cell, problem, batch, 0.0)
+        return Compressed(cell, problem, batch)
 
 
 def _outcomes(model: PreTrainedModel, made: Compressed, task: Task) -> list[SampleOutcome]:
     """Outcomes of a cell, one per sample; raises what its compression raised."""
     if isinstance(made.cache, Exception):
         raise made.cache
-    prompts, began = made.batch.prompts, time.perf_counter()
+    first, began = made.batch.prompts[0], time.perf_counter()
     # Measured first: questions grow the buffers.
-    held = cache_usage(made.cache.stats())
-    first = prompts[0]
+    held, step = cache_usage(made.cache.stats()), None
     if task.by_likelihood:
         answers = [_likelihood(model, made.cache, first)]
     elif first.sample.conversation:
         context = Context(model, first.tokenizer, made.cache, first.frame, made.batch.ids)
         answers = [_conversation(context.chat(), first, task, made.cell.protocol.history)]
     else:
-        answers = _answers(model, made.cache, made.batch, task)
+        answers, step = _answers(model, made.cache, made.batch, task)
     synchronize(model.device)
     took = time.perf_counter() - began
-    return [
-        SampleOutcome(
-            answers=tuple(own),
-            tokens=prompt.tokens,
-            left_out=prompt.left_out,
-            held=usage,
-            prefill_seconds=made.seconds / len(prompts),
-            answer_seconds=took / len(prompts),
-        )
-        for prompt, own, usage in zip(prompts, answers, held, strict=True)
-    ]
+    return batch_outcomes(made.batch.prompts, answers, held, made.cost, took, step)
 
 
 def _likelihood(
@@ -102,19 +99,20 @@ def _likelihood(
 
 def _answers(
     model: PreTrainedModel, cache: CompressedCache, batch: PromptBatch, task: Task
-) -> list[list[ScoredAnswer]]:
-    """Answers `[sample][question]`; each question sees the context alone.
+) -> tuple[list[list[ScoredAnswer]], Cost | None]:
+    """Answers `[sample][question]`, each to the context alone, and the cost of a step.
 
     Special tokens spelt in a question stay plain text.
     """
     found: list[list[ScoredAnswer]] = [[] for _ in batch.prompts]
+    step = None
     for number in range(len(batch.prompts[0].sample.questions)):
         asked, questions = batch.asking(number)
-        new = max(question.max_new_tokens for question in questions)
-        said = replies(model, fork(cache), asked, asked, new)
+        said = replies(model, fork(cache), asked, asked, longest(questions))
+        step = said.step or step
         for row, question in enumerate(questions):
-            found[row].append(scored_answer(task, question, said[row]))
-    return found
+            found[row].append(scored_answer(task, question, said.replies[row]))
+    return found, step
 
 
 def _conversation(chat: Chat, prompt: SamplePrompt, task: Task, history: str) -> list[ScoredAnswer]:

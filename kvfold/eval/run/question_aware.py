@@ -17,9 +17,15 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import AnswerStream, end_tokens
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
-from kvfold.eval.run.outcome import BatchOutcome, attempt, cache_usage, scored_answer
+from kvfold.eval.run.outcome import (
+    BatchOutcome,
+    attempt,
+    batch_outcomes,
+    cache_usage,
+    scored_answer,
+)
 from kvfold.eval.run.prompt import SamplePrompt
-from kvfold.eval.run.prompt_batch import PromptBatch, first_token, replies
+from kvfold.eval.run.prompt_batch import PromptBatch, first_token, longest, replies
 from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, reads_for_others
 from kvfold.eval.tasks import Question, Task
@@ -83,21 +89,14 @@ def _one_question(
     if isinstance(made.cache, Exception):
         raise made.cache
     held, began = cache_usage(made.cache.stats()), time.perf_counter()
-    new = max(question.max_new_tokens for question in questions)
-    said = replies(model, made.cache, asked, made.batch, new)
+    said = replies(model, made.cache, asked, made.batch, longest(questions))
     synchronize(model.device)
     took = time.perf_counter() - began
-    return [
-        SampleOutcome(
-            answers=(scored_answer(task, question, reply),),
-            tokens=prompt.tokens,
-            left_out=prompt.left_out,
-            held=usage,
-            prefill_seconds=made.seconds / len(said),
-            answer_seconds=took / len(said),
-        )
-        for prompt, question, reply, usage in zip(asked.prompts, questions, said, held, strict=True)
+    answers = [
+        [scored_answer(task, question, reply)]
+        for question, reply in zip(questions, said.replies, strict=True)
     ]
+    return batch_outcomes(asked.prompts, answers, held, made.cost, took, said.step)
 
 
 def _joined(questions: Sequence[SampleOutcome]) -> SampleOutcome:

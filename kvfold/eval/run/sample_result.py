@@ -52,7 +52,7 @@ class ScoredAnswer(BaseModel):
 
 
 class CacheUsage(BaseModel):
-    """Cache size after compression; in question-aware and streaming runs, after the answer.
+    """Cache size after compression; after the answer in tasks that compress while they answer.
 
     seen: tokens seen.
     kept, kept_per_layer: entries stored over entries seen, of all layers and of each.
@@ -75,7 +75,9 @@ class SampleOutcome(BaseModel):
     """Answers, cache usage and times of a sample that ran without error.
 
     `tokens` counts context and first question after truncation, `left_out` the truncated tokens.
-    `prefill_seconds` includes compression.
+    `prefill_seconds` includes compression, and so does `prefill_operations`, the additions and
+    multiplications of matrix products; `step_operations` are those of one decode step. They are
+    None where they were not counted: on a GPU, and where cells cannot share a prefill.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -86,6 +88,8 @@ class SampleOutcome(BaseModel):
     held: CacheUsage
     prefill_seconds: float
     answer_seconds: float
+    prefill_operations: float | None = None
+    step_operations: float | None = None
 
 
 class SampleResult(BaseModel):

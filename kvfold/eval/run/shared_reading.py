@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
-from kvfold.bench.clock import synchronize
+from kvfold.bench.cost import Cost, measured
 from kvfold.cache.cache import CompressedCache
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.prompt_batch import PromptBatch
@@ -21,16 +21,17 @@ from kvfold.methods.base import Method
 Read = Callable[[CompressedCache], PromptBatch]
 
 
-class Compressed(NamedTuple):
+@dataclass(frozen=True)
+class Compressed:
     """A cell's cache after compression, or the exception instead.
 
-    `batch` is what `Read` returned; `seconds` are those of the reading and of the compression.
+    `batch` is what `Read` returned; `cost` is that of the reading and the compression of all rows.
     """
 
     cell: EvalCell
     cache: CompressedCache | Exception
     batch: PromptBatch
-    seconds: float
+    cost: Cost = field(default_factory=Cost)
 
 
 def reads_for_others(model: PreTrainedModel, method: Method) -> bool:
@@ -59,7 +60,7 @@ def compressed(
         try:
             made[cell] = new_cache(model, batch, cell)
         except Exception as problem:
-            yield Compressed(cell, problem, batch, 0.0)
+            yield Compressed(cell, problem, batch)
     for group in _alike(made):
         yield from _from_one_reading(model, batch, group, read)
 
@@ -89,20 +90,19 @@ def _from_one_reading(
 ) -> Iterator[Compressed]:
     """The caches of a group: copies of the last one's reading, then that one itself."""
     *others, own = group
-    cache, began = group[own], time.perf_counter()
-    with cache.reading():
-        further = read(cache)
-        synchronize(model.device)
-        reading = time.perf_counter() - began
+    cache, device = group[own], model.device
+    with ExitStack() as prefill:
+        prefill.enter_context(cache.reading())
+        with measured(device) as reading:
+            further = read(cache)
         for cell in others:
-            began = time.perf_counter()
             taken: CompressedCache | Exception
-            try:
-                taken = cache.to_budget(cell.budget, cell.method)
-                synchronize(model.device)
-            except Exception as problem:
-                taken = problem
-            yield Compressed(cell, taken, further, reading + time.perf_counter() - began)
-        began = time.perf_counter()
-    synchronize(model.device)
-    yield Compressed(own, cache, further, reading + time.perf_counter() - began)
+            with measured(device) as compressing:
+                try:
+                    taken = cache.to_budget(cell.budget, cell.method)
+                except Exception as problem:
+                    taken = problem
+            yield Compressed(cell, taken, further, reading + compressing)
+        with measured(device) as compressing:
+            prefill.close()
+    yield Compressed(own, cache, further, reading + compressing)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvfold
+from kvfold.bench.cost import measured
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.prompt_batch import PromptBatch
 from kvfold.eval.run.question_agnostic import _compressed
@@ -114,3 +115,30 @@ def test_one_budget_that_is_too_small_leaves_the_others(setting):
         found = {sample.cell.budget: sample for sample in setting.run(record(), *cells)}
         assert "raise it to at least 8" in found["4"].error
         assert found["20"].outcome.held.kept == pytest.approx(20 / found["20"].outcome.held.seen)
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_operations_are_those_of_forwards_alone(setting, aware):
+    """A full cache's are the model's; a compressed one's steps take less."""
+    sample = record(count=20, new=4)
+    cells = cells_of(setting, ["full", "snapkv:window=8"], question_aware=aware)
+    outcomes = [line.outcome for line in setting.run(sample, *cells)]
+    prompt = setting.prompt(sample)
+    asked = prompt.question_ids(sample.questions[0])
+    ids = torch.cat([prompt.ids, asked], 1) if aware else prompt.ids
+    with torch.no_grad(), measured(setting.plain.device) as reading:
+        out = setting.plain(ids, logits_to_keep=1)
+    past = out.past_key_values
+    with torch.no_grad():
+        if not aware:
+            setting.plain(asked, past_key_values=past)
+        # The step that is measured comes after the second token with the question in view.
+        setting.plain(ids[:, :1], past_key_values=past) if aware else None
+        with measured(setting.plain.device) as step:
+            setting.plain(ids[:, :1], past_key_values=past, logits_to_keep=1)
+    full, *small = outcomes
+    assert full.prefill_operations == reading.operations
+    assert full.step_operations == step.operations
+    for each in small:
+        assert each.prefill_operations > full.prefill_operations
+        assert each.step_operations < full.step_operations
