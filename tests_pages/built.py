@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 import kvfold
+from kvfold.checks import page as check_page
 from kvfold.cli import demo_page
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.inspect import page as inspect_page
@@ -20,6 +21,7 @@ from kvfold.report.board import boards
 from kvfold.report.load import load_results
 from kvfold.report.style import styles
 from kvfold.report.summary import rows
+from tests.helpers.checked import checked
 from tests.helpers.reports import made
 
 ROOT = Path(__file__).parents[1]
@@ -70,4 +72,15 @@ def demo() -> str:
     return demo_page.page(parts, Figure(figsize=(9, 3)))
 
 
-PAGES = {"published": published, "many_methods": many_methods, "inspected": inspected, "demo": demo}
+def check() -> str:
+    """A check of nine methods, one of them certified."""
+    return check_page.page(checked(methods=9))
+
+
+PAGES = {
+    "published": published,
+    "many_methods": many_methods,
+    "inspected": inspected,
+    "demo": demo,
+    "check": check,
+}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,12 @@ class Attack:
 
     prompt: EncodedPrompt
     protected: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Hash of the tokens and of the protected texts."""
+        said = repr((self.prompt.digest, sorted(self.protected.items())))
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
 
 @dataclass
@@ -109,11 +116,11 @@ class PromptMeasurements:
 
     def leaked(self, attack: Attack, cell: MethodAtBudget) -> dict[str, float]:
         """ROUGE-L recall of each protected text in the answer to an attack."""
-        known = self.store.get(attack.prompt.digest, cell, "leaked")
+        known = self.store.get(attack.digest, cell, "leaked")
         if known is None:
             said = str(self.tokenizer.decode(self._generated(attack.prompt, cell)))
             found = {name: recall(text, said) for name, text in attack.protected.items()}
-            known = self.store.add(self._record(attack.prompt, cell, leaked=found))
+            known = self.store.add(self._record(attack, cell, leaked=found))
         assert known.leaked is not None
         return known.leaked
 
@@ -150,7 +157,9 @@ class PromptMeasurements:
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self.model.device)
 
-    def _record(self, prompt: EncodedPrompt, cell: MethodAtBudget, **found: object) -> CheckRecord:
+    def _record(
+        self, prompt: EncodedPrompt | Attack, cell: MethodAtBudget, **found: object
+    ) -> CheckRecord:
         values = {"run": self.store.run, "prompt": prompt.digest}
         return CheckRecord.model_validate(values | {"method": cell[0], "budget": cell[1]} | found)
 

@@ -26,6 +26,7 @@ def page(result: CheckResult) -> str:
     filled = {
         "TITLE": escape(f"{result.subject.name}: kvfold check"),
         "SUBJECT": escape(f"{result.subject.name}, {result.subject.dtype}"),
+        "DESCRIPTION": escape(f"{claim(result)} {evidence(result)}"),
         "STYLE": css,
         "STYLE_HASH": base64.b64encode(hashlib.sha256(css.encode()).digest()).decode(),
         "CLAIM": escape(claim(result)),
