@@ -41,10 +41,9 @@ def legend(result: CheckResult) -> str:
     """A mark and the name of every method."""
     made = []
     for number, method in enumerate(points(result)):
-        mark = (
-            f'<svg viewBox="-9 -9 18 18" class="key" aria-hidden="true">{_mark(0, 0, number)}</svg>'
-        )
-        made.append(f'<span class="c{number % COLORS}">{mark}{escape(method)}</span>')
+        key = f'class="key c{number % COLORS}" aria-hidden="true"'
+        mark = f'<svg viewBox="-9 -9 18 18" {key}>{_mark(0, 0, number)}</svg>'
+        made.append(f"<span>{mark}{escape(method)}</span>")
     return "".join(made)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.checks.encoded import EncodedPrompt
-from kvfold.checks.measure import PromptMeasurements, kept_of_spans
+from kvfold.checks.measure import Attack, PromptMeasurements, kept_of_spans
 from kvfold.checks.reading import PromptReading, read_full
 from kvfold.checks.records import CheckStore
 from tests.helpers.models import build, prompts
@@ -167,3 +167,8 @@ def test_what_is_in_the_folder_is_not_measured_again(
     with pytest.raises(TypeError):
         other.distances(prompt(CONTEXT), cell)
     assert read_full(model, prompt(CONTEXT), None).read == CONTEXT
+
+
+def test_an_attack_on_other_texts_is_another_one() -> None:
+    first, second = Attack(prompt(None), {"a": "code"}), Attack(prompt(None), {"b": "code"})
+    assert len({first.digest, second.digest, first.prompt.digest}) == 3
