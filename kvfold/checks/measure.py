@@ -66,7 +66,7 @@ class PromptMeasurements:
             return known
         self.say("full cache")
         full = read_full(self.model, prompt, None)
-        forced = self._tensor(full.answer(self.model, 0, self.tokens, end_tokens(self.model)))
+        forced = self._tensor(full.answer(self.model, (), self.tokens, end_tokens(self.model)))
         logits = self._logits[prompt.digest] = full.logits(self.model, forced).cpu()
         pieces = read_full(self.model, prompt, -(-full.read // PIECES))
         floor = distances(logits, pieces.logits(self.model, forced).cpu(), forced[0].cpu())
@@ -107,7 +107,7 @@ class PromptMeasurements:
         """Length of the greedy answer with one cache."""
         known = self.store.get(prompt.digest, cell, "answer")
         if known is None:
-            tokens = self._generated(prompt, cell)
+            tokens = self._generated(prompt, cell, self.forced(prompt).forced or ())
             ended = bool(tokens) and tokens[-1] in end_tokens(self.model)
             made = FreeAnswer(tokens=len(tokens), ended=ended)
             known = self.store.add(self._record(prompt, cell, answer=made))
@@ -124,14 +124,18 @@ class PromptMeasurements:
         assert known.leaked is not None
         return known.leaked
 
-    def _generated(self, prompt: EncodedPrompt, cell: MethodAtBudget) -> list[int]:
+    def _generated(
+        self, prompt: EncodedPrompt, cell: MethodAtBudget, forced: Sequence[int] = ()
+    ) -> list[int]:
+        """A greedy answer; the full cache's goes on from its `forced` tokens, if they are given."""
         ends = end_tokens(self.model)
         if cell[0] == FULL:
-            return read_full(self.model, prompt, None).answer(self.model, 0, self.limit, ends)
-        compressed, first = self._at(prompt, cell), 0
+            return read_full(self.model, prompt, None).answer(self.model, forced, self.limit, ends)
+        compressed = self._at(prompt, cell)
+        known: Sequence[int] = ()
         if compressed.read == prompt.ids.shape[1]:
-            first = (self.forced(prompt).forced or (0,))[0]
-        return compressed.answer(self.model, first, self.limit, ends)
+            known = (forced or self.forced(prompt).forced or ())[:1]
+        return compressed.answer(self.model, known, self.limit, ends)
 
     def _full_logits(self, prompt: EncodedPrompt, forced: Tensor) -> Tensor:
         """Logits `[S, V]` of the full cache, in host memory and the model's precision."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,26 +56,24 @@ class CompressedPrompt:
         steps = [_logits(model, self.cache, fed[:, i : i + 1], 1) for i in range(fed.shape[1])]
         return torch.cat(steps[-count:])
 
-    def answer(self, model: PreTrainedModel, first: int, limit: int, ends: list[int]) -> list[int]:
-        """Greedy answer of at most `limit` tokens, end token included.
+    def answer(
+        self, model: PreTrainedModel, known: Sequence[int], limit: int, ends: list[int]
+    ) -> list[int]:
+        """Greedy answer of at most `limit` tokens, end token included, that begins with `known`.
 
-        `first` is its first token, known where all of the prompt was compressed at once.
+        The first token must be known where all of the prompt was compressed at once.
         """
-        ids, known = self.prompt.ids, []
-        if self.read == ids.shape[1]:
-            known = [first]
-            if first in ends or limit == 1:
-                return known
-            ids = torch.cat([ids, torch.tensor([known])], 1)
-        cache = self.cache if self.stepwise else fork(self.cache)
+        if known and (known[-1] in ends or len(known) >= limit):
+            return list(known)[:limit]
+        ids = torch.cat([self.prompt.ids, torch.tensor([list(known)], dtype=torch.long)], 1)
         out = generate(
             model,
             ids.to(model.device),
-            cache=cache,
+            cache=self.cache if self.stepwise else fork(self.cache),
             do_sample=False,
             max_new_tokens=limit - len(known),
         )
-        return known + [int(token) for token in out[0, ids.shape[1] :]]
+        return [*known, *(int(token) for token in out[0, ids.shape[1] :])]
 
 
 class PromptReading:
