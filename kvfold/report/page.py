@@ -23,8 +23,8 @@ from kvfold.report.summary import ReportRow, budgets, frontier, rows
 SCRIPTS = ("base.js", "controls.js", "chart.js", "tables.js", "needles.js", "page.js")
 FIELDS = (
     "method", "budget", "score", "least", "most", "gap", "low", "high", "first", "last", "nominal",
-    "kept", "bytes", "prefill", "samples", "units", "expected", "truncated", "failed", "errors",
-    "edge",
+    "kept", "bytes", "prefill", "prefillOperations", "stepOperations", "length", "samples", "units",
+    "expected", "truncated", "failed", "errors", "edge",
 )  # fmt: skip
 
 
@@ -130,8 +130,9 @@ def _row(row: ReportRow, order: list[str], edge: bool) -> list[Any]:
     gap = (row.gap.value, row.gap.low, row.gap.high) if row.gap else (None, None, None)
     return [
         order.index(row.method), row.budget, *score, *gap, *(row.place or (None, None)),
-        row.kept_nominal, row.kept, row.bytes_ratio, row.prefill, row.samples, row.units,
-        row.expected, row.truncated, row.failed, row.errors, int(edge),
+        row.kept_nominal, row.kept, row.bytes_ratio, row.prefill, row.prefill_operations,
+        row.step_operations, row.length, row.samples, row.units, row.expected,
+        row.truncated, row.failed, row.errors, int(edge),
     ]  # fmt: skip
 
 

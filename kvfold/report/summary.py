@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,8 +43,9 @@ class ReportRow:
     `score` is in percent, or a perplexity. `kept_nominal` is the ratio asked for, `kept` (entries
     stored over entries seen) and `bytes_ratio` (over the full cache's) are means over units.
     `prefill` is prefill plus compression time over the full cache's; None if they ran on different
-    machines. `place` is the best and worst rank among methods of this budget that are consistent
-    with the 95 % intervals.
+    machines. `prefill_operations`, `step_operations` and `length` (of answers, in tokens) are over
+    the full cache's, None where a record lacks them. `place` is the best and worst rank among
+    methods of this budget that are consistent with the 95 % intervals.
     """
 
     method: str
@@ -57,6 +58,9 @@ class ReportRow:
     kept: float | None
     bytes_ratio: float | None
     prefill: float | None
+    prefill_operations: float | None
+    step_operations: float | None
+    length: float | None
     samples: int
     truncated: int
     failed: int
@@ -174,6 +178,7 @@ def _row(
 ) -> ReportRow:
     """The row of one method and budget, not yet ranked."""
     scored = [result for result in members if result.score is not None]
+    pairs = [(result, full.get(result.cell.reference)) for result in scored]
     return ReportRow(
         method=members[0].cell.method,
         budget=members[0].cell.budget,
@@ -184,7 +189,10 @@ def _row(
         kept_nominal=members[0].kept_nominal,
         kept=_average(result.kept for result in scored),
         bytes_ratio=_average(result.bytes_ratio for result in scored),
-        prefill=_prefill([(result, full.get(result.cell.reference)) for result in scored]),
+        prefill=_prefill(pairs),
+        prefill_operations=_over_full(pairs, lambda result: result.prefill_operations),
+        step_operations=_over_full(pairs, lambda result: result.step_operations),
+        length=_over_full(pairs, lambda result: result.answer_tokens),
         samples=sum(result.samples for result in members),
         truncated=sum(result.truncated for result in members),
         failed=sum(sum(result.failed.values()) for result in members),
@@ -213,7 +221,21 @@ def _weights(results: Sequence[CellResult]) -> list[float]:
     return [1 / (len(count) * count[result.cell.task]) for result in results]
 
 
-def _prefill(pairs: Sequence[tuple[CellResult, CellResult | None]]) -> float | None:
+Pairs = Sequence[tuple[CellResult, CellResult | None]]
+
+
+def _over_full(pairs: Pairs, of: Callable[[CellResult], float | None]) -> float | None:
+    """Sum of a figure over the full cache's; None if a record lacks it."""
+    ours = [of(result) for result, _ in pairs]
+    theirs = [None if full is None else of(full) for _, full in pairs]
+    known = [value for value in (*ours, *theirs) if value is not None]
+    if not pairs or len(known) < 2 * len(pairs):
+        return None
+    whole = sum(value for value in theirs if value is not None)
+    return sum(value for value in ours if value is not None) / whole if whole else None
+
+
+def _prefill(pairs: Pairs) -> float | None:
     """Prefill seconds over the full cache's; None unless one setup measured both."""
     ours = theirs = 0.0
     for result, full in pairs:

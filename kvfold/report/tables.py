@@ -19,13 +19,18 @@ from kvfold.report.headline import headline, signed
 from kvfold.report.summary import ReportRow, rows
 
 COLUMNS = (
-    "method", "budget", "score", "− full (95 %)", "place", "kept", "bytes", "prefill", "samples",
-    "errors / failed / cut",
+    "method", "budget", "score", "− full (95 %)", "place", "kept", "bytes", "operations", "length",
+    "prefill", "samples", "errors / failed / cut",
 )  # fmt: skip
+OPERATIONS, UNCOUNTED = ("operations", "length"), ("prefill",)
 READING = (
     "score: percent, with its 95 % interval; − full: difference to the full cache on the same "
     "samples, ≈ if the interval holds zero; place: ranks within a budget that the intervals allow; "
     "kept: asked → measured; bytes, prefill: over the full cache's; cut: truncated prompts"
+)
+COUNTED = (
+    "operations: of a prefill with its compression / of a decode step, and length: of answers in "
+    "tokens, both over the full cache's"
 )
 _ESCAPED = str.maketrans(
     {mark: f"\\{mark}" for mark in "\\`*|[]"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
@@ -38,8 +43,9 @@ def markdown(boards: Sequence[Board]) -> str:
     for board, title in zip(boards, titles(boards), strict=True):
         subject = board.subject
         parts.append(f"## {_safe(title)}")
-        parts.append(f"{_safe(subject.name)}, {subject.dtype}, {subject.attention}; {READING}.")
         overall = board.overall()
+        reading = f"{READING}; {COUNTED}" if counts_operations(overall) else READING
+        parts.append(f"{_safe(subject.name)}, {subject.dtype}, {subject.attention}; {reading}.")
         if overall:
             said = headline(overall, board.when)
             parts.append(_safe(" ".join([said.claim, said.evidence, *said.further])))
@@ -97,9 +103,15 @@ def _text(value: Any) -> Any:
 
 def _table(shown: Sequence[ReportRow], lower: bool = False) -> str:
     lines = [COLUMNS, ("---", "---", *["---:"] * (len(COLUMNS) - 2))]
-    return "\n".join(
-        f"| {' | '.join(line)} |" for line in [*lines, *map(cells, by_budget(shown, lower))]
-    )
+    lines += map(cells, by_budget(shown, lower))
+    left_out = UNCOUNTED if counts_operations(shown) else OPERATIONS
+    kept = [i for i, name in enumerate(COLUMNS) if name not in left_out]
+    return "\n".join(f"| {' | '.join(line[i] for i in kept)} |" for line in lines)
+
+
+def counts_operations(shown: Sequence[ReportRow]) -> bool:
+    """True if records tell operations, which then stand in place of one machine's seconds."""
+    return any(row.prefill_operations is not None for row in shown)
 
 
 def by_budget(shown: Sequence[ReportRow], lower: bool = False) -> list[ReportRow]:
@@ -126,10 +138,17 @@ def cells(row: ReportRow) -> tuple[str, ...]:
         "–" if row.place is None else "–".join(dict.fromkeys(map(str, row.place))),
         "–" if row.kept is None else _kept(row),
         "–" if row.bytes_ratio is None else f"{row.bytes_ratio:.1%}",
-        "–" if row.prefill is None else f"{row.prefill:.2f}×",
+        f"{_times(row.prefill_operations)} / {_times(row.step_operations)}",
+        _times(row.length),
+        _times(row.prefill),
         f"{row.samples:,}",
         f"{row.errors} / {row.failed} / {row.truncated}",
     )
+
+
+def _times(ratio: float | None) -> str:
+    """A ratio to the full cache as text."""
+    return "–" if ratio is None else f"{ratio:.2f}×"
 
 
 def scored(score: Estimate) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from kvfold.eval.run.intervals import moments
 from kvfold.eval.run.statistics import PairedDifference, percent
-from kvfold.report import summary
+from kvfold.report import summary, tables
 from kvfold.report.board import boards, titles
 from kvfold.report.page import payload
 from kvfold.report.style import styles
@@ -114,6 +114,29 @@ def test_times_and_bytes_are_over_the_full_caches() -> None:
     elsewhere = HERE.model_copy(update={"cpu": "b"})
     moved = [own[0], own[1].model_copy(update={"setups": (elsewhere,)})]
     assert row([*full, *moved], "m", "0.2").prefill is None
+
+
+def test_operations_and_lengths_are_over_the_full_caches_where_all_are_known() -> None:
+    def counted(*arguments: str, prefill: float, step: float, tokens: float, task: str = "a"):
+        figures = {"prefill_operations": prefill, "step_operations": step, "answer_tokens": tokens}
+        return made(*arguments, task=task, **figures)
+
+    full = [
+        counted(prefill=10.0, step=4.0, tokens=6.0),
+        counted(prefill=30.0, step=4.0, tokens=2.0, task="b"),
+    ]
+    own = [
+        counted("m", "0.2", prefill=20.0, step=1.0, tokens=8.0),
+        counted("m", "0.2", prefill=40.0, step=3.0, tokens=4.0, task="b"),
+    ]
+    found = row([*full, *own], "m", "0.2")
+    assert found.prefill_operations == pytest.approx(60 / 40)
+    assert found.step_operations == pytest.approx(4 / 8)
+    assert found.length == pytest.approx(12 / 8)
+    older = [own[0], own[1].model_copy(update={"step_operations": None})]
+    found = row([*full, *older], "m", "0.2")
+    assert found.step_operations is None and found.length == pytest.approx(12 / 8)
+    assert "1.50× / – | 1.50×" in " | ".join(tables.cells(found))
 
 
 def test_protocols_models_and_perplexities_are_never_mixed() -> None:

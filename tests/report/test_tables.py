@@ -53,6 +53,16 @@ def test_markdown_escapes_names() -> None:
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {11}
 
 
+def test_operations_stand_in_place_of_seconds_where_they_were_counted() -> None:
+    counted = {"prefill_operations": 2e11, "step_operations": 1e8, "answer_tokens": 4.0}
+    plain = markdown(boards([made(), made("m", "0.2")]))
+    assert "| prefill |" in plain and "operations" not in plain
+    text = markdown(boards([made(**counted), made("m", "0.2", **counted)]))
+    assert "| prefill |" not in text and "| operations | length |" in text
+    assert "operations: of a prefill" in text
+    assert re.search(r"\| m \|.*\| 1.00× / 1.00× \| 1.00× \|", text)
+
+
 def test_markdown_says_what_is_inside_the_noise() -> None:
     results = [made(), made("m", "0.2", (89.0, 1.0), (-1.0, -3.0, 1.0))]
     assert "| ≈ −1.0 (−3.0 to +1.0) |" in markdown(boards(results))

@@ -76,6 +76,7 @@ const isShown = (row) =>
 
 const minus = (text) => (Number(text) === 0 ? text.replace("-", "") : text.replace("-", "−"));
 const fixed = (value, digits = 1) => (value === null ? "–" : minus(value.toFixed(digits)));
+const times = (value) => (value === null ? "–" : `${fixed(value, 2)} ×`);
 const signed = (value) => (Number(value.toFixed(1)) > 0 ? "+" : "") + fixed(value);
 const count = (value) => value.toLocaleString("en");
 const plural = (value, one) => `${count(value)} ${one}${value === 1 ? "" : "s"}`;

@@ -163,7 +163,9 @@ function details(row) {
   if (row.gap !== null) facts.push(["− full", `${signed(row.gap)} (${interval(row)})`]);
   facts.push(["bytes", percent(row.bytes)], ["entries kept", kept(row)]);
   if (row.first !== null) facts.push(["place", place(row)]);
-  if (row.prefill !== null) facts.push(["prefill time", `${fixed(row.prefill, 2)} ×`]);
+  for (const [name, value] of [["prefill time", row.prefill], ["operations of prefill", row.prefillOperations],
+    ["of a decode step", row.stepOperations], ["length of answers", row.length]])
+    if (value !== null) facts.push([name, times(value)]);
   facts.push(["samples", count(row.samples)]);
   if (row.units < row.expected) facts.push(["incomplete", `${row.units} of ${row.expected} tasks and lengths`]);
   return [make("strong", {}, key(row.style), atBudget(row)),

@@ -68,7 +68,9 @@ const allColumns = [
   ["place", "Place", (row) => (row.first === null ? null : -row.first), place],
   ["bytes", "Bytes", (row) => row.bytes, (row) => percent(row.bytes)],
   ["kept", "Kept", (row) => row.kept, kept],
-  ["prefill", "Prefill", (row) => row.prefill, (row) => (row.prefill === null ? "–" : `${fixed(row.prefill, 2)} ×`)],
+  ["operations", "Operations", (row) => row.prefillOperations, (row) => `${fixed(row.prefillOperations, 2)} / ${times(row.stepOperations)}`],
+  ["length", "Answers", (row) => row.length, (row) => times(row.length)],
+  ["prefill", "Prefill", (row) => row.prefill, (row) => times(row.prefill)],
   ["samples", "Samples", (row) => row.samples, (row) => count(row.samples)],
   ["faults", "Caveats", (row) => row.errors + row.failed + row.truncated + row.expected - row.units, faults],
 ];
@@ -80,6 +82,10 @@ function faults(row) {
   if (row.failed) parts.push(`${count(row.failed)} unparsed`);
   if (row.truncated) parts.push(`${count(row.truncated)} cut`);
   return make("span", { class: "faults" }, parts.join(", "));
+}
+
+function isFaulty(row) {
+  return row.errors + row.failed + row.truncated > 0 || row.units < row.expected;
 }
 
 let reach = [-1, 1]; // of the intervals in the table
@@ -96,13 +102,19 @@ function gapCell(row) {
     make("small", {}, interval(row)));
 }
 
-// The column of faults, only where there are any.
+// Columns of which some record has something to say.
 let columns = allColumns;
-const isFaulty = (row) => row.errors + row.failed + row.truncated > 0 || row.units < row.expected;
+const optional = {
+  faults: isFaulty,
+  operations: (row) => row.prefillOperations !== null,
+  length: (row) => row.length !== null && row.prefillOperations !== null,
+};
 
 function table(holder, rows, lower) {
   const shown = rows.filter(isShown);
-  columns = allColumns.filter(([id]) => id !== "faults" || rows.some(isFaulty));
+  columns = allColumns.filter(([id]) => !(id in optional) || rows.some(optional[id]));
+  // Operations say more than the seconds of one machine, and both do not fit.
+  if (columns.some(([id]) => id === "operations")) columns = columns.filter(([id]) => id !== "prefill");
   const spans = shown.filter((row) => row.gap !== null).flatMap((row) => [row.low, row.high]);
   reach = [Math.min(-1, ...spans), Math.max(1, ...spans)];
   const { column, ascending } = state.sort;
