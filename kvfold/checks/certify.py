@@ -70,10 +70,10 @@ def too_far(of: CheckCell, limits: CheckLimits, upper: bool = False) -> str:
         (of.kl, limits.mean_kl, "the mean KL"),
         (of.kl_p99, limits.p99_kl, "the 99th percentile of the KL"),
     ):
-        value = estimate.high if upper else estimate.value
-        if not value <= most:
-            reach = " may be" if upper and estimate.value <= most else " is"
-            return f"{what}{reach} {value:.3g}, above {most:g}"
+        if not estimate.value <= most:
+            return f"{what} is {estimate.value:.3g}, above {most:g}"
+        if upper and not estimate.high <= most:
+            return f"{what} may be {estimate.high:.3g}, above {most:g}"
     return ""
 
 

@@ -96,6 +96,8 @@ def test_limits_are_those_of_the_certificate(measured, encoded) -> None:
     doubtful = fine.model_copy(update={"kl": estimate(0.03, 0.06)})
     assert too_far(doubtful, limits) == "" and "may be" in too_far(doubtful, limits, upper=True)
     assert too_far(fine.model_copy(update={"kl": estimate(float("nan"))}), limits)
+    far = fine.model_copy(update={"kl": estimate(0.97, 1.08)})
+    assert too_far(far, limits, upper=True) == "the mean KL is 0.97, above 0.05"
     for ratio, off in ((0.79, True), (0.8, False), (1.25, False), (1.26, True)):
         answers = AnswerLengths(prompts=3, ratio=estimate(ratio), at_limit=0, at_limit_full=0)
         assert bool(length_off(fine.model_copy(update={"lengths": answers}), limits)) == off
