@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from kvfold.errors import UnsupportedModel
-from kvfold.hf.models import attention_module
+from kvfold.hf.layer_of_model import LayerOfModel
 from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.methods.observation import OutputNorm
 
@@ -26,18 +25,8 @@ _grams: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Tensor]] = (
 )
 
 
-class OutputProjection:
+class OutputProjection(LayerOfModel):
     """W_o of one layer."""
-
-    def __init__(self, model: PreTrainedModel, layer: int) -> None:
-        self.model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
-        self.layer = layer
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": None, "layer": self.layer}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OutputProjection:
-        return self
 
     def check(self) -> None:
         """Raises UnsupportedModel if the weight cannot be read, or something else comes before it.
@@ -62,10 +51,7 @@ class OutputProjection:
         return l2_norms(values, known[1])
 
     def _module(self) -> nn.Module:
-        model = self.model() if self.model is not None else None
-        if model is None:
-            raise UnsupportedModel("the model of this cache is gone")
-        attention = attention_module(model, self.layer)
+        attention = self.attention
         name = None if attention is None else _applied_to_output(type(attention).forward)
         if name is None:
             raise self._unknown("does not directly follow attention in the model file")

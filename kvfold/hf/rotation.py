@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvfold.errors import UnsupportedModel
-from kvfold.hf.models import attention_module, text_config
+from kvfold.hf.layer_of_model import LayerOfModel
+from kvfold.hf.models import text_config
 
 
 def rope_of(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, float]]:
@@ -54,22 +54,12 @@ def _forward_of(module: nn.Module) -> list[str]:
     return inspect.getsource(type(module).forward).splitlines()
 
 
-class Rotation:
+class Rotation(LayerOfModel):
     """Moves keys by a number of positions with the model file's own rotary function."""
-
-    def __init__(self, model: PreTrainedModel, layer: int) -> None:
-        self.model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
-        self.layer = layer
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": None, "layer": self.layer}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rotation:
-        return self
 
     def check(self) -> None:
         """Raises UnsupportedModel if rotating stored keys by a constant would be wrong."""
-        name = type(self._model()).__name__
+        name = type(self.model).__name__
         if self._has_changing_frequencies():
             raise UnsupportedModel(
                 f"{name} changes its rotary frequencies with the length, so kept "
@@ -86,7 +76,7 @@ class Rotation:
 
         Keys of models that rotate nothing, and of layers without RoPE, do not change.
         """
-        name = type(self._model()).__name__
+        name = type(self.model).__name__
         reason = None
         if self._has_changing_frequencies():
             reason = f"{name} changes its rotary frequencies with the length"
@@ -102,7 +92,7 @@ class Rotation:
     @property
     def turns(self) -> bool:
         """True if the layer rotates its keys."""
-        return self._embedding() is not None and getattr(self._attention(), "use_rope", True)
+        return self._embedding() is not None and getattr(self.attention, "use_rope", True)
 
     def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
         """Keys `[B, H, n, D]` rotated forward by `shift` positions, `[B]` or `[B, H, n]`."""
@@ -117,7 +107,7 @@ class Rotation:
         """Keys `[B, H, n, D]` rotated forward by `at [B, n]` positions."""
         embedding, apply = self._embedding(), self._apply()
         assert embedding is not None and apply is not None
-        kinds = getattr(text_config(self._model()), "layer_types", None)
+        kinds = getattr(text_config(self.model), "layer_types", None)
         takes_kind = "layer_type" in inspect.signature(embedding.forward).parameters
         kind = {"layer_type": kinds[self.layer]} if kinds and takes_kind else {}
         cos, sin = embedding(keys.float(), at, **kind)
@@ -133,29 +123,19 @@ class Rotation:
             turned = apply(turning, cos, sin, unsqueeze_dim=1)
         return torch.cat([turned, still], -1).to(keys.dtype)
 
-    def _model(self) -> PreTrainedModel:
-        model = self.model() if self.model is not None else None
-        if model is None:
-            raise UnsupportedModel("the model of this cache is gone")
-        return model
-
-    def _attention(self) -> nn.Module | None:
-        """The attention module of this layer."""
-        return attention_module(self._model(), self.layer)
-
     def _has_changing_frequencies(self) -> bool:
         """True if frequencies depend on the text's length."""
-        return bool({"dynamic", "longrope"} & rope_types(text_config(self._model())))
+        return bool({"dynamic", "longrope"} & rope_types(text_config(self.model)))
 
     def _has_positions_of_images(self) -> bool:
         """True if an image's tokens have other positions than their number in the row."""
-        model = self._model()
+        model = self.model
         reads_images = text_config(model) is not model.config
         return reads_images and hasattr(self._embedding(), "mrope_section")
 
     def _has_no_rope(self) -> bool:
         """True if the model file rotates nothing at all (GPT-2)."""
-        module = self._attention()
+        module = self.attention
         if module is None or self._embedding() is not None or self._apply() is not None:
             return False
         return not OF_ROPE.search(inspect.getsource(type(module)).lower())
@@ -163,13 +143,13 @@ class Rotation:
     def _is_known(self) -> bool:
         """True if the model file rotates all keys in a way that kvfold can repeat."""
         known = self._embedding() is not None and self._apply() is not None
-        if hasattr(text_config(self._model()), "kv_lora_rank") or not known:
+        if hasattr(text_config(self.model), "kv_lora_rank") or not known:
             return False
         return not (self._is_conditional() or self._changes_rotated_keys())
 
     def _is_conditional(self) -> bool:
         """True if the model file rotates under a condition that kvfold cannot read from it."""
-        module = self._attention()
+        module = self.attention
         if module is None or hasattr(module, "use_rope"):
             return module is None
         calls = [line for line in _forward_of(module) if ROTATION in line]
@@ -178,16 +158,16 @@ class Rotation:
 
     def _changes_rotated_keys(self) -> bool:
         """True if the model file norms keys after their rotation, with a weight per channel."""
-        module = self._attention()
+        module = self.attention
         lines = [] if module is None else _forward_of(module)
         calls = [i for i, line in enumerate(lines) if ROTATION in line]
         after = lines[calls[-1] + 1 :] if calls else []
         return any(line.strip().startswith("key_states = self.") for line in after)
 
     def _embedding(self) -> nn.Module | None:
-        decoder = self._model().get_decoder()
+        decoder = self.model.get_decoder()
         return getattr(decoder, "rotary_emb", None)
 
     def _apply(self) -> Callable[..., Any] | None:
-        module = sys.modules[type(self._model().get_decoder()).__module__]
+        module = sys.modules[type(self.model.get_decoder()).__module__]
         return getattr(module, "apply_rotary_pos_emb", None)

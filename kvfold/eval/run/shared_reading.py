@@ -61,8 +61,10 @@ def compressed(
             made[cell] = new_cache(model, batch, cell)
         except Exception as problem:
             yield Compressed(cell, problem, batch)
-    for group in _alike(made):
-        yield from _from_one_reading(model, batch, group, read)
+    groups = _alike(made)
+    made.clear()
+    while groups:  # a group's entries are let go before the next is read
+        yield from _from_one_reading(model, batch, groups.pop(), read)
 
 
 def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> CompressedCache:
