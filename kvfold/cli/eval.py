@@ -41,7 +41,9 @@ def command(
     methods: Annotated[
         str, typer.Option(help='"snapkv,pyramidkv:window=8,snapkv + kivi"; see `kvfold methods`.')
     ] = "snapkv,pyramidkv,kvzip",
-    budgets: Annotated[str, typer.Option(help='What to keep: "0.2,512,1GiB".')] = "0.2",
+    budgets: Annotated[
+        str, typer.Option(help='What to keep: "0.2,512,1GiB"; "" for methods without a budget.')
+    ] = "0.2",
     samples: Annotated[
         int | None, typer.Option(min=1, help="Samples per task.", show_default="the benchmark's")
     ] = None,
@@ -132,7 +134,7 @@ def command(
         from kvfold.jobs.processes import processes
         from kvfold.methods.registry import listed
     # Refused here, before a large model is loaded.
-    contenders = planning.contenders(listed(methods), words(budgets))
+    contenders = planning.contenders(listed(methods), words(budgets) if budgets else [])
     request = SampleRequest(
         samples=samples,
         seed=seed,

@@ -76,6 +76,19 @@ def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
     assert (out / "samples.jsonl").read_bytes() == samples + b"mine\n"
 
 
+def test_methods_without_a_budget_run_alone_and_options_are_in_the_records(folder, tmp_path):
+    how = ("--model", folder, "--methods", "full,kivi", "--budgets", "", "--out", tmp_path)
+    size = ("--samples", 3, "--lengths", 300, "--batch-size", 2, "--answer-tokens", 3)
+    done = command("--tasks", "kv_retrieval", *how, *size, "--workers", 1)
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert [record["cell"]["method"] for record in found] == ["full", "kivi"]
+    for record in found:
+        assert record["samples"] == 3 and not record["errors"]
+        assert record["cell"]["protocol"]["answer_tokens"] == 3 == record["answer_tokens"]
+        assert record["prefill_operations"] > 0 < record["step_operations"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -87,6 +100,7 @@ def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
         (("--tasks", "nothing"), "unknown task 'nothing'"),
         (("--tasks", "niah", "--methods", "snapvk"), "did you mean 'snapkv'"),
         (("--tasks", "niah", "--budgets", "1.5"), "at most 1.0"),
+        (("--tasks", "niah", "--budgets", ""), "snapkv needs a budget: give --budgets"),
         (("--tasks", "niah_magic", "--lengths", "12"), "12 tokens cannot hold"),
         (("--tasks", "niah", "--lengths", "many"), "'many' is no positive whole number"),
         (("--tasks", "mt_bench", "--data", "nowhere.jsonl"), "there is no file nowhere.jsonl"),
