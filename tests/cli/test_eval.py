@@ -77,14 +77,23 @@ def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
 
 
 def test_methods_without_a_budget_run_alone_and_options_are_in_the_records(folder, tmp_path):
-    how = ("--model", folder, "--methods", "full,kivi", "--budgets", "", "--out", tmp_path)
+    how = (
+        "--model",
+        folder,
+        "--methods",
+        "full,simlayerkv:window=8",
+        "--budgets",
+        "",
+        "--out",
+        tmp_path,
+    )
     size = ("--samples", 3, "--lengths", 300, "--batch-size", 2, "--answer-tokens", 3)
     done = command("--tasks", "kv_retrieval", *how, *size, "--workers", 1)
     assert done.exit_code == 0, done.output
     found = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert [record["cell"]["method"] for record in found] == ["full", "kivi"]
+    assert [record["cell"]["method"] for record in found] == ["full", "simlayerkv:window=8"]
     for record in found:
-        assert record["samples"] == 3 and not record["errors"]
+        assert not record["errors"] and record["samples"] == 3, record["errors"]
         assert record["cell"]["protocol"]["answer_tokens"] == 3 == record["answer_tokens"]
         assert record["prefill_operations"] > 0 < record["step_operations"]
 
