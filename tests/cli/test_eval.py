@@ -77,16 +77,8 @@ def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
 
 
 def test_methods_without_a_budget_run_alone_and_options_are_in_the_records(folder, tmp_path):
-    how = (
-        "--model",
-        folder,
-        "--methods",
-        "full,simlayerkv:window=8",
-        "--budgets",
-        "",
-        "--out",
-        tmp_path,
-    )
+    methods = ("--methods", "full,simlayerkv:window=8", "--budgets", "")
+    how = ("--model", folder, *methods, "--out", tmp_path)
     size = ("--samples", 3, "--lengths", 300, "--batch-size", 2, "--answer-tokens", 3)
     done = command("--tasks", "kv_retrieval", *how, *size, "--workers", 1)
     assert done.exit_code == 0, done.output
