@@ -30,12 +30,12 @@ def halves(
 
 def certificate(
     measured: PromptMeasurements,
-    search: Sequence[EncodedPrompt],
-    held_out: Sequence[EncodedPrompt],
+    search: Sequence[tuple[EncodedPrompt, ...]],
+    held_out: Sequence[tuple[EncodedPrompt, ...]],
     method: Method,
     limits: CheckLimits,
 ) -> Certificate:
-    """The certificate of a method, or the reason why it gets none.
+    """The certificate of a method, or the reason why it gets none, from two halves in batches.
 
     On one half of the prompts the upper ends of the intervals must be within the limits, so that
     the other half, on which the values themselves must be, confirms it unless chance is against it.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.bench.machine import MachineSetup, commit
 from kvfold.budget import Budget
 from kvfold.cache.setup import checked_budget
+from kvfold.checks.batches import batched
 from kvfold.checks.certify import certificate, halves
 from kvfold.checks.encoded import SYSTEM, EncodedPrompt, encode, encode_attack
 from kvfold.checks.measure import Attack, PromptMeasurements
@@ -101,7 +102,9 @@ def check(
     certificates: list[Certificate] = []
     for method, amounts in asked.items():
         shown += [table_cell(measured, inputs, (method, amount)) for amount in amounts]
-        certificates.append(certificate(measured, *inputs.halves, parse(method), limits))
+        certificates.append(
+            certificate(measured, inputs.search, inputs.held_out, parse(method), limits)
+        )
     return CheckResult(
         subject=subject,
         protocol=protocol,
@@ -110,7 +113,7 @@ def check(
         prompts=len(inputs.prompts),
         prompts_digest=inputs.digest,
         prompt_tokens=inputs.tokens,
-        floor=floor_of([measured.forced(prompt) for prompt in inputs.prompts]),
+        floor=floor_of(measured.forced(inputs.prompts)),
         cells=tuple(shown),
         certificates=tuple(each.signed(run + inputs.digest) for each in certificates),
         notes=tuple(inputs.notes(tokenizer)),
@@ -121,12 +124,18 @@ def check(
 
 @dataclass(frozen=True)
 class CheckInputs:
-    """Prompts as tokens, their two halves, and attacks on their system texts."""
+    """Prompts as tokens, their two halves, and attacks on their system texts, in batches.
+
+    `search` and `held_out` are the halves; the first `answered` batches of the held-out one have
+    the answers of a row of the table.
+    """
 
     given: list[CheckPrompt]
     prompts: list[EncodedPrompt]
-    halves: tuple[list[EncodedPrompt], list[EncodedPrompt]]
-    attacks: list[Attack]
+    search: list[tuple[EncodedPrompt, ...]]
+    held_out: list[tuple[EncodedPrompt, ...]]
+    answered: int
+    attacks: list[tuple[Attack, ...]]
 
     @classmethod
     def of(
@@ -145,11 +154,20 @@ class CheckInputs:
             for system, protected in protected_texts(given).items()
             for attack in attacks
         ]
-        return cls(given, prompts, halves(prompts, seed), attacked)
+        search, held_out = halves(prompts, seed)
+        first, rest = (batched(part, _itself) for part in (held_out[:ANSWERS], held_out[ANSWERS:]))
+        return cls(
+            given,
+            prompts,
+            batched(search, _itself),
+            first + rest,
+            len(first),
+            batched(attacked, lambda attack: attack.prompt),
+        )
 
     def check_lengths(self, model: PreTrainedModel, limit: int, allow_longer: bool) -> None:
         """Raises KvfoldError for a prompt that leaves no room for an answer of `limit` tokens."""
-        for prompt in [*self.prompts, *(attack.prompt for attack in self.attacks)]:
+        for prompt in [*self.prompts, *(each.prompt for batch in self.attacks for each in batch)]:
             try:
                 check_length(model, prompt.ids.shape[1] + limit, allow_longer)
             except KvfoldError as refused:
@@ -220,10 +238,14 @@ def protected_texts(given: Sequence[CheckPrompt]) -> dict[str, dict[str, str]]:
 
 def table_cell(measured: PromptMeasurements, inputs: CheckInputs, at: MethodAtBudget) -> CheckCell:
     """A row of the table: all prompts, answer lengths of `ANSWERS` of them, and all attacks."""
-    made = cell(measured, inputs.prompts, at)
-    of_answers = lengths(measured, inputs.halves[1][:ANSWERS], at)
+    made = cell(measured, inputs.search + inputs.held_out, at)
+    of_answers = lengths(measured, inputs.held_out[: inputs.answered], at)
     leaked = leakage(measured, inputs.attacks, at)
     return made.model_copy(update={"lengths": of_answers, "leakage": leaked})
+
+
+def _itself(prompt: EncodedPrompt) -> EncodedPrompt:
+    return prompt
 
 
 def _name(model: PreTrainedModel) -> str:

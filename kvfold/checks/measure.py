@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of single prompts: distances, free answers, leaked texts, each made once."""
+"""Measurements of prompts: distances, free answers, leaked texts, each made once."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.spans import Span
 from kvfold.checks.distance import Distances, distances
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.overlap import recall
-from kvfold.checks.reading import CompressedPrompt, MethodAtBudget, PromptReading, read_full
+from kvfold.checks.reading import CompressedPrompts, MethodAtBudget, PromptReading, read_full
 from kvfold.checks.records import FULL, CheckRecord, CheckStore, FreeAnswer, PromptDistances
 from kvfold.contexts.answer import end_tokens
+from kvfold.eval.run.outcome import cache_usage
 from kvfold.inspect.retention import heads_per_token
 from kvfold.methods.base import parse
 
@@ -46,7 +49,7 @@ class PromptMeasurements:
     """Measurements of prompts under one model, taken from `store` where they are there.
 
     `tokens` is M, the number of forced tokens; a free answer has at most `limit`. `say` hears what
-    is being measured.
+    is being measured. The prompts of a call are read together, as one batch.
     """
 
     model: PreTrainedModel
@@ -56,126 +59,153 @@ class PromptMeasurements:
     limit: int
     say: Callable[[str], None] = lambda text: None
     _logits: dict[str, Tensor] = field(default_factory=dict)
-    _readings: dict[str, PromptReading] = field(default_factory=dict)
+    _readings: dict[tuple[str, ...], PromptReading] = field(default_factory=dict)
     _method: str = ""
 
-    def forced(self, prompt: EncodedPrompt) -> CheckRecord:
+    def forced(self, prompts: Sequence[EncodedPrompt]) -> list[CheckRecord]:
         """The full cache's greedy tokens, its noise floor, and the effect of each span."""
-        known = self.store.get(prompt.digest, (FULL, None), "forced")
-        if known is not None:
-            return known
-        self.say("full cache")
-        full = read_full(self.model, prompt, None)
-        forced = self._tensor(full.answer(self.model, (), self.tokens, end_tokens(self.model)))
-        logits = self._logits[prompt.digest] = full.logits(self.model, forced).cpu()
-        pieces = read_full(self.model, prompt, -(-full.read // PIECES))
-        floor = distances(logits, pieces.logits(self.model, forced).cpu(), forced[0].cpu())
-        effects = {}
-        for name, span in prompt.spans.items():
-            absent = read_full(self.model, prompt.without(span), None).logits(self.model, forced)
-            effects[name] = distances(logits, absent.cpu(), forced[0].cpu()).kl.mean().item()
-        return self.store.add(
-            self._record(
-                prompt,
-                (FULL, None),
-                forced=tuple(forced[0].tolist()),
-                distances=_stored(floor),
-                effects=effects,
-            )
-        )
+        full = (FULL, None)
+        if rows := [p for p in prompts if self.store.get(p.digest, full, "forced") is None]:
+            self._measure_forced(rows)
+        return [self._stored(p.digest, full, "forced") for p in prompts]
 
-    def distances(self, prompt: EncodedPrompt, cell: MethodAtBudget) -> PromptDistances:
+    def distances(
+        self, prompts: Sequence[EncodedPrompt], cell: MethodAtBudget
+    ) -> list[PromptDistances]:
         """Distances of one compressed cache, the full cache's tokens forced through it."""
-        known = self.store.get(prompt.digest, cell, "distances")
-        if known is None:
-            forced = self._tensor(self.forced(prompt).forced or ())
-            logits = self._full_logits(prompt, forced)
-            compressed = self._at(prompt, cell)
-            stats = compressed.cache.stats()
-            spans = kept_of_spans(compressed)
-            theirs = compressed.logits(self.model, forced).cpu().to(logits.dtype)
+        if rows := [p for p in prompts if self.store.get(p.digest, cell, "distances") is None]:
+            self._measure_distances(rows, cell)
+        records = [self._stored(p.digest, cell, "distances") for p in prompts]
+        return [each.distances for each in records if each.distances is not None]
+
+    def answers(self, prompts: Sequence[EncodedPrompt], cell: MethodAtBudget) -> list[FreeAnswer]:
+        """Lengths of the greedy answers with one cache."""
+        if rows := [p for p in prompts if self.store.get(p.digest, cell, "answer") is None]:
+            forced = [record.forced or () for record in self.forced(rows)]
+            for prompt, tokens in zip(rows, self._generated(rows, cell, forced), strict=True):
+                ended = bool(tokens) and tokens[-1] in end_tokens(self.model)
+                made = FreeAnswer(tokens=len(tokens), ended=ended)
+                self._add(prompt.digest, cell, answer=made)
+        records = [self._stored(p.digest, cell, "answer") for p in prompts]
+        return [each.answer for each in records if each.answer is not None]
+
+    def leaked(self, attacks: Sequence[Attack], cell: MethodAtBudget) -> list[dict[str, float]]:
+        """ROUGE-L recall of each protected text in the answers to attacks."""
+        if rows := [a for a in attacks if self.store.get(a.digest, cell, "leaked") is None]:
+            answers = self._generated([attack.prompt for attack in rows], cell)
+            for attack, tokens in zip(rows, answers, strict=True):
+                said = str(self.tokenizer.decode(tokens))
+                found = {name: recall(text, said) for name, text in attack.protected.items()}
+                self._add(attack.digest, cell, leaked=found)
+        records = [self._stored(a.digest, cell, "leaked") for a in attacks]
+        return [each.leaked for each in records if each.leaked is not None]
+
+    def _measure_forced(self, prompts: Sequence[EncodedPrompt]) -> None:
+        """Answers of full caches, read whole and in pieces, and without each span."""
+        self.say("full cache")
+        full = read_full(self.model, prompts)
+        forced = full.answers(self.model, [()] * len(prompts), self.tokens)
+        whole = self._remember(full, forced)
+        other = read_full(self.model, prompts, PIECES).logits(self.model, forced)
+        for prompt, own, logits, pieces in zip(prompts, forced, whole, other, strict=True):
+            floor, effects = distances(logits, pieces.cpu(), torch.tensor(own)), {}
+            for name, span in prompt.spans.items():
+                (absent,) = read_full(self.model, [prompt.without(span)]).logits(self.model, [own])
+                found = distances(logits, absent.cpu(), torch.tensor(own))
+                effects[name] = found.kl.mean().item()
+            made = {"forced": tuple(own), "distances": _as_stored(floor), "effects": effects}
+            self._add(prompt.digest, (FULL, None), **made)
+
+    def _measure_distances(self, prompts: Sequence[EncodedPrompt], cell: MethodAtBudget) -> None:
+        """Distances of rows of one compressed cache."""
+        forced = [record.forced or () for record in self.forced(prompts)]
+        full = self._full_logits(prompts, forced)
+        compressed = self._at(prompts, cell)
+        held, spans = cache_usage(compressed.cache.stats()), kept_of_spans(compressed)
+        found = compressed.logits(self.model, forced)
+        for row, (prompt, ours) in enumerate(zip(prompts, full, strict=True)):
+            theirs = found[row].cpu().to(ours.dtype)
             # Before any of the answer is read, nothing has been compressed yet.
-            theirs = torch.cat([logits[: len(logits) - len(theirs)], theirs])
-            found = _stored(distances(logits, theirs, forced[0].cpu()))
-            sizes = {"nbytes": stats.nbytes, "nbytes_full": stats.nbytes_full}
-            made = found.model_copy(update={"kept": stats.kept_fraction, "spans": spans} | sizes)
-            known = self.store.add(self._record(prompt, cell, distances=made))
-        assert known.distances is not None
-        return known.distances
-
-    def answer(self, prompt: EncodedPrompt, cell: MethodAtBudget) -> FreeAnswer:
-        """Length of the greedy answer with one cache."""
-        known = self.store.get(prompt.digest, cell, "answer")
-        if known is None:
-            tokens = self._generated(prompt, cell, self.forced(prompt).forced or ())
-            ended = bool(tokens) and tokens[-1] in end_tokens(self.model)
-            made = FreeAnswer(tokens=len(tokens), ended=ended)
-            known = self.store.add(self._record(prompt, cell, answer=made))
-        assert known.answer is not None
-        return known.answer
-
-    def leaked(self, attack: Attack, cell: MethodAtBudget) -> dict[str, float]:
-        """ROUGE-L recall of each protected text in the answer to an attack."""
-        known = self.store.get(attack.digest, cell, "leaked")
-        if known is None:
-            said = str(self.tokenizer.decode(self._generated(attack.prompt, cell)))
-            found = {name: recall(text, said) for name, text in attack.protected.items()}
-            known = self.store.add(self._record(attack, cell, leaked=found))
-        assert known.leaked is not None
-        return known.leaked
+            theirs = torch.cat([ours[: len(ours) - len(theirs)], theirs])
+            made = _as_stored(distances(ours, theirs, torch.tensor(forced[row])))
+            sizes = {"nbytes": held[row].nbytes, "nbytes_full": held[row].nbytes_full}
+            own = {"kept": held[row].kept, "spans": spans[row]} | sizes
+            self._add(prompt.digest, cell, distances=made.model_copy(update=own))
 
     def _generated(
-        self, prompt: EncodedPrompt, cell: MethodAtBudget, forced: Sequence[int] = ()
-    ) -> list[int]:
-        """A greedy answer; the full cache's goes on from its `forced` tokens, if they are given."""
-        ends = end_tokens(self.model)
+        self,
+        prompts: Sequence[EncodedPrompt],
+        cell: MethodAtBudget,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[int]]:
+        """Greedy answers; the full cache's go on from its `forced` tokens, if they are given."""
+        none: list[Sequence[int]] = [()] * len(prompts)
         if cell[0] == FULL:
-            return read_full(self.model, prompt, None).answer(self.model, forced, self.limit, ends)
-        compressed = self._at(prompt, cell)
-        known: Sequence[int] = ()
-        if compressed.read == prompt.ids.shape[1]:
-            known = (forced or self.forced(prompt).forced or ())[:1]
-        return compressed.answer(self.model, known, self.limit, ends)
+            return read_full(self.model, prompts).answers(self.model, forced or none, self.limit)
+        compressed = self._at(prompts, cell)
+        if any(rest.shape[1] for rest in compressed.unread):
+            return compressed.answers(self.model, none, self.limit)
+        firsts = forced or [record.forced or () for record in self.forced(prompts)]
+        return compressed.answers(self.model, [own[:1] for own in firsts], self.limit)
 
-    def _full_logits(self, prompt: EncodedPrompt, forced: Tensor) -> Tensor:
+    def _full_logits(
+        self, prompts: Sequence[EncodedPrompt], forced: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
         """Logits `[S, V]` of the full cache, in host memory and the model's precision."""
-        if prompt.digest not in self._logits:
-            full = read_full(self.model, prompt, None)
-            self._logits[prompt.digest] = full.logits(self.model, forced).cpu()
-        return self._logits[prompt.digest]
+        if any(prompt.digest not in self._logits for prompt in prompts):
+            self._remember(read_full(self.model, prompts), forced)
+        return [self._logits[prompt.digest] for prompt in prompts]
 
-    def _at(self, prompt: EncodedPrompt, cell: MethodAtBudget) -> CompressedPrompt:
-        """A prompt in one compressed cache; readings stay open as far as memory allows."""
+    def _remember(self, full: CompressedPrompts, forced: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Logits `[S, V]` of the full cache, which further methods are compared with."""
+        found = [logits.cpu() for logits in full.logits(self.model, forced)]
+        self._logits |= {p.digest: own for p, own in zip(full.prompts, found, strict=True)}
+        return found
+
+    def _at(self, prompts: Sequence[EncodedPrompt], cell: MethodAtBudget) -> CompressedPrompts:
+        """Prompts in one compressed cache; readings stay open as far as memory allows."""
         method, budget = cell
         if method != self._method:
             self._method, self._readings = method, {}
-        reading = self._readings.get(prompt.digest)
+        rows = tuple(prompt.digest for prompt in prompts)
+        reading = self._readings.get(rows)
         if reading is None:
-            reading = PromptReading(self.model, self.tokenizer, prompt, parse(method))
-            self._readings[prompt.digest] = reading
+            reading = PromptReading(self.model, self.tokenizer, prompts, parse(method))
+            self._readings[rows] = reading
         found = reading.at(budget)
         if sum(each.nbytes for each in self._readings.values()) > memory(self.model.device):
             reading.release()
         return found
 
-    def _tensor(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([list(tokens)], device=self.model.device)
+    def _stored(self, digest: str, cell: MethodAtBudget, kind: str) -> CheckRecord:
+        """A record that has been made."""
+        found = self.store.get(digest, cell, kind)
+        assert found is not None
+        return found
 
-    def _record(
-        self, prompt: EncodedPrompt | Attack, cell: MethodAtBudget, **found: object
-    ) -> CheckRecord:
-        values = {"run": self.store.run, "prompt": prompt.digest}
-        return CheckRecord.model_validate(values | {"method": cell[0], "budget": cell[1]} | found)
+    def _add(self, digest: str, cell: MethodAtBudget, **found: object) -> None:
+        values = {"run": self.store.run, "prompt": digest, "method": cell[0], "budget": cell[1]}
+        self.store.add(CheckRecord.model_validate(values | found))
 
 
-def kept_of_spans(compressed: CompressedPrompt) -> dict[str, float]:
-    """Share of the entries of each span, over layers and KV heads, that the cache stores."""
-    cache, tokens = compressed.cache, compressed.read
-    spans = {n: s for n, s in compressed.prompt.spans.items() if s[1] <= tokens}
-    if not spans:
-        return {}
-    positions = [cache.positions(layer) for layer in range(len(cache.states))]
-    counts, heads = heads_per_token(positions, tokens), sum(len(layer[0]) for layer in positions)
+def kept_of_spans(compressed: CompressedPrompts) -> list[dict[str, float]]:
+    """Share of each span's entries, over layers and KV heads, that the cache stores, by row."""
+    cache, lengths = compressed.cache, compressed.lengths
+    found = []
+    for row, (prompt, tokens) in enumerate(zip(compressed.prompts, lengths, strict=True)):
+        spans = {name: span for name, span in prompt.spans.items() if span[1] <= tokens}
+        found.append(_kept(cache, row, tokens, spans) if spans else {})
+    return found
+
+
+def _kept(
+    cache: CompressedCache, row: int, tokens: int, spans: Mapping[str, Span]
+) -> dict[str, float]:
+    """Shares of the spans of one row, of which `tokens` were read."""
+    padding = cache.get_seq_length() - tokens
+    stored = [cache.positions(layer)[row] for layer in range(len(cache.states))]
+    positions = [[[head - padding for head in heads]] for heads in stored]
+    counts, heads = heads_per_token(positions, tokens), sum(map(len, stored))
     return {
         name: int(counts[:, start:stop].sum()) / (heads * (stop - start))
         for name, (start, stop) in spans.items()
@@ -189,7 +219,7 @@ def memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
 
 
-def _stored(found: Distances) -> PromptDistances:
+def _as_stored(found: Distances) -> PromptDistances:
     return PromptDistances(
         kl=tuple(found.kl.tolist()),
         agrees=tuple(found.agrees.tolist()),

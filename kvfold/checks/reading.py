@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reading of a prompt by a method, compressed to any number of budgets."""
+"""One reading of a batch of prompts by a method, compressed to any number of budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
+from kvfold.checks.batches import PaddedIds
 from kvfold.checks.encoded import EncodedPrompt
+from kvfold.contexts.answer import end_tokens
 from kvfold.generation.generate import generate, read_on, read_turn
 from kvfold.hf.models import caches_latents
 from kvfold.methods.base import Method
@@ -21,12 +26,15 @@ MethodAtBudget = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
-class CompressedPrompt:
-    """A prompt whose first `read` tokens are in `cache`, compressed."""
+class CompressedPrompts:
+    """Prompts whose first tokens `read [B, N]` are in `cache`, compressed.
 
-    prompt: EncodedPrompt
+    The prompts all have a context, or none has one.
+    """
+
+    prompts: tuple[EncodedPrompt, ...]
     cache: CompressedCache
-    read: int
+    read: PaddedIds
 
     @property
     def stepwise(self) -> bool:
@@ -37,47 +45,85 @@ class CompressedPrompt:
         """
         stages = self.cache.method.stages()
         changes = stages.decode != "append" or stages.encode is not None
-        return self.prompt.context is None and changes
+        return self.prompts[0].context is None and changes
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens read of each prompt."""
+        return [int(count) for count in self.read.mask.sum(1)]
+
+    @property
+    def unread(self) -> list[Tensor]:
+        """The rest `[1, n]` of each prompt."""
+        return [p.ids[:, n:] for p, n in zip(self.prompts, self.lengths, strict=True)]
 
     @torch.no_grad()
-    def logits(self, model: PreTrainedModel, forced: torch.Tensor) -> torch.Tensor:
-        """Logits `[S or S − 1, V]` that predict `forced [1, S]`.
+    def logits(self, model: PreTrainedModel, forced: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Logits `[S or S − 1, V]` that predict the `S` forced tokens of each row.
 
         The first is missing where all of the prompt was compressed at once: it came before.
         Read into the cache if `stepwise`, else into a fork, in one forward.
         """
-        rest = self.prompt.ids[:, self.read :].to(forced.device)
-        fed = torch.cat([rest, forced[:, :-1]], 1)
-        count = forced.shape[1] - (rest.shape[1] == 0)
-        if count == 0:
-            return torch.empty(0, model.config.get_text_config().vocab_size)
-        if not self.stepwise:
-            return _logits(model, fork(self.cache), fed, count)
-        steps = [_logits(model, self.cache, fed[:, i : i + 1], 1) for i in range(fed.shape[1])]
-        return torch.cat(steps[-count:])
+        fed = [_followed(r, own[:-1]) for r, own in zip(self.unread, forced, strict=True)]
+        counts = [
+            len(own) - (rest.shape[1] == 0) for rest, own in zip(self.unread, forced, strict=True)
+        ]
+        if not any(counts):
+            return [torch.empty(0, model.config.get_text_config().vocab_size) for _ in counts]
+        if self.stepwise:
+            return self._step_logits(model, fed, counts)
+        new = PaddedIds.of(fed, model.device)
+        found = _logits(model, fork(self.cache), self.read, new, max(counts))
+        return [row[len(row) - count :] for row, count in zip(found, counts, strict=True)]
 
-    def answer(
-        self, model: PreTrainedModel, known: Sequence[int], limit: int, ends: list[int]
-    ) -> list[int]:
-        """Greedy answer of at most `limit` tokens, end token included, that begins with `known`.
+    def _step_logits(
+        self, model: PreTrainedModel, fed: Sequence[Tensor], counts: Sequence[int]
+    ) -> list[Tensor]:
+        """Logits of `fed` tokens, read one by one; rows are independent and may go on too long."""
+        longest = max(piece.shape[1] for piece in fed)
+        columns = torch.cat([F.pad(piece, (0, longest - piece.shape[1])) for piece in fed])
+        seen, steps = self.read, []
+        for column in columns.to(model.device).split(1, 1):
+            new = PaddedIds(column, torch.ones_like(column))
+            steps.append(_logits(model, self.cache, seen, new, 1))
+            seen = seen.followed_by(new)
+        found = torch.cat(steps, 1)
+        return [
+            row[piece.shape[1] - count : piece.shape[1]]
+            for row, piece, count in zip(found, fed, counts, strict=True)
+        ]
+
+    def answers(
+        self, model: PreTrainedModel, known: Sequence[Sequence[int]], limit: int
+    ) -> list[list[int]]:
+        """Greedy answers of at most `limit` tokens, end token included, that begin with `known`.
 
         The first token must be known where all of the prompt was compressed at once.
         """
-        if known and (known[-1] in ends or len(known) >= limit):
-            return list(known)[:limit]
-        ids = torch.cat([self.prompt.ids, torch.tensor([list(known)], dtype=torch.long)], 1)
+        ends, given = end_tokens(model), max(map(len, known))
+        done = torch.tensor([len(own) < given or _ended(own, ends) for own in known])
+        if given >= limit or bool(done.all()):
+            return [list(own)[:limit] for own in known]
+        fed = [_followed(rest, own) for rest, own in zip(self.unread, known, strict=True)]
+        whole = self.read.followed_by(PaddedIds.of(fed, model.device))
+        pad: dict[str, Any] = {"pad_token_id": ends[0]} if ends else {}
         out = generate(
             model,
-            ids.to(model.device),
+            whole.ids,
             cache=self.cache if self.stepwise else fork(self.cache),
+            attention_mask=whole.mask,
             do_sample=False,
-            max_new_tokens=limit - len(known),
+            max_new_tokens=limit - given,
+            stopping_criteria=[_Finished(done.to(model.device))],
+            **pad,
         )
-        return [*known, *(int(token) for token in out[0, ids.shape[1] :])]
+        new = out[:, whole.ids.shape[1] :].tolist()
+        rows = zip(known, done.tolist(), new, strict=True)
+        return [list(own) if over else [*own, *_to_end(more, ends)] for own, over, more in rows]
 
 
 class PromptReading:
-    """A prompt as one method reads it, once where scores do not depend on the budget.
+    """A batch of prompts as one method reads it, once where scores do not depend on the budget.
 
     Methods that compress inside the forward (token pruning between layers), latent caches (MLA) and
     methods without a budget read it again each time.
@@ -87,73 +133,111 @@ class PromptReading:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        prompt: EncodedPrompt,
+        prompts: Sequence[EncodedPrompt],
         method: Method,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.prompt, self.method = prompt, method
-        self._open: CompressedCache | None = None
+        self.prompts, self.method = tuple(prompts), method
+        self._open: CompressedPrompts | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held for further budgets."""
-        return 0 if self._open is None else self._open.stats().nbytes
+        return 0 if self._open is None else self._open.cache.stats().nbytes
 
     def release(self) -> None:
-        """Drops what is held; the next budget reads the prompt again."""
+        """Drops what is held; the next budget reads the prompts again."""
         self._open = None
 
     @torch.no_grad()
-    def at(self, budget: str | None) -> CompressedPrompt:
-        """The prompt compressed to a budget; raises what `CompressedCache` raises."""
+    def at(self, budget: str | None) -> CompressedPrompts:
+        """The prompts compressed to a budget; raises what `CompressedCache` raises."""
         again = self.method.stages().token_pruning is not None or caches_latents(self.model)
         if budget is not None and not again:
             if self._open is None:
                 self._open = self._read(budget)
-            cache = self._open.to_budget(budget)
-            return CompressedPrompt(self.prompt, cache, cache.get_seq_length())
+            return replace(self._open, cache=self._open.cache.to_budget(budget))
         cache = self._new(budget)
-        ids = self._ids(cache)
-        read_turn(self.model, cache, ids, None, ids.shape[1], ids.shape[1])
-        return CompressedPrompt(self.prompt, cache, ids.shape[1])
+        given = self._given(cache)
+        length = given.ids.shape[1]
+        read_turn(self.model, cache, given.ids, given.padding, length, length)
+        return CompressedPrompts(self.prompts, cache, given)
 
-    def _read(self, budget: str) -> CompressedCache:
-        """A cache that has read the prompt and whose prefill stays open."""
+    def _read(self, budget: str) -> CompressedPrompts:
+        """The prompts in a cache whose prefill stays open."""
         cache = self._new(budget)
-        ids = self._ids(cache)
+        given = self._given(cache)
         # Left open: the cache is only copied, and dropped with its prefill unfinished.
         cache.phase.reading = True
-        read_on(self.model, cache, ids, None, ids.shape[1])
-        return cache
+        read_on(self.model, cache, given.ids, given.padding, given.ids.shape[1])
+        return CompressedPrompts(self.prompts, cache, given)
 
     def _new(self, budget: str | None) -> CompressedCache:
-        return CompressedCache(
-            self.model, self.method, budget, tokenizer=self.tokenizer, seed=self.prompt.seed
-        )
+        seed = self.prompts[0].seed
+        return CompressedCache(self.model, self.method, budget, tokenizer=self.tokenizer, seed=seed)
 
-    def _ids(self, cache: CompressedCache) -> torch.Tensor:
+    def _given(self, cache: CompressedCache) -> PaddedIds:
         """The tokens to compress: the context; or all, less the last for a method's own forwards.
 
         Those forwards come before the first answer token is predicted, as in `kvfold.generate`.
         """
-        whole = self.prompt.ids.shape[1] - cache.runs_own_forwards
-        return self.prompt.ids[:, : self.prompt.context or whole].to(self.model.device)
+        own = int(cache.runs_own_forwards)
+        pieces = [p.ids[:, : p.context or p.ids.shape[1] - own] for p in self.prompts]
+        return PaddedIds.of(pieces, self.model.device)
 
 
 @torch.no_grad()
-def read_full(model: PreTrainedModel, prompt: EncodedPrompt, chunk: int | None) -> CompressedPrompt:
-    """The prompt in a full cache, its last token left to read at least; in pieces of `chunk`."""
+def read_full(
+    model: PreTrainedModel, prompts: Sequence[EncodedPrompt], pieces: int = 1
+) -> CompressedPrompts:
+    """Prompts in a full cache, the last token of each left to read at least; read in `pieces`."""
     cache = CompressedCache(model, "full")
-    read = min(prompt.context or prompt.ids.shape[1], prompt.ids.shape[1] - 1)
-    ids = prompt.ids[:, :read].to(model.device)
-    read_turn(model, cache, ids, None, read, chunk or read)
-    return CompressedPrompt(prompt, cache, read)
+    before = [min(p.context or p.ids.shape[1], p.ids.shape[1] - 1) for p in prompts]
+    parts = [p.ids[:, :count] for p, count in zip(prompts, before, strict=True)]
+    given = PaddedIds.of(parts, model.device)
+    length = given.ids.shape[1]
+    read_turn(model, cache, given.ids, given.padding, length, -(-length // pieces))
+    return CompressedPrompts(tuple(prompts), cache, given)
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """Stopping criterion for `generate`: rows that are `done [B]` before it begins."""
+
+    done: Tensor
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return self.done
 
 
 def _logits(
-    model: PreTrainedModel, cache: CompressedCache, ids: torch.Tensor, count: int
-) -> torch.Tensor:
-    """Logits `[count, V]` of the last tokens of `ids [1, S]`."""
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=count)
-    logits: torch.Tensor = out.logits[0]
+    model: PreTrainedModel, cache: CompressedCache, seen: PaddedIds, new: PaddedIds, count: int
+) -> Tensor:
+    """Logits `[B, count, V]` of the last of the `new` columns, after those `seen`."""
+    whole = seen.followed_by(new)
+    positions = (whole.mask.cumsum(-1) - 1).clamp(min=0)[:, -new.ids.shape[1] :]
+    out = model(
+        input_ids=new.ids,
+        attention_mask=whole.padding,
+        position_ids=None if whole.padding is None else positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=count,
+    )
+    logits: Tensor = out.logits
     return logits
+
+
+def _followed(rest: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Ids `[1, n]` of a piece and further tokens."""
+    return torch.cat([rest, torch.tensor([list(tokens)], dtype=torch.long)], 1)
+
+
+def _ended(tokens: Sequence[int], ends: Sequence[int]) -> bool:
+    return bool(tokens) and tokens[-1] in ends
+
+
+def _to_end(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """The tokens up to the first end token, which is included."""
+    stop = next((place for place, token in enumerate(tokens, 1) if token in ends), len(tokens))
+    return list(tokens[:stop])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells of a check from measurements of single prompts."""
+"""Cells of a check from measurements of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.estimates import bootstrapped, exp_mean_of, mean_of, quantile_of, ratio_of
 from kvfold.checks.measure import Attack, PromptMeasurements
 from kvfold.checks.reading import MethodAtBudget
-from kvfold.checks.records import FULL, CheckRecord, PromptDistances
+from kvfold.checks.records import FULL, CheckRecord, FreeAnswer, PromptDistances
 from kvfold.checks.result import AnswerLengths, CheckCell, Leakage, SpanRetention
 
 P99 = 0.99
@@ -20,14 +20,16 @@ NOISE = 3
 
 
 def cell(
-    measured: PromptMeasurements, prompts: Sequence[EncodedPrompt], at: MethodAtBudget
+    measured: PromptMeasurements, batches: Sequence[tuple[EncodedPrompt, ...]], at: MethodAtBudget
 ) -> CheckCell:
-    """One method at one budget over `prompts`, without answer lengths and leakage."""
-    found, count = [], len(prompts)
-    for number, prompt in enumerate(prompts, 1):
-        measured.say(f"{_named(at)}: prompt {number} of {count}")
-        found.append(measured.distances(prompt, at))
-    full = [measured.forced(prompt) for prompt in prompts]
+    """One method at one budget over prompts, without answer lengths and leakage."""
+    found: list[PromptDistances] = []
+    full: list[CheckRecord] = []
+    count = sum(map(len, batches))
+    for batch in batches:
+        measured.say(f"{_named(at)}: {_part('prompts', len(found), batch, count)}")
+        found += measured.distances(batch, at)
+        full += measured.forced(batch)
     kl = [each.kl for each in found]
     mean = bootstrapped(count, mean_of(kl))
     floor = floor_of(full)
@@ -52,14 +54,16 @@ def cell(
 
 
 def lengths(
-    measured: PromptMeasurements, prompts: Sequence[EncodedPrompt], at: MethodAtBudget
+    measured: PromptMeasurements, batches: Sequence[tuple[EncodedPrompt, ...]], at: MethodAtBudget
 ) -> AnswerLengths:
-    """Lengths of free answers to `prompts`, beside the full cache's."""
-    ours, full, count = [], [], len(prompts)
-    for number, prompt in enumerate(prompts, 1):
-        measured.say(f"{_named(at)}: answer {number} of {count}")
-        full.append(measured.answer(prompt, (FULL, None)))
-        ours.append(measured.answer(prompt, at))
+    """Lengths of free answers to prompts, beside the full cache's."""
+    ours: list[FreeAnswer] = []
+    full: list[FreeAnswer] = []
+    count = sum(map(len, batches))
+    for batch in batches:
+        measured.say(f"{_named(at)}: {_part('answers', len(ours), batch, count)}")
+        full += measured.answers(batch, (FULL, None))
+        ours += measured.answers(batch, at)
     ratio = ratio_of([each.tokens for each in ours], [each.tokens for each in full])
     return AnswerLengths(
         prompts=count,
@@ -70,15 +74,18 @@ def lengths(
 
 
 def leakage(
-    measured: PromptMeasurements, attacks: Sequence[Attack], at: MethodAtBudget
+    measured: PromptMeasurements, attacks: Sequence[tuple[Attack, ...]], at: MethodAtBudget
 ) -> dict[str, Leakage]:
     """Recall of each protected text, mean over the attacks that ask for it."""
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for number, attack in enumerate(attacks, 1):
-        measured.say(f"{_named(at)}: attack {number} of {len(attacks)}")
-        full = measured.leaked(attack, (FULL, None))
-        for name, found in measured.leaked(attack, at).items():
-            pairs.setdefault(name, []).append((found, full[name]))
+    done, count = 0, sum(map(len, attacks))
+    for batch in attacks:
+        measured.say(f"{_named(at)}: {_part('attacks', done, batch, count)}")
+        done += len(batch)
+        both = zip(measured.leaked(batch, at), measured.leaked(batch, (FULL, None)), strict=True)
+        for ours, full in both:
+            for name, found in ours.items():
+                pairs.setdefault(name, []).append((found, full[name]))
     means = {name: np.mean(each, axis=0).tolist() for name, each in pairs.items()}
     return {name: Leakage(recall=r, recall_full=f) for name, (r, f) in means.items()}
 
@@ -123,3 +130,8 @@ def _first(found: PromptDistances) -> int:
 
 def _named(at: MethodAtBudget) -> str:
     return at[0] if at[1] is None else f"{at[0]} at {at[1]}"
+
+
+def _part(what: str, done: int, batch: Sequence[object], count: int) -> str:
+    """Which of `count` prompts are measured after those `done`."""
+    return f"{what} {done + 1} to {done + len(batch)} of {count}"

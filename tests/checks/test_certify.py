@@ -44,14 +44,14 @@ def test_the_budget_is_that_of_exhaustive_search(
 ) -> None:
     monkeypatch.setattr(certify, "PARTS", PARTS)
     search, held_out = halves(encoded, seed=0)
-    curve = [cell(measured, search, (METHOD, part)).kl.high for part in PARTS]
+    curve = [cell(measured, [search], (METHOD, part)).kl.high for part in PARTS]
     assert curve == sorted(curve, reverse=True)  # monotone here, so the smallest is unique
     limits = CheckLimits(mean_kl=curve[place], p99_kl=1e9, shortest=0, longest=1e9)
-    found = certificate(measured, search, held_out, kvfold.parse(METHOD), limits)
+    found = certificate(measured, [search], [held_out], kvfold.parse(METHOD), limits)
     assert found.budget == PARTS[place]
-    assert found.found == cell(measured, search, (METHOD, PARTS[place]))
+    assert found.found == cell(measured, [search], (METHOD, PARTS[place]))
     assert found.held_out is not None and found.held_out.lengths is not None
-    alone = cell(measured, held_out, (METHOD, PARTS[place]))
+    alone = cell(measured, [held_out], (METHOD, PARTS[place]))
     assert found.held_out.kl == alone.kl
     assert found.certified == (alone.kl.value <= curve[place])
 
@@ -61,13 +61,13 @@ def test_what_fails_on_the_held_out_prompts_is_refused(
 ) -> None:
     monkeypatch.setattr(certify, "PARTS", PARTS)
     search, held_out = encoded[:3], encoded[3:]
-    cells = [cell(measured, half, (METHOD, "0.5")).kl for half in (search, held_out)]
+    cells = [cell(measured, [half], (METHOD, "0.5")).kl for half in (search, held_out)]
     if cells[0].high > cells[1].value:
         search, held_out = held_out, search
         cells.reverse()
     limits = CheckLimits(mean_kl=cells[0].high, p99_kl=1e9, shortest=0, longest=1e9)
     monkeypatch.setattr(certify, "PARTS", ("0.5",))
-    found = certificate(measured, search, held_out, kvfold.parse(METHOD), limits)
+    found = certificate(measured, [search], [held_out], kvfold.parse(METHOD), limits)
     assert found.certified == (cells[1].value <= cells[0].high)
     assert found.certified or "on the held-out prompts, the mean KL is" in found.reason
 
@@ -75,15 +75,15 @@ def test_what_fails_on_the_held_out_prompts_is_refused(
 def test_a_method_without_budget_passes_or_not(measured, encoded) -> None:
     loose = CheckLimits(mean_kl=1e9, p99_kl=1e9, shortest=0, longest=1e9)
     kivi = kvfold.parse("kivi:bits=4,group=8,residual=8")
-    found = certificate(measured, encoded[:3], encoded[3:], kivi, loose)
+    found = certificate(measured, [encoded[:3]], [encoded[3:]], kivi, loose)
     assert found.certified and found.budget is None
     strict = CheckLimits(mean_kl=0)
-    found = certificate(measured, encoded[:3], encoded[3:], kivi, strict)
+    found = certificate(measured, [encoded[:3]], [encoded[3:]], kivi, strict)
     assert not found.certified and found.held_out is None
 
 
 def test_limits_are_those_of_the_certificate(measured, encoded) -> None:
-    made = cell(measured, encoded, (METHOD, "0.9"))
+    made = cell(measured, [encoded], (METHOD, "0.9"))
 
     def estimate(value: float, high: float = 0.0) -> BootstrapEstimate:
         return BootstrapEstimate(value=value, low=0, high=max(value, high))

@@ -65,8 +65,8 @@ def test_a_context_compressed_alone_equals_masked_dense_attention(
     truth.hide(cache)
     logits = truth(torch.cat([IDS[:, CONTEXT:], forced[:, :-1]], 1))[0, -TOKENS:]
     measured = measurements(model)
-    found = measured.distances(prompt(CONTEXT), (method, budget))
-    assert measured.forced(prompt(CONTEXT)).forced == tuple(forced[0].tolist())
+    found = measured.distances([prompt(CONTEXT)], (method, budget))[0]
+    assert measured.forced([prompt(CONTEXT)])[0].forced == tuple(forced[0].tolist())
     assert found.kl == pytest.approx(kl(full, logits).tolist(), abs=1e-5)
     assert max(found.kl) > 1e-3
     lost = (full.log_softmax(-1) - logits.log_softmax(-1)).gather(1, forced.T)[:, 0]
@@ -85,7 +85,7 @@ def test_a_whole_prompt_equals_masked_dense_attention_token_by_token(method: str
         truth.hide(cache)
         logits.append(truth(token[None, None])[0, -1])
         reader(token[None, None])
-    found = measurements(model).distances(prompt(None), (method, "20"))
+    found = measurements(model).distances([prompt(None)], (method, "20"))[0]
     assert found.kl == pytest.approx(kl(full, torch.stack(logits)).tolist(), abs=1e-5)
     assert found.kl[0] == pytest.approx(0, abs=1e-9) and max(found.kl) > 1e-3
     assert found.kept == pytest.approx(20 / LENGTH)
@@ -95,7 +95,7 @@ def test_a_whole_prompt_equals_masked_dense_attention_token_by_token(method: str
 def test_one_reading_keeps_for_each_budget_what_a_reading_of_its_own_keeps(
     method: str, model
 ) -> None:
-    reading = PromptReading(model, None, prompt(CONTEXT), kvfold.parse(method))
+    reading = PromptReading(model, None, [prompt(CONTEXT)], kvfold.parse(method))
     for budget in ("0.3", "0.8", "0.5"):
         alone = kvfold.CompressedCache(model, method, budget)
         Reader(model, alone)(IDS[:, :CONTEXT])
@@ -111,23 +111,23 @@ def test_one_reading_keeps_for_each_budget_what_a_reading_of_its_own_keeps(
 
 def test_the_floor_is_noise_and_a_full_budget_is_equal(model) -> None:
     measured = measurements(model)
-    floor = measured.forced(prompt(CONTEXT)).distances
+    floor = measured.forced([prompt(CONTEXT)])[0].distances
     assert floor is not None and max(floor.kl) < 1e-6
-    found = measured.distances(prompt(CONTEXT), ("snapkv:window=4", "1.0"))
+    found = measured.distances([prompt(CONTEXT)], ("snapkv:window=4", "1.0"))[0]
     assert max(found.kl) < 1e-6 and all(found.agrees)
 
 
 def test_free_answers_are_those_of_kvfold_generate(model) -> None:
     measured = measurements(model)
     for context in (CONTEXT, None):
-        assert measured.answer(prompt(context), ("full", None)).tokens == 4 * TOKENS
+        assert measured.answers([prompt(context)], ("full", None))[0].tokens == 4 * TOKENS
     cache = kvfold.CompressedCache(model, "h2o", "20")
     out = kvfold.generate(model, IDS, cache=cache, do_sample=False, max_new_tokens=4 * TOKENS)
     model.generation_config.eos_token_id = int(out[0, LENGTH + 10])
     try:
         whole = out[0, LENGTH:].tolist()
         length = whole.index(model.generation_config.eos_token_id) + 1
-        answer = measurements(model).answer(prompt(None), ("h2o", "20"))
+        (answer,) = measurements(model).answers([prompt(None)], ("h2o", "20"))
         assert (answer.tokens, answer.ended) == (length, True)
     finally:
         model.generation_config.eos_token_id = None
@@ -135,12 +135,12 @@ def test_free_answers_are_those_of_kvfold_generate(model) -> None:
 
 def test_kept_shares_of_spans_are_counted_over_layers_and_heads(model) -> None:
     spans = {"start": (0, 8), "middle": (20, 31)}
-    made = PromptReading(model, None, prompt(CONTEXT, **spans), kvfold.parse("snapkv:window=4"))
+    made = PromptReading(model, None, [prompt(CONTEXT, **spans)], kvfold.parse("snapkv:window=4"))
     compressed = made.at("0.4")
     stored = [head for layer in range(4) for head in compressed.cache.positions(layer)[0]]
     for name, (start, stop) in spans.items():
         kept = sum(int(((head >= start) & (head < stop)).sum()) for head in stored)
-        assert kept_of_spans(compressed)[name] == kept / (len(stored) * (stop - start))
+        assert kept_of_spans(compressed)[0][name] == kept / (len(stored) * (stop - start))
 
 
 def test_the_effect_of_a_span_is_the_distance_to_the_prompt_without_it(model) -> None:
@@ -148,7 +148,7 @@ def test_the_effect_of_a_span_is_the_distance_to_the_prompt_without_it(model) ->
     without = torch.cat([IDS[:, :20], IDS[:, 31:]], 1)
     reader = Reader(copy.deepcopy(model), stock_cache(model))
     logits = reader(torch.cat([without, forced[:, :-1]], 1))[0, -TOKENS:]
-    effects = measurements(model).forced(prompt(CONTEXT, middle=(20, 31))).effects
+    effects = measurements(model).forced([prompt(CONTEXT, middle=(20, 31))])[0].effects
     assert effects is not None
     assert effects["middle"] == pytest.approx(kl(full, logits).mean().item(), abs=1e-5)
 
@@ -158,15 +158,16 @@ def test_what_is_in_the_folder_is_not_measured_again(
 ) -> None:
     cell = ("snapkv:window=4", "0.5")
     first = measurements(model, tmp_path)
-    before = first.distances(prompt(CONTEXT), cell), first.answer(prompt(CONTEXT), cell)
+    before = first.distances([prompt(CONTEXT)], cell), first.answers([prompt(CONTEXT)], cell)
     monkeypatch.setattr("kvfold.checks.measure.read_full", None)
     monkeypatch.setattr("kvfold.checks.measure.PromptReading", None)
     again = measurements(model, tmp_path)
-    assert (again.distances(prompt(CONTEXT), cell), again.answer(prompt(CONTEXT), cell)) == before
+    after = again.distances([prompt(CONTEXT)], cell), again.answers([prompt(CONTEXT)], cell)
+    assert after == before
     other = PromptMeasurements(model, None, CheckStore("other", tmp_path), TOKENS, TOKENS)
     with pytest.raises(TypeError):
-        other.distances(prompt(CONTEXT), cell)
-    assert read_full(model, prompt(CONTEXT), None).read == CONTEXT
+        other.distances([prompt(CONTEXT)], cell)
+    assert read_full(model, [prompt(CONTEXT)]).lengths == [CONTEXT]
 
 
 def test_an_attack_on_other_texts_is_another_one() -> None:

@@ -32,7 +32,7 @@ class PromptBatch:
     @classmethod
     def of(cls, prompts: Sequence[SamplePrompt], device: torch.device) -> PromptBatch:
         """The samples' contexts."""
-        ids, mask = _left_padded([prompt.ids for prompt in prompts], device)
+        ids, mask = left_padded([prompt.ids for prompt in prompts], device)
         return cls(tuple(prompts), ids, mask)
 
     @property
@@ -44,7 +44,7 @@ class PromptBatch:
         """The batch followed by each sample's question `number`, and these questions."""
         questions = [prompt.sample.questions[number] for prompt in self.prompts]
         pieces = [p.question_ids(q) for p, q in zip(self.prompts, questions, strict=True)]
-        return self.followed_by(*_left_padded(pieces, self.ids.device)), questions
+        return self.followed_by(*left_padded(pieces, self.ids.device)), questions
 
     def followed_by(self, ids: Tensor, mask: Tensor | None = None) -> PromptBatch:
         """The batch followed by `ids [B, n]`; `mask [B, n]` is 0 at padding."""
@@ -163,7 +163,7 @@ def _generate(
     return ids
 
 
-def _left_padded(pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+def left_padded(pieces: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids `[B, N]` of pieces `[1, n]`, with zeros on their left, and the mask `[B, N]`."""
     length = max(piece.shape[1] for piece in pieces)
     padded = [F.pad(piece, (length - piece.shape[1], 0)) for piece in pieces]
