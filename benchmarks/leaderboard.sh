@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All published results of the bundled model, from the samples to docs/results:
+# All published results of the bundled model, from the samples to docs/results/bundled:
 #
 #     benchmarks/leaderboard.sh BOOK [FOLDER]
 #
@@ -66,8 +66,8 @@ run dbudgetkv --tasks $needles --methods "$norm" --budgets 0.5 --lengths 1024 --
 run pyramidkv --tasks $needles --methods "pyramidkv,snapkv" --budgets 64,128,256,512,1024 \
     --lengths 2048 --samples 10 --question-aware
 
-# Pages, tables, records and samples into docs/results.
-docs=$root/docs/results
+# Pages, tables, records and samples into docs/results/bundled.
+docs=$root/docs/results/bundled
 publish() {
     local comparison=$1 folder=$2
     kvfold report "$out/$comparison" --out "$out/pages/$comparison"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paired difference between two methods on the published samples:
 
-    python benchmarks/paired.py docs/results pyramidkv@0.2 snapkv@0.2 [--aware] [--task niah_magic]
+    python benchmarks/paired.py docs/results/bundled pyramidkv@0.2 snapkv@0.2 [--aware] [--task X]
 
 Scores are pooled over tasks as in `kvfold report`; perplexities are compared on one task. Intervals
 are those of docs/evaluation.md.

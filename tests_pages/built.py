@@ -36,7 +36,7 @@ def _report(results: list[CellResult]) -> str:
 
 def published() -> str:
     """Report of the published records: both protocols, needles, perplexity."""
-    return _report(load_results([ROOT / "docs" / "results" / "records.jsonl"]))
+    return _report(load_results([ROOT / "docs" / "results" / "bundled" / "records.jsonl"]))
 
 
 def many_methods() -> str:

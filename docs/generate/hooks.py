@@ -12,8 +12,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-# The page to sort and filter; mkdocs.yml excludes it, as results/README.md takes its name
-LEADERBOARD = "results/index.html"
+# The page to sort and filter; mkdocs.yml excludes it, as the README.md beside it takes its name
+LEADERBOARD = "results/bundled/index.html"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             config.docs_dir,
             config.site_dir,
             config.use_directory_urls,
-            dest_uri="results/leaderboard.html",
+            dest_uri="results/bundled/leaderboard.html",
             inclusion=InclusionLevel.INCLUDED,
         )
     )

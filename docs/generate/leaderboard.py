@@ -15,13 +15,13 @@ from kvfold.report.load import load_results
 from kvfold.report.summary import ReportRow
 from kvfold.report.tables import COLUMNS, by_budget, cells
 
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "docs" / "results" / "bundled"
 SHOWN = ("method", "budget", "score", "− full (95 %)", "place", "kept", "bytes")
 READING = (
-    "Rows of the [leaderboard](../results/README.md) of the bundled model, over all tasks. Score: "
-    "percent, with its 95 % interval. − full: difference to the full cache on the same samples, ≈ "
-    "if the interval holds zero. Place: ranks within a budget that the intervals allow. Kept: asked"
-    " → measured. Bytes: over the full cache's."
+    "Rows of the [leaderboard](../results/bundled/README.md) of the bundled model, over all tasks. "
+    "Score: percent, with its 95 % interval. − full: difference to the full cache on the same "
+    "samples, ≈ if the interval holds zero. Place: ranks within a budget that the intervals allow. "
+    "Kept: asked → measured. Bytes: over the full cache's."
 )
 
 
@@ -38,7 +38,7 @@ def section(cls: type[Method]) -> str:
     parts = [READING, *parts] if parts else ["The leaderboard has no row of this method."]
     others = [name for name in _comparisons() if cls in _compared(name)]
     if others:
-        named = ", ".join(f"[{name}](../results/{name}/report.md)" for name in others)
+        named = ", ".join(f"[{name}](../results/bundled/{name}/report.md)" for name in others)
         parts.append(f"Other comparisons: {named}.")
     return "\n\n".join(parts)
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RESULTS = "docs/results/README.md", "Results"
+RESULTS = "docs/results/bundled/README.md", "Results"
 
 
 @pytest.fixture(scope="module")

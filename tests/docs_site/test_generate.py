@@ -43,9 +43,9 @@ def module() -> Iterator[Callable[[str], ModuleType]]:
         ("docs/results/README.md", "results/README.md", "../inspect.md", "../inspect.md"),
         ("docs/results/README.md", "results/README.md", "index.html", "index.html"),
         (
-            "docs/results/README.md",
-            "results/README.md",
-            "../../kvfold/bundled/README.md",
+            "docs/results/bundled/README.md",
+            "results/bundled/README.md",
+            "../../../kvfold/bundled/README.md",
             "https://github.com/kvfold/kvfold/blob/main/kvfold/bundled/README.md",
         ),
         ("README.md", "index.md", "examples/", "https://github.com/kvfold/kvfold/tree/main/examples"),

@@ -24,7 +24,7 @@ from kvfold.methods.registry import preset
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "docs" / "results" / "bundled"
 NAMES = pytest.mark.parametrize("name", kvfold.list_methods())
 WITHOUT_A_ROW = ("chunkkv", "cur", "dropkv", "keydiff")
 # mkdocs, in a process in which nothing can be looked up or connected to
