@@ -30,8 +30,9 @@ from kvfold.report.summary import ReportRow, rows
 
 ROOT = Path(__file__).parents[1]
 LEDGER, RESULTS = ROOT / "docs" / "figures.toml", ROOT / "docs" / "results"
-# Written by `kvfold report`; their tables are compared with the records by a test of their own.
+# Written by `kvfold report` and `publish_real.py`; tests of their own compare them with records.
 GENERATED = "report.md", "tasks.md"
+MADE = RESULTS / "README.md"
 PLAIN = re.compile(
     r"""```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]+>  # code, targets of links, tags
     |^\#.*?$|^\s*\d+\.\s                       # headings, items of a list
@@ -73,7 +74,8 @@ def numbers(text: str) -> list[str]:
 
 def pages() -> list[str]:
     """Pages that are written by hand."""
-    found = [path for path in (ROOT / "docs").rglob("*.md") if path.name not in GENERATED]
+    every = (ROOT / "docs").rglob("*.md")
+    found = [path for path in every if path.name not in GENERATED and path != MADE]
     return ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in found)]
 
 

@@ -6,11 +6,12 @@
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. MODEL is a transformers
 # folder (default .models/smollm2, which `make real` makes). Samples are kept in FOLDER; run again, it
 # goes on where it stopped, and STEPS="needles uuids" runs these steps only. Records name the commit,
-# so nothing may be uncommitted when it begins. One worker takes about WORKERS=1 core.
+# so nothing may be uncommitted when it begins. One worker takes about WORKERS=1 core. PLAN=1 prints
+# the commands and runs none. `publish_real.py FOLDER` makes the pages, also while it runs.
 set -eu
 book=$1 out=${2:-kvfold-real} root=$(cd "$(dirname "$0")/.." && pwd)
 model=${3:-$root/.models/smollm2}
-if [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; then
+if [ -z "${PLAN:-}" ] && [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; then
     echo "commit first: records name the commit that they were made at" >&2
     exit 1
 fi
@@ -32,7 +33,7 @@ step() {
     shift
     case " ${STEPS:-$name} " in *" $name "*) ;; *) return 0 ;; esac
     for view in "" --question-aware; do
-        kvfold eval --model "$model" --haystack "$book" --methods "$methods" \
+        ${PLAN:+echo} kvfold eval --model "$model" --haystack "$book" --methods "$methods" \
             --budgets 0.5,0.3,0.2,0.1,0.05 --samples 40 --batch-size 20 \
             --workers "${WORKERS:-1}" --out "$out" $view "$@"
     done

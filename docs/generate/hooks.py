@@ -12,20 +12,25 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-# The page to sort and filter; mkdocs.yml excludes it, as the README.md beside it takes its name
-LEADERBOARD = "results/bundled/index.html"
+# Folders of leaderboards. mkdocs.yml excludes their index.html, as the README.md beside it takes
+# its name on the site.
+LEADERBOARDS = "results", "results/bundled"
+# Pages of the really trained model, which are there once it has records
+PUBLISHED = {"All tables": "results/report.md", "By task": "results/tasks.md"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fills the sections that mkdocs.yml leaves empty with the generated pages."""
+    """Adds generated pages, and those of results that are published, to the navigation."""
     methods = [{name: f"methods/{name}.md"} for name in method_pages.classes()]
+    found = {name: page for name, page in PUBLISHED.items() if (links.DOCS / page).is_file()}
+    _section(config, "Results")[1:1] = [{name: page} for name, page in found.items()]
     _section(config, "Methods").extend([{"All methods": "methods/index.md"}, *methods])
     _section(config, "Reference").extend({title: _address(title)} for title in reference.pages())
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the generated pages, and the leaderboard's page under a name of its own."""
+    """Adds the generated pages, and leaderboards' pages under a name of their own."""
     made = {page: (links.ROOT / file).read_text("utf-8") for file, page in links.OUTSIDE.items()}
     made["methods/index.md"] = method_pages.overview()
     for name, cls in method_pages.classes().items():
@@ -34,16 +39,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         made[_address(title)] = text
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
-    files.append(
-        File(
-            LEADERBOARD,
-            config.docs_dir,
-            config.site_dir,
-            config.use_directory_urls,
-            dest_uri="results/bundled/leaderboard.html",
-            inclusion=InclusionLevel.INCLUDED,
-        )
-    )
+    for folder in LEADERBOARDS:
+        if (links.DOCS / folder / "index.html").is_file():
+            files.append(
+                File(
+                    f"{folder}/index.html",
+                    config.docs_dir,
+                    config.site_dir,
+                    config.use_directory_urls,
+                    dest_uri=f"{folder}/leaderboard.html",
+                    inclusion=InclusionLevel.INCLUDED,
+                )
+            )
     return files
 
 

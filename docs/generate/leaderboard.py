@@ -6,19 +6,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from links import ROOT
+from links import DOCS
 
 from kvfold.eval.run.cell import FULL, TRUNCATED
+from kvfold.loading import BUNDLED
 from kvfold.methods.base import Composition, Method, parse
 from kvfold.report.board import Board, boards, haystacks
 from kvfold.report.load import load_results
 from kvfold.report.summary import ReportRow
 from kvfold.report.tables import COLUMNS, by_budget, cells
 
-RESULTS = ROOT / "docs" / "results" / "bundled"
+RESULTS = DOCS / "results"
+BUNDLED_RESULTS = RESULTS / "bundled"
 SHOWN = ("method", "budget", "score", "− full (95 %)", "place", "kept", "bytes")
 READING = (
-    "Rows of the [leaderboard](../results/bundled/README.md) of the bundled model, over all tasks. "
+    "Rows of the leaderboards of [a really trained model](../results/README.md), where it has been "
+    "run, and of the [bundled model](../results/bundled/README.md), over all tasks. "
     "Score: percent, with its 95 % interval. − full: difference to the full cache on the same "
     "samples, ≈ if the interval holds zero. Place: ranks within a budget that the intervals allow. "
     "Kept: asked → measured. Bytes: over the full cache's."
@@ -26,7 +29,7 @@ READING = (
 
 
 def section(cls: type[Method]) -> str:
-    """Tables of a method's rows, one for each protocol, and links to the other comparisons."""
+    """Tables of a method's rows, for each model and protocol, and links to other comparisons."""
     parts = []
     for board in _leaderboard():
         rows = by_budget(board.overall())
@@ -34,7 +37,8 @@ def section(cls: type[Method]) -> str:
         if own:
             full = [row for row in rows if row.method == FULL and row not in own]
             hidden = f"Haystack: {haystacks(board.scored)}."
-            parts += [f"### {board.protocol.capitalize()}", hidden, _table([*full, *own])]
+            model = "Bundled model" if board.subject.name == BUNDLED else board.subject.name
+            parts += [f"### {model}, {board.protocol}", hidden, _table([*full, *own])]
     parts = [READING, *parts] if parts else ["The leaderboard has no row of this method."]
     others = [name for name in _comparisons() if cls in _compared(name)]
     if others:
@@ -45,20 +49,22 @@ def section(cls: type[Method]) -> str:
 
 @cache
 def _leaderboard() -> list[Board]:
-    """Boards of the report, one for each protocol."""
-    return boards(load_results([RESULTS / "records.jsonl"]))
+    """Boards of both models, one for each protocol, those of the really trained one first."""
+    files = [folder / "records.jsonl" for folder in (RESULTS, BUNDLED_RESULTS)]
+    return [board for file in files if file.is_file() for board in boards(load_results([file]))]
 
 
 @cache
 def _comparisons() -> list[str]:
     """Folders of comparisons beside the leaderboard."""
-    return sorted(path.parent.name for path in RESULTS.glob("*/records.jsonl"))
+    return sorted(path.parent.name for path in BUNDLED_RESULTS.glob("*/records.jsonl"))
 
 
 @cache
 def _compared(name: str) -> frozenset[type[Method]]:
     """Method classes in one comparison."""
-    texts = {result.cell.method for result in load_results([RESULTS / name / "records.jsonl"])}
+    results = load_results([BUNDLED_RESULTS / name / "records.jsonl"])
+    texts = {result.cell.method for result in results}
     return frozenset(cls for text in texts for cls in _classes(text))
 
 

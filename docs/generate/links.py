@@ -8,6 +8,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 REPOSITORY = "https://github.com/kvfold/kvfold"
 # Pages of the site that are files outside docs/
 OUTSIDE = {

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Result pages of the really trained model, from the folder of `benchmarks/real_leaderboard.sh`:
+
+    python benchmarks/publish_real.py FOLDER
+
+Writes records, samples, report, picture and README.md into docs/results, and the first lines of
+README.md. A run that goes on, or was stopped, is published as far as it is; the pages say what is
+lacking. Equal samples give equal files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import compact_samples
+import real_page
+import real_picture
+
+from kvfold.eval.run.cell_result import CellResult
+from kvfold.eval.run.run_folder import SAMPLES, samples_file, summarize, write_records
+from kvfold.eval.tasks import select
+from kvfold.report import write
+from kvfold.report.board import boards
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = Path(__file__).parent / "real_leaderboard.sh"
+
+
+def planned() -> list[real_page.Planned]:
+    """What `real_leaderboard.sh` runs, as it tells itself."""
+    told = subprocess.run(
+        ["bash", str(SCRIPT), "BOOK"],
+        env=os.environ | {"PLAN": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return [one for line in told.splitlines() for one in _planned(line)]
+
+
+def _planned(line: str) -> list[real_page.Planned]:
+    """Tasks and lengths of one `kvfold eval` command."""
+    options = dict(re.findall(r"--(tasks|lengths|samples) (\S+)", line))
+    lengths = [int(length) for length in options.get("lengths", "").split(",") if length]
+    aware, samples = "--question-aware" in line, int(options["samples"])
+    return [
+        real_page.Planned(real_page.Unit(task.name, length, aware), samples, not task.by_likelihood)
+        for task in select(options["tasks"].split(","))
+        for length in lengths or [None]
+    ]
+
+
+def named(results: Sequence[CellResult]) -> list[CellResult]:
+    """The records under the model's name, where it was loaded from a folder."""
+
+    def renamed(result: CellResult) -> CellResult:
+        subject = result.cell.subject.model_copy(update={"name": real_page.MODEL})
+        cell = result.cell.model_copy(update={"subject": subject})
+        return result.model_copy(update={"cell": cell})
+
+    return [renamed(result) for result in results]
+
+
+def publish(folder: Path, root: Path = ROOT) -> None:
+    """Writes the files below `root`; the run's `folder` is read as a copy, as it may still grow."""
+    out = root / "docs" / "results"
+    with tempfile.TemporaryDirectory() as name:
+        copied = Path(name)
+        shutil.copy(folder / SAMPLES, copied)
+        results = named(summarize(samples_file(copied).load().records))
+        compact_samples.main(copied, out / "samples.csv.gz")
+        for path in write.write(results, copied / "pages").paths:
+            if path.name in ("index.html", "report.md", "tasks.md") or path.match("needles-*.png"):
+                shutil.copy(path, out)
+    write_records(out, results)
+    real_picture.draw(boards(results), out / real_picture.FILE)
+    (out / "README.md").write_text(real_page.page(results, planned()), encoding="utf-8")
+    front = root / "README.md"
+    front.write_text(real_page.readme(front.read_text("utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    publish(Path(sys.argv[1]))

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The really trained model's result pages: made of records alone, also of a part of the run."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvfold.eval.run.cell import EvalCell, EvalProtocol
+from kvfold.eval.run.cell_result import CellResult
+from kvfold.eval.run.run_folder import samples_file
+from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, SampleResult, ScoredAnswer
+from kvfold.report.board import boards
+from kvfold.report.load import load_results
+from kvfold.report.tables import by_task, markdown
+from tests.helpers.reports import HERE, MODEL, made
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+FRONT = "# kvfold\n\n<!-- made by benchmarks/publish_real.py -->\n<!-- end -->\n\nmore\n"
+BEFORE, VIEW = "before the question is known", "with the question in view"
+SEVERAL = {"kvzip", "pyramidkv", "snapkv", "d2o", "h2o", "streaming_llm"}  # lines of the picture
+NARROW, SMALLEST = 390, 11  # pixels of a small screen, and of a letter on it
+
+
+@pytest.fixture(scope="module")
+def publishing() -> Iterator[ModuleType]:
+    """`benchmarks/publish_real.py`; its page is `.real_page`, its picture `.real_picture`."""
+    known, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield import_module("publish_real")
+    sys.path[:] = path
+    for name in {"publish_real", "real_page", "real_picture", "compact_samples"} - known:
+        sys.modules.pop(name, None)
+
+
+def measured() -> list[CellResult]:
+    """Two protocols: the full cache, three methods at a fifth and at half, one without a budget."""
+    results = []
+    for aware in (False, True):
+        for task in ("a", "b"):
+            known = {
+                "task": task,
+                "aware": aware,
+                "haystack": "book.txt",
+                "metric": "string_match_all",
+            }
+            results.append(made(score=(98.0, 1.0), **known))
+            best, other = ("snapkv", "kvzip") if aware else ("kvzip", "snapkv")
+            results.append(made(best, "0.2", (91.0, 1.0), (-7.0, -9.0, -5.0), **known))
+            results.append(made(other, "0.2", (31.0, 1.0), (-67.0, -69.0, -65.0), **known))
+            results.append(made(other, "0.5", (97.0, 1.0), (-1.0, -2.0, 0.0), **known))
+            results.append(made("random", "0.2", (95.0, 1.0), (-3.0, -4.0, -2.0), **known))
+            results.append(made("dbudgetkv", None, (96.0, 1.0), (-2.0, -3.0, -1.0), **known))
+    return results
+
+
+def sample(method: str, budget: str | None, index: int, right: bool) -> SampleResult:
+    """A line of a run's file; the model is named by its folder."""
+    subject = MODEL.model_copy(update={"name": "/home/someone/.models/smollm2"})
+    kept = float(budget or 1)
+    return SampleResult(
+        cell=EvalCell(
+            subject=subject, task="ruler_niah_single_2", length=1024, seed=0, data=("book.txt",),
+            protocol=EvalProtocol(max_length=2048), method=method, budget=budget,
+        ),
+        index=index,
+        text="t",
+        outcome=SampleOutcome(
+            answers=(ScoredAnswer(
+                prediction="long " * 99, tokens=9, ended="end",
+                scores={"string_match_all": float(right)},
+            ),),
+            tokens=900, left_out=0, prefill_seconds=1.0, answer_seconds=1.0,
+            held=CacheUsage(
+                seen=900, kept=kept, kept_per_layer=(kept,), nbytes=int(900 * kept),
+                nbytes_full=900, peak_bytes=None,
+            ),
+        ),
+        error=None,
+        metadata={"haystack": "book.txt"},
+        at="2026-01-01T00:00:00+00:00",
+        commit="abc",
+        setup=HERE,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder while it goes on: its last line is half written."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = [
+        sample(method, budget, index, right)
+        for index in range(4)
+        for method, budget, right in (
+            ("full", None, True), ("kvzip", "0.2", index > 0), ("h2o", "0.2", False),
+        )
+    ]  # fmt: skip
+    samples_file(folder).add(lines)
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"cell":{"sub')
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with the files that are written to."""
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(FRONT, encoding="utf-8")
+    return tmp_path
+
+
+def tables(page: str) -> list[tuple[str, str]]:
+    """Each table's header and the paragraph above it."""
+    parts = page.split("\n\n")
+    return [
+        (part.splitlines()[0], parts[number - 1])
+        for number, part in enumerate(parts)
+        if part.startswith("| ")
+    ]
+
+
+def published() -> Sequence[CellResult]:
+    file = RESULTS / "records.jsonl"
+    return load_results([file]) if file.is_file() else []
+
+
+def test_the_published_page_is_that_of_the_records(publishing: ModuleType) -> None:
+    page, front = RESULTS / "README.md", (ROOT / "README.md").read_text(encoding="utf-8")
+    results = published()
+
+    made_page = publishing.real_page.page(results, publishing.planned())
+    assert page.read_text(encoding="utf-8") == made_page
+    assert publishing.real_page.readme(front, results) == front
+    assert "Not run yet." in made_page if not results else made_page.count("| ")
+
+
+@pytest.mark.skipif(not published(), reason="no records of the really trained model yet")
+def test_published_tables_are_those_of_the_records() -> None:
+    every = boards(published())
+
+    assert (RESULTS / "report.md").read_text(encoding="utf-8") == markdown(every)
+    assert (RESULTS / "tasks.md").read_text(encoding="utf-8") == by_task(every)
+
+
+def test_a_stranger_reads_what_a_fifth_of_the_cache_answers(publishing: ModuleType) -> None:
+    said = publishing.real_page.summary(measured()).splitlines()
+
+    assert said[0] == "On SmolLM2-135M-Instruct, at a fifth of the cache:"
+    assert said[2:] == [
+        f"- **{when}**, {best} answers **91 %** of what is asked with 20 % of the bytes; {other}, "
+        "next in the picture, 31 %, the full cache 98 % (200 samples of 2 tasks and lengths)."
+        for when, best, other in (
+            (BEFORE.capitalize(), "KVzip", "SnapKV"),
+            (VIEW.capitalize(), "SnapKV", "KVzip"),
+        )
+    ]
+
+
+def test_scores_of_other_metrics_are_not_called_answers(publishing: ModuleType) -> None:
+    results = [one.model_copy(update={"metric": "f1"}) for one in measured()]
+
+    assert "KVzip scores **91 %** with 20 %" in publishing.real_page.summary(results)
+
+
+def test_every_table_names_its_haystack(publishing: ModuleType) -> None:
+    found = tables(publishing.real_page.page(measured(), publishing.planned()))
+
+    assert len(found) == 6
+    for header, above in found:
+        assert above == "Haystack: book.txt (a, b)." or " haystack |" in header
+
+
+def test_a_method_that_lacks_a_task_is_in_no_mean(publishing: ModuleType) -> None:
+    late = made("tova", "0.2", (99.0, 1.0), (1.0, 0.0, 2.0), task="a", haystack="book.txt")
+    page = publishing.real_page.page([*measured(), late], [])
+
+    assert "Not on every task, and so in no mean: `tova`." in page
+    assert "| tova" not in page
+
+
+def test_what_has_not_been_run_is_named(publishing: ModuleType) -> None:
+    def planned(task: str, samples: int, scored: bool = True):
+        real = publishing.real_page
+        return real.Planned(real.Unit(task, 1024, False), samples, scored)
+
+    plan = [planned("a", 100), planned("b", 140), planned("c", 10), planned("d", 10, False)]
+    page = publishing.real_page.page(measured(), plan)
+    (rows,) = (part for part in page.split("\n\n") if "not run yet" in part)
+
+    assert "1 of 4 planned runs are done" in page
+    assert "| `a` | 1024 | book.txt | 100 | 98.0 | 91.0 |" in rows
+    assert "| `b` | 1024 | book.txt | 100 of 140 | 98.0 | 91.0 |" in rows
+    assert "| `c` | 1024 |  | not run yet |" in rows
+    assert "`d`" not in rows  # its score is a perplexity
+    assert "planned runs" not in publishing.real_page.page(measured(), plan[:1])
+
+
+def test_a_perplexity_is_in_a_table_of_its_own(publishing: ModuleType) -> None:
+    loss = {"task": "text", "lower_is_better": True, "metric": "perplexity"}
+    read = [
+        made(score=(20.0, 1.0), **loss),
+        made("kvzip", "0.2", (25.0, 1.0), (5.0, 4.0, 6.0), **loss),
+    ]
+    page = publishing.real_page.page([*measured(), *read], [])
+
+    (below,) = page.split("### Perplexity at a fifth (lower is better), before")[1:]
+    assert "| full | – | 20.0" in below and "| kvzip | 0.2 | 25.0" in below
+    assert "answers **91 %**" in page
+
+
+def test_the_plan_is_what_the_command_runs(publishing: ModuleType, tmp_path: Path) -> None:
+    """Compared with the arguments that `kvfold` gets."""
+    program, told = tmp_path / "kvfold", tmp_path / "told"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", ROOT / "benchmarks" / "real_leaderboard.sh", "book.txt", tmp_path]
+    subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
+    ran = {
+        (task, length, "--question-aware" in line)
+        for line in told.read_text().splitlines()
+        for task in re.findall(r"--tasks (\S+)", line)[0].split(",")
+        for length in map(int, re.findall(r"--lengths (\d+)", line))
+    }
+
+    planned = publishing.planned()
+    assert {one.unit for one in planned} == ran
+    assert len(planned) == len(ran) >= 10
+    assert {one.samples for one in planned} == {40}
+
+
+def test_a_run_is_published_while_it_goes_on(
+    publishing: ModuleType, run: Path, checkout: Path
+) -> None:
+    before = (run / "samples.jsonl").read_bytes()
+
+    publishing.publish(run, checkout)
+
+    out = checkout / "docs" / "results"
+    assert (run / "samples.jsonl").read_bytes() == before
+    scores = {one.cell.method: one.score for one in load_results([out / "records.jsonl"])}
+    assert {name: score.value for name, score in scores.items()} == {
+        "full": 100.0, "kvzip": 75.0, "h2o": 0.0,
+    }  # fmt: skip
+    claim = "KVzip answers **75 %** of what is asked with 20 % of the bytes; H2O, next in"
+    for page in (checkout / "README.md", out / "README.md"):
+        assert claim in page.read_text(encoding="utf-8")
+    assert (checkout / "README.md").read_text(encoding="utf-8").endswith("<!-- end -->\n\nmore\n")
+    assert "4 of 40" in (out / "README.md").read_text(encoding="utf-8")
+    rows = csv.DictReader(
+        io.StringIO(gzip.decompress((out / "samples.csv.gz").read_bytes()).decode())
+    )
+    assert {len(row["prediction"]) for row in rows} == {200}
+    found = {path.name for path in out.iterdir()}
+    assert {"index.html", "report.md", "tasks.md", publishing.real_picture.FILE} <= found
+    texts = [path.read_text(encoding="utf-8") for path in out.iterdir() if path.suffix != ".gz"]
+    assert not [text for text in texts if "/home/someone" in text]
+
+
+def test_equal_samples_give_equal_files(publishing: ModuleType, run: Path, checkout: Path) -> None:
+    def files() -> dict[Path, bytes]:
+        publishing.publish(run, checkout)
+        return {path: path.read_bytes() for path in checkout.rglob("*.*") if path.parent != run}
+
+    assert files() == files()
+
+
+def test_the_picture_has_the_bytes_and_scores_of_the_records(publishing: ModuleType) -> None:
+    drawn = publishing.real_picture._figure(boards(measured()))
+
+    for panel, (best, other) in zip(
+        drawn.axes, (("KVzip", "SnapKV"), ("SnapKV", "KVzip")), strict=True
+    ):
+        lines = {line.get_label(): line for line in panel.lines}
+        assert set(lines["full cache"].get_ydata()) == {98.0}
+        points = {name: lines[name].get_xydata().tolist() for name in (best, other, "DBudgetKV")}
+        assert points == {
+            best: [[0.2, 91.0]],
+            other: [[0.2, 31.0], [0.5, 97.0]],
+            "DBudgetKV": [[1.0, 96.0]],
+        }
+
+
+def test_the_picture_is_read_on_a_small_screen_without_colours(publishing: ModuleType) -> None:
+    picture = publishing.real_picture
+    lines = picture.LINES.values()
+
+    assert picture.LETTERS / 72 / picture.WIDTH * NARROW >= SMALLEST
+    assert len({line.marker for line in lines}) == len(lines)
+    with_budget = [line for name, line in picture.LINES.items() if name in SEVERAL]
+    assert len({line.dash for line in with_budget}) == len(SEVERAL)
