@@ -138,7 +138,7 @@ def _outcomes(
     prompts = [_prompt(sample, tokenizer, limit) for sample in samples]
     if task.phase == "stream":
         for cell in cells:
-            yield cell, attempt(lambda: [run_streaming(model, p, cell) for p in prompts])  # noqa: B023
+            yield cell, attempt(lambda: run_streaming(model, prompts, cell))  # noqa: B023
         return
     prompts = [prompt.within(first.protocol.max_length, task.truncation) for prompt in prompts]
     aware = first.protocol.question_aware or task.phase == "decode"

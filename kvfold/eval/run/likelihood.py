@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Negative log-likelihoods of a text under a compressed cache."""
+"""Negative log-likelihoods of texts under a compressed cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfold.cache.cache import CompressedCache
 
 @torch.no_grad()
 def token_by_token(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """−log p in nats of all tokens of `ids [1, S]` but the first, `[S − 1]`.
+    """−log p in nats of all tokens of `ids [B, S]` but the first, `[B, S − 1]`.
 
     One forward per token, so that the cache evicts after each as in decoding (StreamingLLM, arXiv
     2309.17453, `examples/eval_long_ppl.py`); one forward over the whole text would evict nothing.
@@ -21,7 +21,7 @@ def token_by_token(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) 
     for index in range(ids.shape[1] - 1):
         out = model(input_ids=ids[:, index : index + 1], past_key_values=cache, use_cache=True)
         found.append(_nll(out.logits, ids[:, index + 1 : index + 2]))
-    return torch.cat(found)
+    return torch.cat(found, 1)
 
 
 @torch.no_grad()
@@ -31,10 +31,10 @@ def at_once(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> Tens
     The cache must be frozen or a fork, else the text would be compressed as a turn.
     """
     out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return _nll(out.logits[:, :-1], ids[:, 1:])
+    return _nll(out.logits[:, :-1], ids[:, 1:])[0]
 
 
 def _nll(logits: Tensor, following: Tensor) -> Tensor:
-    """−log p in nats `[S]` of the tokens `following [1, S]` under `logits [1, S, V]`."""
-    likely = logits[0].float().log_softmax(-1).gather(-1, following[0, :, None])
-    return -likely[:, 0]
+    """−log p in nats `[B, S]` of the tokens `following [B, S]` under `logits [B, S, V]`."""
+    likely = logits.float().log_softmax(-1).gather(-1, following[..., None])
+    return -likely[..., 0]

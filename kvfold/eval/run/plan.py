@@ -83,11 +83,22 @@ class TaskSamples:
 
     @property
     def in_batches(self) -> bool:
-        """True if several samples may be answered together: one turn each, as many questions."""
+        """True if several samples may be run together: streams, or one turn, as many questions."""
+        if self.task.phase == "stream":
+            return True
         read = [sample for sample in self.samples if isinstance(sample, TaskSample)]
         turns = any(sample.conversation for sample in read)
         alike = len({len(sample.questions) for sample in read}) == 1
         return self.task.phase == "prefill" and not (self.task.by_likelihood or turns) and alike
+
+    def reading_together(self, cells: Sequence[EvalCell]) -> list[tuple[EvalCell, ...]]:
+        """The cells in groups that may share a reading: methods that observe the same then."""
+        groups: dict[object, list[EvalCell]] = {}
+        for cell in cells:
+            alone = self.task.phase == "stream" or cell.method == TRUNCATED
+            observed = cell if alone else parse(cell.method).stages().needs.while_reading
+            groups.setdefault(observed, []).append(cell)
+        return [tuple(group) for group in groups.values()]
 
     def cells(
         self, subject: EvaluatedModel, protocol: EvalProtocol, contenders: Sequence[Contender]
@@ -159,7 +170,10 @@ class EvalPlan:
         cells: Sequence[EvalCell],
         done: Mapping[tuple[EvalCell, int], str],
     ) -> Iterator[EvalJob]:
-        """Jobs of one task: samples that lack the same cells, `batch_size` at a time."""
+        """Jobs of one task: samples that lack the same cells, `batch_size` at a time.
+
+        Cells that cannot share a reading get jobs of their own, so that results come sooner.
+        """
         lacking: dict[tuple[EvalCell, ...], dict[int, TaskSample | UnreadableSample]] = {}
         for index, sample in enumerate(each.samples):
             missing = tuple(cell for cell in cells if (cell, index) not in done)
@@ -169,4 +183,6 @@ class EvalPlan:
         for missing, samples in lacking.items():
             numbered = list(samples.items())
             for start in range(0, len(numbered), size):
-                yield EvalJob(dict(numbered[start : start + size]), missing)
+                batch = dict(numbered[start : start + size])
+                for alike in each.reading_together(missing):
+                    yield EvalJob(batch, alike)

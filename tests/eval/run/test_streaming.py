@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvfold.eval.run.job import EvalJob, run_job
 from kvfold.eval.tasks import Question
 from tests.helpers.budgets import NAMED, holds
 from tests.helpers.evaluation import Setting, book, surprise, words
@@ -41,6 +42,24 @@ def test_a_stream_that_evicts_sees_sinks_and_the_most_recent(setting, budget):
     assert outcome.answers[0].nll == pytest.approx(expected, abs=1e-4)
     assert abs(expected - float(surprise(setting, ids).mean())) > 1e-2
     assert outcome.held.kept == pytest.approx(room / (count - 1))
+
+
+@pytest.mark.parametrize("spec", ["full", "streaming_llm", "h2o", "d2o", "kivi:group=8,residual=8"])
+def test_texts_of_one_length_are_read_together_as_alone(setting, spec):
+    long = book("perplexity")
+    samples = {i: replace(long, index=i, context=long.context[40 * i :]) for i in range(3)}
+    samples[3] = replace(samples[1], index=3)
+    cell = setting.cell(
+        "perplexity", spec, None if spec in ("full", "kivi:group=8,residual=8") else "16"
+    )
+    together = run_job(setting.model, setting.tokenizer, EvalJob(samples, (cell,)))
+    assert [line.index for line in together] == [0, 1, 2, 3]
+    for line in together:
+        alone = setting.outcome_in(samples[line.index], cell)
+        assert line.outcome.answers[0].nll == pytest.approx(alone.answers[0].nll, abs=1e-4)
+        assert line.outcome.answers[0].tokens == alone.answers[0].tokens
+        assert line.outcome.held == alone.held
+    assert len({line.outcome.answers[0].nll for line in together}) > 2
 
 
 @pytest.mark.slow
