@@ -2,7 +2,8 @@
 """Samples of an evaluation, small enough to publish: `compact_samples.py FOLDER FILE.csv.gz`.
 
 A row for each answer of each sample, in order of evaluation: cell, score in [0, 1] (for a
-perplexity, the mean negative log-likelihood), and the first characters of the answer.
+perplexity, the mean negative log-likelihood), the entries kept over those seen, and the first
+characters of the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvfold.eval.tasks import tasks
 CHARACTERS = 200
 COLUMNS = (
     "task", "length", "question_aware", "method", "budget", "index", "text", "turn", "score",
-    "tokens", "ended", "prediction", "error",
+    "tokens", "ended", "kept", "prediction", "error",
 )  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def rows(sample: SampleResult) -> Iterator[dict[str, Any]]:
             "score": answer.nll if metric is None else answer.scores[metric],
             "tokens": answer.tokens,
             "ended": answer.ended,
+            "kept": f"{sample.outcome.held.kept:.5f}",
             "prediction": answer.prediction[:CHARACTERS],
         }
 

@@ -30,8 +30,8 @@ from kvfold.report.summary import ReportRow, rows
 
 ROOT = Path(__file__).parents[1]
 LEDGER, RESULTS = ROOT / "docs" / "figures.toml", ROOT / "docs" / "results"
-# Written by `kvfold report` and `publish_real.py`; tests of their own compare them with records.
-GENERATED = "report.md", "tasks.md"
+# Made by `kvfold report`, `publish_real.py` and `claims.py`; own tests compare them with records.
+GENERATED = "report.md", "tasks.md", "claims.md"
 MADE = RESULTS / "README.md"
 PLAIN = re.compile(
     r"""```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]+>  # code, targets of links, tags

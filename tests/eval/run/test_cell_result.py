@@ -118,3 +118,4 @@ def test_published_samples_are_short_and_the_same_again(tmp_path):
     )
     assert (first["method"], first["score"], second["error"]) == ("snapkv", "0.5", "too long")
     assert first["prediction"] == ("blah " * 100)[:200]
+    assert float(first["kept"]) == pytest.approx(said.held.kept, abs=1e-5)
