@@ -17,9 +17,10 @@ from functools import partial
 
 from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics import needle as metric
-from kvfold.eval.tasks import ruler_wording, source
+from kvfold.eval.tasks import ruler_wording
 from kvfold.eval.tasks.base import Question, SampleRequest, Task, TaskSample
 from kvfold.eval.tasks.generated import fitted, number
+from kvfold.eval.tasks.haystack import Haystack
 from kvfold.eval.tasks.ruler_niah import split
 from kvfold.eval.tasks.vocabulary import Vocabulary
 
@@ -66,15 +67,11 @@ def generate(name: str, draw: Draw, request: SampleRequest) -> Iterator[TaskSamp
     The haystack starts at a random sentence, so that samples of one depth differ. Raises
     KvfoldError if the haystack cannot be read, or `length` is too short.
     """
-    path = source.haystack(request)
-    text = source.text(path) if path else " ".join(ruler_wording.NOISE)
-    named = source.name_of(path) if path else ruler_wording.NO_ESSAYS
-    every = split(text)
+    haystack = Haystack.of(request)
 
     def build(size: int, rng: random.Random, index: int) -> TaskSample:
         needle, percent = draw(rng, request), depth(index, request.depths)
-        start = rng.randrange(len(every))
-        words = " ".join(every[start:] + every[:start]).split()
+        words = haystack.words(rng)
         sentences = split(" ".join(itertools.islice(itertools.cycle(words), size)))
         sentences.insert(int(len(sentences) * percent / 100), needle.text)
         context = f"{OPENING}{' '.join(sentences)} </book>."
@@ -88,7 +85,7 @@ def generate(name: str, draw: Draw, request: SampleRequest) -> Iterator[TaskSamp
         metadata = {
             "depth": percent,
             "length": request.length,
-            "haystack": named,
+            "haystack": haystack.name,
         }
         return TaskSample(name, index, context, (question,), stop=("\n",), metadata=metadata)
 

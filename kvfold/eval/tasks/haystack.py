@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts that generated tasks hide their needles in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvfold.eval.tasks import ruler_wording, source
+from kvfold.eval.tasks.base import SampleRequest
+from kvfold.eval.tasks.ruler_niah import split
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text by name, as sentences."""
+
+    name: str
+    sentences: Sequence[str]
+
+    @classmethod
+    def of(cls, request: SampleRequest) -> Haystack:
+        """The haystack of a request, RULER's noise by default.
+
+        Raises KvfoldError if it cannot be read.
+        """
+        path = source.haystack(request)
+        if path is None:
+            return cls(ruler_wording.NO_ESSAYS, split(" ".join(ruler_wording.NOISE)))
+        return cls(source.name_of(path), split(source.text(path)))
+
+    def words(self, rng: random.Random) -> list[str]:
+        """All words from a random sentence on; the sentences before it follow at the end."""
+        start = rng.randrange(len(self.sentences))
+        return " ".join([*self.sentences[start:], *self.sentences[:start]]).split()
