@@ -18,6 +18,7 @@ from kvfold.eval.tasks import (
     needle,
     own,
     perplexity,
+    profile,
     ruler_niah,
     ruler_qa,
     ruler_tracking,
@@ -46,8 +47,8 @@ __all__ = [
 ]
 
 _FILES = (
-    ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, key_value, perplexity, longbench,
-    longbench_v2, loogle, infinitebench, scbench, maths, mt_bench, own,
+    ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, key_value, profile, perplexity,
+    longbench, longbench_v2, loogle, infinitebench, scbench, maths, mt_bench, own,
 )  # fmt: skip
 
 

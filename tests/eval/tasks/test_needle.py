@@ -2,10 +2,12 @@
 """A needle at every depth, and contexts with many questions."""
 
 import json
+import random
 import re
 
 from kvfold.eval.tasks import SampleRequest
 from kvfold.eval.tasks import needle as needles
+from kvfold.eval.tasks.haystack import Haystack
 from tests.helpers.tasks import count, made
 
 
@@ -47,3 +49,9 @@ def test_a_shared_context_has_many_questions():
     for question in alone.questions:
         key = re.search('Key: "(.*)"', question.text).group(1)
         assert question.answers == (pairs[key],)
+
+
+def test_a_haystack_begins_at_any_sentence_and_wraps_around():
+    haystack = Haystack("letters", ["A b.", "C.", "D e f."])
+    found = {" ".join(haystack.words(random.Random(seed))) for seed in range(30)}
+    assert found == {"A b. C. D e f.", "C. D e f. A b.", "D e f. A b. C."}
