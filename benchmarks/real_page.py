@@ -11,7 +11,7 @@ import real_picture
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.report.board import Board, boards, haystacks
+from kvfold.report.board import Board, boards, haystacks, sources
 from kvfold.report.headline import FIFTH, headline
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow, rows
@@ -28,10 +28,12 @@ READING = """\
   each question.
 - **score** is in percent with its 95 % interval; **− full** the difference to the full cache on
   the same samples, ≈ if its interval holds zero; **kept** the entries asked for and those
-  measured, and **bytes** theirs, over the full cache's, after the answer. A mean weighs tasks
-  equally. [Evaluation](../evaluation.md) has the rest.
+  measured, and **bytes** theirs, over the full cache's. With the question in view the two are
+  measured after the answer and grow with it. A mean weighs tasks equally.
+  [Evaluation](../evaluation.md) has the rest.
 - **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
   `streaming_llm` keeps sinks and the newest tokens.
+- **`kvzip`** keeps the opening of the chat template beside its budget.
 - **The haystack** is the text in which a needle is hidden: RULER's noise ("The grass is green.
   …"), or a book."""
 LINKS = """\
@@ -66,17 +68,20 @@ class Planned(NamedTuple):
 
 def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
     """docs/results/README.md; also of a part of the planned records, or of none."""
-    claimed = summary(results)
     parts = [f"# Results of a really trained model, {MODEL}"]
-    parts += [claimed, f"![score against bytes]({real_picture.FILE})"] if claimed else []
+    command = f"```\n{COMMAND}\n```"
+    if not results:
+        return "\n\n".join([*parts, "Not run yet:", command, OTHERS]) + "\n"
+    if claimed := summary(results):
+        parts += [claimed, f"![score against bytes]({real_picture.FILE})"]
     parts += _progress(results, planned)
     found = {board.question_aware: board for board in boards(results)}
     for aware, when in WHEN.items():
         parts.append(f"## {when[0].upper()}{when[1:]}")
         parts += _board(found[aware]) if aware in found else []
         parts += _by_task(results, planned, aware)
-    parts += ["## How to read it", READING, f"```\n{COMMAND}\n```", *_setup(results)]
-    parts += ["## More", f"{LINKS}\n{OTHERS}" if results else OTHERS]
+    parts += ["## How to read it", READING, command, _setup(results)]
+    parts += ["## More", f"{LINKS}\n{OTHERS}"]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -158,7 +163,7 @@ def _board(board: Board) -> Iterator[str]:
     shown = [row for row in lost if row.method == FULL or row.kept_nominal == FIFTH]
     if shown:
         yield f"### Perplexity at a fifth (lower is better), {board.when}"
-        yield f"Text: {', '.join(_data(board.perplexities))}."
+        yield f"Text: {sources(board.perplexities)}."
         yield _table(sorted(shown, key=_score))
     partial = dict.fromkeys(row.method for row in every if not row.complete)
     if partial:
@@ -235,19 +240,15 @@ def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iter
         for one in planned
         if any(_is_of(known, one.unit) and known.samples >= one.samples for known in full)
     ]
-    if not results:
-        yield "Not run yet."
-    elif len(done) < len(planned):
+    if len(done) < len(planned):
         yield (
             f"**Not complete**: {len(done)} of {len(planned)} planned runs are done, each of one "
             "task, length and protocol. The tables task by task say which lack."
         )
 
 
-def _setup(results: Sequence[CellResult]) -> Iterator[str]:
+def _setup(results: Sequence[CellResult]) -> str:
     """Model, texts, code and machine of the records, in one line."""
-    if not results:
-        return
     subject = results[0].cell.subject
     commits = dict.fromkeys(commit or "unknown" for one in results for commit in one.commits)
     machines = dict.fromkeys(
@@ -255,7 +256,7 @@ def _setup(results: Sequence[CellResult]) -> Iterator[str]:
         for one in results
         for setup in one.setups
     )
-    yield (
+    return (
         f"Records: {MODEL} in {subject.dtype}, attention `{subject.attention}`; text: "
         f"{', '.join(_data(results))}; commit {', '.join(commits)}; {'; '.join(machines)}."
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -95,10 +95,20 @@ class Board:
 
 def haystacks(results: Sequence[CellResult]) -> str:
     """Haystacks and their tasks, such as "noise (single_1); book.txt (single_2)"; may be empty."""
+    return _with_tasks((r.haystack, r.cell.task) for r in results if r.haystack is not None)
+
+
+def sources(results: Sequence[CellResult]) -> str:
+    """Data that samples were made of and their tasks, such as "book.txt (perplexity)"."""
+    used = ((dict.fromkeys(result.cell.data), result.cell.task) for result in results)
+    return _with_tasks((", ".join(names), task) for names, task in used if names)
+
+
+def _with_tasks(named: Iterable[tuple[str, str]]) -> str:
+    """Each name once, with its tasks in brackets."""
     found: dict[str, dict[str, None]] = {}
-    for result in results:
-        if result.haystack is not None:
-            found.setdefault(result.haystack, {})[result.cell.task] = None
+    for name, task in named:
+        found.setdefault(name, {})[task] = None
     return "; ".join(f"{name} ({', '.join(tasks)})" for name, tasks in found.items())
 
 

@@ -84,3 +84,18 @@ def test_every_table_names_the_haystack() -> None:
         "a": "book.txt (a)", "b": "noise instead of essays (b)", "c": "book.txt (c)",
     }  # fmt: skip
     assert "Haystack" not in markdown(boards([made()]))
+
+
+def test_the_table_of_perplexities_names_the_texts_that_were_read() -> None:
+    def read(*data: str) -> list[CellResult]:
+        result = made(task="continuation", score=(7.0, 1.0), lower_is_better=True)
+        cell = result.cell.model_copy(update={"data": data})
+        return [result.model_copy(update={"cell": cell})]
+
+    results = read("book.txt", "book.txt")
+    text = markdown(boards(results))
+    shown = payload(boards(results), styles(summary.rows(results)))["boards"][0]
+
+    assert "### Perplexity (lower is better)\n\nText: book.txt (continuation).\n\n| " in text
+    assert shown["source"] == "book.txt (continuation)"
+    assert "Text:" not in markdown(boards(read()))

@@ -52,11 +52,12 @@ function lead() {
 
 const haystackOf = (view) => (view?.haystack ? `Haystack: ${view.haystack}.` : "");
 
-// Below the title of every table, the text that its needles were hidden in.
+// Below the title of every table, the text that its needles were hidden in, or that was read.
 function haystacks() {
   byId("table-haystack").textContent = haystackOf(currentView());
   byId("where-haystack").textContent = haystackOf(findView("overall", "all tasks", null));
   byId("needle-haystack").textContent = haystackOf(findView("task", state.needle, null));
+  byId("perplexity-source").textContent = state.board.source ? `Text: ${state.board.source}.` : "";
 }
 
 function render() {
