@@ -12,7 +12,7 @@ import csv
 import gzip
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,19 @@ def rows(sample: SampleResult) -> Iterator[dict[str, Any]]:
         }
 
 
-def main(folder: Path, out: Path) -> None:
+def write(samples: Iterable[SampleResult], out: Path) -> None:
     """Writes the file; equal samples give equal bytes."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="")
     writer.writeheader()
-    for sample in samples_file(folder).load().records:
+    for sample in samples:
         writer.writerows(rows(sample))
     out.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def main(folder: Path, out: Path) -> None:
+    """Writes the file of a run's folder."""
+    write(samples_file(folder).load().records, out)
 
 
 if __name__ == "__main__":

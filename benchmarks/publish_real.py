@@ -4,8 +4,8 @@
     python benchmarks/publish_real.py FOLDER
 
 Writes records, samples, report, picture and README.md into docs/results, and the first lines of
-README.md. A run that goes on, or was stopped, is published as far as it is; the pages say what is
-lacking. Equal samples give equal files.
+README.md. A run that goes on, or was stopped, is published as far as it is: the samples that every
+method of the picture has met. The pages say what is lacking. Equal samples give equal files.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +24,10 @@ import compact_samples
 import real_page
 import real_picture
 
+from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.run_folder import SAMPLES, samples_file, summarize, write_records
+from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import select
 from kvfold.report import write
 from kvfold.report.board import boards
@@ -37,7 +40,7 @@ def planned() -> list[real_page.Planned]:
     """What `real_leaderboard.sh` runs, as it tells itself."""
     told = subprocess.run(
         ["bash", str(SCRIPT), "BOOK"],
-        env=os.environ | {"PLAN": "1"},
+        env={name: value for name, value in os.environ.items() if name != "STEPS"} | {"PLAN": "1"},
         capture_output=True,
         text=True,
         check=True,
@@ -54,6 +57,22 @@ def _planned(line: str) -> list[real_page.Planned]:
         real_page.Planned(real_page.Unit(task.name, length, aware), samples, not task.by_likelihood)
         for task in select(options["tasks"].split(","))
         for length in lengths or [None]
+    ]
+
+
+def settled(samples: Sequence[SampleResult]) -> list[SampleResult]:
+    """Samples that each method of the picture has met, if it has met any under the protocol."""
+    begun: dict[bool, set[str]] = defaultdict(set)
+    met: dict[tuple[EvalCell, int], set[str]] = defaultdict(set)
+    for sample in samples:
+        cell = sample.cell
+        if cell.method in {FULL, *real_picture.LINES}:
+            begun[cell.protocol.question_aware].add(cell.method)
+            met[cell.reference, sample.index].add(cell.method)
+    return [
+        sample
+        for sample in samples
+        if met[sample.cell.reference, sample.index] == begun[sample.cell.protocol.question_aware]
     ]
 
 
@@ -74,8 +93,9 @@ def publish(folder: Path, root: Path = ROOT) -> None:
     with tempfile.TemporaryDirectory() as name:
         copied = Path(name)
         shutil.copy(folder / SAMPLES, copied)
-        results = named(summarize(samples_file(copied).load().records))
-        compact_samples.main(copied, out / "samples.csv.gz")
+        samples = settled(samples_file(copied).load().records)
+        results = named(summarize(samples))
+        compact_samples.write(samples, out / "samples.csv.gz")
         for path in write.write(results, copied / "pages").paths:
             if path.name in ("index.html", "report.md", "tasks.md") or path.match("needles-*.png"):
                 shutil.copy(path, out)

@@ -43,6 +43,7 @@ LINKS = """\
   characters. `python benchmarks/paired.py docs/results kvzip@0.2 snapkv@0.2` compares two
   methods."""
 OTHERS = """\
+- [Claims of five papers](../claims.md), tested on the same model.
 - [Merging](merging.md) of evicted entries on the same model.
 - [The bundled model](bundled/README.md), made for tests, and [its
   oddities](bundled/oddities.md)."""
