@@ -20,6 +20,7 @@ from kvfold.report.tables import COLUMNS, cells
 MODEL = "SmolLM2-135M-Instruct"
 COMMAND = "benchmarks/real_leaderboard.sh BOOK FOLDER\npython benchmarks/publish_real.py FOLDER"
 WHEN = {False: "before the question is known", True: "with the question in view"}
+PERCENT = "\u00a0%"  # never on another line than its number
 BEST = 8  # methods of a table beside those of the picture
 SHOWN = ("method", "budget", "score", "− full (95 %)", "kept", "bytes", "samples")
 READING = """\
@@ -117,7 +118,7 @@ def _claim(board: Board) -> Iterator[str]:
     verb, unit = _asked(board)
     yield (
         f"**{board.when[0].upper()}{board.when[1:]}**, {_name(best)} {verb} "
-        f"**{_percent(best)}**{unit} with {100 * (best.bytes_ratio or 0):.0f} % of the bytes; "
+        f"**{_percent(best)}**{unit} with {100 * (best.bytes_ratio or 0):.0f}{PERCENT} of the bytes; "
         f"{', '.join(further)} ({full.samples} samples of {_counted(full)})."
     )
 
@@ -138,7 +139,7 @@ def _score(row: ReportRow) -> float:
 
 
 def _percent(row: ReportRow) -> str:
-    return f"{_score(row):.0f} %"
+    return f"{_score(row):.0f}{PERCENT}"
 
 
 def _name(row: ReportRow) -> str:
