@@ -118,7 +118,8 @@ def _claim(board: Board) -> Iterator[str]:
     verb, unit = _asked(board)
     yield (
         f"**{board.when[0].upper()}{board.when[1:]}**, {_name(best)} {verb} "
-        f"**{_percent(best)}**{unit} with {100 * (best.bytes_ratio or 0):.0f}{PERCENT} of the bytes; "
+        f"**{_percent(best)}**{unit} with {100 * (best.bytes_ratio or 0):.0f}{PERCENT} "
+        "of the bytes; "
         f"{', '.join(further)} ({full.samples} samples of {_counted(full)})."
     )
 
