@@ -4,7 +4,8 @@
 #     benchmarks/real_leaderboard.sh BOOK [FOLDER] [MODEL]
 #
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. MODEL is a transformers
-# folder (default .models/smollm2, which `make real` makes). Samples are kept in FOLDER; run again, it
+# folder (default .models/smollm2, which `make real` makes). TEXTS, a folder of other plain texts,
+# and LONGBENCH, one of LongBench's rows, add their steps. Samples are kept in FOLDER; run again, it
 # goes on where it stopped, and STEPS="needles uuids" runs these steps only. Records name the commit,
 # so nothing may be uncommitted when it begins. One worker takes about WORKERS=1 core. PLAN=1 prints
 # the commands and runs none. `publish_real.py FOLDER` makes the pages, also while it runs.
@@ -16,30 +17,60 @@ if [ -z "${PLAN:-}" ] && [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; 
     exit 1
 fi
 
-# SimLayerKV's window is an eighth of the length, as its 1024 is of the 8 k of its models.
-lazy="simlayerkv:window=128"
-for preset in llama2 llama3 mistral qwen; do lazy="$lazy,simlayerkv_$preset:window=128"; done
-whole="full,kivi,kivi:bits=4,think,minicache,pyramidinfer,auto,dbudgetkv,dbudgetkv_literal,$lazy"
-window="snapkv,snapkv_official,snapkv_kvpress,pyramidkv,pyramidkv_official,adakv,pyramidkv + adakv"
-sums="d2o,d2o_official,h2o,h2o + merge,cam,roco"
-other="kvzip,kvzip:level=uniform,tova,keydiff,knorm,cur,dropkv,chunkkv,local_window"
-other="$other,streaming_llm_original,snapkv + kivi:bits=4"
-methods="$whole,$window,$sums,$other"
+# All methods and presets of texts of $1 tokens. SimLayerKV's window is an eighth of the length, as
+# its 1024 is of the 8 k of its models.
+all() {
+    local lazy="simlayerkv:window=$(($1 / 8))" preset
+    for preset in llama2 llama3 mistral qwen; do
+        lazy="$lazy,simlayerkv_$preset:window=$(($1 / 8))"
+    done
+    echo "full,kivi,kivi:bits=4,think,minicache,pyramidinfer,auto,dbudgetkv,dbudgetkv_literal,$lazy,\
+snapkv,snapkv_official,snapkv_kvpress,pyramidkv,pyramidkv_official,adakv,pyramidkv + adakv,\
+d2o,d2o_official,h2o,h2o + merge,cam,roco,kvzip,kvzip:level=uniform,tova,keydiff,knorm,cur,dropkv,\
+chunkkv,local_window,streaming_llm_original,snapkv + kivi:bits=4"
+}
 
-# Each step runs before the question is known and with the question in view. Answers end at the
-# tokens that a right one takes, so that wrong ones, which go on, take no more time.
+# The best of each kind, for the steps that take long.
+best() {
+    echo "full,dbudgetkv,simlayerkv:window=$(($1 / 8)),snapkv,pyramidkv,pyramidkv + adakv,d2o,h2o,\
+kvzip,kvzip:level=uniform,keydiff"
+}
+
+# A step runs before the question is known and with the question in view, unless `views` says so.
+# Answers end at the tokens that a right one takes, so that wrong ones, which go on, take no more
+# time.
+agnostic="" aware=--question-aware
+budgets=0.5,0.3,0.2,0.1,0.05 samples=40 batch=20
+views="agnostic aware"
 step() {
-    local name=$1
+    local name=$1 view
     shift
     case " ${STEPS:-$name} " in *" $name "*) ;; *) return 0 ;; esac
-    for view in "" --question-aware; do
-        ${PLAN:+echo} kvfold eval --model "$model" --haystack "$book" --methods "$methods" \
-            --budgets 0.5,0.3,0.2,0.1,0.05 --samples 40 --batch-size 20 \
-            --workers "${WORKERS:-1}" --out "$out" $view "$@"
+    for view in $views; do
+        ${PLAN:+echo} kvfold eval --model "$model" --methods "$methods" --budgets $budgets \
+            --samples $samples --batch-size $batch --workers "${WORKERS:-1}" --out "$out" ${!view} "$@"
     done
 }
 
 needles=ruler_niah_single_1,ruler_niah_single_2
-step needles --tasks $needles --lengths 1024 --answer-tokens 16
-step uuids --tasks ruler_niah_single_3 --lengths 1024 --answer-tokens 48
-step longer --tasks $needles --lengths 2048 --answer-tokens 16
+hidden=(--haystack "$book" --answer-tokens 16)
+methods=$(all 1024) step needles "${hidden[@]}" --tasks $needles --lengths 1024
+for text in "$book" ${TEXTS:+"$TEXTS"/*}; do
+    methods=$(best 512) views=agnostic samples=20 step texts --tasks continuation --lengths 512 \
+        --data "$text"
+done
+methods=$(best 1024) views=agnostic step recall "${hidden[@]}" --tasks profile_form --lengths 1024
+methods=$(best 1024) views=agnostic budgets=0.3,0.1 step turns "${hidden[@]}" \
+    --tasks profile_conversation --lengths 1024
+methods=$(best 2048) step longer "${hidden[@]}" --tasks $needles --lengths 2048
+methods=$(all 1024) step uuids --haystack "$book" --tasks ruler_niah_single_3 --lengths 1024 \
+    --answer-tokens 48
+for length in 4096 7168; do
+    methods=$(best $length) budgets=0.3,0.1 samples=20 batch=4 step far "${hidden[@]}" \
+        --tasks ruler_niah_single_1 --lengths $length
+done
+if [ -n "${LONGBENCH:-}" ]; then
+    shots=longbench_trec,longbench_triviaqa,longbench_samsum
+    methods=$(best 4096) budgets=0.3,0.1 batch=4 step shots --tasks $shots --data "$LONGBENCH" \
+        --max-length 7680
+fi
