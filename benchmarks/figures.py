@@ -30,8 +30,8 @@ from kvfold.report.summary import ReportRow, rows
 
 ROOT = Path(__file__).parents[1]
 LEDGER, RESULTS = ROOT / "docs" / "figures.toml", ROOT / "docs" / "results"
-# Made by `kvfold report`, `publish_real.py` and `claims.py`; own tests compare them with records.
-GENERATED = "report.md", "tasks.md", "claims.md"
+# Made by `kvfold report` and other benchmarks; own tests compare them with the records.
+GENERATED = "report.md", "tasks.md", "claims.md", "evidence.md"
 MADE = RESULTS / "README.md"
 PLAIN = re.compile(
     r"""```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]+>  # code, targets of links, tags

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page on the check beside scores: its numbers follow from the records."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+# Resamples of three cells may be of one cell alone.
+pytestmark = pytest.mark.filterwarnings("ignore:An input array is constant")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    """`benchmarks/check_evidence_page.py`."""
+    path = list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield import_module("check_evidence_page")
+    sys.path[:] = path
+    sys.modules.pop("check_evidence_page", None)
+
+
+def measured(bench: ModuleType, *values: tuple[float, float], **known: Any) -> list[Any]:
+    """Cells with such a mean KL and points lost."""
+    where = {"task": "a", "length": 1024, "question_aware": False} | known
+    return [
+        bench.Cell(
+            method=f"m{number}", budget="0.2", prompts=40, kept=0.2, mean_kl=kl, p99_kl=kl,
+            agreement=1.0, score=90.0 - lost, lost=lost, **where,
+        )
+        for number, (kl, lost) in enumerate(values)
+    ]  # fmt: skip
+
+
+def test_the_rank_correlation_is_spearmans(bench):
+    # Ranks of the KL 1 2 3 4 5, of the loss 1 2 3 5 4: 1 − 6·2 / (5·24) = 0.9.
+    cells = measured(bench, (0.01, 0), (0.02, 1), (0.4, 5), (2, 90), (3, 80))
+    value, low, high = bench.spearman(cells)
+    assert value == pytest.approx(0.9)
+    assert low < value <= high <= 1
+
+
+def test_a_row_counts_cells_on_both_sides_of_the_certificates_kl(bench):
+    cells = measured(bench, (0.01, 0), (0.05, 1), (0.4, 5), (2, 90), (3, 80))
+    (row,) = [line for line in bench.text(cells, []).splitlines() if line.startswith("| `a`")][:1]
+    assert row.startswith("| `a` | 1024 | before it is known | 40 | 5 | 0.90 (")
+    assert row.endswith("| 0.5 (2) | 58.3 (3) |")
+
+
+def test_all_tasks_are_means_of_the_cells_that_every_task_has(bench):
+    one = measured(bench, (0.01, 0), (1.0, 10), (2.0, 30))
+    other = measured(bench, (0.03, 2), (3.0, 30), task="b")
+    aware = measured(bench, (0.03, 2), (3.0, 30), question_aware=True)
+    found = bench.pooled([*one, *other, *aware])
+    assert [(cell.method, cell.mean_kl, cell.lost, cell.prompts) for cell in found] == [
+        ("m0", pytest.approx(0.02), 1, 80),
+        ("m1", pytest.approx(2.0), 20, 80),
+    ]
+
+
+def test_a_certificate_holds_up_to_two_points(bench):
+    cells = measured(bench, (0.01, 0), (1.0, 10), (2.0, 30))
+    where = {"task": "a", "length": 1024, "question_aware": False, "budget": "0.2"}
+    certified = [
+        bench.Certified(method=method, split=split, lost=lost, **where)
+        for split, (method, lost) in enumerate((("m0", -1), ("m0", 2), ("m1", 2.5), ("m0", 0)))
+    ]
+    *_, row = bench.text(cells, certified).splitlines()
+    assert row.endswith("| 2 of 3 | 4 | 75.0% | 2.5 |")
+    *_, row = bench.text(cells, []).splitlines()
+    assert row.endswith("| 0 of 3 | 0 |  |  |")
+
+
+def test_written_records_are_read_again(bench, tmp_path):
+    cells = measured(bench, (0.0123456789, 0), (1.0, 10), (2.0, 30))
+    bench.write(cells, [], tmp_path)
+    again, _ = bench.load(tmp_path)
+    assert again[0].mean_kl == 0.012346 and again[1:] == cells[1:]
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    bench.write(again, [], tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
+
+
+def test_the_published_page_is_that_of_the_records(bench):
+    if not bench.OUT.is_dir():
+        pytest.skip("no records yet")
+    assert (bench.OUT / bench.PAGE).read_text(encoding="utf-8") == bench.text(*bench.load())
