@@ -23,15 +23,19 @@ def attend_with_column_maxima(
     *,
     scored: Tensor,
     counted: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    column_weights: Tensor | None = None,
     **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T."""
+    by_group = None if column_weights is None else column_weights.unflatten(1, (key.shape[1], -1))
     scale = options["scale"]
     bare = options.get("softcap") is None and options.get("sink_logits") is None
     plain = bare and counted is None
     # Two separate passes read the scored keys twice: faster while these are under half of all.
     if plain and 2 * int(scored.sum(-1).max()) < key.shape[2] and _follow(query, key, value, mask):
-        return _attend_apart(query, key, value, scale), _maxima_apart(query, key, scale, scored)
+        maxima = _maxima_apart(query, key, scale, scored, row_weights, by_group)
+        return _attend_apart(query, key, value, scale), maxima
     blocks = AttentionBlocks(query, key, value, mask, **options)
     ranges = [spans(of_row) for of_row in scored]
     maxima, voting = blocks.per_entry(), blocks.voters(counted)
@@ -44,10 +48,14 @@ def attend_with_column_maxima(
         lost = share < torch.finfo(share.dtype).tiny ** 0.5
         if bool((lost & voters).any()):
             weights, share = _weights_among(blocks, at, among), torch.ones_like(share)
-        factor = share.reciprocal_().masked_fill_(~voters, 0.0)[:, None]
+        factor = share.reciprocal_().masked_fill_(~voters, 0.0)
+        if row_weights is not None:
+            factor.mul_(row_weights[at.row, at.start : at.end].repeat(blocks.groups))
+        of_columns = None if by_group is None else by_group[at.row, at.head, :, : at.seen]
         most = maxima[at.row, at.head, : at.seen]
         for part in ranges[at.row]:
-            highest = weights[:, part].mul_(factor).amax(0)
+            of_part = None if of_columns is None else of_columns[:, part]
+            highest = _highest(weights[:, part].mul_(factor[:, None]), of_part)
             torch.maximum(most[part], highest, out=most[part])
     return blocks.out, maxima.masked_fill_(~scored[:, None], 0.0)
 
@@ -90,22 +98,42 @@ def _attend_apart(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
     return torch.lerp(own, before.reshape(query.shape), share[..., None])
 
 
-def _maxima_apart(query: Tensor, key: Tensor, scale: float, scored: Tensor) -> Tensor:
-    """Maxima `[B, H, T]` of softmax rows over the `scored [B, T]` entries alone."""
+def _maxima_apart(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    scored: Tensor,
+    row_weights: Tensor | None,
+    column_weights: Tensor | None,
+) -> Tensor:
+    """Maxima `[B, H, T]` of softmax rows over the `scored [B, T]` entries alone.
+
+    Weights are `row_weights [B, S]` and `column_weights [B, H, G, T]`, or None.
+    """
     earlier = key.shape[2] - query.shape[2]
     grouped = (query * scale).unflatten(1, (key.shape[1], -1))
     maxima = key.new_zeros(key.shape[:3])
     for row, of_row in enumerate(scored):
         columns = of_row.nonzero().flatten()
         keys = key[row].index_select(1, columns)
-        maxima[row, :, columns] = _maxima_of_row(grouped[row], keys, columns - earlier)
+        of_row = None if row_weights is None else row_weights[row].to(keys.dtype)
+        of_keys = None if column_weights is None else column_weights[row][..., columns]
+        weights = of_row, of_keys
+        maxima[row, :, columns] = _maxima_of_row(grouped[row], keys, columns - earlier, *weights)
     return maxima
 
 
-def _maxima_of_row(query: Tensor, keys: Tensor, first_seen_by: Tensor) -> Tensor:
+def _maxima_of_row(
+    query: Tensor,
+    keys: Tensor,
+    first_seen_by: Tensor,
+    row_weights: Tensor | None,
+    column_weights: Tensor | None,
+) -> Tensor:
     """Maxima `[H, K]` that keys `[H, K, D]` receive from queries `[H, G, S, D]` of one row.
 
     Key k is visible from query `first_seen_by[k]` on, below 0 to all queries; `[K]`, ascending.
+    Weights are `row_weights [S]` and `column_weights [H, G, K]`, or None.
     """
     queries, most = query.shape[2], keys.new_zeros(keys.shape[:2])
     room = keys.new_empty(query.shape[1] * min(BLOCK, queries) * len(first_seen_by))
@@ -115,16 +143,28 @@ def _maxima_of_row(query: Tensor, keys: Tensor, first_seen_by: Tensor) -> Tensor
         if not seen:
             continue
         later = first_seen_by[whole:seen] > torch.arange(start, end)[:, None]
-        for block, of_head, highest in zip(query[:, :, start:end], keys, most, strict=True):
-            rows = block.flatten(0, 1)
+        for head, (of_head, highest) in enumerate(zip(keys, most, strict=True)):
+            rows = query[head, :, start:end].flatten(0, 1)
             weights = room[: len(rows) * seen].view(-1, seen)
             torch.mm(rows, of_head[:seen].T, out=weights)
-            weights.view(-1, end - start, seen)[..., whole:].masked_fill_(later, -torch.inf)
+            by_query_head = weights.view(-1, end - start, seen)
+            by_query_head[..., whole:].masked_fill_(later, -torch.inf)
             torch.softmax(weights, -1, out=weights)
             if whole == 0:
                 weights.nan_to_num_(0.0)  # rows that see no scored entry
-            torch.maximum(highest[:seen], weights.amax(0), out=highest[:seen])
+            if row_weights is not None:
+                by_query_head.mul_(row_weights[start:end, None])
+            of_columns = None if column_weights is None else column_weights[head, :, :seen]
+            torch.maximum(highest[:seen], _highest(weights, of_columns), out=highest[:seen])
     return most
+
+
+def _highest(weights: Tensor, column_weights: Tensor | None) -> Tensor:
+    """Maxima `[K]` of `weights [G·S, K]`, each query head's times its `column_weights [G, K]`."""
+    if column_weights is None:
+        return weights.amax(0)
+    of_query_heads = weights.unflatten(0, (len(column_weights), -1)).amax(1)
+    return (of_query_heads * column_weights.to(weights.dtype)).amax(0)
 
 
 def _voters(blocks: AttentionBlocks, at: Block, voting: Tensor) -> Tensor:

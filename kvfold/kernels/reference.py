@@ -61,6 +61,8 @@ def attend_with_column_maxima(
     *,
     scored: Tensor,
     counted: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    column_weights: Tensor | None = None,
     **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, S, Dv]` and column maxima `[B, H, T]` of scored entries (KVzip).
@@ -70,7 +72,8 @@ def attend_with_column_maxima(
     and without sink logits, taken over the queries where `counted [B, S]` is true and the query
     heads of a group. They are 0 for entries that are not scored; a query that may attend to no
     scored entry adds nothing. An additive mask hides an entry with less than half of its dtype's
-    minimum.
+    minimum. `row_weights [B, S]` of queries and `column_weights [B, Hq, T]` of entries, none below
+    0, multiply the second softmax of each query head before any maximum is taken.
     """
     logits = _logits(query, key, options)
     attention = _softmax(_masked(logits, mask), options.get("sink_logits"))
@@ -79,6 +82,10 @@ def attend_with_column_maxima(
     rows = _softmax(_masked(logits, mask).masked_fill(~candidates, -torch.inf), None)
     if counted is not None:
         rows = rows * counted[:, None, :, None]
+    if row_weights is not None:
+        rows = rows * row_weights[:, None, :, None]
+    if column_weights is not None:
+        rows = rows * column_weights[:, :, None]
     return out, rows.unflatten(1, (key.shape[1], -1)).amax((2, 3))
 
 

@@ -16,7 +16,7 @@ KERNELS = pytest.mark.parametrize("kernel", [reference, maxima], ids=["reference
 GROUPS = pytest.mark.parametrize("groups", [1, 4, 8])
 
 
-def naive(query, key, mask, scored, softcap=None, counted=None):
+def naive(query, key, mask, scored, softcap=None, counted=None, rows=None, columns=None):
     """The maxima alone: one query head, one query, one key at a time, in python floats."""
     batch, query_heads, queries, _ = query.shape
     heads, stored = key.shape[1:3]
@@ -34,8 +34,11 @@ def naive(query, key, mask, scored, softcap=None, counted=None):
                     continue
                 total = sum(math.exp(logit) for logit in logits.values())
                 for j, logit in logits.items():
+                    weight = math.exp(logit) / total
+                    weight *= float(rows[b, i]) if rows is not None else 1
+                    weight *= float(columns[b, h, j]) if columns is not None else 1
                     here = most[b, h // groups, j]
-                    most[b, h // groups, j] = max(float(here), math.exp(logit) / total)
+                    most[b, h // groups, j] = max(float(here), weight)
     return most
 
 
@@ -145,6 +148,71 @@ def test_a_lone_scored_entry_receives_everything(kernel):
     scored = torch.arange(30).expand(2, -1) == torch.tensor([[4], [29]])
     _, most = kernel.attend_with_column_maxima(query, key, value, None, scale=SCALE, scored=scored)
     torch.testing.assert_close(most, scored[:, None].expand(2, 2, 30).double())
+
+
+# --- weights of rows and columns ---------------------------------------------------------------
+
+
+def weights_of(query, key):
+    """Weights of queries `[B, S]` and of entries by query head `[B, Hq, T]`, some of them 0."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (query.shape[0], query.shape[2]), (*query.shape[:2], key.shape[2])
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [3 * weights.clamp(min=0) for weights in drawn]
+
+
+@KERNELS
+def test_golden_weights(kernel):
+    """KVzip+: ‖W_o v‖ and 1/‖h‖ of one head, rows of two queries over six entries."""
+    one, two, three = (torch.arange(n, dtype=torch.float64) for n in (8, 4, 3))
+    i, j = one[:, None], two[None]
+    key = ((7 * i + 3 * j + i * j) % 11 - 5) / 4
+    value = ((5 * i + 2 * j + 4 * i * j) % 7 - 3) / 2
+    query = ((4 * i + 5 * j + 2 * i * j) % 9 - 4) / 4
+    output = ((3 * two[:, None] + 2 * three + two[:, None] * three) % 5 - 2) / 2
+    key, value = key[None, None, :6], value[None, None, :6]
+    hidden = torch.tensor([[1.118034, 0.707107]], dtype=torch.float64)
+    options = {"scale": 0.5, "scored": torch.ones(1, 6).bool()}
+    call = query[None, None, 6:], key, value, torch.ones(1, 1, 2, 6).bool()
+    _, plain = kernel.attend_with_column_maxima(*call, **options)
+    expected = [0.264562, 0.176236, 0.165559, 0.232681, 0.170233, 0.175637]
+    assert plain.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+    columns = (value @ output).norm(dim=-1)
+    _, plus = kernel.attend_with_column_maxima(
+        *call, row_weights=1 / hidden, column_weights=columns, **options
+    )
+    expected = [1.045772, 0.440590, 0.685120, 0.838945, 0.429086, 0.858516]
+    assert plus.flatten().tolist() == pytest.approx(expected, abs=2e-6)
+
+
+@KERNELS
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("given", ["rows", "columns", "both"])
+def test_weights_multiply_each_query_head_before_the_maximum(kernel, given, groups):
+    query, key, value = inputs(6, 9, groups)
+    mask, scored = random_mask(2, 2 * groups, 6, 9), scattered(9)
+    rows, columns = weights_of(query, key)
+    rows = None if given == "columns" else rows
+    columns = None if given == "rows" else columns
+    expected = naive(query, key, mask, scored, rows=rows, columns=columns)
+    _, got = kernel.attend_with_column_maxima(
+        query, key, value, mask, scale=SCALE, scored=scored, row_weights=rows,
+        column_weights=columns,
+    )  # fmt: skip
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@DTYPES
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("masked", [False, True])
+def test_weighted_blocks_are_the_reference(masked, groups, dtype, tolerance):
+    """Float32 without a mask: the flash path, when few entries are scored."""
+    query, key, value = inputs(140, 700, groups, dtype)
+    rows, columns = weights_of(query, key)
+    mask = random_mask(2, 1, 140, 700) if masked else None
+    scored = torch.arange(700).expand(2, -1) % 7 == 3
+    options = {"row_weights": rows.to(dtype), "column_weights": columns.to(dtype)}
+    assert_same(*both(query, key, value, mask, scored=scored, **options), tolerance)
 
 
 # --- rows and columns that add nothing ---------------------------------------------------------
