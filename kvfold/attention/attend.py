@@ -21,6 +21,7 @@ from kvfold.kernels.gather import as_added
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.kernels.single_query import attend_beside, attend_with_row
 from kvfold.kernels.views import RaggedView
+from kvfold.methods.observation import ProjectedNorms
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 
@@ -82,8 +83,13 @@ def attend_and_maximize(
     *,
     counted: Tensor | None,
     scored: Tensor,
+    row_weights: Tensor | None,
+    norms: ProjectedNorms | None,
 ) -> Observed:
-    """Observes column maxima of a softmax over the `scored [B, N]` columns alone (KVzip)."""
+    """Observes column maxima of a softmax over the `scored [B, N]` columns alone (KVzip).
+
+    Queries weigh `row_weights [B, S]`, entries the `norms` of their values; None: 1 (KVzip+).
+    """
     key, value, stored_mask = _dense(call, store, seen, mask)
     out, maxima = attend_with_column_maxima(
         call.query,
@@ -92,6 +98,8 @@ def attend_and_maximize(
         stored_mask,
         scored=scored,
         counted=counted,
+        row_weights=row_weights,
+        column_weights=None if norms is None else norms(value),
         **call.logits,
     )
     return out.transpose(1, 2).contiguous(), call._replace(maxima=maxima)

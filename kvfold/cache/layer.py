@@ -25,9 +25,11 @@ from kvfold.cache.observe import (
     add_maxima,
     add_moments,
     check_positions,
+    norms_of_outputs,
     observation_at,
     observation_of,
 )
+from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.prefill import end_prefill, size_and_evict
 from kvfold.cache.rounds import note_token
 from kvfold.cache.sequence import LogicalSequence
@@ -171,8 +173,7 @@ class CompressedLayer(CacheLayerMixin):
             predicted = predicted_slot(state, call)
             out, call = attend_and_watch_row(call, state.dense_store(), seen, mask, predicted)
         elif phase.repeating is not None:
-            counted, scored = self._counted(call), phase.repeating.scored
-            out, call = attend_and_maximize(call, store, seen, mask, counted=counted, scored=scored)
+            out, call = self._attend_and_maximize(call, phase.repeating, mask)
         elif state.plan.stages.needs.column_sums and not phase.frozen:
             squares = state.plan.stages.needs.column_squares
             counted = self._counted(call)
@@ -189,6 +190,23 @@ class CompressedLayer(CacheLayerMixin):
         # Only now: after an error above, the layers no longer hold the same tokens.
         binding.waiting = False
         return out, weights
+
+    def _attend_and_maximize(
+        self, call: AttentionCall, repeating: ReconstructionForward, mask: Tensor | None
+    ) -> tuple[Tensor, AttentionCall]:
+        """Output `[B, S, Hq, Dv]` of a forward that repeats the text, and its column maxima."""
+        state = self.state
+        weights = repeating.row_weights.get(state.plan.layer)
+        return attend_and_maximize(
+            call,
+            state.stored(),
+            state.seen,
+            mask,
+            counted=self._counted(call),
+            scored=repeating.scored,
+            row_weights=weights,
+            norms=None if weights is None else norms_of_outputs(state, call),
+        )
 
     def attend_as_guest(
         self,

@@ -70,11 +70,11 @@ def observation_at(
         token_ids=per_head(token_ids_of(state)) if needs.token_ids else None,
         key_positions=state.key_positions() if needs.unrotated else None,
         rotate=state.rotation if needs.unrotated else None,
-        norms_of_outputs=_norms_of_outputs(state, call),
+        norms_of_outputs=norms_of_outputs(state, call),
     )
 
 
-def _norms_of_outputs(state: LayerState, call: AttentionCall) -> ProjectedNorms | None:
+def norms_of_outputs(state: LayerState, call: AttentionCall) -> ProjectedNorms | None:
     """Norms of projected values, if the method reads them."""
     kind = state.plan.stages.needs.output_norms
     if kind is None:

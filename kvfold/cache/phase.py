@@ -23,10 +23,13 @@ class ReconstructionForward:
     """A forward that repeats part of a context of `text` columns (KVzip).
 
     `scored [B, N]` are the columns, new ones included, among which its attention is shared out.
+    `row_weights [B, S]` of its tokens, by compressed layer, multiply that attention, and so do the
+    norms of projected values; there are none but in KVzip+.
     """
 
     text: int
     scored: Tensor
+    row_weights: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context reconstruction: forwards that let the model repeat a text, and score its entries.
 
-KVzip, arXiv 2505.23416, section 3; snu-mllab/KVzip `model/wrapper.py`.
+KVzip, arXiv 2505.23416, section 3; snu-mllab/KVzip `model/wrapper.py`. KVzip+ and the demotion of
+structural tokens: NVIDIA/kvpress `kvzip_press.py`, pull request 288.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,6 +18,8 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.errors import KvfoldError
 from kvfold.generation.head_scores import give_head_scores
+from kvfold.generation.structure import structural
+from kvfold.hf.attention_inputs import inputs_noted
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
 from kvfold.methods.observation import ContextReconstruction
@@ -60,6 +66,9 @@ def reconstruct(
     for part in range(-(-max(map(len, texts)) // how.chunk)):
         requests = [_request(how, tokenizer, frame, text, part) for text in texts]
         _repeat(model, cache, mask, prefix, requests, how.chunk * part)
+    if how.demote < 1:
+        marks = [structural(tokenizer, text, how.demote_repeats) for text in texts]
+        _demote(cache, marks, how.demote)
 
 
 def _opening(row: Tensor, start: int, opening: Tensor) -> Tensor:
@@ -108,10 +117,36 @@ def _repeat(
     scored = torch.cat([scored & mask.bool(), there.bool()], 1)
     whole = torch.cat([mask, there], 1)
     padded = None if bool(whole.all()) else whole
-    cache.phase.repeating = ReconstructionForward(mask.shape[1], scored)
+    cache.phase.repeating = repeating = ReconstructionForward(mask.shape[1], scored)
     try:
-        with cache.frozen():
+        with cache.frozen(), _weighing_queries(cache, repeating):
             read_tokens(model, new, cache, padded)
             cache.crop(-longest)
     finally:
         cache.phase.repeating = None
+
+
+@contextmanager
+def _weighing_queries(cache: CompressedCache, repeating: ReconstructionForward) -> Iterator[None]:
+    """Sets the weights of a forward's queries to 1/‖h‖, h their layer's input (KVzip+ only)."""
+    how = cache.reconstruction
+    if how is None or not how.normalize:
+        yield
+        return
+
+    def weigh(layer: int, hidden: Tensor) -> None:
+        norms = hidden.detach().float().norm(dim=-1)
+        repeating.row_weights[layer] = norms.clamp(min=torch.finfo(norms.dtype).tiny).reciprocal()
+
+    with inputs_noted([state.projection.attention for state in cache.states], weigh):
+        yield
+
+
+def _demote(cache: CompressedCache, marks: list[Tensor], factor: float) -> None:
+    """Multiplies the scores of structural tokens; `marks [n]` are of each row's last columns."""
+    for state in cache.states:
+        scores = state.reconstruction_scores
+        assert scores is not None
+        for of_row, structure in zip(scores, marks, strict=True):
+            demoted = of_row[:, len(of_row[0]) - len(structure) :]
+            demoted[:, structure.to(scores.device)] *= factor

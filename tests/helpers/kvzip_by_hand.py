@@ -8,17 +8,32 @@ import torch
 from tests.helpers.by_hand import Layer, best
 
 
-def most_attention(layer: Layer, h: int, prefix: int, scored: range, new: int) -> list[float]:
-    """Over all new queries of a group: softmax over the prefix, the part and the new entries."""
+def most_attention(
+    layer: Layer,
+    h: int,
+    prefix: int,
+    scored: range,
+    new: int,
+    inputs: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+) -> list[float]:
+    """Over all new queries of a group: softmax over the prefix, the part and the new entries.
+
+    With the layer's `inputs [S, Dm]` and W_o, `output [Dm, Hq·Dv]`, times ‖W_o v‖ / ‖h‖ (KVzip+).
+    """
     head = layer.heads[h]
     group = len(layer.query) // len(layer.heads)
     places = [*range(prefix), *scored, *range(len(head) - new, len(head))]
     later = torch.ones(new, new, dtype=torch.bool).triu(1)
     hidden = torch.cat([torch.zeros(new, len(places) - new, dtype=torch.bool), later], 1)
     most = torch.zeros(len(scored), dtype=torch.float64)
-    for query in layer.query[h * group : (h + 1) * group, -new:]:
-        logits = query @ head.keys[places].T * layer.scale
+    for number in range(h * group, (h + 1) * group):
+        logits = layer.query[number, -new:] @ head.keys[places].T * layer.scale
         rows = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        if inputs is not None and output is not None:
+            size = head.values.shape[1]
+            projected = head.values[places] @ output[:, number * size : (number + 1) * size].T
+            rows = rows * projected.norm(dim=1) / inputs[-new:].norm(dim=1)[:, None]
         most = torch.maximum(most, rows[:, prefix : prefix + len(scored)].amax(0))
     return most.tolist()
 

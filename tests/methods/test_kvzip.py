@@ -153,9 +153,20 @@ def chat_frame() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @cache
-def kvzip_scores(heads: int, ids: tuple[int, ...], prefix: int) -> list[list[list[float]]]:
+def kvzip_scores(
+    heads: int, ids: tuple[int, ...], prefix: int, plus: bool = False
+) -> list[list[list[float]]]:
     """Of each layer, KV head and token after the prefix: the most attention while repeating."""
     model = model_with(heads, "truth", vocab_size=len(tokenizer()))
+    attentions = [layer.self_attn for layer in model.model.layers]
+    inputs: dict[Any, torch.Tensor] = {}
+    hooks = [
+        attention.register_forward_pre_hook(
+            lambda module, _, given: inputs.update({module: given["hidden_states"][0]}),
+            with_kwargs=True,
+        )
+        for attention in attentions
+    ]
     text, postfix = ids[prefix:], chat_frame()[1]
     scores: list[list[list[float]]] = [[[] for _ in range(heads)] for _ in range(LAYERS)]
     for start in range(0, len(text), CHUNK):
@@ -166,10 +177,18 @@ def kvzip_scores(heads: int, ids: tuple[int, ...], prefix: int) -> list[list[lis
         new = (*request, *postfix, *part)
         one = ByHand(model)(torch.tensor([ids + new]))
         scored = range(prefix + start, prefix + start + len(part))
-        for layer, of_layer in zip(one.layers, scores, strict=True):
+        for layer, attention, of_layer in zip(one.layers, attentions, scores, strict=True):
+            weights = (inputs[attention], attention.o_proj.weight) if plus else ()
             for h, of_head in enumerate(of_layer):
-                of_head += most_attention(layer, h, prefix, scored, len(new))
+                of_head += most_attention(layer, h, prefix, scored, len(new), *weights)
+    for hook in hooks:
+        hook.remove()
     return scores
+
+
+def some_marks(count: int) -> tuple[int, ...]:
+    """Spaces behind full stops and line breaks, again and again."""
+    return (ids_of(".\n") * count)[:count]
 
 
 def some_ids(count: int, seed: int) -> tuple[int, ...]:
@@ -179,26 +198,57 @@ def some_ids(count: int, seed: int) -> tuple[int, ...]:
 
 @pytest.mark.slow
 @HEADS
-@pytest.mark.parametrize("options", ["", "strict=true", "level=uniform", "level=head"])
+@pytest.mark.parametrize(
+    "options", ["", "strict=true", "level=uniform", "level=head", "normalize=true", "demote=0.05"]
+)
 def test_kvzip_keeps_what_repeating_the_text_looks_at(options, heads):
     """A chat of 70 tokens and a bare text of 53; the first's last part is a short one."""
+    check_kept(options, heads)
+
+
+def test_kvzip_plus_keeps_what_outweighs_the_rest_after_the_projection():
+    assert parse("kvzip_plus") == parse("kvzip:normalize=true")
+    plain, plus = (check_kept(options, 2, chunked) for options, chunked in SINGLE)
+    assert plain != plus
+
+
+SINGLE = (("", 100), ("normalize=true", 30))  # a prompt read at once, and one read in pieces
+
+
+def check_kept(options: str, heads: int, prefill_chunk: int = 100) -> list[list[list[list[int]]]]:
+    """Compares kept entries with the loops' after a prefill in pieces; gives them back."""
     size = len(tokenizer())
     model, truth = (model_with(heads, role, vocab_size=size) for role in ("kvfold", "truth"))
     opening = chat_frame()[0]
     # The last token is read with the answer.
     texts = [opening + some_ids(70 - len(opening), 1), some_ids(53, 2)]
+    if options.startswith("demote"):
+        texts = [text[:45] + some_marks(20) + text[65:] for text in texts]
     cache = kvfold.CompressedCache(
         model, f"kvzip:{options or 'level=pair'},chunk={CHUNK}", SMALL, tokenizer=tokenizer()
     )
-    ids = torch.tensor([texts[0], (0,) * 17 + texts[1]])
-    mask = torch.tensor([[1] * 70, [0] * 17 + [1] * 53])
-    kvfold.generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=1, do_sample=False)
-    expected = []
+    ids = torch.tensor([texts[0], (0,) * (70 - len(texts[1])) + texts[1]])
+    mask = torch.tensor([[1] * 70, [0] * (70 - len(texts[1])) + [1] * len(texts[1])])
+    sampling = {"max_new_tokens": 1, "do_sample": False, "prefill_chunk": prefill_chunk}
+    kvfold.generate(model, ids, cache=cache, attention_mask=mask, **sampling)
+    expected, kept_in_rows = [], []
     for text, prefix in zip(texts, (len(opening), 0), strict=True):
-        kept = kept_by_score(kvzip_scores(heads, tuple(text[:-1]), prefix), SMALL, prefix, options)
+        scores = kvzip_scores(heads, text[:-1], prefix, options == "normalize=true")
+        if options.startswith("demote"):
+            marks = set(some_marks(20))
+            factors = [0.05 if token in marks else 1.0 for token in text[prefix:-1]]
+            plain = kept_by_score(scores, SMALL, prefix)
+            scores = [
+                [[f * s for f, s in zip(factors, of_head, strict=True)] for of_head in of_layer]
+                for of_layer in scores
+            ]
+            assert kept_by_score(scores, SMALL, prefix) != plain
+        kept = kept_by_score(scores, SMALL, prefix, options)
+        kept_in_rows.append(kept)
         one = ByHand(truth)(torch.tensor([text[:-1]]))
         expected.append(evict(one, lambda _, kept=kept: kept)(torch.tensor([text[-1:]])))
     assert_holds(cache, expected)
+    return kept_in_rows
 
 
 @HEADS
