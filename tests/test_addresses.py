@@ -27,7 +27,6 @@ TESTED_BY = {
     "cache/rounds.py": "methods/test_every.py",
     "cache/sequence.py": "methods/test_every_method.py",
     "cache/sizes.py": "methods/test_every.py",
-    "cache/state.py": "methods/test_every_method.py",
     "cache/waiting.py": "cache/test_decode.py",
     "contexts/context.py": "contexts/test_answer.py",
     "generation/head_scores.py": "methods/test_kvzip.py",

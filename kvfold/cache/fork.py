@@ -14,7 +14,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.phase import Phase
-from kvfold.cache.state import LayerState
+from kvfold.cache.state import PER_ENTRY, LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import BudgetError
 from kvfold.hf.models import read_tokens
@@ -64,10 +64,9 @@ def _fork_layer(
         reindexed=None,
         moves=state.sink_moves() if state.plan.stages.needs.unrotated else None,
         surplus=None,
-        sums=None,
-        squares=None,
-        reconstruction_scores=None,
     )
+    for name in PER_ENTRY:
+        setattr(other.state, name, None)
     return other
 
 

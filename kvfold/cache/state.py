@@ -24,8 +24,12 @@ from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from kvfold.store.reindexed_sinks import ReindexedSinks
 
+# Numbers of entries that an eviction leaves behind, and what stands for an entry without one: for
+# padding, holes, and entries that were added later.
+KEPT_NUMBERS = {"scores": torch.nan, "ranks": -1}
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
-PER_ENTRY = ("sums", "squares", "reconstruction_scores")  # [B, H, T], in the store's order
+# [B, H, T], in the store's order; kept numbers may end before the newest entries
+PER_ENTRY = ("sums", "squares", "reconstruction_scores", *KEPT_NUMBERS)
 PER_HEAD = ("merging", "head_sizes")  # [B, H]
 PER_ROW = ("capacity", "error")  # [B], [B, 1 or 2]
 
@@ -53,6 +57,8 @@ class LayerState:
     reconstruction_scores: Tensor | None = (
         None  # maximum attention received during the reconstruction
     )
+    scores: Tensor | None = None  # of the entries that an eviction kept, float32
+    ranks: Tensor | None = None  # of the same entries, int64
     capacity: Tensor | None = None  # entries that a row holds while decoding
     merging: Tensor | None = None  # the merge stage's state of each head
     head_sizes: Tensor | None = None  # entries that a head holds while decoding, −1 if not set yet
@@ -262,7 +268,10 @@ class LayerState:
 
     def select_per_entry(self, slots: Tensor) -> None:
         """Keeps the numbers at `slots [B, H, K]` of all tensors `[B, H, T]`."""
-        self.per_entry(lambda x: pick(x, slots, 0))
+        for name in PER_ENTRY:
+            numbers = getattr(self, name)
+            if numbers is not None:
+                setattr(self, name, pick_known(numbers, slots, KEPT_NUMBERS.get(name, 0)))
 
     # --- re-indexed sinks (StreamingLLM) ----------------------------------------------------
 
@@ -317,6 +326,11 @@ class LayerState:
         if self.sequence.valid is None:
             return self.seen_per_row() - (store.length - store.dead)
         return self.seen_per_row() - (self.columns()[:, 0] >= 0).sum(-1)
+
+
+def pick_known(numbers: Tensor, slots: Tensor, empty: float) -> Tensor:
+    """As `pick`, of `numbers [B, H, ≤ T]`; `empty` also for the entries behind their end."""
+    return pick(numbers, slots.masked_fill(slots >= numbers.shape[-1], -1), empty)
 
 
 def alive(positions: Tensor) -> Tensor:

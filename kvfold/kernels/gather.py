@@ -16,7 +16,7 @@ def joined(rows: Sequence[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
-def pick(numbers: Tensor, slots: Tensor, empty: int) -> Tensor:
+def pick(numbers: Tensor, slots: Tensor, empty: float) -> Tensor:
     """The `numbers [B, …, T]` at `slots [B, …, K]`, shape `[B, …, K]`; `empty` for a hole (−1)."""
     return numbers.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, empty)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.layer import CompressedLayer
-from kvfold.cache.state import alive
+from kvfold.cache.state import KEPT_NUMBERS, alive
 from kvfold.generation.static.layer import StaticBuffers
 from kvfold.kernels.gather import as_added, pick, take
 from kvfold.kernels.logits import LogitOptions
@@ -26,7 +26,7 @@ class StaticEvicting(StaticBuffers):
     `positions [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
     each row, `capacity [B]` what it holds, None where nothing ever leaves. `ends [2]` are how many
     of the first and of the last entries stay, None where that differs. `sums`, `squares` and
-    `merging` are those of the layer.
+    `merging` are those of the layer, `numbers` its `KEPT_NUMBERS`.
     """
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
@@ -48,6 +48,11 @@ class StaticEvicting(StaticBuffers):
             for observed in (state.sums, state.squares)
         )
         state.sums = state.squares = None  # until they are handed back
+        self.numbers = {
+            name: self._widened(numbers, empty)
+            for name, empty in KEPT_NUMBERS.items()
+            if (numbers := getattr(state, name)) is not None
+        }
         self.merging = state.merging
         if state.plan.stages.merge_one is not None:
             # NaN stands for a head of which nothing has left yet.
@@ -133,7 +138,7 @@ class StaticEvicting(StaticBuffers):
         """Additive mask `[B, H, T]`: −∞ at empty slots and holes, 0 elsewhere."""
         return as_added(self.positions < 0, self.keys.dtype)
 
-    def _widened(self, per_entry: Tensor, empty: int) -> Tensor:
+    def _widened(self, per_entry: Tensor, empty: float) -> Tensor:
         """Numbers `[B, H, …]` per entry, padded with `empty` to the buffers' length."""
         room = self.keys.shape[2] - per_entry.shape[2]
         return F.pad(per_entry, (0, room), value=empty)
@@ -148,7 +153,9 @@ class StaticEvicting(StaticBuffers):
         kept = slots.shape[2]
         for entries in (self.keys, self.values):
             entries[:, :, :kept] = take(entries, slots)
-        for per_entry, empty in ((self.positions, -1), (self.sums, 0), (self.squares, 0)):
+        numbers = [(of_entries, KEPT_NUMBERS[name]) for name, of_entries in self.numbers.items()]
+        beside = [(self.positions, -1), (self.sums, 0), (self.squares, 0), *numbers]
+        for per_entry, empty in beside:
             if per_entry is not None:
                 per_entry[:, :, :kept] = pick(per_entry, slots, empty)
                 per_entry[:, :, kept:] = empty
@@ -172,6 +179,8 @@ class StaticEvicting(StaticBuffers):
         state.merging = self.merging if merged else None
         for name, per_entry in (("sums", self.sums), ("squares", self.squares)):
             setattr(state, name, None if per_entry is None else pick(per_entry, slots, 0))
+        for name, numbers in self.numbers.items():
+            setattr(state, name, pick(numbers, slots, KEPT_NUMBERS[name]))
         if self.capacity is None or not new:
             return
         state.rounds += new
