@@ -40,6 +40,7 @@ from kvfold.methods.keydiff import KeyDiff as KeyDiff
 from kvfold.methods.kivi import KIVI as KIVI
 from kvfold.methods.knorm import KNorm as KNorm
 from kvfold.methods.kvzip import KVzip as KVzip
+from kvfold.methods.lagkv import LagKV as LagKV
 from kvfold.methods.local_window import LocalWindow as LocalWindow
 from kvfold.methods.merge import Merge as Merge
 from kvfold.methods.minicache import MiniCache as MiniCache

@@ -196,12 +196,18 @@ def evict(one: ByHand, keep: Keep) -> ByHand:
 
 
 def assert_prefill(
-    spec: str, budget: float | None, heads: int, lengths: tuple[int, ...], keep: Keep
+    spec: str,
+    budget: float | None,
+    heads: int,
+    lengths: tuple[int, ...],
+    keep: Keep,
+    **changes: Any,
 ) -> kvfold.CompressedCache:
     """After the prompt the cache holds what `keep` leaves of it, and that is not everything."""
-    held = read_by_kvfold(spec, budget, heads, lengths).cache
+    held = read_by_kvfold(spec, budget, heads, lengths, **changes).cache
     expected = [
-        evict(copy.deepcopy(prompt_read(heads, lengths, row)), keep) for row in range(len(lengths))
+        evict(copy.deepcopy(prompt_read(heads, lengths, row, **changes)), keep)
+        for row in range(len(lengths))
     ]
     assert any(len(head) < 64 for layer in expected[0].layers for head in layer.heads)
     assert_holds(held, expected)
