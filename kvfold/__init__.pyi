@@ -46,6 +46,7 @@ from kvfold.methods.merge import Merge as Merge
 from kvfold.methods.minicache import MiniCache as MiniCache
 from kvfold.methods.observation import Needs as Needs
 from kvfold.methods.observation import Observation as Observation
+from kvfold.methods.observation import QueryMomentsNeed as QueryMomentsNeed
 from kvfold.methods.pyramidinfer import PyramidInfer as PyramidInfer
 from kvfold.methods.pyramidkv import PyramidKV as PyramidKV
 from kvfold.methods.random import Random as Random

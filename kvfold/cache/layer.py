@@ -24,6 +24,7 @@ from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.observe import (
     add_maxima,
     add_moments,
+    add_query_moments,
     check_positions,
     norms_of_outputs,
     observation_at,
@@ -164,7 +165,7 @@ class CompressedLayer(CacheLayerMixin):
             if mask.shape[-1] != state.sequence.seen:
                 raise changed(module)
             state.sequence.valid = valid_columns(mask)
-        if state.plan.stages.needs.unrotated:
+        if state.plan.stages.needs.rotated_back:
             check_positions(state, call.query.shape[2], options.get("position_ids"))
         weights = None
         store, seen, phase = state.store, state.sequence.seen, state.phase
@@ -246,6 +247,8 @@ class CompressedLayer(CacheLayerMixin):
         if call.sums is not None:
             add_moments(state, call.sums, call.squares)
         step = phase.step(seen, new)
+        if step != "decode":
+            add_query_moments(state, call)
         if step == "prefill":
             state.query_window.add(call, state.sequence)
         elif step == "prefill end":

@@ -31,6 +31,18 @@ def add_maxima(state: LayerState, maxima: Tensor) -> None:
     state.reconstruction_scores = maxima.clone() if old is None else torch.maximum(old, maxima)
 
 
+def add_query_moments(state: LayerState, call: AttentionCall) -> None:
+    """Adds the queries of a piece of a prefill, if the method reads their moments."""
+    need, query = state.plan.stages.needs.query_moments, call.query
+    if need is None:
+        return
+    state.evicted_at = state.seen
+    columns = torch.arange(state.seen - query.shape[2], state.seen, device=query.device)
+    columns = state.sequence.real(columns.expand(len(query), 1, -1))
+    positions = state.sequence.positions(columns)[:, 0]
+    state.query_moments.add(query, positions, state.rotation, need)
+
+
 def observation_of(state: LayerState, call: AttentionCall) -> Observation:
     """Observation of the layer after `call`, with the window queries of its prefill."""
     if call.row is not None and state.plan.stages.needs.window <= 1:
@@ -44,6 +56,7 @@ def observation_at(
 ) -> Observation:
     """Observation of the layer with the queries of `call`, at columns `query_columns [B, W]`."""
     store, positions, needs = state.stored(), state.positions(), state.plan.stages.needs
+    moments = needs.query_moments
     expanded = call.key.shape[1] // store.keys.shape[1]
     keys, values = (call.key, call.value) if expanded > 1 else store.dense()
 
@@ -69,8 +82,9 @@ def observation_at(
         **call.logits,
         token_ids=per_head(token_ids_of(state)) if needs.token_ids else None,
         key_positions=state.key_positions() if needs.unrotated else None,
-        rotate=state.rotation if needs.unrotated else None,
+        rotate=state.rotation if needs.rotated_back else None,
         norms_of_outputs=norms_of_outputs(state, call),
+        query_moments=None if moments is None else state.query_moments.of(call.query, moments),
     )
 
 
@@ -99,8 +113,8 @@ def check_positions(state: LayerState, new: int, position_ids: Tensor | None) ->
             return
     raise UnsupportedModel(
         "the model does not rotate each token to its number in its row, padding left out, so that "
-        "there are no un-rotated keys: leave position_ids out, or where rows are padded let them "
-        "count from each row's first token, as kvfold.generate does"
+        "there are no un-rotated keys or queries: leave position_ids out, or where rows are padded "
+        "let them count from each row's first token, as kvfold.generate does"
     )
 
 

@@ -38,6 +38,7 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     stages = state.plan.stages
     state.rounds += 1
     state.query_window.forget()
+    state.query_moments.end(keep=stages.decode != "append")
     if state.phase.own_size is not None:
         _keep_own(state, observation, state.phase.own_size)
         return

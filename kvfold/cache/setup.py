@@ -136,12 +136,12 @@ def check_layer(stages: Stages, rotation: Rotation, projection: OutputProjection
     """Raises UnsupportedModel where the layer lacks what the stages read or change.
 
     That is where keys cannot be moved and sinks are to be re-indexed, or cannot be rotated back and
-    the method reads un-rotated keys; and where it reads norms of projected values and the
-    projection is not known.
+    the method reads keys or queries before RoPE; and where it reads norms of projected values and
+    the projection is not known.
     """
     if stages.positions == "reindex":
         rotation.check()
-    if stages.needs.unrotated:
+    if stages.needs.rotated_back:
         rotation.check_reversible()
     if stages.needs.output_norms is not None:
         projection.check()

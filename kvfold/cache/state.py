@@ -13,6 +13,7 @@ from torch import Tensor
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
 from kvfold.cache.query_window import AnswerWindow, QueryWindow
+from kvfold.cache.running_moments import RunningMoments
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.waiting import Waiting
 from kvfold.hf.output_projection import OutputProjection
@@ -70,6 +71,7 @@ class LayerState:
     over_budget: bool = False  # the forced set was larger than the budget
     query_window: QueryWindow = field(init=False)
     answer_window: AnswerWindow = field(init=False)
+    query_moments: RunningMoments = field(init=False)
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
     moves: Tensor | None = None  # [B, H, n], positions by which shared keys moved before a fork
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
@@ -79,6 +81,7 @@ class LayerState:
     def __post_init__(self) -> None:
         self.query_window = QueryWindow(self.plan.stages.needs.window)
         self.answer_window = AnswerWindow(self.plan.stages.needs.window)
+        self.query_moments = RunningMoments()
 
     def narrow_windows(self, width: int) -> None:
         """Keeps the last `width` queries of the windows, for a method that needs no more."""
@@ -166,7 +169,8 @@ class LayerState:
         if self.reindexed is not None:
             tensors.append(self.reindexed.given)
         counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-        return counted + self.query_window.nbytes() + self.answer_window.nbytes()
+        observed = self.query_window, self.answer_window, self.query_moments
+        return counted + sum(each.nbytes() for each in observed)
 
     # --- changes of all tensors at once -------------------------------------------------------
 
@@ -187,6 +191,7 @@ class LayerState:
         self.sequence.index(rows)
         self.query_window.index(rows)
         self.answer_window.index(rows)
+        self.query_moments.index(rows)
         if self.reindexed is not None:
             self.reindexed.index(rows)
         if self.moves is not None:

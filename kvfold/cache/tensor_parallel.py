@@ -161,6 +161,8 @@ class Ranks:
         joined["positions"] = self._joined(seen.positions, -1)
         if seen.token_ids is not None:
             joined["token_ids"] = self._joined(seen.token_ids, -1)
+        if seen.query_moments is not None:
+            joined["query_moments"] = seen.query_moments.over_heads(self._joined)
         return dataclasses.replace(seen, sink_logits=sink_logits, attention=None, **joined)
 
     # --- work of one for all ----------------------------------------------------------------

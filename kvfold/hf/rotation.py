@@ -86,7 +86,8 @@ class Rotation(LayerOfModel):
             reason = f"kvfold cannot tell how layer {self.layer} of {name} rotates its keys"
         if reason is not None:
             raise UnsupportedModel(
-                f"{reason}, so there are no un-rotated keys to read: use another method, or model"
+                f"{reason}, so there are no un-rotated keys or queries to read: use another "
+                "method, or model"
             )
 
     @property
@@ -95,11 +96,16 @@ class Rotation(LayerOfModel):
         return self._embedding() is not None and getattr(self.attention, "use_rope", True)
 
     def __call__(self, keys: Tensor, shift: Tensor) -> Tensor:
-        """Keys `[B, H, n, D]` rotated forward by `shift` positions, `[B]` or `[B, H, n]`."""
+        """Keys `[B, H, n, D]` rotated forward by `shift` positions.
+
+        `shift` is `[B]`, `[B, n]` or `[B, H, n]`.
+        """
         if not self.turns:
             return keys
         if shift.dim() == 1:
-            return self._turned(keys, shift.view(-1, 1).expand(-1, keys.shape[2]))
+            shift = shift.view(-1, 1).expand(-1, keys.shape[2])
+        if shift.dim() == 2:
+            return self._turned(keys, shift)
         # Angles differ between heads: each head is a row of its own.
         return self._turned(keys.flatten(0, 1)[:, None], shift.flatten(0, 1)).view(keys.shape)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.kernels.gather import pick, take
+from kvfold.kernels.mean_rotation import mean_rotation
+from kvfold.kernels.query_moments import QueryMoments
 from kvfold.store.entry_norms import On
 from kvfold.store.reindexed_sinks import Rotate
 
@@ -38,6 +40,14 @@ class ContextReconstruction:
 
 
 @dataclass(frozen=True)
+class QueryMomentsNeed:
+    """Moments of a prefill's queries before RoPE."""
+
+    skip: int = 0  # first tokens of each row whose queries are left out
+    covariance: bool = True  # beside the mean
+
+
+@dataclass(frozen=True)
 class Needs:
     """Data that a method's stages read; the layers observe nothing else."""
 
@@ -51,25 +61,40 @@ class Needs:
     token_ids: bool = False  # each entry's token
     unrotated: bool = False  # keys before RoPE
     output_norms: OutputNorm | None = None  # norms of values, projected into the model's dimension
+    query_moments: QueryMomentsNeed | None = None  # mean and covariance of queries before RoPE
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
         """True if stages read what neither entries nor attention hold."""
-        return self.token_ids or self.unrotated or self.output_norms is not None
+        return self.token_ids or self.rotated_back or self.output_norms is not None
+
+    @cached_property  # asked at every step
+    def rotated_back(self) -> bool:
+        """True if stages read keys or queries before RoPE."""
+        return self.unrotated or self.query_moments is not None
 
     @property
-    def while_reading(self) -> tuple[bool, bool, ContextReconstruction | None]:
+    def while_reading(self) -> tuple[object, ...]:
         """What is observed in each forward of a prefill, the window queries aside.
 
         All else is computed when the prefill ends.
         """
-        return self.column_sums, self.column_squares, self.reconstruction
+        return self.column_sums, self.column_squares, self.reconstruction, self.query_moments
 
     def joined(self, other: Needs) -> Needs:
-        """Union of the needs of two methods; IllegalComposition for different output norms."""
+        """Union of the needs of two methods.
+
+        IllegalComposition for different output norms, and for moments of different queries.
+        """
         if self.output_norms and other.output_norms and self.output_norms != other.output_norms:
             raise IllegalComposition(
                 "one method reads L1 norms of projected values, the other L2 norms: use one of them"
+            )
+        moments = {self.query_moments, other.query_moments} - {None}
+        if len(moments) > 1:
+            raise IllegalComposition(
+                "the methods leave different first tokens out of the queries' moments, or one "
+                "reads no covariance: use one of them"
             )
         return Needs(
             max(self.window, other.window),
@@ -81,6 +106,7 @@ class Needs:
             self.token_ids or other.token_ids,
             self.unrotated or other.unrotated,
             self.output_norms or other.output_norms,
+            self.query_moments or other.query_moments,
         )
 
 
@@ -116,6 +142,7 @@ class Observation:
     token_ids: Tensor | None = None  # [B, H, T], −1 for padding, for holes, and where unknown
     key_positions: Tensor | None = None  # [B, H, T], to which RoPE has rotated each key
     rotate: Rotate | None = None  # the layer's RoPE; see `unrotated`
+    query_moments: QueryMoments | None = None  # of the prefill's queries before RoPE
     norms_of_outputs: ProjectedNorms | None = None  # see `output_norms`
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
@@ -177,6 +204,17 @@ class Observation:
         if self.rotate is None or self.key_positions is None:
             raise KvfoldError("un-rotated keys are for methods with Needs(unrotated=True)")
         return self.rotate(self.keys.float(), -self.key_positions)
+
+    def future_query_moments(self, future: int) -> QueryMoments:
+        """Moments of the prefill's queries, turned by the mean rotation of the next positions.
+
+        These are the `future` positions after each row's last token. Raises KvfoldError for a
+        method that does not need moments of queries.
+        """
+        if self.query_moments is None or self.rotate is None or self.tokens_seen is None:
+            raise KvfoldError("moments of queries are for methods with Needs(query_moments=...)")
+        size = self.keys.shape[-1]
+        return self.query_moments.turned(mean_rotation(self.rotate, self.tokens_seen, future, size))
 
     def output_norms(self) -> Tensor:
         """‖W_o v‖ `[B, Hq, T]`, float32: norms of values as each query head projects them.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.store.dense import DenseStore
 
-# (keys [B, H, n, D], shift [B] or [B, H, n]) → keys rotated forward by `shift` positions
+# (keys [B, H, n, D], shift [B], [B, n] or [B, H, n]) → keys rotated forward by `shift` positions
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -15,7 +15,16 @@ from transformers import AutoModelForCausalLM, DynamicCache, HunYuanDenseV1Confi
 from transformers.pytorch_utils import Conv1D
 
 import kvfold
-from kvfold import CompressedCache, Forced, KvfoldError, Method, Needs, Observation, Stages
+from kvfold import (
+    CompressedCache,
+    Forced,
+    KvfoldError,
+    Method,
+    Needs,
+    Observation,
+    QueryMomentsNeed,
+    Stages,
+)
 from kvfold.cache.fork import end_turn, fork_within
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import IllegalComposition, UnsupportedModel
@@ -542,6 +551,7 @@ def test_a_method_that_reads_output_norms_keeps_what_it_says():
 # --- what every such need has in common --------------------------------------------------------
 
 BEYOND = [Needs(token_ids=True), Needs(unrotated=True), Needs(output_norms="l2")]
+BEYOND += [Needs(query_moments=QueryMomentsNeed())]
 
 
 @pytest.mark.parametrize("needs", BEYOND, ids=str)

@@ -15,6 +15,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW, LayerState
 from kvfold.contexts.files.format import LayerHeader
+from kvfold.kernels.query_moments import QueryMoments
 from kvfold.kernels.views import Named
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
@@ -26,6 +27,8 @@ BY_HEAD, WHOLE = (*PER_ENTRY, *PER_HEAD), PER_ROW
 NUMBERS = ("evicted_at", "surplus", "over_budget", "turn_end", "next_round")
 # Queries of an answer that the next eviction's window reaches back to, and their columns.
 WINDOW, WINDOW_COLUMNS = "window_queries", "window_columns"
+# Moments of the prompt's queries that later evictions read, and the number of queries.
+MEAN, COVARIANCE, COUNT = "query_means", "query_covariances", "query_count"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
     if state.answer_window.parts:
         queries, whole[WINDOW_COLUMNS] = state.answer_window.joined()
         by_head[WINDOW] = list(queries[0].unflatten(0, (store.keys.shape[1], -1)))
+    _describe_moments(state, by_head, whole)
     new, first_new = store.new
     header = LayerHeader(
         index=index,
@@ -80,6 +84,7 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     if WINDOW in by_head:
         queries = torch.stack(by_head.pop(WINDOW)).flatten(0, 1)[None]
         state.answer_window.add(queries, saved.whole[WINDOW_COLUMNS].clone())
+    _restore_moments(state, by_head, saved.whole)
     state.store = _store(state, header, by_head)
     layer.dtype, layer.device = state.store.keys.dtype, state.store.keys.device
     layer.is_initialized = True
@@ -94,6 +99,26 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     state.rounds, state.settled = header.turns, header.seen
     if state.evicted_at:
         state.let_sinks_move()
+
+
+def _describe_moments(state: LayerState, by_head: Named, whole: dict[str, Tensor]) -> None:
+    """Adds the moments of queries to the tensors of a file, KV head by KV head."""
+    moments, heads = state.query_moments.moments, state.stored().keys.shape[1]
+    if moments is None:
+        return
+    whole[COUNT], by_head[MEAN] = moments.count, list(moments.mean[0].unflatten(0, (heads, -1)))
+    if moments.covariance is not None:
+        by_head[COVARIANCE] = list(moments.covariance[0].unflatten(0, (heads, -1)))
+
+
+def _restore_moments(state: LayerState, by_head: Named, whole: dict[str, Tensor]) -> None:
+    """Takes the moments of queries out of `by_head`."""
+    mean, covariance = (
+        torch.stack(by_head.pop(name)).flatten(0, 1)[None] if name in by_head else None
+        for name in (MEAN, COVARIANCE)
+    )
+    if mean is not None:
+        state.query_moments.restore(QueryMoments(whole[COUNT].clone(), mean, covariance))
 
 
 def _store(state: LayerState, header: LayerHeader, by_head: Named) -> DenseStore | RaggedStore:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mean and covariance of each head's queries, joined over pieces of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class QueryMoments:
+    """Moments of a row's queries, for each query head; 0 where none were counted. Float32."""
+
+    count: Tensor  # [B], queries
+    mean: Tensor  # [B, Hq, D]
+    covariance: Tensor | None = None  # [B, Hq, D, D], divided by the count; None: not needed
+
+    def joined(self, other: QueryMoments) -> QueryMoments:
+        """Moments of the queries of both.
+
+        Sums of squares would cancel where means are large (Chan et al., 1979).
+        """
+        count = self.count + other.count
+        weight = (other.count / count.clamp(min=1)).view(-1, 1, 1)
+        apart = other.mean - self.mean
+        mean = self.mean + weight * apart
+        if self.covariance is None or other.covariance is None:
+            return QueryMoments(count, mean)
+        weight = weight[..., None]
+        between = weight * (1 - weight) * apart[..., :, None] * apart[..., None, :]
+        within = (1 - weight) * self.covariance + weight * other.covariance
+        return QueryMoments(count, mean, within + between)
+
+    def turned(self, rotation: Tensor) -> QueryMoments:
+        """Moments of the vectors x @ `rotation [B, D, D]`, for all queries x."""
+        mean, rotation = self.mean @ rotation, rotation[:, None]
+        if self.covariance is None:
+            return QueryMoments(self.count, mean)
+        turned = rotation.transpose(-1, -2) @ self.covariance @ rotation
+        return QueryMoments(self.count, mean, turned)
+
+    def index(self, rows: Callable[[Tensor], Tensor]) -> QueryMoments:
+        """Moments of `rows`, a selection along the batch axis."""
+        return dataclasses.replace(self.over_heads(rows), count=rows(self.count))
+
+    def over_heads(self, change: Callable[[Tensor], Tensor]) -> QueryMoments:
+        """Moments with `change` applied to the tensors `[B, Hq, …]`."""
+        covariance = None if self.covariance is None else change(self.covariance)
+        return QueryMoments(self.count, change(self.mean), covariance)
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (self.count, self.mean, self.covariance)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def query_moments(queries: Tensor, counted: Tensor, covariance: bool) -> QueryMoments:
+    """Moments of `queries [B, Hq, S, D]`, of those that are `counted`, bool `[B, S]`."""
+    count = counted.sum(-1).to(queries.dtype)
+    hidden, among = ~counted[:, None, :, None], count.clamp(min=1).view(-1, 1, 1)
+    mean = queries.masked_fill(hidden, 0).sum(2) / among
+    if not covariance:
+        return QueryMoments(count, mean)
+    apart = (queries - mean[:, :, None]).masked_fill_(hidden, 0)
+    return QueryMoments(count, mean, apart.transpose(-1, -2) @ apart / among[..., None])
+
+
+def no_moments(like: Tensor, covariance: bool) -> QueryMoments:
+    """Moments of no queries, for `like [B, Hq, S, D]`."""
+    rows, heads, _, size = like.shape
+    none = torch.zeros(rows, heads, size, dtype=torch.float32, device=like.device)
+    of_pairs = none[..., None].expand(-1, -1, -1, size) if covariance else None
+    return QueryMoments(none[:, 0, 0], none, of_pairs)
