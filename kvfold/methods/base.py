@@ -39,9 +39,9 @@ LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
 Score = Callable[[Observation], Tensor]
 # Observation of a layer with every token → slots [B, K] of the tokens that the next layer computes
 TokenPruning = Callable[[Observation], Tensor]
-# (scores [B, H, T], forced [B, H, T], positions [B, H, T] with −1 for padding, entries to keep
-# [B, H], forced ones included) → slots [B, H, K] ascending, −1 for holes
-Select = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (Observation, scores [B, H, T], forced [B, H, T], positions [B, H, T] with −1 for padding, entries
+# to keep [B, H], forced ones included) → slots [B, H, K] ascending, −1 for holes
+Select = Callable[[Observation, Tensor, Tensor, Tensor, Tensor], Tensor]
 # (total entries over all layers, tokens seen, layers) → entries per layer
 Schedule = Callable[[int, int, int], list[int]]
 # (scores [B, H, T] with −inf for entries that are no candidates, mean entries per head [B]) →

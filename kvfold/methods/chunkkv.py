@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
-from kvfold.methods.observation import Needs
+from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
 from kvfold.methods.stages.select.forced import Forced, with_forced
 from kvfold.methods.stages.select.top import top
@@ -61,7 +61,13 @@ class ChunkKV(Method):
 
 
 def whole_chunks(
-    scores: Tensor, forced: Tensor, positions: Tensor, counts: Tensor, length: int, shared: bool
+    observation: Observation,
+    scores: Tensor,
+    forced: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    length: int,
+    shared: bool,
 ) -> Tensor:
     """Slots `[B, H, K]` of forced entries and of the best chunks, the last chunk in part.
 

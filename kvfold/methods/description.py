@@ -114,6 +114,9 @@ def observed(stages: Stages) -> str:
     parts += ["their squares"] if needs.column_squares else []
     parts += ["the text being repeated"] if needs.reconstruction else []
     parts += ["the newest queries"] if stages.token_pruning else []
+    parts += ["keys before RoPE"] if needs.unrotated else []
+    parts += ["norms of projected values"] if needs.output_norms else []
+    parts += ["token ids"] if needs.token_ids else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
     return " and ".join(parts) or NOTHING

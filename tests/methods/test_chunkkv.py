@@ -9,6 +9,7 @@ import torch
 import kvfold
 from kvfold.methods.chunkkv import whole_chunks
 from kvfold.methods.keydiff import dissimilarity
+from kvfold.methods.observation import Observation
 from tests.helpers.models import build
 
 CHUNKED = torch.tensor(
@@ -21,7 +22,8 @@ def chunks(count: int, shared: bool, *forced: int) -> list[list[int]]:
     must = torch.zeros(1, 2, 7, dtype=torch.bool)
     must[..., list(forced)] = True
     counts = torch.full((1, 2), count)
-    slots = whole_chunks(CHUNKED, must, positions, counts, length=3, shared=shared)
+    seen = Observation(CHUNKED[..., None], CHUNKED[..., None], positions)
+    slots = whole_chunks(seen, CHUNKED, must, positions, counts, length=3, shared=shared)
     return slots[0].tolist()
 
 

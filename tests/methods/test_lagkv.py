@@ -118,10 +118,11 @@ def test_the_released_count_keeps_what_the_released_code_keeps() -> None:
     keys, values = torch.randn(2, 1, 2, 3 * lag + 50, 4, generator=generator)
     positions = torch.arange(keys.shape[2]).expand(1, 2, -1)
     stages = kvfold.parse("lagkv_official").stages()
-    scores = stages.score(Observation(keys, values, positions))
+    seen = Observation(keys, values, positions)
+    scores = stages.score(seen)
     budget = sinks + 2 * int(ratio * lag) + lag + (keys.shape[2] - sinks) % lag
     counts = torch.full((1, 2), budget)
-    slots = stages.select(scores, positions < sinks, positions, counts)
+    slots = stages.select(seen, scores, positions < sinks, positions, counts)
     for head in range(2):
         one = Head(4, 1)
         one.positions = list(range(keys.shape[2]))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.select.top import highest
 
 
 def low_mean_unless_unstable(
@@ -29,7 +30,7 @@ def low_mean_unless_unstable(
     age = stored.flip(-1).cumsum(-1).flip(-1)
     # No deviation of attention exceeds 1/2.
     deviation = torch.where(age <= protect_recent, 1.0 + protect_recent - age, deviation)
-    protected = _highest(
+    protected = highest(
         deviation.masked_fill(~stored, -1.0), _protected(observation.budget, protect_std_ratio)
     )
     return torch.where(protected, 2.0 + deviation, mean)
@@ -38,10 +39,3 @@ def low_mean_unless_unstable(
 def _protected(budget: Tensor, ratio: float) -> Tensor:
     """Number of protected entries `[B]`, at most the budget."""
     return torch.minimum((budget.double() * ratio).long() + 1, budget)
-
-
-def _highest(values: Tensor, counts: Tensor) -> Tensor:
-    """Bool mask `[B, H, T]` of the `counts [B]` highest `values`; of equal ones the earlier."""
-    order = values.argsort(dim=-1, descending=True, stable=True)
-    first = torch.arange(values.shape[-1], device=values.device) < counts.view(-1, 1, 1)
-    return torch.zeros_like(values, dtype=torch.bool).scatter(2, order, first.expand_as(values))

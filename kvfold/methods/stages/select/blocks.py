@@ -6,13 +6,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
 from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import top
 
 
 def best_of_blocks(
-    scores: Tensor, forced: Tensor, positions: Tensor, counts: Tensor, first: int, block: int
+    observation: Observation,
+    scores: Tensor,
+    forced: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    first: int,
+    block: int,
 ) -> Tensor:
     """Slots `[B, H, K]` of the newest entries and of the best of each earlier block.
 

@@ -44,7 +44,8 @@ def choose(
     per_row = counts if counts.dim() == 1 else counts.amax(-1)
     counted = positions if beside is None else positions.masked_fill(beside, -1)
     forced = forced | stages.forced.mask(counted, per_row)
-    scores = scores_of(stages, dataclasses.replace(observation, budget=per_row), positions.shape[1])
+    observation = dataclasses.replace(observation, budget=per_row)
+    scores = scores_of(stages, observation, positions.shape[1])
     check_numbers(stages, scores.masked_fill(positions < 0, 0))
     if beside is not None:
         forced = forced | beside
@@ -59,7 +60,8 @@ def choose(
             counts = torch.where(sizes < 0, counts, sizes)
     counts = torch.minimum(torch.maximum(counts, needed), (positions >= 0).sum(-1))
     if stages.select is not None:
-        return Chosen(stages.select(scores, forced & (positions >= 0), positions, counts), over)
+        forced = forced & (positions >= 0)
+        return Chosen(stages.select(observation, scores, forced, positions, counts), over)
     return Chosen(top(with_forced(scores, forced, positions), counts), over)
 
 

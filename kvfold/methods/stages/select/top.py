@@ -23,6 +23,17 @@ def top(scores: Tensor, counts: Tensor) -> Tensor:
     return order.masked_fill(surplus, -1).sort(dim=-1).values
 
 
+def highest(scores: Tensor, counts: Tensor) -> Tensor:
+    """Bool mask `[B, H, T]` of the `counts`, `[B]` or `[B, H]`, highest; of equal ones the earlier.
+
+    `scores [B, H, T]`.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    each = counts.view(len(counts), -1, 1)
+    first = torch.arange(scores.shape[-1], device=scores.device) < each
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(2, order, first.expand_as(scores))
+
+
 def _all_but_lowest(scores: Tensor) -> Tensor:
     """Slots `[B, H, T − 1]` of all but the lowest score, the latest of equal ones; no sort."""
     last = scores.shape[-1] - 1

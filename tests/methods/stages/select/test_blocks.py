@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import largest_remainder
 from kvfold.methods.stages.select.blocks import best_of_blocks, proportional
 
 SCORES = torch.tensor([9.0, 1, 5, 2, 3, 8, 7, 6, 0, 0, 0, 0])  # blocks 2-4, 5-7, then the newest
+
+
+def seen(scores: Tensor) -> Observation:
+    """An observation of entries of one channel, which the selection does not read."""
+    return Observation(scores[..., None], scores[..., None], torch.arange(scores.shape[-1]))
 
 
 def kept(count: int, forced: tuple[int, ...] = (0, 1), left: int = 0) -> list[int]:
@@ -17,7 +24,8 @@ def kept(count: int, forced: tuple[int, ...] = (0, 1), left: int = 0) -> list[in
     must = torch.zeros(1, 1, 12 + left, dtype=torch.bool)
     must[..., [left + slot for slot in forced]] = True
     scores = torch.cat([torch.full((left,), 99.0), SCORES])[None, None]
-    slots = best_of_blocks(scores, must, positions, torch.tensor([[count]]), first=2, block=3)
+    counts = torch.tensor([[count]])
+    slots = best_of_blocks(seen(scores), scores, must, positions, counts, first=2, block=3)
     return [slot - left for slot in slots[0, 0].tolist()]
 
 
@@ -43,7 +51,9 @@ def test_forced_entries_are_beside_the_share_of_their_block() -> None:
 def test_fewer_than_two_blocks_are_kept_by_recency() -> None:
     positions = torch.arange(7)[None, None]
     forced = positions < 2
-    slots = best_of_blocks(SCORES[None, None, :7], forced, positions, torch.tensor([[4]]), 2, 3)
+    scores = SCORES[None, None, :7]
+    counts = torch.tensor([[4]])
+    slots = best_of_blocks(seen(scores), scores, forced, positions, counts, first=2, block=3)
     assert slots[0, 0].tolist() == [0, 1, 5, 6]
 
 

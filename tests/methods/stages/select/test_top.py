@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.methods.stages.select.top import top
+from kvfold.methods.stages.select.top import highest, top
 
 
 def best(scores, count, width):
@@ -45,6 +45,17 @@ def scores_and_counts(draw):
 def test_top_is_the_naive_loop(drawn):
     scores, counts = drawn
     assert top(scores, counts).tolist() == expected(scores, counts)
+
+
+@given(scores_and_counts())
+@settings(max_examples=50, deadline=None)
+def test_a_mask_marks_the_same_entries(drawn):
+    scores, counts = drawn
+    marked = highest(scores, counts)
+    per_head = highest(scores, counts[:, None].expand(scores.shape[:2]))
+    assert torch.equal(marked, per_head)
+    for mask, slots in zip(marked.flatten(0, 1), top(scores, counts).flatten(0, 1), strict=True):
+        assert mask.nonzero()[:, 0].tolist() == slots[slots >= 0].tolist()
 
 
 @given(scores_and_counts())
