@@ -29,6 +29,7 @@ from kvfold.methods.base import Stages as Stages
 from kvfold.methods.base import parse as parse
 from kvfold.methods.cam import CaM as CaM
 from kvfold.methods.chunkkv import ChunkKV as ChunkKV
+from kvfold.methods.criticalkv import CriticalKV as CriticalKV
 from kvfold.methods.cur import CUR as CUR
 from kvfold.methods.d2o import D2O as D2O
 from kvfold.methods.dbudgetkv import DBudgetKV as DBudgetKV
