@@ -42,9 +42,11 @@ from kvfold.methods.kivi import KIVI as KIVI
 from kvfold.methods.knorm import KNorm as KNorm
 from kvfold.methods.kvzip import KVzip as KVzip
 from kvfold.methods.lagkv import LagKV as LagKV
+from kvfold.methods.leverage import Leverage as Leverage
 from kvfold.methods.local_window import LocalWindow as LocalWindow
 from kvfold.methods.merge import Merge as Merge
 from kvfold.methods.minicache import MiniCache as MiniCache
+from kvfold.methods.nacl import NACL as NACL
 from kvfold.methods.observation import Needs as Needs
 from kvfold.methods.observation import Observation as Observation
 from kvfold.methods.observation import QueryMomentsNeed as QueryMomentsNeed

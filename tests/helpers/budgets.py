@@ -20,6 +20,7 @@ def _spec(name: str) -> str:
     small = ["window=8"] if "window" in options else []
     small += ["skip_layers=none"] if options.get("skip_layers") else []
     small += ["spending=exact"] if options.get("spending") == "official" else []
+    small += ["proxies=6"] if "proxies" in options else []
     small += ["lag=8", "sinks=4"] if "lag" in options else []
     small += ["group=8", "residual=8"] if name.startswith("kivi") else []
     small += ["queries=8", "recent=8"] if name.startswith("think") else []

@@ -244,6 +244,17 @@ def newest(head: Head, count: int) -> list[int]:
     return list(range(max(0, len(head) - count), len(head)))
 
 
+def before_rope(head: Head) -> Tensor:
+    """The head's keys `[T, D]`, each pair of channels turned back by its token's angle."""
+    half = head.keys.shape[1] // 2
+    angles = torch.tensor(
+        [[at * 10000.0 ** (-i / half) for i in range(half)] for at in head.positions]
+    ).double()
+    first, second = head.keys.split(half, 1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], 1)
+
+
 def pooled(scores: list[float], kernel: int, pooling: str) -> list[float]:
     near = [scores[max(0, i - kernel // 2) : i + kernel // 2 + 1] for i in range(len(scores))]
     return [max(part) if pooling == "max" else sum(part) / kernel for part in near]
