@@ -25,6 +25,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward
 from kvfold.cache.phase import Phase
+from kvfold.cache.shrink import check_nested
 from kvfold.cache.spans import spans_of
 from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
@@ -50,9 +51,11 @@ class CompressedCache(Cache, ToldOfForwards):
         protect: spans `(start, stop)` of positions that are never evicted; `kvfold.span` finds one
             from text.
         seed: fixes the choice of random methods.
+        keep_scores: keep the scores of kept entries, for smaller budgets later (`cache/shrink.py`).
 
     Raises BudgetError for a budget that is missing, superfluous, or below the forced entries;
-    UnsupportedModel for a model whose answers would be wrong; KvfoldError for a bad method.
+    UnsupportedModel for a model whose answers would be wrong; KvfoldError for a bad method, and for
+    `keep_scores` of a method that is not nested.
 
     Under tensor parallelism each process's cache holds its own KV heads, and all must do the same
     at the same time; see `cache/tensor_parallel.py`.
@@ -67,8 +70,11 @@ class CompressedCache(Cache, ToldOfForwards):
         tokenizer: Any = None,
         protect: Sequence[tuple[int, int]] = (),
         seed: int = 0,
+        keep_scores: bool = False,
     ) -> None:
         self.method, self.seed = parse(method), seed
+        if keep_scores:
+            check_nested(self.method)
         self.protect = spans_of(protect)
         setup.check_tokenizer(self.method, tokenizer)
         self.ranks = ranks_of(model)
@@ -80,7 +86,9 @@ class CompressedCache(Cache, ToldOfForwards):
         self.phase, self.binding = Phase(), ModelBinding(model)
         self.dropping_length = dropping_length(model)
         shared = setup.Shared(self.phase, Waiting(), self.binding)
-        setup.put_compressed_layers(layers, model, stages, self.budget, seed, self.ranks, shared)
+        setup.put_compressed_layers(
+            layers, model, stages, self.budget, seed, self.ranks, shared, keep_scores
+        )
         super().__init__(layers=layers)
         self.tokenizer = tokenizer
         self._generating = False

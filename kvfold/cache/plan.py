@@ -21,7 +21,8 @@ class Plan:
     """Method, budget and place of one layer, and the seed of random scores.
 
     `shared`: other layers of the model attend to its entries as well. `caches_latents`: entries
-    become keys inside a forward only. `ranks` share its KV heads.
+    become keys inside a forward only. `ranks` share its KV heads. `keep_scores`: scores stay with
+    the entries that an eviction keeps.
     """
 
     stages: Stages
@@ -32,6 +33,7 @@ class Plan:
     shared: bool = False
     caches_latents: bool = False
     ranks: Ranks = field(default_factory=Ranks)
+    keep_scores: bool = False
 
     def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:
         """Entries per KV head that a row of `tokens` may keep, summed over all layers."""

@@ -56,6 +56,12 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     if stages.decode == "every":
         state.begin_rounds(observation)
     state.settled = state.seen
+    bring_to_budget(state, observation)
+
+
+def bring_to_budget(state: LayerState, observation: Observation) -> None:
+    """Evicts the layer to its budget; if sizes depend on other layers, the last one evicts all."""
+    stages = state.plan.stages
     if isinstance(stages.allocate, Across):
         _wait_for_sizes(state, _with_candidates(state, observation))
     elif stages.score is not None or stages.encode is not None:
@@ -97,6 +103,9 @@ def evict(
         _check_heads(state, observation)
     stored = (positions >= 0).sum(-1)
     if state.plan.ranks.all((_most(counts, sizes, beside) >= stored).all()):
+        if state.plan.keep_scores:
+            scores = scores_of(stages, observation, positions.shape[1])
+            state.scores = scores.masked_fill(positions < 0, torch.nan)
         _keep_everything(state, observation, positions, counts)
         return
     forced = positions < state.protected().view(-1, 1, 1)
@@ -106,6 +115,8 @@ def evict(
     forced = forced & (positions >= 0)
     chosen = choose(stages, observation, positions, forced, counts, sizes, beside)
     state.over_budget = chosen.over_budget
+    if state.plan.keep_scores:
+        state.scores = chosen.scores
     if stages.decode == "every" and stages.heads is not None:
         state.settle_heads(stored, (chosen.slots >= 0).sum(-1))
     _note_error(state, observation, chosen.slots)

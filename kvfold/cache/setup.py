@@ -111,6 +111,7 @@ def put_compressed_layers(
     seed: int,
     ranks: Ranks,
     shared: Shared,
+    keep_scores: bool,
 ) -> None:
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
@@ -120,7 +121,7 @@ def put_compressed_layers(
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
     for place, index in enumerate(own):
         stored = stages_in_layer(stages, place, len(own))
-        plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks)
+        plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
         rotation, projection = Rotation(model, index), OutputProjection(model, index)
         check_layer(stages, rotation, projection)
         state = LayerState(plan, shared.phase, shared.waiting, rotation, projection)

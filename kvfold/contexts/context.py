@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
+from kvfold.cache.shrink import shrunk
 from kvfold.cache.stats import Stats
 from kvfold.contexts.bounded_chat import BoundedChat
 from kvfold.contexts.chat import Chat
@@ -77,6 +78,15 @@ class Context:
         """Kept entries and bytes of the compressed document."""
         return self.cache.stats()
 
+    def shrink(self, budget: Budget | float | str) -> Context:
+        """This document with a smaller budget, entry by entry as if compressed to it at once.
+
+        This context stays as it is. Raises BudgetError for a larger budget, and KvfoldError for a
+        document that was compressed without `keep_scores=True`, or after each piece.
+        """
+        self.check()
+        return replace(self, cache=shrunk(self.cache, budget))
+
     def save(self, path: str | Path) -> None:
         """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`."""
         from kvfold.contexts.files.write import save
@@ -97,6 +107,7 @@ def compress(
     seed: int = 0,
     special_tokens: bool = False,
     allow_longer: bool = False,
+    keep_scores: bool = False,
 ) -> Context:
     """Reads `document` as the opening of a user's message and compresses its KV cache.
 
@@ -112,12 +123,25 @@ def compress(
         seed: of methods that choose at random.
         special_tokens: parse special tokens spelled in the document.
         allow_longer: read a document beyond the model's trained length.
+        keep_scores: keep four bytes of each entry, by which `Context.shrink` goes to a smaller
+            budget, for methods whose kept entries are nested.
 
-    Raises KvfoldError for a method that compresses only while generating and for a document that is
-    too long, and what `CompressedCache` and `kvfold.generate` raise.
+    Raises KvfoldError for a method that compresses only while generating, for a document that is
+    too long, and for `keep_scores` of another method or per chunk; and what `CompressedCache` and
+    `kvfold.generate` raise.
     """
-    cache = CompressedCache(model, method, budget, tokenizer=tokenizer, protect=protect, seed=seed)
+    cache = CompressedCache(
+        model,
+        method,
+        budget,
+        tokenizer=tokenizer,
+        protect=protect,
+        seed=seed,
+        keep_scores=keep_scores,
+    )
     check_reusable(cache.method)
+    if keep_scores and compress == "per_chunk":
+        raise KvfoldError("scores of a document compressed per chunk rank no whole: leave one out")
     frame = PromptFrame.of(tokenizer)
     if cache.reconstruction is not None:
         frame = frame.opened_with(cache.reconstruction.instruction)

@@ -192,6 +192,7 @@ class Method:
     takes_budget: ClassVar[bool] = True
     # True if no stage mixes KV heads; tensor parallelism is exact only then
     by_head: ClassVar[bool] = False
+    nested: ClassVar[bool] = False  # a smaller budget keeps a part of what a larger one keeps
 
     def stages(self) -> Stages:
         """The stages of this method; raises KvfoldError if a subclass does not define them."""

@@ -33,6 +33,7 @@ class CUR(Method):
     """
 
     by_head: ClassVar[bool] = True
+    nested: ClassVar[bool] = True
     sinks: int = 4  # first tokens that stay
     leverage: Leverage = "kv_product"  # how the shares of keys and values combine
     local: int = 16  # entries of a block; 0: all entries

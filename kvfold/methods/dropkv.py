@@ -35,6 +35,7 @@ class DropKV(Method):
     """
 
     by_head: ClassVar[bool] = True
+    nested: ClassVar[bool] = True
     window: int = 32  # last queries whose output counts; their entries stay
     kernel: int = 7  # neighbours that changes are averaged over, odd
 

@@ -24,6 +24,7 @@ class KeyDiff(Method):
     """
 
     by_head: ClassVar[bool] = True
+    nested: ClassVar[bool] = True
 
     def stages(self) -> Stages:
         return Stages(score=dissimilarity)

@@ -21,6 +21,7 @@ class KNorm(Method):
     """
 
     by_head: ClassVar[bool] = True
+    nested: ClassVar[bool] = True
     protect_recent: int = 0  # newest tokens that stay
     skip_layers: tuple[int, ...] = ()  # layers that stay whole
 

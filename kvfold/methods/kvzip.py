@@ -81,6 +81,11 @@ class KVzip(Method):
                 "kvzip:head_scores come from a file: normalize and demote change none of them"
             )
 
+    @property
+    def nested(self) -> bool:  # type: ignore[override]
+        """True but for `strict`, whose threshold counts entries that were evicted before."""
+        return not self.strict
+
     def stages(self) -> Stages:
         norms: OutputNorm | None = "l2" if self.normalize else None
         return Stages(

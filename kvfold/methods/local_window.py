@@ -13,6 +13,7 @@ class LocalWindow(Method):
     """Keeps the most recent tokens, when a prefill ends and while decoding."""
 
     by_head: ClassVar[bool] = True
+    nested: ClassVar[bool] = True
 
     def stages(self) -> Stages:
         return Stages(score=recency, allocate=uniform, decode="hold")

@@ -46,6 +46,11 @@ class PyramidKV(Method):
         if self.beta < 1:
             raise KvfoldError(f"pyramidkv:beta is at least 1, not {self.beta}")
 
+    @property
+    def nested(self) -> bool:  # type: ignore[override]
+        """True for exact sizes; the released ones may grow in a layer as the budget falls."""
+        return self.rounding == "exact"
+
     def stages(self) -> Stages:
         schedule = pyramid if self.rounding == "exact" else pyramid_official
         return Stages(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.stages.allocate.uniform import uniform
@@ -10,6 +11,8 @@ from kvfold.methods.stages.score.position import uniform_noise
 @dataclass(frozen=True)
 class Random(Method):
     """Keeps a random set per KV head: the floor that a method must beat."""
+
+    nested: ClassVar[bool] = True
 
     def stages(self) -> Stages:
         return Stages(score=uniform_noise, allocate=uniform)

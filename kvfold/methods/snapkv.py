@@ -35,6 +35,7 @@ class SnapKV(Method):
     """
 
     by_head: ClassVar[bool] = True
+    nested: ClassVar[bool] = True
     window: int = 32  # last queries that vote; their entries always stay
     kernel: int = 7  # neighbours that votes are pooled over, odd
     pooling: Pooling = "max"  # how votes are pooled

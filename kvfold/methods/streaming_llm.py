@@ -31,6 +31,7 @@ class StreamingLLM(Method):
     """
 
     by_head: ClassVar[bool] = True
+    nested: ClassVar[bool] = True
     sinks: int = 4  # first tokens that stay
     positions: Literal["reindex", "original"] = "reindex"  # consecutive, or those of the text
     decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it

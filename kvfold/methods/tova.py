@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.observation import Needs
@@ -19,6 +20,7 @@ class TOVA(Method):
     Source: Oren et al., section 3.2; schwartz-lab-NLP/TOVA `tova_cache.py`.
     """
 
+    nested: ClassVar[bool] = True
     per_head: bool = False  # each KV head evicts by its own attention
     keep_last: bool = False  # the newest token is never evicted
 

@@ -22,6 +22,7 @@ class Chosen:
 
     slots: Tensor  # [B, H, K], ascending, −1 for holes
     over_budget: bool  # True if more entries are forced than the budget allows
+    scores: Tensor  # [B, H, T], of all entries, forced or not
 
 
 def choose(
@@ -61,8 +62,10 @@ def choose(
     counts = torch.minimum(torch.maximum(counts, needed), (positions >= 0).sum(-1))
     if stages.select is not None:
         forced = forced & (positions >= 0)
-        return Chosen(stages.select(observation, scores, forced, positions, counts), over)
-    return Chosen(top(with_forced(scores, forced, positions), counts), over)
+        slots = stages.select(observation, scores, forced, positions, counts)
+    else:
+        slots = top(with_forced(scores, forced, positions), counts)
+    return Chosen(slots, over, scores)
 
 
 def leaving(

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a compressed cache with a smaller budget, by the scores kept with its entries."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvfold.budget import Budget
+from kvfold.cache import setup
+from kvfold.cache.prefill import bring_to_budget
+from kvfold.cache.sizes import even_size, size_of
+from kvfold.cache.state import LayerState
+from kvfold.errors import BudgetError, KvfoldError
+from kvfold.methods.base import Across, Method, Stages
+from kvfold.methods.observation import Needs, Observation
+
+if TYPE_CHECKING:
+    from kvfold.cache.cache import CompressedCache
+
+
+@torch.no_grad()
+def shrunk(cache: CompressedCache, budget: Budget | float | str) -> CompressedCache:
+    """A copy of `cache` with a smaller budget, as if its first prefill had been compressed to it.
+
+    Raises BudgetError for a larger budget; KvfoldError for a cache without kept scores, for one
+    that has read or generated more since, and for a method that is not nested.
+    """
+    check_nested(cache.method)
+    _check_settled(cache)
+    stages = setup.stages_of(cache.method, cache.protect, cache.ranks)
+    made = setup.checked_budget(cache.method, budget, stages.forced.least)
+    assert made is not None
+    by_kept = cache.ranks.joining(_by_kept_scores(cache.method.stages(), stages))
+    other = copy.deepcopy(cache, {id(cache.tokenizer): cache.tokenizer})
+    other.budget = made
+    plans = [replace(state.plan, budget=made) for state in other.states]
+    observed = [(state, _observation(state)) for state in other.states]
+    for state, plan in zip(other.states, plans, strict=True):
+        _check_smaller(state, made)
+        state.plan = replace(plan, stages=by_kept)
+    for state, observation in observed:
+        _check_monotone(state, observation)
+    for state, observation in observed:
+        bring_to_budget(state, observation)
+    for state, plan in zip(other.states, plans, strict=True):
+        state.plan = plan
+    return other
+
+
+def check_nested(method: Method) -> None:
+    """Raises KvfoldError for a method whose kept entries differ in kind between budgets."""
+    stages = method.stages()
+    nested = all(part.nested for part in getattr(method, "parts", (method,)))
+    if nested and method.takes_budget and stages.decode in ("append", "hold"):
+        return
+    raise KvfoldError(
+        f"{method} does not keep a part of its entries at a smaller budget, so that a compressed "
+        "text cannot be shrunk: leave out keep_scores, and compress the text again"
+    )
+
+
+def _check_settled(cache: CompressedCache) -> None:
+    """Raises KvfoldError unless the cache is as its first prefill's compression left it."""
+    states = cache.states
+    if any(state.scores is None for state in states):
+        raise KvfoldError(
+            "this cache keeps no scores of its entries: compress the text with keep_scores=True"
+        )
+    later = any(state.rounds != 1 or state.settled != state.seen for state in states)
+    if later or cache.phase.frozen or cache.per_chunk is not None:
+        raise KvfoldError(
+            "a cache shrinks as its first prefill left it, and this one was compressed more than "
+            "once, or has read on: compress the text again"
+        )
+
+
+def _check_smaller(state: LayerState, budget: Budget) -> None:
+    """Raises BudgetError if the `budget` keeps more entries than the state's own."""
+    before = even_size(state)
+    now = even_size(_with_budget(state, budget))
+    tokens = state.seen_per_row() - state.protected()
+    if bool((now.minimum(tokens) > before).any()):
+        raise BudgetError(
+            f"a cache that was compressed to {state.plan.budget} cannot grow to {budget}: choose a "
+            "smaller budget, or compress the text again"
+        )
+
+
+def _with_budget(state: LayerState, budget: Budget) -> LayerState:
+    other = copy.copy(state)
+    other.plan = replace(state.plan, budget=budget)
+    return other
+
+
+def _check_monotone(state: LayerState, observation: Observation) -> None:
+    """Raises KvfoldError if the layer would keep more entries than it holds."""
+    if isinstance(state.plan.stages.allocate, Across):
+        return
+    tokens = state.seen_per_row()
+    wanted = (size_of(state, observation) + state.protected()).minimum(tokens)
+    held = (state.columns() >= 0).sum(-1).amin(-1)
+    if bool((wanted > held).any()):
+        raise KvfoldError(
+            f"layer {state.plan.layer} keeps more entries at {state.plan.budget} than now: "
+            "compress the text again"
+        )
+
+
+def _by_kept_scores(own: Stages, stages: Stages) -> Stages:
+    """`stages` by kept scores in place of those of the method's `own` stages."""
+    allocate = own.allocate
+    if isinstance(allocate, Across):
+        if allocate.statistic is not own.score:
+            raise KvfoldError("sizes depend on more than scores: compress the text again")
+        allocate = replace(allocate, statistic=_kept_scores)
+    return replace(stages, needs=Needs(), score=_kept_scores, allocate=allocate)
+
+
+def _kept_scores(observation: Observation) -> Tensor:
+    assert observation.reconstruction_scores is not None
+    return observation.reconstruction_scores
+
+
+def _observation(state: LayerState) -> Observation:
+    """Positions and kept scores of a layer's entries.
+
+    The scores are in the field whose forced entries are marked before sizes across layers.
+    """
+    store = state.stored()
+    return Observation(
+        store.keys[:, :, :0],
+        store.values[:, :, :0],
+        state.positions(),
+        reconstruction_scores=state.scores,
+        tokens_seen=state.seen_per_row(),
+        layer=state.plan.layer,
+        layers=state.plan.layers,
+    )
