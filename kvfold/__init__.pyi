@@ -35,6 +35,7 @@ from kvfold.methods.d2o import D2O as D2O
 from kvfold.methods.dbudgetkv import DBudgetKV as DBudgetKV
 from kvfold.methods.dropkv import DropKV as DropKV
 from kvfold.methods.every import Every as Every
+from kvfold.methods.expected_attention import ExpectedAttention as ExpectedAttention
 from kvfold.methods.full import Full as Full
 from kvfold.methods.h2o import H2O as H2O
 from kvfold.methods.keydiff import KeyDiff as KeyDiff

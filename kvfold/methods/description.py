@@ -119,6 +119,9 @@ def observed(stages: Stages) -> str:
     parts += ["token ids"] if needs.token_ids else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
+    if needs.query_moments:
+        spread = " and covariance" if needs.query_moments.covariance else ""
+        parts.append(f"the queries' mean{spread}")
     return " and ".join(parts) or NOTHING
 
 
