@@ -53,15 +53,18 @@ def shrunk(cache: CompressedCache, budget: Budget | float | str) -> CompressedCa
 
 
 def check_nested(method: Method) -> None:
-    """Raises KvfoldError for a method whose kept entries differ in kind between budgets."""
-    stages = method.stages()
+    """Raises KvfoldError for a method that is not nested."""
+    if not is_nested(method):
+        raise KvfoldError(
+            f"{method} does not keep a part of its entries at a smaller budget, so that a "
+            "compressed text cannot be shrunk: leave out keep_scores, and compress the text again"
+        )
+
+
+def is_nested(method: Method) -> bool:
+    """True if the method keeps, at a smaller budget, a part of what it keeps at a larger one."""
     nested = all(part.nested for part in getattr(method, "parts", (method,)))
-    if nested and method.takes_budget and stages.decode in ("append", "hold"):
-        return
-    raise KvfoldError(
-        f"{method} does not keep a part of its entries at a smaller budget, so that a compressed "
-        "text cannot be shrunk: leave out keep_scores, and compress the text again"
-    )
+    return nested and method.takes_budget
 
 
 def _check_settled(cache: CompressedCache) -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from kvfold.cli.compress_budgets import budgets_of, compress_to_budgets
 from kvfold.cli.console import kept_per_layer, progress, size, stats_json, table
 from kvfold.cli.options import (
     BUDGET_HELP,
@@ -60,6 +61,14 @@ def command(
         str | None,
         typer.Option(help=BUDGET_HELP, show_default=f"{BUDGET}, if the method takes one"),
     ] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Several budgets, such as 0.5,0.3: a file each, from one reading."),
+    ] = None,
+    keep_scores: Annotated[
+        bool,
+        typer.Option("--keep-scores", help="Keep scores, by which the context can shrink later."),
+    ] = False,
     encoding: Encoding = "utf-8",
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the document read per forward.")
@@ -83,6 +92,7 @@ def command(
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         import kvfold
+        from kvfold.cache.shrink import check_nested
         from kvfold.contexts.context import check_reusable
         from kvfold.generation.generate import check_per_chunk
         from kvfold.jobs.compress import CompressOptions
@@ -92,10 +102,18 @@ def command(
     check_reusable(chosen)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
+    if keep_scores:
+        check_nested(chosen)
     options = CompressOptions(
-        chosen, limit, prefill_chunk, compress, seed, special_tokens, allow_longer
+        chosen, limit, prefill_chunk, compress, seed, special_tokens, allow_longer, keep_scores
     )
-    if len(documents) == 1 and ray is None:
+    if budgets is not None:
+        if len(documents) > 1 or ray is not None or budget is not None:
+            raise KvfoldError("--budgets is for one document, without --budget and --ray")
+        path, limits = _file(documents[0], out), budgets_of(method, budgets)
+        text = read_text(documents[0], encoding)
+        compress_to_budgets(notes, model, loading, text, path, limits, options, as_json)
+    elif len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
         text = read_text(documents[0], encoding)
         _compress_one(notes, model, loading, text, path, options, as_json)

@@ -52,6 +52,10 @@ def command(
     memory: Annotated[
         str, typer.Option(help="Memory of contexts; beyond it, the least recently used go to disk.")
     ] = "4GiB",
+    shrink: Annotated[
+        str | None,
+        typer.Option(help="Budget to which idle contexts shrink before any goes to disk."),
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -147,6 +151,7 @@ def command(
         methods=None if methods is None else tuple(listed(methods)),
         prefill_chunk=prefill_chunk,
         memory=int(Budget.bytes(memory).amount),
+        shrink=shrink,
         folder=folder,
         contexts=contexts,
         workers=workers,

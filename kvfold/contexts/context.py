@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,7 +20,7 @@ from kvfold.cache.stats import Stats
 from kvfold.contexts.bounded_chat import BoundedChat
 from kvfold.contexts.chat import Chat
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import Compress, read_per_chunk, read_turn
+from kvfold.generation.generate import Compress, read_on, read_per_chunk, read_turn
 from kvfold.generation.length import check_length, reach
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.user_text import content
@@ -142,11 +144,7 @@ def compress(
     check_reusable(cache.method)
     if keep_scores and compress == "per_chunk":
         raise KvfoldError("scores of a document compressed per chunk rank no whole: leave one out")
-    frame = PromptFrame.of(tokenizer)
-    if cache.reconstruction is not None:
-        frame = frame.opened_with(cache.reconstruction.instruction)
-    read = content(document, special_tokens)
-    ids = token_ids(tokenizer, frame.before, read).to(model.device)
+    frame, ids = _prompt(cache, document, special_tokens, model.device)
     piece = prefill_chunk if compress == "per_chunk" else None
     check_length(model, reach(cache, ids.shape[1], piece), allow_longer)
     if compress == "per_chunk":
@@ -154,6 +152,55 @@ def compress(
     else:
         read_turn(model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
     return Context(model, tokenizer, cache, frame, ids)
+
+
+def compress_each(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    document: str,
+    method: Method | str,
+    budgets: Sequence[Budget | float | str],
+    *,
+    prefill_chunk: int | None = None,
+    seed: int = 0,
+    special_tokens: bool = False,
+    allow_longer: bool = False,
+    keep_scores: bool = False,
+) -> Iterator[Context]:
+    """One context for each of the `budgets`, in their order, from one reading of `document`.
+
+    Each is what `compress` makes with that budget; the whole cache is held until the last one.
+    Arguments and errors as for `compress`; KvfoldError without budgets.
+    """
+    if not budgets:
+        raise KvfoldError("give at least one budget")
+    caches = [
+        CompressedCache(
+            model, method, each, tokenizer=tokenizer, seed=seed, keep_scores=keep_scores
+        )
+        for each in budgets
+    ]
+    cache = caches[-1]
+    check_reusable(cache.method)
+    frame, ids = _prompt(cache, document, special_tokens, model.device)
+    check_length(model, reach(cache, ids.shape[1], None), allow_longer)
+    with ExitStack() as reading:
+        reading.enter_context(cache.reading())
+        read_on(model, cache, ids, None, prefill_chunk or ids.shape[1])
+        for each in budgets[:-1]:
+            yield Context(model, tokenizer, cache.to_budget(each), frame, ids)
+    yield Context(model, tokenizer, cache, frame, ids)
+
+
+def _prompt(
+    cache: CompressedCache, document: str, special_tokens: bool, device: torch.device
+) -> tuple[PromptFrame, Tensor]:
+    """Chat template parts around a document, and the tokens `[1, N]` to read of both."""
+    frame = PromptFrame.of(cache.tokenizer)
+    if cache.reconstruction is not None:
+        frame = frame.opened_with(cache.reconstruction.instruction)
+    ids = token_ids(cache.tokenizer, frame.before, content(document, special_tokens))
+    return frame, ids.to(device)
 
 
 def check_reusable(method: Method) -> None:

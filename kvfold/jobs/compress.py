@@ -32,6 +32,7 @@ class CompressOptions:
     seed: int
     special_tokens: bool = False
     allow_longer: bool = False
+    keep_scores: bool = False
 
     def compressed(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
@@ -48,6 +49,7 @@ class CompressOptions:
             seed=self.seed,
             special_tokens=self.special_tokens,
             allow_longer=self.allow_longer,
+            keep_scores=self.keep_scores,
         )
 
 

@@ -32,13 +32,21 @@ class ContextPool:
     """At most `most` contexts by id, with at most `memory` bytes of them in memory.
 
     `load` reads a context's file. A context that is deleted while requests use it takes no new
-    ones, and is dropped with its file when the last one ends.
+    ones, and is dropped with its file when the last one ends. With `shrink`, a budget, idle
+    contexts that keep scores shrink to it before any moves to disk; a file that is there already
+    holds the larger one, which is what comes back.
     """
 
     def __init__(
-        self, load: Callable[[Path], Context], folder: ContextFolder, memory: int, most: int
+        self,
+        load: Callable[[Path], Context],
+        folder: ContextFolder,
+        memory: int,
+        most: int,
+        shrink: float | str | None = None,
     ) -> None:
         self.load, self.folder, self.memory, self.most = load, folder, memory, most
+        self.shrink = shrink
         self.nbytes = 0
         self.to_disk = self.to_memory = 0
         self._changed = Condition(Lock())
@@ -199,6 +207,7 @@ class ContextPool:
                         context = self.load(held.file)
                         held.size = size_of(context)
                     if held.size <= reserved:
+                        held.stats, held.shrunk = context.stats(), False
                         held.context, reserved = context, reserved - held.size
                 finally:
                     self._free(reserved)
@@ -213,7 +222,7 @@ class ContextPool:
             self._changed.notify_all()
 
     def _make_room(self, size: int) -> None:
-        """Reserves `size` bytes of memory: moves idle contexts to disk, else waits for readers.
+        """Reserves `size` bytes of memory: shrinks idle contexts or moves them to disk, or waits.
 
         Raises ApiError for more than the whole memory, and for a disk that takes no more.
         """
@@ -229,6 +238,10 @@ class ContextPool:
             if not movable:
                 self._changed.wait()
                 continue
+            large = [h for h in movable if not h.shrunk] if self.shrink is not None else []
+            if large:
+                self._shrink(large[0])
+                continue
             try:
                 self._move_to_disk(movable[0])
             except ApiError:
@@ -242,6 +255,24 @@ class ContextPool:
     def _free(self, size: int) -> None:
         self.nbytes -= size
         self._changed.notify_all()
+
+    def _shrink(self, held: StoredContext) -> None:
+        """Replaces a context by a smaller one; it stays as it is where that is refused."""
+        assert held.context is not None and self.shrink is not None
+        held.moving = held.shrunk = True
+        try:
+            with self._released():
+                smaller = held.context.shrink(self.shrink)
+                size, stats = size_of(smaller), smaller.stats()
+            held.context, held.stats, freed = smaller, stats, held.size - size
+            held.size = size
+            self._free(freed)
+        except KvfoldError as problem:
+            log.info("context %s does not shrink: %s", held.id, problem)
+        finally:
+            held.moving = False
+            self._forget_if_unused(held)
+            self._changed.notify_all()
 
     def _move_to_disk(self, held: StoredContext) -> None:
         assert held.context is not None

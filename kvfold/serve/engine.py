@@ -22,6 +22,7 @@ import kvfold
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import end_turn, fork, fork_within
+from kvfold.cache.shrink import is_nested
 from kvfold.contexts.context import Context
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
@@ -82,6 +83,7 @@ class Engine:
             ContextFolder(settings.folder),
             settings.memory,
             settings.contexts,
+            settings.shrink,
         )
 
     # --- answers ----------------------------------------------------------------------------
@@ -273,6 +275,7 @@ class Engine:
                 else self.settings.prefill_chunk,
                 special_tokens=self.settings.special_tokens,
                 allow_longer=self.settings.allow_longer,
+                keep_scores=self.settings.shrink is not None and is_nested(method),
             )
         except KvfoldError as refused:
             raise ApiError(400, str(refused)) from refused

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfold.budget import Budget
 from kvfold.errors import KvfoldError
 
 
@@ -19,6 +20,7 @@ class ServerSettings:
         methods: further methods that a request may name; None: all.
         prefill_chunk: tokens read per forward.
         memory: bytes of all contexts in memory; beyond it, contexts move to `folder`.
+        shrink: smaller budget to which idle contexts shrink before any moves to disk; None: none.
         folder: where context files are found and kept; None: a temporary folder, removed at exit.
         contexts: contexts held, on disk included.
         workers: requests computed at a time, each in a thread.
@@ -36,7 +38,7 @@ class ServerSettings:
         allow_longer: accept texts beyond the model's trained length.
         grace: time for running answers to end after a stop.
 
-    Raises KvfoldError for values out of range and for a blank API key.
+    Raises KvfoldError for values out of range, a `shrink` that is no budget, and a blank API key.
     """
 
     method: str = "kvzip"
@@ -44,6 +46,7 @@ class ServerSettings:
     methods: tuple[str, ...] | None = None
     prefill_chunk: int | None = 1024
     memory: int = 4 * 2**30
+    shrink: float | str | None = None
     folder: Path | None = None
     contexts: int = 1000
     workers: int = 1
@@ -72,6 +75,8 @@ class ServerSettings:
         ):
             if getattr(self, name) < 1:
                 raise KvfoldError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.shrink is not None:
+            Budget.of(self.shrink)
         if self.queue < 0 or self.grace < 0:
             raise KvfoldError("queue and grace cannot be negative")
         if not self.client_timeout > 0:

@@ -25,10 +25,11 @@ class StoredContext:
         size: bytes in memory.
         keys: prefix keys by kind: of its tokens, and of its text up to the question.
         context: None while it is only on disk.
-        file: None until it was written; never outdated, as a context does not change.
+        file: None until it was written; holds the context as it was before it shrank.
         created: Unix time in seconds.
         readers: requests that use it.
-        moving: a thread is writing or reading the file.
+        moving: a thread is writing or reading the file, or shrinks the context.
+        shrunk: the context in memory has shrunk, or cannot.
     """
 
     id: str
@@ -40,6 +41,7 @@ class StoredContext:
     created: int = field(default_factory=lambda: int(time.time()))
     readers: int = 0
     moving: bool = False
+    shrunk: bool = False
 
     @property
     def idle(self) -> bool:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import kvfold
 from kvfold.cli import app
 from tests.helpers.commands import refused
+from tests.helpers.contexts import assert_same
 from tests.helpers.tokenizers import PROMPT, tiny_llama, word_tokenizer
 
 
@@ -33,6 +35,37 @@ def test_compress_keeps_half_where_no_budget_is_given(folder: Path, tmp_path: Pa
     assert piped.exit_code == 0, piped.output
     assert json.loads(piped.stdout)["stats"]["budget"] == "0.5 of the tokens seen"
     assert "give --out" in refused("compress", str(folder), "-", "--method", "knorm")
+
+
+def test_several_budgets_are_several_files_from_one_reading(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT)
+    given = ["compress", str(folder), str(text), "--method", "knorm", "--json"]
+    ran = CliRunner().invoke(app, [*given, "--budgets", "0.5,20%,6", "--keep-scores"])
+    assert ran.exit_code == 0, ran.output
+    made = json.loads(ran.stdout)
+    assert [Path(each["file"]).name for each in made] == [
+        "text-0.5.kvfold", "text-20%.kvfold", "text-6.kvfold",
+    ]  # fmt: skip
+    model, tokenizer = tiny_llama(), word_tokenizer()
+    contexts = [kvfold.load(each["file"], model, tokenizer) for each in made]
+    for context, budget in zip(contexts, (0.5, 0.2, 6), strict=True):
+        alone = kvfold.compress(model, tokenizer, PROMPT, "knorm", budget, keep_scores=True)
+        assert_same(context.cache, alone.cache)
+    assert_same(contexts[0].shrink(0.2).cache, contexts[1].cache)
+
+
+def test_budgets_that_do_not_go_together_are_refused(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT)
+    given = ["compress", str(folder), str(text), "--budgets", "0.5,0.2"]
+    assert "for one document" in refused(*given, "--budget", "0.3")
+    assert "for one document" in refused(*given, str(text))
+    assert "leave out --budgets" in refused(
+        *given, "--method", "knorm", "--compress", "per_chunk", "--prefill-chunk", "8"
+    )
+    assert "at least one budget" in refused(*given[:3], "--budgets", ",")
+    assert "leave out keep_scores" in refused(*given, "--method", "adakv", "--keep-scores")
 
 
 def test_what_is_no_context_file_is_called_that(tmp_path: Path) -> None:

@@ -56,6 +56,27 @@ def test_the_least_recently_used_go_to_disk_and_come_back(holder, made):
     assert not any(prefixes._named for prefixes in contexts._prefixes.values())
 
 
+def test_contexts_shrink_before_any_goes_to_disk(model, tokenizer, holder, made):
+    contexts, texts = holder(2.5), (DOCUMENT, DOCUMENT[:-9], DOCUMENT[:-21])
+    contexts.shrink = 20
+    for i, text in enumerate(texts):
+        context = kvfold.compress(model, tokenizer, text, "knorm", 40, keep_scores=True)
+        contexts.add(context, f"c{i}")
+    assert in_memory(contexts) == ["c0", "c1", "c2"] and contexts.to_disk == 0
+    assert contexts.nbytes == counted(contexts) <= contexts.memory
+    assert [held.stats.budget for held in contexts.all()] == ["20 tokens", "20 tokens", "40 tokens"]
+    for i, budget in enumerate((20, 20, 40)):
+        alone = kvfold.compress(model, tokenizer, texts[i], "knorm", budget)
+        with contexts.reading(f"c{i}") as context:
+            assert context.ask(QUESTION, max_new_tokens=6) == alone.ask(QUESTION, max_new_tokens=6)
+    # Without scores, and where nothing is left to shrink, contexts go to disk.
+    contexts.add(made[0], "d0")
+    contexts.add(made[1], "d1")
+    contexts.add(made[2], "d2")
+    assert contexts.to_disk > 0 and contexts.nbytes == counted(contexts) <= contexts.memory
+    assert contexts.get("d0").stats.budget == "40 tokens"
+
+
 def test_a_context_is_written_once(holder, made, monkeypatch):
     contexts, saves = holder(1.5), []
     whole = kvfold.Context.save
