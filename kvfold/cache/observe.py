@@ -38,9 +38,13 @@ def add_query_moments(state: LayerState, call: AttentionCall) -> None:
         return
     state.evicted_at = state.seen
     columns = torch.arange(state.seen - query.shape[2], state.seen, device=query.device)
+    padded = state.sequence.valid is not None
+    if not padded:  # the first tokens are the first columns
+        skipped = max(0, need.skip - (state.seen - query.shape[2]))
+        query, columns = query[:, :, skipped:], columns[skipped:]
     columns = state.sequence.real(columns.expand(len(query), 1, -1))
     positions = state.sequence.positions(columns)[:, 0]
-    state.query_moments.add(query, positions, state.rotation, need)
+    state.query_moments.add(query, positions, padded, state.rotation, need)
 
 
 def observation_of(state: LayerState, call: AttentionCall) -> Observation:

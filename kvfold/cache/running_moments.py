@@ -22,14 +22,22 @@ class RunningMoments:
         self._ended = False
 
     def add(
-        self, queries: Tensor, positions: Tensor, rotate: Rotate, need: QueryMomentsNeed
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        padded: bool,
+        rotate: Rotate,
+        need: QueryMomentsNeed,
     ) -> None:
-        """Adds `queries [B, Hq, S, D]` at `positions [B, S]`, −1 for padding."""
+        """Adds `queries [B, Hq, S, D]` at `positions [B, S]`, −1 for padding, if rows are `padded`.
+
+        Rows without padding have the same positions.
+        """
         if self._ended:
             self.moments, self._ended = None, False
         for block, at in zip(queries.split(BLOCK, 2), positions.split(BLOCK, 1), strict=True):
             before = rotate(block.float(), -at.clamp(min=0))
-            more = query_moments(before, at >= need.skip, need.covariance)
+            more = query_moments(before, at >= need.skip if padded else None, need.covariance)
             self.moments = more if self.moments is None else self.moments.joined(more)
 
     def end(self, keep: bool) -> None:

@@ -124,7 +124,7 @@ class Rotation(LayerOfModel):
         size = 2 * getattr(embedding, f"{prefix}inv_freq").shape[-1]
         turning, still = keys[..., :size].float(), keys[..., size:].float()
         if "k" in inspect.signature(apply).parameters:
-            turned = apply(turning, turning, cos, sin)[1]
+            turned = apply(turning[:, :1], turning, cos, sin)[1]  # of queries nothing is needed
         else:
             turned = apply(turning, cos, sin, unsqueeze_dim=1)
         return torch.cat([turned, still], -1).to(keys.dtype)

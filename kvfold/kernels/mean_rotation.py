@@ -14,13 +14,14 @@ def mean_rotation(
 ) -> Tensor:
     """Mean rotation M `[B, D, D]` of `count` positions from `first [B]` on, float32: x → x @ M.
 
-    `rotate` turns vectors `[B, H, n, D]` by as many positions as `[B]` says.
+    `rotate` turns vectors `[B, H, n, D]` by `[B]` or `[B, n]` positions: each rotary pair by an
+    angle of its own, so that a vector of ones per position shows all cosines and sines.
     """
-    none = torch.eye(size, device=first.device).expand(len(first), 1, size, size)
-    total, summed = none, 1
-    for bit in f"{count:b}"[1:]:
-        # The next `summed` positions are those before, rotated by as many.
-        total, summed = total + rotate(total, torch.full_like(first, summed)), 2 * summed
-        if bit == "1":
-            total, summed = none + rotate(total, torch.ones_like(first)), summed + 1
-    return rotate(total, first)[:, 0] / count
+    rows, one = len(first), torch.eye(size, device=first.device)
+    # Components that mix: of a pair both, without rotary embeddings each alone.
+    pairs = (rotate(one[None, None], torch.ones_like(first[:1]))[0, 0] != 0).float().maximum(one)
+    positions = first[:, None] + torch.arange(count, device=first.device)
+    ones = one.new_ones(()).expand(rows, 1, count, size)
+    turned = rotate(ones, positions)[:, 0].mean(1)  # [B, D], cos − sin and cos + sin
+    cosines = turned @ pairs / pairs.sum(0)
+    return torch.diag_embed(cosines) + (pairs - one) * (turned - cosines)[:, None, :]

@@ -58,14 +58,20 @@ class QueryMoments:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def query_moments(queries: Tensor, counted: Tensor, covariance: bool) -> QueryMoments:
-    """Moments of `queries [B, Hq, S, D]`, of those that are `counted`, bool `[B, S]`."""
-    count = counted.sum(-1).to(queries.dtype)
-    hidden, among = ~counted[:, None, :, None], count.clamp(min=1).view(-1, 1, 1)
-    mean = queries.masked_fill(hidden, 0).sum(2) / among
+def query_moments(queries: Tensor, counted: Tensor | None, covariance: bool) -> QueryMoments:
+    """Moments of `queries [B, Hq, S, D]`, of those `counted`, bool `[B, S]`; None: of all."""
+    if counted is None:
+        count = queries.new_full((len(queries),), queries.shape[2])
+    else:
+        count = counted.sum(-1).to(queries.dtype)
+        queries = queries.masked_fill(~counted[:, None, :, None], 0)
+    among = count.clamp(min=1).view(-1, 1, 1)
+    mean = queries.sum(2) / among
     if not covariance:
         return QueryMoments(count, mean)
-    apart = (queries - mean[:, :, None]).masked_fill_(hidden, 0)
+    apart = queries - mean[:, :, None]
+    if counted is not None:
+        apart.masked_fill_(~counted[:, None, :, None], 0)
     return QueryMoments(count, mean, apart.transpose(-1, -2) @ apart / among[..., None])
 
 

@@ -13,17 +13,18 @@ FREQUENCIES = torch.tensor([1.0, 0.3, 0.01])
 
 
 def rotate(vectors: Tensor, shift: Tensor) -> Tensor:
-    """Rotary pairs (0, 3), (1, 4), (2, 5), by `shift [B]` positions."""
-    angles = shift.view(-1, 1, 1, 1) * FREQUENCIES.to(vectors.dtype)
-    a, b = vectors.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+    """Rotary pairs (0, 3), (1, 4), (2, 5), by `[B]` or `[B, n]` positions; component 6 stays."""
+    angles = shift.view(len(shift), 1, -1, 1) * FREQUENCIES.to(vectors.dtype)
+    a, b, still = vectors.split([3, 3, 1], -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, still], -1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 512])
 def test_the_mean_of_all_positions(count):
     first = torch.tensor([0, 5, 1000])
-    vectors = torch.randn(3, 2, 4, 6, generator=torch.Generator().manual_seed(count))
-    turned = vectors @ mean_rotation(rotate, first, count, 6)[:, None]
+    vectors = torch.randn(3, 2, 4, 7, generator=torch.Generator().manual_seed(count))
+    turned = vectors @ mean_rotation(rotate, first, count, 7)[:, None]
     every = [rotate(vectors.double(), first + i) for i in range(count)]
     expected = torch.stack(every).mean(0)
     torch.testing.assert_close(turned.double(), expected, atol=2e-4, rtol=0)

@@ -33,8 +33,8 @@ DAMPED = [0.380535, 0.359681, 0.322589, 0.496776, 0.357398, 0.426047]
 
 
 def turned(vectors: Tensor, shift: Tensor) -> Tensor:
-    """Rotary pairs (0, 2) and (1, 3), by `shift [B]` positions."""
-    angles = shift.view(-1, 1, 1, 1) * torch.tensor([1.0, 0.01])
+    """Rotary pairs (0, 2) and (1, 3), by `[B]` or `[B, n]` positions."""
+    angles = shift.view(len(shift), 1, -1, 1) * torch.tensor([1.0, 0.01])
     a, b = vectors.chunk(2, -1)
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
