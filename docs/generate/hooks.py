@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import kvpress_page
 import links
 import method_pages
 import reference
@@ -32,6 +33,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages, and leaderboards' pages under a name of their own."""
     made = {page: (links.ROOT / file).read_text("utf-8") for file, page in links.OUTSIDE.items()}
+    made["coming-from-kvpress.md"] = kvpress_page.page()
     made["methods/index.md"] = method_pages.overview()
     for name, cls in method_pages.classes().items():
         made[f"methods/{name}.md"] = method_pages.page(cls)

@@ -19,8 +19,8 @@ GROUPS = {
     ),
     "Contexts": ("compress", "load", "Context"),
     "Methods": (
-        "list_methods", "parse", "register", "Method", "Stages", "Needs", "Observation", "Forced",
-        "Measured", "Across",
+        "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
+        "Observation", "Forced", "Measured", "Across",
     ),
     "Evaluation": ("evaluate", "check", "CheckResult"),
     "Errors": (

@@ -81,3 +81,24 @@ def test_the_reference_has_every_public_name(module) -> None:
     pages = "".join(module("reference").pages().values())
     methods = {cls.__name__ for cls in kvfold.list_methods().values()}
     assert not {n for n in kvfold.__all__ if f"::: kvfold.{n}\n" not in pages} - methods
+
+
+def test_every_spec_for_users_of_kvpress_is_a_method(module) -> None:
+    kvpress = module("kvpress_page")
+    rows = kvpress.table()["press"]
+    specs = [row["spec"] for row in rows if row["spec"]]
+    assert [str(kvfold.parse(spec)) for spec in specs] and len(specs) > 20
+    assert len({row["name"] for row in rows}) == len(rows)
+    assert all(row["spec"] or row["instead"] for row in rows)
+
+
+def test_presets_named_after_kvpress_are_in_its_table(module) -> None:
+    specs = {row["spec"] for row in module("kvpress_page").table()["press"]}
+    assert {name for name in kvfold.list_methods() if name.endswith("_kvpress")} <= specs
+
+
+def test_the_page_for_users_of_kvpress_links_to_methods(module) -> None:
+    page = module("kvpress_page").page()
+    assert "| `KnormPress` | [`knorm`](methods/knorm.md) | – |" in page
+    assert "| [`snapkv + adakv`](methods/adakv.md) |" in page
+    assert "{version}" not in page

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page for users of kvpress, made from docs/kvpress.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+from links import DOCS
+
+from kvfold.methods.base import parse
+
+HEAD = """\
+# Coming from kvpress
+
+| kvpress | kvfold |
+|---|---|
+| `press = SnapKVPress(compression_ratio=0.8)` | `CompressedCache(model, "snapkv", budget=0.2)` |
+| `with press(model): model.generate(…)` | `kvfold.generate(model, …, cache=cache)` |
+| `compression_ratio`, the part removed | `budget`, the part kept, or tokens, or bytes |
+| hooks on all layers while `with` lasts | one attention function; caches share a model |
+| the ratio that was asked for | `cache.stats()`: entries and bytes of the tensors |
+
+## Methods
+"""
+COLUMNS = "| kvpress {version} | kvfold | what differs |\n|---|---|---|"
+NONE = "## Without a counterpart\n\n| kvpress | why |\n|---|---|"
+
+
+def table() -> dict[str, Any]:
+    """The file's rows: `press`, and `none`."""
+    return tomllib.loads((DOCS / "kvpress.toml").read_text("utf-8"))
+
+
+def page() -> str:
+    """The page as Markdown; names of methods link to their pages."""
+    known = table()
+    rows = [
+        f"| `{row['name']}` | {_linked(row['spec']) or row['instead']} | {row['differs'] or '–'} |"
+        for row in known["press"]
+    ]
+    absent = [f"| {row['name']} | {row['why']} |" for row in known["none"]]
+    return "\n".join([HEAD, COLUMNS.format(**known), *rows, "", NONE, *absent, ""])
+
+
+def _linked(spec: str) -> str:
+    """The spec, as a link to the page of the method that is added to another one, or stands alone."""
+    parts = spec.split(" + ")
+    return f"[`{spec}`](methods/{parse(parts[min(1, len(parts) - 1)]).name}.md)" if spec else ""
