@@ -44,6 +44,6 @@ def page() -> str:
 
 
 def _linked(spec: str) -> str:
-    """The spec, as a link to the page of the method that is added to another one, or stands alone."""
+    """The spec, as a link to the page of its only method, or of the first that it adds."""
     parts = spec.split(" + ")
     return f"[`{spec}`](methods/{parse(parts[min(1, len(parts) - 1)]).name}.md)" if spec else ""
