@@ -25,10 +25,12 @@ from kvfold.cache.observe import (
     add_maxima,
     add_moments,
     add_query_moments,
+    add_to_chunks,
     check_positions,
     norms_of_outputs,
     observation_at,
     observation_of,
+    settle_chunks,
 )
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.prefill import end_prefill, size_and_evict
@@ -249,9 +251,11 @@ class CompressedLayer(CacheLayerMixin):
         step = phase.step(seen, new)
         if step != "decode":
             add_query_moments(state, call)
+            add_to_chunks(state, call)
         if step == "prefill":
             state.query_window.add(call, state.sequence)
         elif step == "prefill end":
+            settle_chunks(state, end=True)
             end_prefill(state, observation_of(state, call))
         elif stages.decode == "hold" and stages.score is not None:
             evict_after_token(state, call)
@@ -309,4 +313,5 @@ class CompressedLayer(CacheLayerMixin):
                 "the last queries of this turn, by which its entries are scored, were taken back: "
                 "read at least one more token before the `cache.reading()` block ends"
             )
+        settle_chunks(state, end=True)
         end_prefill(state, observation_at(state, call, state.query_window.columns))

@@ -6,10 +6,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
-from kvfold.cache.state import LayerState
+from kvfold.cache.state import OF_PREFILLS, LayerState
 from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import pick
 from kvfold.methods.observation import Observation, ProjectedNorms
@@ -47,6 +48,42 @@ def add_query_moments(state: LayerState, call: AttentionCall) -> None:
     state.query_moments.add(query, positions, padded, state.rotation, need)
 
 
+def add_to_chunks(state: LayerState, call: AttentionCall) -> None:
+    """Adds a piece of a prefill, if the method reads attention inside chunks."""
+    need, query = state.plan.stages.needs.chunk_sums, call.query
+    if need is None:
+        return
+    state.evicted_at = state.seen
+    new = query.shape[2]
+    columns = torch.arange(state.seen - new, state.seen, device=query.device)
+    columns = state.sequence.real(columns.expand(len(query), 1, -1))
+    waits = state.sequence.positions(columns)[:, 0] >= need.first
+    state.query_chunks.add(query, call.key[:, :, call.key.shape[2] - new :], waits)
+    settle_chunks(state, end=False)
+
+
+def settle_chunks(state: LayerState, end: bool) -> None:
+    """Notes the sums of chunks that are complete; all are at the prefill's `end`."""
+    need = state.plan.stages.needs.chunk_sums
+    completed = None if need is None else state.query_chunks.complete(need, end)
+    if completed is None:
+        return
+    sums, known = _per_stored_head(state, completed[0]), completed[1][:, None]
+    whole = chunk_sums_of(state).clone()
+    newest = whole[..., whole.shape[-1] - sums.shape[-1] :]
+    newest.copy_(sums.where(known, newest))
+    state.chunk_sums = whole
+
+
+def chunk_sums_of(state: LayerState) -> Tensor:
+    """Attention that the stored entries received in chunks `[B, H, T]`; 1 in none."""
+    store = state.stored()
+    sums, missing = state.chunk_sums, store.length
+    if sums is None:
+        return torch.ones(*store.keys.shape[:2], missing, device=store.keys.device)
+    return F.pad(sums, (0, missing - sums.shape[-1]), value=OF_PREFILLS["chunk_sums"])
+
+
 def observation_of(state: LayerState, call: AttentionCall) -> Observation:
     """Observation of the layer after `call`, with the window queries of its prefill."""
     if call.row is not None and state.plan.stages.needs.window <= 1:
@@ -79,6 +116,7 @@ def observation_at(
         column_sums=per_head(state.sums),
         column_squares=per_head(state.squares),
         reconstruction_scores=per_head(state.reconstruction_scores),
+        chunk_sums=per_head(chunk_sums_of(state)) if needs.chunk_sums else None,
         tokens_seen=state.seen_per_row(),
         layer=state.plan.layer,
         layers=state.plan.layers,

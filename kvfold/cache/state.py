@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
+from kvfold.cache.query_chunks import QueryChunks
 from kvfold.cache.query_window import AnswerWindow, QueryWindow
 from kvfold.cache.running_moments import RunningMoments
 from kvfold.cache.sequence import LogicalSequence
@@ -28,9 +29,11 @@ from kvfold.store.reindexed_sinks import ReindexedSinks
 # Numbers of entries that an eviction leaves behind, and what stands for an entry without one: for
 # padding, holes, and entries that were added later.
 KEPT_NUMBERS = {"scores": torch.nan, "ranks": -1}
+# Statistics of a prefill's entries, and what stands for an entry that was added later.
+OF_PREFILLS = {"chunk_sums": 1.0}
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
-# [B, H, T], in the store's order; kept numbers may end before the newest entries
-PER_ENTRY = ("sums", "squares", "reconstruction_scores", *KEPT_NUMBERS)
+# [B, H, T], in the store's order; those of the two lists above may end before the newest entries
+PER_ENTRY = ("sums", "squares", "reconstruction_scores", *OF_PREFILLS, *KEPT_NUMBERS)
 PER_HEAD = ("merging", "head_sizes")  # [B, H]
 PER_ROW = ("capacity", "error")  # [B], [B, 1 or 2]
 
@@ -60,6 +63,7 @@ class LayerState:
     )
     scores: Tensor | None = None  # of the entries that an eviction kept, float32
     ranks: Tensor | None = None  # of the same entries, int64
+    chunk_sums: Tensor | None = None  # attention received inside chunks, summed over queries
     capacity: Tensor | None = None  # entries that a row holds while decoding
     merging: Tensor | None = None  # the merge stage's state of each head
     head_sizes: Tensor | None = None  # entries that a head holds while decoding, −1 if not set yet
@@ -72,6 +76,7 @@ class LayerState:
     query_window: QueryWindow = field(init=False)
     answer_window: AnswerWindow = field(init=False)
     query_moments: RunningMoments = field(init=False)
+    query_chunks: QueryChunks = field(init=False)
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
     moves: Tensor | None = None  # [B, H, n], positions by which shared keys moved before a fork
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
@@ -82,6 +87,7 @@ class LayerState:
         self.query_window = QueryWindow(self.plan.stages.needs.window)
         self.answer_window = AnswerWindow(self.plan.stages.needs.window)
         self.query_moments = RunningMoments()
+        self.query_chunks = QueryChunks()
 
     def narrow_windows(self, width: int) -> None:
         """Keeps the last `width` queries of the windows, for a method that needs no more."""
@@ -169,7 +175,7 @@ class LayerState:
         if self.reindexed is not None:
             tensors.append(self.reindexed.given)
         counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-        observed = self.query_window, self.answer_window, self.query_moments
+        observed = self.query_window, self.answer_window, self.query_moments, self.query_chunks
         return counted + sum(each.nbytes() for each in observed)
 
     # --- changes of all tensors at once -------------------------------------------------------
@@ -192,6 +198,7 @@ class LayerState:
         self.query_window.index(rows)
         self.answer_window.index(rows)
         self.query_moments.index(rows)
+        self.query_chunks.index(rows)
         if self.reindexed is not None:
             self.reindexed.index(rows)
         if self.moves is not None:
@@ -276,7 +283,8 @@ class LayerState:
         for name in PER_ENTRY:
             numbers = getattr(self, name)
             if numbers is not None:
-                setattr(self, name, pick_known(numbers, slots, KEPT_NUMBERS.get(name, 0)))
+                empty = (OF_PREFILLS | KEPT_NUMBERS).get(name, 0)
+                setattr(self, name, pick_known(numbers, slots, empty))
 
     # --- re-indexed sinks (StreamingLLM) ----------------------------------------------------
 

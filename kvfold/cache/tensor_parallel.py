@@ -38,6 +38,7 @@ BY_KV_HEAD = (
     "column_sums",
     "column_squares",
     "reconstruction_scores",
+    "chunk_sums",
     "key_positions",
 )
 

@@ -116,6 +116,7 @@ def observed(stages: Stages) -> str:
     parts += ["the newest queries"] if stages.token_pruning else []
     parts += ["keys before RoPE"] if needs.unrotated else []
     parts += ["norms of projected values"] if needs.output_norms else []
+    parts += ["attention inside chunks"] if needs.chunk_sums else []
     parts += ["token ids"] if needs.token_ids else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")

@@ -48,6 +48,15 @@ class QueryMomentsNeed:
 
 
 @dataclass(frozen=True)
+class ChunkSumsNeed:
+    """Attention of a prefill inside chunks: unmasked, unscaled, summed over the chunk's queries."""
+
+    size: int  # tokens of a chunk; the last one of a prefill may be shorter
+    first: int = 0  # first tokens of each row, which are in no chunk
+    last: int = 0  # last tokens of a prefill, which are a chunk by themselves
+
+
+@dataclass(frozen=True)
 class Needs:
     """Data that a method's stages read; the layers observe nothing else."""
 
@@ -62,11 +71,13 @@ class Needs:
     unrotated: bool = False  # keys before RoPE
     output_norms: OutputNorm | None = None  # norms of values, projected into the model's dimension
     query_moments: QueryMomentsNeed | None = None  # mean and covariance of queries before RoPE
+    chunk_sums: ChunkSumsNeed | None = None  # attention inside chunks, summed over queries
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
         """True if stages read what neither entries nor attention hold."""
-        return self.token_ids or self.rotated_back or self.output_norms is not None
+        others = self.output_norms, self.chunk_sums
+        return self.token_ids or self.rotated_back or others != (None, None)
 
     @cached_property  # asked at every step
     def rotated_back(self) -> bool:
@@ -79,16 +90,27 @@ class Needs:
 
         All else is computed when the prefill ends.
         """
-        return self.column_sums, self.column_squares, self.reconstruction, self.query_moments
+        return (
+            self.column_sums,
+            self.column_squares,
+            self.reconstruction,
+            self.query_moments,
+            self.chunk_sums,
+        )
 
     def joined(self, other: Needs) -> Needs:
         """Union of the needs of two methods.
 
-        IllegalComposition for different output norms, and for moments of different queries.
+        IllegalComposition for different output norms or chunks, and for moments of different
+        queries.
         """
         if self.output_norms and other.output_norms and self.output_norms != other.output_norms:
             raise IllegalComposition(
                 "one method reads L1 norms of projected values, the other L2 norms: use one of them"
+            )
+        if len({self.chunk_sums, other.chunk_sums} - {None}) > 1:
+            raise IllegalComposition(
+                "the methods read attention inside different chunks: use one of them"
             )
         moments = {self.query_moments, other.query_moments} - {None}
         if len(moments) > 1:
@@ -107,6 +129,7 @@ class Needs:
             self.unrotated or other.unrotated,
             self.output_norms or other.output_norms,
             self.query_moments or other.query_moments,
+            self.chunk_sums or other.chunk_sums,
         )
 
 
@@ -131,6 +154,8 @@ class Observation:
     reconstruction_scores: Tensor | None = (
         None  # [B, H, T], maximum over the group and all queries (KVzip)
     )
+    # [B, H, T], mean over the group; 1, the mean of a chunk, for entries that no chunk holds
+    chunk_sums: Tensor | None = None
     tokens_seen: Tensor | None = None  # [B], without padding
     budget: Tensor | None = None  # [B], entries that each head of a row may keep
     layer: int = 0  # index among `layers`
@@ -167,6 +192,7 @@ class Observation:
             column_sums=moved(self.column_sums),
             column_squares=moved(self.column_squares),
             reconstruction_scores=moved(self.reconstruction_scores),
+            chunk_sums=moved(self.chunk_sums),
             token_ids=moved(self.token_ids),
             key_positions=moved(self.key_positions),
         )
@@ -192,6 +218,7 @@ class Observation:
             column_sums=None,
             column_squares=None,
             reconstruction_scores=None,
+            chunk_sums=None,
             token_ids=picked(self.token_ids, -1),
             key_positions=picked(self.key_positions, 0),
         )
