@@ -29,6 +29,7 @@ from kvfold.methods.base import Stages as Stages
 from kvfold.methods.base import parse as parse
 from kvfold.methods.cam import CaM as CaM
 from kvfold.methods.chunkkv import ChunkKV as ChunkKV
+from kvfold.methods.compactor import Compactor as Compactor
 from kvfold.methods.criticalkv import CriticalKV as CriticalKV
 from kvfold.methods.cur import CUR as CUR
 from kvfold.methods.d2o import D2O as D2O
@@ -48,6 +49,8 @@ from kvfold.methods.local_window import LocalWindow as LocalWindow
 from kvfold.methods.merge import Merge as Merge
 from kvfold.methods.minicache import MiniCache as MiniCache
 from kvfold.methods.nacl import NACL as NACL
+from kvfold.methods.non_causal import NonCausal as NonCausal
+from kvfold.methods.observation import ChunkSumsNeed as ChunkSumsNeed
 from kvfold.methods.observation import Needs as Needs
 from kvfold.methods.observation import Observation as Observation
 from kvfold.methods.observation import QueryMomentsNeed as QueryMomentsNeed

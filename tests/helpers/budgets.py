@@ -21,6 +21,8 @@ def _spec(name: str) -> str:
     small += ["skip_layers=none"] if options.get("skip_layers") else []
     small += ["spending=exact"] if options.get("spending") == "official" else []
     small += ["proxies=6"] if "proxies" in options else []
+    small += ["chunk=8"] if name == "non_causal" else []
+    small += ["chunk=8", "first=3", "last=2"] if name.startswith("compactor") else []
     small += ["lag=8", "sinks=4"] if "lag" in options else []
     small += ["group=8", "residual=8"] if name.startswith("kivi") else []
     small += ["queries=8", "recent=8"] if name.startswith("think") else []
