@@ -68,6 +68,7 @@ def state(layer: Any) -> dict[str, Any]:
         "query_window",
         "answer_window",
         "query_moments",
+        "query_chunks",
         "reindexed",
         "sequence",  # its fields are held below
     }
@@ -77,6 +78,7 @@ def state(layer: Any) -> dict[str, Any]:
     held |= {"given": None if layer.reindexed is None else layer.reindexed.given}
     held |= {"sinks": None if layer.reindexed is None else layer.reindexed.count}
     held |= {"queries": layer.query_window.attended, "dead": getattr(store, "dead", None)}
+    held |= {f"chunks.{name}": value for name, value in vars(layer.query_chunks).items()}
     if layer.query_moments.moments is not None:
         held |= vars(layer.query_moments.moments)
     if layer.answer_window.parts:
