@@ -13,9 +13,17 @@ from kvfold.bench.participants import FULL, ParticipantLabel
 from kvfold.budget import Budget
 from kvfold.methods.adakv import AdaKV
 from kvfold.methods.base import Method, parse
+from kvfold.methods.compactor import REMOVED, Compactor
+from kvfold.methods.criticalkv import CriticalKV
+from kvfold.methods.cur import CUR
+from kvfold.methods.expected_attention import ExpectedAttention
 from kvfold.methods.h2o import H2O
+from kvfold.methods.keydiff import KeyDiff
 from kvfold.methods.knorm import KNorm
 from kvfold.methods.kvzip import KVzip
+from kvfold.methods.lagkv import LagKV
+from kvfold.methods.leverage import Leverage
+from kvfold.methods.non_causal import NonCausal
 from kvfold.methods.pyramidkv import PyramidKV
 from kvfold.methods.random import Random
 from kvfold.methods.simlayerkv import SimLayerKV
@@ -47,7 +55,50 @@ PRESSES: dict[type[Method], Callable[[Any], Press]] = {
     ],
     KVzip: lambda m: [
         "KVzipPress",
-        {"layerwise": m.level == "uniform", "chunk_size": m.chunk},
+        {
+            "layerwise": m.level == "uniform",
+            "chunk_size": m.chunk,
+            "kvzip_plus_normalization": m.normalize,
+        },
+    ],
+    KeyDiff: lambda m: ["KeyDiffPress", {}],
+    CUR: lambda m: [
+        "CURPress",
+        {"num_sinks": m.sinks, "leverage_type": m.leverage, "local_window_size": m.local},
+    ],
+    LagKV: lambda m: [
+        "LagKVPress",
+        {"n_sink": m.sinks, "lag_size": m.lag, "cross_scoring": m.cross},
+    ],
+    Leverage: lambda m: ["LeverageScorePress", {"sketch_dimension": m.sketch}],
+    NonCausal: lambda m: ["NonCausalAttnPress", {"chunk_size": m.chunk}],
+    Compactor: lambda m: [
+        "CompactorPress",
+        {
+            "sink_size_start": m.first,
+            "sink_size_end": m.last,
+            "chunk_size": m.chunk,
+            "sketch_dimension": m.sketch,
+            "blending": None if m.blending == REMOVED else m.blending,
+        },
+    ],
+    CriticalKV: lambda m: [
+        "CriticalKVPress",
+        {
+            "press": ["SnapKVPress", _votes(m)],
+            "epsilon": m.epsilon,
+            "first_stage_ratio": m.first,
+        },
+    ],
+    ExpectedAttention: lambda m: [
+        "ExpectedAttentionPress",
+        {
+            "n_future_positions": m.future,
+            "n_sink": m.sinks,
+            "use_covariance": m.covariance,
+            "use_vnorm": m.vnorm,
+            "epsilon": m.epsilon,
+        },
     ],
     SimLayerKV: lambda m: [
         "SimLayerKVPress",

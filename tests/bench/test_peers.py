@@ -43,6 +43,18 @@ def test_counterparts_pass_on_parameters_and_what_is_evicted() -> None:
         {"press": ["SnapKVPress", votes | {"compression_ratio": 0.75}], "alpha_safeguard": 0.2},
     ]
     assert press("simlayerkv", None)[0] == "SimLayerKVPress"
+    assert press("kvzip_plus", "0.25")[1]["kvzip_plus_normalization"] is True
+    assert press("criticalkv:window=16,kernel=5,first=0.25", "0.25") == [
+        "CriticalKVPress",
+        {
+            "press": ["SnapKVPress", votes | {"compression_ratio": 0.75}],
+            "epsilon": 1e-4,
+            "first_stage_ratio": 0.25,
+        },
+    ]
+    assert press("compactor", "0.25")[1]["blending"] is None
+    for method in ("keydiff", "cur", "lagkv", "leverage", "non_causal", "expected_attention"):
+        assert press(method, "0.25")[1]["compression_ratio"] == 0.75
     for method, budget in (
         (FULL, None),
         ("d2o", "0.2"),
