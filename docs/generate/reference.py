@@ -20,7 +20,7 @@ GROUPS = {
     "Contexts": ("compress", "load", "Context"),
     "Methods": (
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
-        "Observation", "Forced", "Measured", "Across",
+        "ChunkSumsNeed", "Observation", "Forced", "Measured", "Across",
     ),
     "Evaluation": ("evaluate", "check", "CheckResult"),
     "Errors": (
