@@ -14,7 +14,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold.cache.layer import CompressedLayer
-from kvfold.contexts.files.format import CHECKSUM, FORMAT, HEADER, VERSION, digest
+from kvfold.contexts.files.format import CHECKSUM, FORMAT, HEADER, VERSION
+from kvfold.hf.identity import digest
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.models import build

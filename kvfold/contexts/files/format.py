@@ -15,7 +15,6 @@ the layer has no such tensor, as nothing was evicted.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -24,12 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.hf.identity import HeaderPart, ModelHeader, RopeHeader, digest, digest_of
 
 # Incremented when a file of one version would be misread by the other.
 VERSION = "1"
@@ -37,32 +36,7 @@ VERSION = "1"
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
 
 
-class _HeaderPart(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelHeader(_HeaderPart):
-    """The model that read the document; see `identity.py`."""
-
-    name: str
-    config: dict[str, Any]
-    config_hash: str
-    weights: str
-    vocabulary: str
-
-
-class RopeHeader(_HeaderPart):
-    """RoPE of the stored keys; its frequencies are tensors of the file.
-
-    `moved`: positions by which keys were rotated beyond their original positions.
-    """
-
-    parameters: dict[str, Any]
-    scaling: dict[str, float]
-    moved: int
-
-
-class LayerHeader(_HeaderPart):
+class LayerHeader(HeaderPart):
     """Numbers of a compressed layer (see `cache/state.py`), and names of its tensors.
 
     `kept` are the entries per KV head, `by_head` tensors per head, `whole` tensors of all heads,
@@ -86,7 +60,7 @@ class LayerHeader(_HeaderPart):
     next_round: int | None = None
 
 
-class StockLayerHeader(_HeaderPart):
+class StockLayerHeader(HeaderPart):
     """A layer of transformers' own: class `kind`, numbers, and names of its tensors."""
 
     index: int
@@ -96,14 +70,14 @@ class StockLayerHeader(_HeaderPart):
     whole: list[str]
 
 
-class BudgetHeader(_HeaderPart):
+class BudgetHeader(HeaderPart):
     """A `Budget`."""
 
     kind: Literal["tokens", "ratio", "bytes"]
     amount: int | float
 
 
-class Header(_HeaderPart):
+class Header(HeaderPart):
     """Header of a context file.
 
     Args:
@@ -141,7 +115,7 @@ class Header(_HeaderPart):
     others: list[StockLayerHeader]
     same_as: dict[str, str]
     checksums: dict[str, str]
-    origins: dict[str, str] = {}
+    origins: dict[str, str] = Field(default_factory=dict)
 
 
 def merged_over_ranks(
@@ -165,18 +139,6 @@ def merged_over_ranks(
     if any(header.model_copy(update=same) != joined for header in of_ranks):
         raise KvfoldError(f"ranks hold layer {first.index} differently: compress in one process")
     return joined
-
-
-def digest(text: str) -> str:
-    """Checksum of a text: BLAKE2b, 16 bytes, hexadecimal."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Checksum of a CPU tensor's dtype, shape and bytes."""
-    made = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=16)
-    made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return made.hexdigest()
 
 
 def metadata(header: Header) -> dict[str, str]:

@@ -17,15 +17,15 @@ from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.format import ContextFile, LayerHeader, StockLayerHeader, opened
-from kvfold.contexts.files.identity import (
+from kvfold.contexts.files.layers import SavedLayer, kept
+from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.hf.chat_template import PromptFrame
+from kvfold.hf.identity import (
     model_differences,
     model_header,
     rope_differences,
     rope_header,
 )
-from kvfold.contexts.files.layers import SavedLayer, kept
-from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.models import layer_device
 from kvfold.kernels.views import Named
 from kvfold.methods.base import Method, parse, spelled_out

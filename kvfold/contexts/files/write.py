@@ -28,15 +28,18 @@ from kvfold.contexts.files.format import (
     BudgetHeader,
     Header,
     LayerHeader,
-    ModelHeader,
-    RopeHeader,
     StockLayerHeader,
-    digest_of,
     merged_over_ranks,
     metadata,
 )
-from kvfold.contexts.files.identity import model_header, rope_header
 from kvfold.errors import KvfoldError
+from kvfold.hf.identity import (
+    ModelHeader,
+    RopeHeader,
+    digest_of,
+    model_header,
+    rope_header,
+)
 from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
 from kvfold.store.quantized import Packing

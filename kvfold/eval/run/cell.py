@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
-from kvfold.contexts.files.identity import model_header
 from kvfold.hf.attention import attention_name
+from kvfold.hf.identity import model_header
 
 # Baselines that are evaluated with every method.
 RANDOM, SINKS_AND_RECENT, TRUNCATED, FULL = "random", "streaming_llm", "cut", "full"

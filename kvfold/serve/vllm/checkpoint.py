@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.contexts.files.identity import checksum
 from kvfold.errors import UnsupportedModel
+from kvfold.hf.identity import checksum
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvfold.contexts.files.format import ContextFile, digest
-from kvfold.contexts.files.identity import FIELDS, differences, rope_differences, rope_header
+from kvfold.contexts.files.format import ContextFile
 from kvfold.errors import ContextFileError, KvfoldError, UnsupportedModel
+from kvfold.hf.identity import FIELDS, differences, digest, rope_differences, rope_header
 from kvfold.hf.models import shares_entries, text_config
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import is_compressible, stock_layers

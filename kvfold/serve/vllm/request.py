@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvfold.contexts.files.format import digest
 from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.hf.identity import digest
 from kvfold.serve.vllm.placeholders import ServedContext
 
 # Key of vLLM's `kv_transfer_params` that names a context.

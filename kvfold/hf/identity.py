@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of the model that made a context: configuration, weights, vocabulary and RoPE.
+"""Identity of the model that made a file: configuration, weights, vocabulary and RoPE.
 
 Keys and values depend on all weights and on the computation. `FIELDS` are the settings of a
 configuration that affect the computation; others (names, dropout, special tokens, trained length)
@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.contexts.files.format import ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
 from kvfold.hf.rotation import rope_of
 
@@ -51,8 +51,35 @@ FIELDS = (
 SAMPLE, CLOSE = 64, 1e-5
 
 
-def model_header(model: PreTrainedModel, tokenizer: Any) -> ModelHeader:
-    """Identity of the model and of its tokenizer's vocabulary."""
+class HeaderPart(BaseModel):
+    """Part of a file's header."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelHeader(HeaderPart):
+    """The model that read the document; compared by `model_differences`."""
+
+    name: str
+    config: dict[str, Any]
+    config_hash: str
+    weights: str
+    vocabulary: str
+
+
+class RopeHeader(HeaderPart):
+    """RoPE of the stored keys; its frequencies are tensors of the file.
+
+    `moved`: positions by which keys were rotated beyond their original positions.
+    """
+
+    parameters: dict[str, Any]
+    scaling: dict[str, float]
+    moved: int
+
+
+def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
+    """Identity of the model and of its tokenizer's vocabulary, "" without a tokenizer."""
     config = text_config(model)
     fields = {name: getattr(config, name, None) for name in FIELDS}
     kept = {name: value for name, value in fields.items() if value is not None}
@@ -63,8 +90,24 @@ def model_header(model: PreTrainedModel, tokenizer: Any) -> ModelHeader:
         config=kept,
         config_hash=digest(json.dumps(kept, sort_keys=True)),
         weights=checksum(model.named_parameters()),
-        vocabulary=digest(json.dumps(sorted(tokenizer.get_vocab().items()))),
+        vocabulary="" if tokenizer is None else _vocabulary(tokenizer),
     )
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    return digest(json.dumps(sorted(tokenizer.get_vocab().items())))
+
+
+def digest(text: str) -> str:
+    """Checksum of a text: BLAKE2b, 16 bytes, hexadecimal."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Checksum of a CPU tensor's dtype, shape and bytes."""
+    made = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=16)
+    made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return made.hexdigest()
 
 
 def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -92,7 +135,7 @@ def model_differences(here: ModelHeader, there: ModelHeader, weights: bool) -> l
         found.insert(0, f"a {here.name} here, a {there.name} in the file")
     if not found and weights and here.weights != there.weights:
         found.append("the same configuration, but other weights")
-    if here.vocabulary != there.vocabulary:
+    if "" not in (here.vocabulary, there.vocabulary) and here.vocabulary != there.vocabulary:
         found.append("another vocabulary of the tokenizer")
     return found
 
