@@ -8,6 +8,8 @@ VLLM_BIN := .venv-vllm/bin
 # A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
 # Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
+# The scorer that `make real` fits for its model, for --method zap:file=...
+SCORER := .models/smollm2-scorer.safetensors
 BOOK ?=
 
 .PHONY: demo real test quick test-pages test-real test-vllm check docs train clean
@@ -17,6 +19,8 @@ demo: .venv/ready $(if $(REAL),real)
 
 real: .venv/ready
 	$(BIN)/python -m real_model.make $(REAL)
+	$(if $(REAL),,test -f $(SCORER) || $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 \
+		--words 400 --resume --out $(SCORER))
 
 test: .venv/ready .venv-litellm/ready
 	$(BIN)/python -m pytest -n auto

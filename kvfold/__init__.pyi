@@ -15,8 +15,11 @@ from kvfold.errors import BudgetError as BudgetError
 from kvfold.errors import ContextFileError as ContextFileError
 from kvfold.errors import IllegalComposition as IllegalComposition
 from kvfold.errors import KvfoldError as KvfoldError
+from kvfold.errors import ScorerFileError as ScorerFileError
 from kvfold.errors import UnsupportedModel as UnsupportedModel
 from kvfold.eval.evaluate import evaluate as evaluate
+from kvfold.fit.fit import FitResult as FitResult
+from kvfold.fit.fit import fit_scorer as fit_scorer
 from kvfold.generation.generate import generate as generate
 from kvfold.hf.attention import disable as disable
 from kvfold.hf.attention import enable as enable
@@ -66,5 +69,6 @@ from kvfold.methods.stages.select.forced import Forced as Forced
 from kvfold.methods.streaming_llm import StreamingLLM as StreamingLLM
 from kvfold.methods.think import ThinK as ThinK
 from kvfold.methods.tova import TOVA as TOVA
+from kvfold.methods.zap import Zap as Zap
 
 __version__: str

@@ -18,5 +18,9 @@ class IllegalComposition(KvfoldError):
     """Methods or stages that cannot be combined."""
 
 
+class ScorerFileError(KvfoldError):
+    """A file of a fitted scorer that is damaged, or was fitted for another model."""
+
+
 class ContextFileError(KvfoldError):
     """A context file that is damaged, or was made with another model, method or version."""

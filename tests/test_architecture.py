@@ -25,7 +25,7 @@ FLOORS = (
     ("generation",),
     ("contexts",),
     ("jobs",),
-    ("eval", "inspect", "report", "bench", "serve", "checks"),
+    ("eval", "inspect", "report", "bench", "serve", "checks", "fit"),
     ("cli",),
     ("__main__",),
 )

@@ -20,11 +20,12 @@ GROUPS = {
     "Contexts": ("compress", "load", "Context"),
     "Methods": (
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
-        "ChunkSumsNeed", "Observation", "Forced", "Measured", "Across",
+        "ChunkSumsNeed", "Observation", "Forced", "Measured", "Across", "fit_scorer", "FitResult",
     ),
     "Evaluation": ("evaluate", "check", "CheckResult"),
     "Errors": (
-        "KvfoldError", "BudgetError", "ContextFileError", "IllegalComposition", "UnsupportedModel",
+        "KvfoldError", "BudgetError", "ContextFileError", "ScorerFileError", "IllegalComposition",
+        "UnsupportedModel",
     ),
 }  # fmt: skip
 ENCODINGS = ("quantized", "pruned", "paired", "encoding")

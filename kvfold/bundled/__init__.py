@@ -15,6 +15,7 @@ from transformers import (
 )
 
 FOLDER = Path(__file__).parent
+BUNDLED_SCORER = FOLDER / "scorer.safetensors"
 
 
 def bundled_model(**options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

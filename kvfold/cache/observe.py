@@ -14,6 +14,7 @@ from kvfold.cache.state import OF_PREFILLS, LayerState
 from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import pick
 from kvfold.methods.observation import Observation, ProjectedNorms
+from kvfold.methods.stages.score.learned import ScoredOnce
 
 
 def add_moments(state: LayerState, sums: Tensor, squares: Tensor | None) -> None:
@@ -127,6 +128,7 @@ def observation_at(
         rotate=state.rotation if needs.rotated_back else None,
         norms_of_outputs=norms_of_outputs(state, call),
         query_moments=None if moments is None else state.query_moments.of(call.query, moments),
+        scorer=_scorer_of(state),
     )
 
 
@@ -136,6 +138,32 @@ def norms_of_outputs(state: LayerState, call: AttentionCall) -> ProjectedNorms |
     if kind is None:
         return None
     return partial(state.projection.norms, kind=kind, query_heads=call.query.shape[1])
+
+
+def observation_of_stored(state: LayerState, unrotated: bool | None = None) -> Observation:
+    """Observation of the entries that a layer stores, without queries and without a forward.
+
+    Scores of entries alone (norms, fitted scorers) are those that a prefill would give them.
+    `unrotated` asks for keys before RoPE; None: as the method does.
+    """
+    keys, values = state.stored().dense()
+    unrotated = state.plan.stages.needs.unrotated if unrotated is None else unrotated
+    return Observation(
+        keys,
+        values,
+        state.positions(),
+        tokens_seen=state.seen_per_row(),
+        layer=state.plan.layer,
+        layers=state.plan.layers,
+        seed=draw(state),
+        key_positions=state.key_positions() if unrotated else None,
+        rotate=state.rotation if unrotated else None,
+        scorer=_scorer_of(state),
+    )
+
+
+def _scorer_of(state: LayerState) -> ScoredOnce | None:
+    return None if state.scorer is None else ScoredOnce(state.scorer)
 
 
 def check_positions(state: LayerState, new: int, position_ids: Tensor | None) -> None:

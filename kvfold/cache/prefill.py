@@ -63,7 +63,9 @@ def bring_to_budget(state: LayerState, observation: Observation) -> None:
     """Evicts the layer to its budget; if sizes depend on other layers, the last one evicts all."""
     stages = state.plan.stages
     if isinstance(stages.allocate, Across):
-        _wait_for_sizes(state, _with_candidates(state, observation))
+        if stages.allocate.per_head:
+            observation = _with_candidates(state, observation)
+        _wait_for_sizes(state, observation)
     elif stages.score is not None or stages.encode is not None:
         size_and_evict(state, observation)
 
@@ -157,16 +159,13 @@ def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
 
 
 def _with_candidates(state: LayerState, observation: Observation) -> Observation:
-    """Observation whose reconstruction scores are +∞ at forced entries and −∞ in the prefix."""
-    if observation.reconstruction_scores is None:
-        return observation
+    """Observation with the addends that tell forced entries and those in the prefix from others."""
     positions = state.positions()
     forced = state.plan.stages.forced.mask(positions, torch.zeros_like(state.seen_per_row()))
-    scores = with_forced(observation.reconstruction_scores, forced, positions)
+    none = torch.zeros(positions.shape, device=positions.device)
+    candidates = with_forced(none, forced, positions)
     prefix = positions < state.protected().view(-1, 1, 1)
-    return dataclasses.replace(
-        observation, reconstruction_scores=scores.masked_fill(prefix, -torch.inf)
-    )
+    return dataclasses.replace(observation, candidates=candidates.masked_fill(prefix, -torch.inf))
 
 
 # --- kept entries ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvfold.attention import function as function  # registers the attention function
 from kvfold.budget import Budget
+from kvfold.bundled import BUNDLED_SCORER
 from kvfold.cache import model_trial
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
@@ -27,8 +28,10 @@ from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, shares_entries
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
+from kvfold.hf.scorer_file import read_scorer
 from kvfold.hf.stock_layers import is_compressible
 from kvfold.methods.base import Method, Stages
+from kvfold.methods.stages.score.learned import Scorer
 
 
 @dataclass(frozen=True)
@@ -115,17 +118,30 @@ def put_compressed_layers(
 ) -> None:
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
-    Raises UnsupportedModel as `check_layer` does.
+    Raises UnsupportedModel as `check_layer` does, and ScorerFileError as `scorer_of` does.
     """
     shares, latents = shares_entries(model), caches_latents(model)
+    scorers = scorer_of(stages, model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
     for place, index in enumerate(own):
         stored = stages_in_layer(stages, place, len(own))
         plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
         rotation, projection = Rotation(model, index), OutputProjection(model, index)
         check_layer(stages, rotation, projection)
-        state = LayerState(plan, shared.phase, shared.waiting, rotation, projection)
+        scorer = None if scorers is None else scorers.of_layer(place, ranks.own_heads)
+        state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, scorer)
         layers[index] = CompressedLayer(state, shared.binding)
+
+
+def scorer_of(stages: Stages, model: PreTrainedModel) -> Scorer | None:
+    """The fitted scorer that the stages read; None if they read none.
+
+    Raises ScorerFileError for a file that is damaged, or of another model, RoPE or dtype.
+    """
+    file = stages.needs.scorer
+    if file is None:
+        return None
+    return read_scorer(BUNDLED_SCORER if file == "none" else file, model)
 
 
 def stages_in_layer(stages: Stages, place: int, layers: int) -> Stages:

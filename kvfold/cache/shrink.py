@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from kvfold.budget import Budget
 from kvfold.cache import setup
+from kvfold.cache.observe import observation_of_stored
 from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.sizes import even_size, size_of
 from kvfold.cache.state import LayerState
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Across, Method, Stages
 from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.stages.allocate.pool import candidates_of
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -70,7 +73,7 @@ def is_nested(method: Method) -> bool:
 def _check_settled(cache: CompressedCache) -> None:
     """Raises KvfoldError unless the cache is as its first prefill's compression left it."""
     states = cache.states
-    if any(state.scores is None for state in states):
+    if any(state.scores is None and state.scorer is None for state in states):
         raise KvfoldError(
             "this cache keeps no scores of its entries: compress the text with keep_scores=True"
         )
@@ -118,9 +121,9 @@ def _by_kept_scores(own: Stages, stages: Stages) -> Stages:
     """`stages` by kept scores in place of those of the method's `own` stages."""
     allocate = own.allocate
     if isinstance(allocate, Across):
-        if allocate.statistic is not own.score:
+        if getattr(allocate.statistic, "keywords", {}).get("score") is not own.score:
             raise KvfoldError("sizes depend on more than scores: compress the text again")
-        allocate = replace(allocate, statistic=_kept_scores)
+        allocate = replace(allocate, statistic=partial(candidates_of, score=_kept_scores))
     return replace(stages, needs=Needs(), score=_kept_scores, allocate=allocate)
 
 
@@ -130,16 +133,15 @@ def _kept_scores(observation: Observation) -> Tensor:
 
 
 def _observation(state: LayerState) -> Observation:
-    """Positions and kept scores of a layer's entries.
-
-    The scores are in the field whose forced entries are marked before sizes across layers.
-    """
-    store = state.stored()
+    """Positions of a layer's entries, and their kept scores, or those of its fitted scorer."""
+    store, scores = state.stored(), state.scores
+    if scores is None:
+        scores = observation_of_stored(state).learned_scores()
     return Observation(
         store.keys[:, :, :0],
         store.values[:, :, :0],
         state.positions(),
-        reconstruction_scores=state.scores,
+        reconstruction_scores=scores,
         tokens_seen=state.seen_per_row(),
         layer=state.plan.layer,
         layers=state.plan.layers,

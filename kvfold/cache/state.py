@@ -21,6 +21,7 @@ from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.kernels.gather import pick
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.score.learned import LayerScorer
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
@@ -51,6 +52,7 @@ class LayerState:
     waiting: Waiting[LayerState]
     rotation: Rotation
     projection: OutputProjection
+    scorer: LayerScorer | None = None
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
     rounds: int = 0  # evictions of all kinds so far: each draws a seed of its own
@@ -96,7 +98,8 @@ class LayerState:
 
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
-        new = LayerState(self.plan, self.phase, self.waiting, self.rotation, self.projection)
+        shared = self.waiting, self.rotation, self.projection, self.scorer
+        new = LayerState(self.plan, self.phase, *shared)
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
 

@@ -18,6 +18,7 @@ from kvfold.cli import (
     compress,
     demo,
     eval,
+    fit,
     info,
     inspect,
     methods,
@@ -82,6 +83,7 @@ app.command("run")(takes_methods(run.command))
 app.command("compress")(takes_methods(compress.command))
 app.command("ask")(takes_methods(ask.command))
 app.command("info")(info.command)
+app.command("fit")(takes_methods(fit.command))
 app.command("eval")(takes_methods(eval.command))
 app.command("check")(takes_methods(check.command))
 app.command("inspect")(takes_methods(inspect.command))

@@ -120,6 +120,7 @@ def observed(stages: Stages) -> str:
     parts += ["token ids"] if needs.token_ids else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
+    parts += ["a fitted scorer"] if needs.scorer else []
     if needs.query_moments:
         spread = " and covariance" if needs.query_moments.covariance else ""
         parts.append(f"the queries' mean{spread}")

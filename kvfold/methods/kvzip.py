@@ -8,7 +8,7 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, FileName, Method, Schedule, Stages, register
 from kvfold.methods.observation import ContextReconstruction, Needs, Observation, OutputNorm
-from kvfold.methods.stages.allocate.pool import pooled, whole_heads
+from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
 
 REPEAT = "\n\nRepeat the previous context exactly."
@@ -116,12 +116,13 @@ class KVzip(Method):
         return "heads stay whole or keep nothing" if self.level == "head" else ""
 
     def _allocate(self) -> Schedule | Across:
+        candidates = partial(candidates_of, score=most_attention)
         if self.level == "uniform":
             return uniform
         if self.level == "head":
-            return Across(most_attention, whole_heads, per_head=True)
+            return Across(candidates, whole_heads, per_head=True)
         share = partial(pooled, strict=self.strict)
-        return Across(most_attention, share, per_head=True, unrounded=self.strict)
+        return Across(candidates, share, per_head=True, unrounded=self.strict)
 
 
 def most_attention(observation: Observation) -> Tensor:

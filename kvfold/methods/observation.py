@@ -16,6 +16,7 @@ from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.kernels.gather import pick, take
 from kvfold.kernels.mean_rotation import mean_rotation
 from kvfold.kernels.query_moments import QueryMoments
+from kvfold.methods.stages.score.learned import ScoredOnce
 from kvfold.store.entry_norms import On
 from kvfold.store.reindexed_sinks import Rotate
 
@@ -72,6 +73,7 @@ class Needs:
     output_norms: OutputNorm | None = None  # norms of values, projected into the model's dimension
     query_moments: QueryMomentsNeed | None = None  # mean and covariance of queries before RoPE
     chunk_sums: ChunkSumsNeed | None = None  # attention inside chunks, summed over queries
+    scorer: str | None = None  # file of a fitted scorer, "none" for the one that ships with a model
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
@@ -130,6 +132,7 @@ class Needs:
             self.output_norms or other.output_norms,
             self.query_moments or other.query_moments,
             self.chunk_sums or other.chunk_sums,
+            self.scorer or other.scorer,
         )
 
 
@@ -158,6 +161,9 @@ class Observation:
     chunk_sums: Tensor | None = None
     tokens_seen: Tensor | None = None  # [B], without padding
     budget: Tensor | None = None  # [B], entries that each head of a row may keep
+    # [B, H, T], for sizes of heads across layers: +∞ at forced entries, −∞ at padding and in the
+    # prefix, 0 elsewhere
+    candidates: Tensor | None = None
     layer: int = 0  # index among `layers`
     layers: int = 1
     scale: float = 1.0  # of the logits
@@ -169,6 +175,7 @@ class Observation:
     rotate: Rotate | None = None  # the layer's RoPE; see `unrotated`
     query_moments: QueryMoments | None = None  # of the prefill's queries before RoPE
     norms_of_outputs: ProjectedNorms | None = None  # see `output_norms`
+    scorer: ScoredOnce | None = None  # this layer's fitted scorer; see `learned_scores`
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
@@ -252,6 +259,15 @@ class Observation:
         if self.norms_of_outputs is None:
             raise KvfoldError('output norms are for methods with Needs(output_norms="l2"), or "l1"')
         return self.norms_of_outputs(self.values)
+
+    def learned_scores(self) -> Tensor:
+        """Scores `[B, H, T]`, float32, of the fitted scorer; of padding, any number.
+
+        Raises KvfoldError for a method that does not need one.
+        """
+        if self.scorer is None:
+            raise KvfoldError("fitted scores are for methods with Needs(unrotated=True, scorer=…)")
+        return self.scorer(self)
 
     def window_attention(self, last: int) -> Tensor:
         """Attention weights `[B, Hq, last, T]` of the last queries, float32; 0 for padding."""

@@ -3,10 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import ROUNDING
+
+
+def candidates_of(observation: Observation, score: Callable[[Observation], Tensor]) -> Tensor:
+    """Scores `[B, H, T]`, +∞ at forced entries and −∞ at padding and in the prefix."""
+    scores, candidates = score(observation), observation.candidates
+    return scores if candidates is None else scores.where(candidates == 0, candidates)
 
 
 def pooled(

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold fit`: fits a scorer of one model on texts, for `zap`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvfold.cli.console import progress, table
+from kvfold.cli.options import (
+    Encoding,
+    Json,
+    ModelName,
+    loading,
+    read_text,
+    with_options,
+)
+from kvfold.errors import KvfoldError
+from kvfold.loading import Loading, load
+from kvfold.terminal import console, messages, print_json
+
+if TYPE_CHECKING:
+    from kvfold.fit.fit import FitResult
+
+WORDS = 740  # about a thousand tokens of English
+
+
+@with_options(loading=loading)
+def command(
+    model: ModelName,
+    texts: Annotated[list[Path], typer.Argument(help="Text files; - is standard input.")],
+    scorer: Annotated[
+        str, typer.Option(help="Method whose scores are learned: kvzip, or kvzip_plus.")
+    ] = "kvzip",
+    out: Annotated[Path, typer.Option("--out", "-o", help="The scorer's file.")] = Path(
+        "scorer.safetensors"
+    ),
+    passages: Annotated[
+        int, typer.Option(min=4, help="Passages to read; every fourth is held out.")
+    ] = 32,
+    words: Annotated[int, typer.Option(min=50, help="Words of a passage.")] = WORDS,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a fit that was stopped.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of passages and projections.")] = 0,
+    encoding: Encoding = "utf-8",
+    as_json: Json = False,
+    *,
+    loading: Loading,
+) -> None:
+    """Learn on your own model what KVzip would score; use it as zap:file=FILE."""
+    notes = messages(as_json)
+    with notes.status("importing torch and transformers"):
+        from kvfold.fit.fit import fit_scorer
+        from kvfold.fit.passages import drawn
+        from kvfold.fit.target import target_method
+    # Refused here, before a large model is loaded.
+    target_method(scorer)
+    if not out.parent.is_dir():
+        raise KvfoldError(f"cannot write {out}: there is no folder {out.parent}")
+    read = drawn([read_text(path, encoding) for path in texts], passages, words, seed)
+    network, tokenizer = load(model, loading)
+    with progress(notes) as bar:
+        task = bar.add_task("fitting", total=None)
+        result = fit_scorer(
+            network,
+            tokenizer,
+            read,
+            out,
+            target=scorer,
+            seed=seed,
+            resume=resume,
+            note=lambda line: bar.update(task, description=line),
+        )
+    if as_json:
+        print_json(asdict(result))
+        return
+    _print(result)
+
+
+def _print(result: FitResult) -> None:
+    held = result.held_out
+    shown = table(
+        f"held-out passages of {result.texts}", "kept", "overlap", "mass", right=["overlap", "mass"]
+    )
+    for part in held.overlap:
+        shown.add_row(f"{part:.0%}", f"{held.overlap[part]:.1%}", f"{held.mass[part]:.1%}")
+    out = console()
+    out.print(shown)
+    out.print(f"squared error {held.loss:.2f}, of heads' means {held.loss_of_means:.2f}")
+    out.print(
+        f"{result.numbers:,} numbers, {result.share:.2%} of the weights; {result.projections} "
+        f"projections, penalty {result.penalty:g}"
+    )
+    out.print(f"{result.path}: use it as --method zap:file={result.path}", soft_wrap=True)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold.fit_scorer`: what KVzip would score, learned by ridge regression on the user's model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvfold
+from kvfold.contexts.files.write import replacing
+from kvfold.errors import KvfoldError
+from kvfold.fit.held_out import HeldOut, compare, mean_of
+from kvfold.fit.progress import Progress
+from kvfold.fit.sums import RidgeSums
+from kvfold.fit.target import ScoredText, scored, target_method
+from kvfold.hf.scorer_file import write_scorer
+from kvfold.methods.base import Method
+from kvfold.methods.stages.score.learned import Scorer, widened
+
+# Validation chooses among these numbers of random projections, and these penalties.
+PROJECTIONS, PENALTIES = (0, 64, 256), (1e-4, 1e-2)
+LEAST_TEXTS = 4  # one to choose by, one to report on, two to learn from
+LEAST_TOKENS = 64
+MOST_OF_WEIGHTS = 0.01  # a scorer's numbers, as part of the model's weights
+SPREAD = 1.5  # standard deviation of a projection of features whose mean square is 1
+
+Note = Callable[[str], None]
+# Weights [L, H, f] and chosen features [f], by number of projections and penalty
+Candidates = dict[tuple[int, float], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """A fitted scorer: its file, the features and penalty chosen, and held-out measurements.
+
+    `held_out` is of texts that neither the fit nor the choice has seen; `numbers` is the scorer's
+    size, `share` that as part of the model's weights.
+    """
+
+    path: Path
+    projections: int
+    penalty: float
+    texts: int
+    numbers: int
+    share: float
+    held_out: HeldOut
+
+
+@dataclass(frozen=True)
+class Features:
+    """Scaling and random projections of features: `scales [L, H, F]`, `projections [F, P]`."""
+
+    scales: Tensor
+    projections: Tensor
+
+    @classmethod
+    def of_first(cls, text: ScoredText, seed: int) -> Features:
+        """Scales that bring each feature's mean square in a first text to 1."""
+        scales = text.features.double().square().mean(2).sqrt().clamp(min=1e-6).float().cpu()
+        size, most = scales.shape[-1], max(PROJECTIONS)
+        draw = torch.randn(size, most, generator=torch.Generator().manual_seed(seed))
+        return cls(scales, draw * (SPREAD / size**0.5))
+
+    def of_layer(self, text: ScoredText, layer: int) -> Tensor:
+        """All features `[H, T, F + P]` of a text's entries in one layer."""
+        features = text.features[layer]
+        scaled = features / self.scales[layer][:, None].to(features.device)
+        return widened(scaled, self.projections.to(features.device))
+
+    def expected(self, text: ScoredText, weights: Tensor, chosen: Tensor) -> Tensor:
+        """ln of the scores `[L, H, T]` by `weights [L, H, f]` of the features at `chosen [f]`."""
+        found = []
+        for layer, of_layer in enumerate(weights):
+            rows = self.of_layer(text, layer)[..., chosen]
+            found.append((rows @ of_layer.float()[..., None].to(rows.device)).squeeze(-1))
+        return torch.stack(found)
+
+
+def fit_scorer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: str | Path,
+    *,
+    target: str = "kvzip",
+    seed: int = 0,
+    resume: bool = False,
+    note: Note = lambda line: None,
+) -> FitResult:
+    """Fits a scorer for `zap:file=…`: a linear model of KVzip's scores for each layer and KV head.
+
+    Args:
+        model: a causal LM of transformers.
+        tokenizer: the model's.
+        texts: passages of the kinds that will be compressed, about a thousand tokens each.
+        out: the scorer's file.
+        target: the method whose scores are learned: kvzip, or kvzip_plus.
+        seed: of the random projections.
+        resume: go on with the fit of the same texts that was stopped.
+        note: is called with a line of progress after each text.
+
+    Each text is read and repeated once, and then gone: sums of products are kept, and stored beside
+    `out` after each text until the fit is done. Every fourth text is held out; half of these choose
+    the features and the penalty, the others are reported on.
+
+    Raises KvfoldError for fewer than four texts, for a text of less than 64 tokens, for another
+    kind of target, and if `resume` finds the sums of other texts; UnsupportedModel for a model
+    whose keys cannot be rotated back.
+    """
+    method, path = target_method(target), Path(out)
+    _check_texts(tokenizer, texts)
+    learned, choosing, reporting = parts_of(texts)
+    progress = Progress.at(path, model, str(method), seed, learned, resume)
+    reader = Reader(model, tokenizer, method, note)
+    features, sums = _learned(reader, learned, progress, seed)
+    of_model = sum(weight.numel() for weight in model.parameters())
+    candidates = _candidates(features, sums, int(MOST_OF_WEIGHTS * of_model))
+    best = _best(reader, choosing, features, candidates)
+    weights, chosen = candidates[best]
+    held_out = [
+        compare(features.expected(read, weights, chosen), read)
+        for read in reader.read(reporting, "held out")
+    ]
+    projections = features.projections[:, : best[0]].contiguous()
+    scorer = Scorer(weights.float(), features.scales, projections)
+    share = scorer.numbers / of_model
+    result = FitResult(path, *best, len(texts), scorer.numbers, share, mean_of(held_out))
+    _write(result, scorer, model, str(method))
+    progress.remove()
+    return result
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads texts one by one, each of which is then gone; `note` gets a line after each."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    method: Method
+    note: Note
+
+    def read(self, texts: Sequence[str], part: str) -> Iterator[ScoredText]:
+        """The scored entries of each text; `part` says what they are for."""
+        for number, text in enumerate(texts, 1):
+            yield scored(self.model, self.tokenizer, text, self.method)
+            self.note(f"{part}: {number} of {len(texts)} passages")
+
+
+def _learned(
+    reader: Reader, texts: Sequence[str], progress: Progress, seed: int
+) -> tuple[Features, RidgeSums]:
+    """Scaled features, and the sums over all texts, those of the stored progress included."""
+    features, sums = progress.features, progress.sums
+    for done, text in enumerate(reader.read(texts[progress.done :], "learned"), progress.done + 1):
+        features = features or Features.of_first(text, seed)
+        sums = sums or _no_sums(features)
+        _add(sums, features, text)
+        progress.save(done, features, sums)
+    assert features is not None and sums is not None
+    return features, sums
+
+
+def _best(
+    reader: Reader, texts: Sequence[str], features: Features, candidates: Candidates
+) -> tuple[int, float]:
+    """The candidate with the largest mean overlap on texts."""
+    found: dict[tuple[int, float], list[HeldOut]] = {key: [] for key in candidates}
+    for text in reader.read(texts, "choosing features"):
+        for key, (weights, chosen) in candidates.items():
+            found[key].append(compare(features.expected(text, weights, chosen), text))
+    return max(found, key=lambda key: mean_of(found[key]).mean_overlap)
+
+
+def parts_of(texts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Texts to learn from, to choose the features by, and to report on.
+
+    Every fourth text is held out, in turn for the second and the third part; at least one for each.
+    """
+    held = [text for number, text in enumerate(texts) if number % 4 == 3]
+    if len(held) < 2:
+        return list(texts[:-2]), [texts[-2]], [texts[-1]]
+    learned = [text for number, text in enumerate(texts) if number % 4 != 3]
+    return learned, held[::2], held[1::2]
+
+
+def _check_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
+    if len(texts) < LEAST_TEXTS:
+        raise KvfoldError(
+            f"{len(texts)} texts are too few to fit a scorer and to hold some out: give at least "
+            f"{LEAST_TEXTS}"
+        )
+    for number, text in enumerate(texts):
+        tokens = len(tokenizer(text, add_special_tokens=False).input_ids)
+        if tokens < LEAST_TOKENS:
+            raise KvfoldError(
+                f"text {number} is too short to fit a scorer, {tokens} tokens: give texts of at "
+                f"least {LEAST_TOKENS}, better a thousand"
+            )
+
+
+def _no_sums(features: Features) -> RidgeSums:
+    layers, heads, size = features.scales.shape
+    return RidgeSums.empty(layers * heads, size + features.projections.shape[1])
+
+
+def _add(sums: RidgeSums, features: Features, text: ScoredText) -> None:
+    layers, heads = text.scores.shape[:2]
+    targets = text.targets
+    for layer in range(layers):
+        sums.add(layer * heads, features.of_layer(text, layer), targets[layer])
+
+
+def _candidates(features: Features, sums: RidgeSums, most: int) -> Candidates:
+    """Weights `[L, H, f]` and chosen features `[f]`, by number of projections and penalty.
+
+    Scorers of more than `most` numbers are left out, but for those without projections.
+    """
+    layers, heads, size = features.scales.shape
+    made = {}
+    for projections, penalty in itertools.product(PROJECTIONS, PENALTIES):
+        if projections and layers * heads * (2 * size + projections) + size * projections > most:
+            continue
+        chosen = torch.arange(size + projections)
+        weights = sums.solve(chosen, penalty, free=size - 1)
+        made[projections, penalty] = weights.unflatten(0, (layers, heads)), chosen
+    return made
+
+
+def _write(result: FitResult, scorer: Scorer, model: PreTrainedModel, target: str) -> None:
+    report = {
+        "projections": result.projections,
+        "penalty": result.penalty,
+        "held_out": asdict(result.held_out),
+    }
+    about = {"target": target, "texts": result.texts, "report": report}
+    with replacing(result.path) as temporary:
+        write_scorer(temporary, scorer, model, written_by=kvfold.__version__, **about)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of an unfinished fit, stored beside the scorer's file, to resume from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from kvfold.contexts.files.write import replacing
+from kvfold.errors import KvfoldError
+from kvfold.fit.sums import RidgeSums
+from kvfold.hf.identity import digest, model_header
+
+if TYPE_CHECKING:
+    from kvfold.fit.fit import Features
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Sums over the first `done` texts of a fit that `about` identifies, in the file `path`."""
+
+    path: Path
+    about: str
+    done: int = 0
+    features: Features | None = None
+    sums: RidgeSums | None = None
+
+    @classmethod
+    def at(
+        cls,
+        out: Path,
+        model: PreTrainedModel,
+        target: str,
+        seed: int,
+        texts: Sequence[str],
+        resume: bool,
+    ) -> Progress:
+        """The progress stored beside `out` if `resume`, else none.
+
+        Raises KvfoldError if it is unreadable, or of another model, target, seed or texts.
+        """
+        path = out.with_name(f"{out.name}.partial")
+        identity = [model_header(model).weights, str(model.dtype), target, seed, list(texts)]
+        blank = cls(path, digest(json.dumps(identity)))
+        return blank._stored() if resume and path.exists() else blank
+
+    def _stored(self) -> Progress:
+        from kvfold.fit.fit import Features
+
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                about = file.metadata() or {}
+                names = ("scales", "projections", "gram", "cross")
+                scales, projections, gram, cross = (file.get_tensor(name) for name in names)
+        except (OSError, SafetensorError) as problem:
+            raise KvfoldError(
+                f"cannot resume from {self.path} ({problem}): fit without resume"
+            ) from problem
+        if about.get("about") != self.about:
+            raise KvfoldError(
+                f"{self.path} holds the sums of another fit (model, texts, target or seed differ): "
+                "fit without resume"
+            )
+        sums = RidgeSums(gram, cross, int(about["count"]))
+        return Progress(
+            self.path, self.about, int(about["done"]), Features(scales, projections), sums
+        )
+
+    def save(self, done: int, features: Features, sums: RidgeSums) -> None:
+        """Stores the sums over the first `done` texts; raises KvfoldError if that fails."""
+        tensors = {
+            "scales": features.scales,
+            "projections": features.projections,
+            "gram": sums.gram,
+            "cross": sums.cross,
+        }
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        numbers = {"about": self.about, "done": str(done), "count": str(sums.count)}
+        with replacing(self.path) as temporary:
+            save_file(tensors, temporary, numbers)
+
+    def remove(self) -> None:
+        """Removes the file, once the fit is done."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of fitted scorers: safetensors with the model's identity in the metadata.
+
+Names of tensors: `weights`, `scales`, `projections` (see `Scorer`), and `rope.<name>`, the RoPE
+frequencies of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.errors import ScorerFileError
+from kvfold.hf.identity import (
+    HeaderPart,
+    ModelHeader,
+    RopeHeader,
+    digest,
+    digest_of,
+    model_differences,
+    model_header,
+    rope_differences,
+    rope_header,
+)
+from kvfold.methods.stages.score.learned import Scorer
+
+VERSION = "1"  # incremented when a file of one version would be misread by the other
+FORMAT, HEADER, CHECKSUM = "kvfold_scorer", "header", "checksum"
+OWN = ("weights", "scales", "projections")
+
+
+class ScorerHeader(HeaderPart):
+    """Header of a scorer file: the model, and how the scorer was fitted.
+
+    `target` is the method whose scores were learned, `texts` their number, `report` the
+    held-out measurements, `checksums` those of each tensor.
+    """
+
+    written_by: str
+    target: str
+    texts: int
+    dtype: str
+    model: ModelHeader
+    rope: RopeHeader
+    report: dict[str, Any] = Field(default_factory=dict)
+    checksums: dict[str, str] = Field(default_factory=dict)
+
+
+def write_scorer(path: Path, scorer: Scorer, model: PreTrainedModel, **about: Any) -> None:
+    """Writes a scorer of `model`; `about` are further fields of the header.
+
+    Raises OSError and SafetensorError if the file cannot be written.
+    """
+    rope, frequencies = rope_header(model)
+    tensors = {name: getattr(scorer, name) for name in OWN}
+    tensors |= {f"rope.{name}": each for name, each in frequencies.items()}
+    tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+    header = ScorerHeader(
+        dtype=_dtype(model),
+        model=model_header(model),
+        rope=rope,
+        checksums={name: digest_of(tensor) for name, tensor in tensors.items()},
+        **about,
+    )
+    text = header.model_dump_json()
+    save_file(tensors, path, {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)})
+
+
+def read_scorer(path: str | Path, model: PreTrainedModel) -> Scorer:
+    """The scorer in a file that was fitted for `model`.
+
+    Raises ScorerFileError if the file is damaged or of another version, and, naming what differs,
+    if it was fitted for another model, RoPE or dtype.
+    """
+    header, tensors = read_scorer_file(path)
+    reason = _difference(header, tensors, model)
+    if reason is not None:
+        raise ScorerFileError(
+            f"{path} was fitted for {reason}: fit a scorer for this model, `kvfold fit MODEL TEXTS "
+            "--out FILE`, and name it, zap:file=FILE"
+        )
+    return Scorer(*(tensors[name] for name in OWN))
+
+
+def read_scorer_file(path: str | Path) -> tuple[ScorerHeader, dict[str, Tensor]]:
+    """Header and tensors of a scorer file; raises ScorerFileError if it is damaged."""
+    try:
+        state = Path(path).stat()
+        return _read(str(path), state.st_mtime_ns, state.st_size)
+    except (OSError, SafetensorError) as problem:
+        raise ScorerFileError(
+            f"cannot read {path} as a fitted scorer ({problem}): `kvfold fit` writes such files"
+        ) from problem
+
+
+@lru_cache(maxsize=8)
+def _read(path: str, modified: int, size: int) -> tuple[ScorerHeader, dict[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    if FORMAT not in metadata:
+        raise ScorerFileError(f"{path} is a safetensors file, but no fitted scorer of kvfold")
+    if metadata[FORMAT] != VERSION:
+        raise ScorerFileError(
+            f"{path} has format version {metadata[FORMAT]!r}, and this kvfold reads {VERSION!r}: "
+            "update kvfold, or fit the scorer again"
+        )
+    text = metadata.get(HEADER, "")
+    if digest(VERSION + text) != metadata.get(CHECKSUM):
+        raise _damaged(path, "its header was altered")
+    try:
+        header = ScorerHeader.model_validate(json.loads(text))
+    except (ValidationError, ValueError, RecursionError) as problem:
+        raise _damaged(path, "its header does not have this version's fields") from problem
+    if header.checksums != {name: digest_of(tensor) for name, tensor in tensors.items()}:
+        raise _damaged(path, "its tensors were altered")
+    if not set(OWN) <= tensors.keys():
+        raise _damaged(path, "a tensor is missing")
+    return header, tensors
+
+
+def _damaged(path: str, how: str) -> ScorerFileError:
+    return ScorerFileError(f"{path} is damaged, {how}: take another copy, or fit the scorer again")
+
+
+def _difference(
+    header: ScorerHeader, tensors: dict[str, Tensor], model: PreTrainedModel
+) -> str | None:
+    """How a file's model differs from `model`, in words; None if it does not."""
+    if header.dtype != _dtype(model):
+        return f"{header.dtype}, and the model computes in {_dtype(model)}"
+    found = model_differences(model_header(model), header.model, weights=True)
+    if found:
+        return f"another model ({'; '.join(found)})"
+    rope, frequencies = rope_header(model)
+    theirs = {n.removeprefix("rope."): t for n, t in tensors.items() if n.startswith("rope.")}
+    found = rope_differences(rope, header.rope, frequencies, theirs)
+    return f"another RoPE ({'; '.join(found)})" if found else None
+
+
+def _dtype(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores by a fitted linear scorer, from an entry's un-rotated key, its value and their norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvfold.methods.observation import Observation
+
+
+def entry_features(keys: Tensor, values: Tensor) -> Tensor:
+    """Features `[…, D + Dv + 3]` of entries, float32: key, value, their norms, and 1.
+
+    Un-rotated keys `[…, D]`, values `[…, Dv]`.
+    """
+    keys, values = keys.float(), values.float()
+    norms = [entries.norm(dim=-1, keepdim=True) for entries in (keys, values)]
+    return torch.cat([keys, values, *norms, torch.ones_like(norms[0])], -1)
+
+
+def widened(features: Tensor, projections: Tensor) -> Tensor:
+    """Features `[…, F]`, followed by tanh of P random projections of them `[F, P]`."""
+    return torch.cat([features, torch.tanh(features @ projections)], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """A linear model for each layer and KV head of one model: entry → ln of its score.
+
+    `weights [L, H, F + P]`, `scales [L, H, F]` that features are divided by, and `projections
+    [F, P]`, float32; F = D + Dv + 3 features, P random projections.
+    """
+
+    weights: Tensor
+    scales: Tensor
+    projections: Tensor
+
+    def of_layer(self, layer: int, heads: slice | None = None) -> LayerScorer:
+        """The scorer of one layer, of its KV heads `heads` (None: all)."""
+        own = heads or slice(None)
+        return LayerScorer(self.weights[layer, own], self.scales[layer, own], self.projections)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the scorer."""
+        return self.weights.numel() + self.scales.numel() + self.projections.numel()
+
+    def __deepcopy__(self, memo: Any) -> Scorer:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScorer:
+    """A scorer of one layer: `weights [H, F + P]`, `scales [H, F]`, `projections [F, P]`."""
+
+    weights: Tensor
+    scales: Tensor
+    projections: Tensor
+
+    @cached_property
+    def _scaled(self) -> tuple[Tensor, Tensor]:
+        """Weights `[H, F]` and projections `[H, F, P]` of features that are not scaled."""
+        size = self.scales.shape[-1]
+        return (
+            self.weights[:, :size] / self.scales,
+            self.projections / self.scales[..., None],
+        )
+
+    def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Scores `[B, H, T]`, float32, of un-rotated keys `[B, H, T, D]` and values `[…, Dv]`."""
+        features = entry_features(keys, values)
+        linear, projections = (each.to(features.device) for each in self._scaled)
+        scores = (features @ linear[..., None]).squeeze(-1)
+        if not projections.shape[-1]:
+            return scores
+        size = self.scales.shape[-1]
+        tanh = torch.tanh_(features @ projections)
+        of_projections = self.weights[:, size:, None].to(tanh.device)
+        return scores + (tanh @ of_projections).squeeze(-1)
+
+    def __deepcopy__(self, memo: Any) -> LayerScorer:
+        return self
+
+
+@dataclass(eq=False)
+class ScoredOnce:
+    """A scorer that keeps its last scores, as sizes across layers and the choice ask for them."""
+
+    scorer: LayerScorer
+    keys: Tensor | None = None  # of the last scores
+    scores: Tensor | None = None
+
+    def __call__(self, observation: Observation) -> Tensor:
+        """Scores `[B, H, T]`, float32, of an observation's entries."""
+        if self.scores is None or self.keys is not observation.keys:
+            self.keys = observation.keys
+            self.scores = self.scorer(observation.unrotated(), observation.values)
+        return self.scores
+
+
+def learned(observation: Observation) -> Tensor:
+    """ln of the score that the fitted scorer expects of each entry `[B, H, T]`, float32."""
+    return observation.learned_scores()

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold fit`: a scorer from files, its report, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvfold
+from tests.helpers.commands import refused, run_json
+
+PROSE = "It was a quiet evening, and nobody came to the old garden. " * 40
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text(PROSE)
+    return path
+
+
+def test_a_scorer_is_fitted_and_used(book, tmp_path):
+    out = tmp_path / "scorer.safetensors"
+    options = ["--passages", "4", "--words", "80", "--out", str(out)]
+    found = run_json("fit", "bundled", str(book), *options)
+    assert set(found["held_out"]["overlap"]) == {"0.5", "0.3", "0.2", "0.1"}
+    model, tokenizer = kvfold.bundled_model()
+    context = kvfold.compress(model, tokenizer, PROSE, f"zap:file={out}", 0.3)
+    assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--scorer", "snapkv"], "choose kvzip or kvzip_plus"),
+        (["--out", "nowhere/a"], "no folder nowhere"),
+        (["--words", "9000"], "none has 9000 words"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(book, options, reason):
+    assert reason in refused("fit", "bundled", str(book), *options)
