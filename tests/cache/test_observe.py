@@ -30,6 +30,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import IllegalComposition, UnsupportedModel
 from kvfold.hf.models import read_tokens
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.registry import registry_restored
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
 
@@ -202,15 +203,11 @@ def test_a_method_that_reads_token_ids_keeps_what_it_says():
 
 def test_token_ids_of_a_loaded_context(tmp_path):
     tokenizer, model = word_tokenizer(), build("llama", vocab_size=len(word_tokenizer()))
-    known = dict(kvfold.methods.registry._REGISTRY)
-    try:
+    with registry_restored():
         kvfold.register("highest_id")(HighestId)
         context = kvfold.compress(model, tokenizer, "sky sea " * 20, HighestId(), BUDGET)
         context.save(tmp_path / "a.kvfold")
         context = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
-    finally:
-        kvfold.methods.registry._REGISTRY.clear()
-        kvfold.methods.registry._REGISTRY.update(known)
     more = continuation(1, 9).clamp(max=len(tokenizer) - 1)
     SEEN.clear()
     Reader(model, context.cache)(more)

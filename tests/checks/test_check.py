@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import kvfold
 from kvfold.checks import certify
 from kvfold.errors import KvfoldError
-from tests.helpers.keep_middle import KeepMiddle
+from tests.helpers.registry import registry_restored
 from tests.helpers.tokenizers import tiny_llama, word_tokenizer
 
 WORDS = ["the", "grass", "is", "green", "sky", "blue", "here", "we", "go", "there", "and", "back"]
@@ -34,13 +36,20 @@ def check(bundled, prompts: Any, methods: Any, *budgets: Any, **options: Any) ->
     return kvfold.check(*bundled, prompts, methods, budgets, **{"tokens": 4} | options)
 
 
+@pytest.fixture
+def keep_middle() -> Iterator[kvfold.Method]:
+    """A method that is wrong by design."""
+    with registry_restored("tests.helpers.keep_middle"):
+        yield import_module("tests.helpers.keep_middle").KeepMiddle()
+
+
 @pytest.mark.slow
 def test_a_method_that_keeps_the_middle_gets_no_certificate(
-    bundled, monkeypatch: pytest.MonkeyPatch
+    bundled, keep_middle: kvfold.Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certify, "PARTS", ("0.5", "0.9"))
     rows = [{"context": text, "question": "What is blue?"} for text in texts(4)]
-    found = check(bundled, rows, ["kivi:bits=8", KeepMiddle()], 0.5)
+    found = check(bundled, rows, ["kivi:bits=8", keep_middle], 0.5)
     good, wrong = found.certificates
     assert good.certified and good.held_out is not None and good.held_out.prompts == 2
     assert not wrong.certified and "above 0.05" in wrong.reason

@@ -12,6 +12,7 @@ import pytest
 
 import kvfold
 from tests.helpers.commands import kvfold_command, refused
+from tests.helpers.registry import registry_restored
 
 WORDS = ["the", "grass", "is", "green", "sky", "blue", "here", "we", "go", "there", "and", "back"]
 
@@ -42,7 +43,8 @@ def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: P
     assert "<script" not in page and "<b>start" not in page and "&lt;b&gt;start" in page
     assert result.digest in page and result.certificates[0].digest in page
     arguments += ["--methods", "keep_middle", "--budgets", "0.3", "--tolerance", "0", "--json"]
-    wrong = kvfold_command(*arguments, "--import", "tests.helpers.keep_middle")
+    with registry_restored("tests.helpers.keep_middle"):
+        wrong = kvfold_command(*arguments, "--import", "tests.helpers.keep_middle")
     assert wrong.exit_code == 1, wrong.output
     assert not json.loads(wrong.stdout)["certificates"][0]["certified"]
 

@@ -39,6 +39,7 @@ from kvfold.methods import registry
 from kvfold.methods.stages.allocate.uniform import uniform
 from tests.helpers.commands import kvfold_command, refused
 from tests.helpers.models import build, prompts
+from tests.helpers.registry import registry_restored
 from tests.helpers.tokenizers import PROMPT, tiny_llama, word_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-methods.md"
@@ -48,15 +49,8 @@ EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What a test registers and imports is gone after it."""
-    registry.list_methods()
-    known, modules, path = dict(registry._REGISTRY), set(sys.modules), list(sys.path)
-    yield
-    registry._REGISTRY.clear()
-    registry._REGISTRY.update(known)
-    registry._IMPORTED.clear()
-    sys.path[:] = path
-    for name in {"vatp", "empty", "broken", "twice"} & (set(sys.modules) - modules):
-        del sys.modules[name]
+    with registry_restored("vatp", "empty", "broken", "twice"):
+        yield
 
 
 @pytest.fixture

@@ -18,8 +18,10 @@ from tests.helpers.serving import (
     chat,
     head,
     opened,
+    running,
     until,
 )
+from tests.helpers.tokenizers import word_tokenizer
 
 
 @pytest.mark.slow
@@ -41,15 +43,16 @@ def test_a_body_that_does_not_come_is_refused_in_time(hurried):
     assert hurried.engine.workers.reserved == 0
 
 
-def test_uploads_take_their_place_when_they_begin(hurried):
-    begun = [opened(hurried, head(CONTEXTS, "Content-Length: 1000"), b'{"te') for _ in range(3)]
-    until(lambda: hurried.engine.workers.reserved == 3)
-    assert_clean(hurried.http.post(CHAT, json=chat()), 429, "3 requests are waiting")
-    assert hurried.http.get("/health").status_code == 200
-    for connection in begun:
-        connection.close()
-    until(lambda: hurried.engine.workers.reserved == 0)
-    assert hurried.http.post(CHAT, json=chat()).status_code == 200
+def test_uploads_take_their_place_when_they_begin(model):
+    with running(model, word_tokenizer(), queue=2) as server:
+        begun = [opened(server, head(CONTEXTS, "Content-Length: 1000"), b'{"te') for _ in range(3)]
+        until(lambda: server.engine.workers.reserved == 3)
+        assert_clean(server.http.post(CHAT, json=chat()), 429, "3 requests are waiting")
+        assert server.http.get("/health").status_code == 200
+        for connection in begun:
+            connection.close()
+        until(lambda: server.engine.workers.reserved == 0)
+        assert server.http.post(CHAT, json=chat()).status_code == 200
 
 
 def test_a_connection_too_many_is_closed(hurried):
