@@ -58,6 +58,9 @@ class QueryChunks:
         parts = [(torch.zeros_like(whole), whole, need.size)]
         parts += [(whole, count, need.last)] if end and need.last else []
         for first, stop, size in parts:
+            size = min(size, int((stop - first).max()))  # one chunk holds a shorter text
+            if size == 0:
+                continue
             columns = _laid_out(order, first, stop, size)
             received = chunk_sums(queries, keys, columns, size)
             # Holes write into an extra column, which is cut off.

@@ -12,6 +12,8 @@ from kvfold.methods.observation import Needs, Observation, QueryMomentsNeed
 from kvfold.methods.stages.allocate.heads import adaptive
 from kvfold.methods.stages.select.forced import Forced
 
+FARTHEST = 2**17  # positions, which are turned one by one
+
 
 @register(
     "expected_attention",
@@ -48,9 +50,9 @@ class ExpectedAttention(Method):
     adaptive: bool = False  # a size for each head, by need
 
     def __post_init__(self) -> None:
-        if self.future < 1 or self.sinks < 0 or not self.epsilon >= 0:
+        if not 1 <= self.future <= FARTHEST or self.sinks < 0 or not self.epsilon >= 0:
             raise KvfoldError(
-                "expected_attention takes future from 1 on, sinks and epsilon from 0 on"
+                f"expected_attention takes future from 1 to {FARTHEST}, sinks and epsilon from 0 on"
             )
 
     def stages(self) -> Stages:
