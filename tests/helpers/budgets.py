@@ -76,13 +76,13 @@ def needs_driver(spec: str) -> bool:
     return stages.needs.reconstruction is not None or stages.token_pruning is not None
 
 
-def _of_one_model(name: str) -> bool:
+def of_one_model(name: str) -> bool:
     """Whether the method needs a scorer that was fitted for the model."""
     return preset(name).stages().needs.scorer is not None
 
 
 _ALONE = [name for name in kvfold.list_methods() if _stands_alone(name)]
-NAMED = [_spec(name) for name in _ALONE if not _of_one_model(name)]
+NAMED = [_spec(name) for name in _ALONE if not of_one_model(name)]
 METHODS = [spec for spec in NAMED if not needs_driver(spec)]
 COMPRESSING = [spec for spec in METHODS if kvfold.parse(spec).takes_budget]
 EVICTING = [spec for spec in COMPRESSING if not merges(spec)]
