@@ -65,6 +65,7 @@ TESTED_BY = {
     "methods/stages/score/chunk_attention.py": "methods/test_compactor.py",
     "methods/stages/score/learned.py": "methods/test_zap.py",
     "methods/stages/score/output_error.py": "methods/test_auto.py",
+    "methods/stages/score/repetition.py": "methods/test_kvzip.py",
     "methods/stages/select/choose.py": "methods/test_evicting_while_decoding.py",
     "methods/stages/select/token_pruning.py": "methods/test_pyramidinfer.py",
     "methods/think.py": "cache/test_encode.py",

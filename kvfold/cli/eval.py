@@ -238,9 +238,9 @@ def _evaluate(
     except KeyboardInterrupt:
         screen.print(Text(f"stopped; the same command resumes: {out}"))
         raise typer.Exit(130) from None
-    records = summarize(samples.load().records)
-    path = write_records(out, records)
     cells = plan.cells()
+    records = summarize(samples.load().records, cells)
+    path = write_records(out, records)
     asked = [record for record in records if record.cell in cells]
     if as_json:
         found = [flat(record, CellResult) for record in asked]

@@ -173,7 +173,7 @@ def _run(
     samples, cells = samples_file(folder), plan.cells()
     for _ in run_missing(plan, samples, here(worker_spec(plan.subject.name), model, tokenizer)):
         pass
-    records = summarize(samples.load().records)
+    records = summarize(samples.load().records, cells)
     write_records(folder, records)
     own = [record for record in records if record.cell in cells]
     if not any(record.samples for record in own):

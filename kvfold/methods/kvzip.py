@@ -3,21 +3,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, FileName, Method, Schedule, Stages, register
-from kvfold.methods.observation import ContextReconstruction, Needs, Observation, OutputNorm
+from kvfold.methods.observation import Needs, OutputNorm
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
+from kvfold.methods.stages.score.repetition import most_attention, repetition
 
-REPEAT = "\n\nRepeat the previous context exactly."
-REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with "
-INSTRUCTION = (
-    "Given the context, answer to the following question or request without explanation.\n\n"
-)
 NO_FILE = FileName("none")
-PREVIOUS = 8  # last tokens of the preceding part, quoted after REPEAT_FROM
+ROUNDED = "the released threshold rounds once over all heads, and leaves its own pair out"
+WHOLE = "heads stay whole or keep nothing"
 
 
 @register(
@@ -34,8 +29,7 @@ class KVzip(Method):
     """Keeps the entries that the model attends to most while it repeats the text.
 
     The text is read, and then repeated by teacher forcing in parts of `chunk` tokens, each as the
-    answer to a prompt that asks for it. The opening of the chat template is kept too, and does not
-    count in the budget.
+    answer to a prompt. The opening of the chat template is kept beside the budget.
 
     `level="pair"` ranks all entries in one pool, `"uniform"` keeps equally many in every head,
     `"head"` keeps or empties whole heads by their highest score. The paper computes head scores
@@ -48,10 +42,9 @@ class KVzip(Method):
     the query's input. `demote=0.25` multiplies the scores of structural tokens: punctuation, spaces
     and line breaks that occur at least `demote_repeats` times; 0 changes none.
 
-    Raises KvfoldError for a `chunk` below 1, for `strict` or `head_scores` at another level, for a
-    `demote` outside [0, 1], and for options that change scores where these are a file's.
-    Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`; KVzip+:
-    NVIDIA/kvpress `kvzip_press.py`; demotion: its pull request 288.
+    Raises KvfoldError for options out of range, and for those that exclude each other.
+    Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`;
+    NVIDIA/kvpress `kvzip_press.py` and pull request 288.
     """
 
     by_head: ClassVar[bool] = True
@@ -65,21 +58,17 @@ class KVzip(Method):
     demote_repeats: int = 4  # occurrences from which a token may be structural
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise KvfoldError(f"kvzip:chunk is at least 1 token, not {self.chunk}")
-        if self.strict and self.level != "pair":
-            raise KvfoldError("kvzip:strict is a threshold over all pairs: choose level=pair")
-        if self.head_scores != NO_FILE and self.level != "head":
-            raise KvfoldError("kvzip:head_scores are of whole heads: choose level=head")
-        if not 0 <= self.demote <= 1 or self.demote_repeats < 1:
-            raise KvfoldError(
-                "kvzip:demote is a factor from 0 to 1, of tokens with demote_repeats of at least "
-                f"1, not {self.demote} and {self.demote_repeats}"
-            )
-        if self.head_scores != NO_FILE and (self.normalize or self.demote):
-            raise KvfoldError(
-                "kvzip:head_scores come from a file: normalize and demote change none of them"
-            )
+        file = self.head_scores != NO_FILE
+        for wrong, why in (
+            (self.chunk < 1, f"chunk is at least 1 token, not {self.chunk}"),
+            (self.strict and self.level != "pair", "strict has one threshold: choose level=pair"),
+            (file and self.level != "head", "head_scores are of whole heads: choose level=head"),
+            (not 0 <= self.demote <= 1, f"demote is a factor from 0 to 1, not {self.demote}"),
+            (self.demote_repeats < 1, "demote_repeats is at least 1"),
+            (file and (self.normalize or self.demote), "head_scores come from a file as they are"),
+        ):
+            if wrong:
+                raise KvfoldError(f"kvzip:{why}")
 
     @property
     def nested(self) -> bool:  # type: ignore[override]
@@ -87,45 +76,20 @@ class KVzip(Method):
         return not self.strict
 
     def stages(self) -> Stages:
+        changes = self.normalize, self.demote, self.demote_repeats
+        file = None if self.head_scores == NO_FILE else self.head_scores
+        repeated = repetition(self.chunk, self.instruction, file, *changes)
         norms: OutputNorm | None = "l2" if self.normalize else None
         return Stages(
-            needs=Needs(reconstruction=self._reconstruction(), output_norms=norms),
+            needs=Needs(reconstruction=repeated, output_norms=norms),
             score=most_attention,
             allocate=self._allocate(),
-            inexact=self._inexact(),
+            inexact=ROUNDED if self.strict else WHOLE if self.level == "head" else "",
         )
-
-    def _reconstruction(self) -> ContextReconstruction:
-        instruction = INSTRUCTION if self.instruction else ""
-        file = None if self.head_scores == NO_FILE else self.head_scores
-        return ContextReconstruction(
-            self.chunk,
-            REPEAT,
-            REPEAT_FROM,
-            PREVIOUS,
-            instruction,
-            head_scores=file,
-            normalize=self.normalize,
-            demote=self.demote or 1.0,
-            demote_repeats=self.demote_repeats,
-        )
-
-    def _inexact(self) -> str:
-        if self.strict:
-            return "the released threshold rounds once over all heads, and leaves its own pair out"
-        return "heads stay whole or keep nothing" if self.level == "head" else ""
 
     def _allocate(self) -> Schedule | Across:
         candidates = partial(candidates_of, score=most_attention)
+        share = whole_heads if self.level == "head" else partial(pooled, strict=self.strict)
         if self.level == "uniform":
             return uniform
-        if self.level == "head":
-            return Across(candidates, whole_heads, per_head=True)
-        share = partial(pooled, strict=self.strict)
         return Across(candidates, share, per_head=True, unrounded=self.strict)
-
-
-def most_attention(observation: Observation) -> Tensor:
-    """Maximum attention `[B, H, T]` that each entry received during the reconstruction."""
-    assert observation.reconstruction_scores is not None
-    return observation.reconstruction_scores

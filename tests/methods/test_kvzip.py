@@ -15,7 +15,7 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError, parse
 from kvfold.bundled import FOLDER
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.methods.kvzip import INSTRUCTION, PREVIOUS, REPEAT, REPEAT_FROM
+from kvfold.methods.stages.score.repetition import INSTRUCTION, PREVIOUS, REPEAT, REPEAT_FROM
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     HEADS,

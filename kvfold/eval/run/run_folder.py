@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvfold.eval.run.cell import EvalCell
@@ -45,12 +45,12 @@ def run_missing(
         yield count
 
 
-def summarize(samples: list[SampleResult]) -> list[CellResult]:
-    """One record per cell of `samples`, in order of first appearance.
+def summarize(samples: list[SampleResult], cells: Iterable[EvalCell] = ()) -> list[CellResult]:
+    """One record per cell of `samples`: first those of `cells`, then by first appearance.
 
     The first line counts if concurrent runs wrote a sample twice.
     """
-    by_cell: dict[EvalCell, dict[int, SampleResult]] = {}
+    by_cell: dict[EvalCell, dict[int, SampleResult]] = {cell: {} for cell in cells}
     for sample in samples:
         by_cell.setdefault(sample.cell, {}).setdefault(sample.index, sample)
     known = tasks()
@@ -58,7 +58,11 @@ def summarize(samples: list[SampleResult]) -> list[CellResult]:
     def of(cell: EvalCell) -> list[SampleResult]:
         return list(by_cell.get(cell, {}).values())
 
-    return [cell_result(known[cell.task], cell, of(cell), of(cell.reference)) for cell in by_cell]
+    return [
+        cell_result(known[cell.task], cell, of(cell), of(cell.reference))
+        for cell, found in by_cell.items()
+        if found
+    ]
 
 
 def write_records(folder: Path, records: list[CellResult]) -> Path:
