@@ -78,7 +78,7 @@ def needs_driver(spec: str) -> bool:
 
 def of_one_model(name: str) -> bool:
     """Whether the method needs a scorer that was fitted for the model."""
-    return preset(name).stages().needs.scorer is not None
+    return _stands_alone(name) and preset(name).stages().needs.scorer is not None
 
 
 _ALONE = [name for name in kvfold.list_methods() if _stands_alone(name)]
