@@ -69,11 +69,11 @@ def scored(
     """Workloads with one question a sample, and the methods that have answered all of it."""
     found: dict[Workload, dict[MethodAtBudget, dict[int, SampleResult]]] = {}
     for line in lines:
-        cell = line.cell
-        if cell.method == TRUNCATED or line.outcome is None or len(line.outcome.answers) != 1:
+        at = line.cell
+        if at.method == TRUNCATED or line.outcome is None or len(line.outcome.answers) != 1:
             continue
-        key = Workload(cell.task, cell.length, cell.protocol.question_aware)
-        found.setdefault(key, {}).setdefault((cell.method, cell.budget), {})[line.index] = line
+        key = Workload(at.task, at.length, at.protocol.question_aware)
+        found.setdefault(key, {}).setdefault((at.method, at.budget), {})[line.index] = line
     return {
         work: _scored(tokenizer, book, work, own)
         for work, own in found.items()

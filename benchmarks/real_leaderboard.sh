@@ -5,10 +5,12 @@
 #
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. MODEL is a transformers
 # folder (default .models/smollm2, which `make real` makes). TEXTS, a folder of other plain texts,
-# and LONGBENCH, one of LongBench's rows, add their steps. Samples are kept in FOLDER; run again, it
-# goes on where it stopped, and STEPS="needles uuids" runs these steps only. Records name the commit,
-# so nothing may be uncommitted when it begins. One worker takes about WORKERS=1 core. PLAN=1 prints
-# the commands and runs none. `publish_real.py FOLDER` makes the pages, also while it runs.
+# and LONGBENCH, one of LongBench's rows, add their steps. .models/zap.safetensors, which
+# `kvfold fit MODEL BOOKS --out .models/zap.safetensors` makes of other books, adds zap. Samples are
+# kept in FOLDER; run again, it goes on where it stopped, and STEPS="needles uuids" runs these steps
+# only. Records name the commit, so nothing may be uncommitted when it begins. One worker takes about
+# WORKERS=1 core. PLAN=1 prints the commands and runs none. `publish_real.py FOLDER` makes the pages,
+# also while it runs.
 set -eu
 book=$1 out=${2:-kvfold-real} root=$(cd "$(dirname "$0")/.." && pwd)
 model=${3:-$root/.models/smollm2}
@@ -16,6 +18,9 @@ if [ -z "${PLAN:-}" ] && [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; 
     echo "commit first: records name the commit that they were made at" >&2
     exit 1
 fi
+
+zap=
+if [ -f .models/zap.safetensors ]; then zap=,zap:file=.models/zap.safetensors; fi
 
 # All methods and presets of texts of $1 tokens. SimLayerKV's window is an eighth of the length, as
 # its 1024 is of the 8 k of its models.
@@ -27,13 +32,14 @@ all() {
     echo "full,kivi,kivi:bits=4,think,minicache,pyramidinfer,auto,dbudgetkv,dbudgetkv_literal,$lazy,\
 snapkv,snapkv_official,snapkv_kvpress,pyramidkv,pyramidkv_official,adakv,pyramidkv + adakv,\
 d2o,d2o_official,h2o,h2o + merge,cam,roco,kvzip,kvzip:level=uniform,tova,keydiff,knorm,cur,dropkv,\
-chunkkv,local_window,streaming_llm_original,snapkv + kivi:bits=4"
+chunkkv,local_window,streaming_llm_original,snapkv + kivi:bits=4,kvzip_plus,expected_attention,\
+expected_attention_ada,compactor,compactor_official,lagkv,criticalkv,leverage,non_causal,nacl$zap"
 }
 
 # The best of each kind, for the steps that take long.
 best() {
     echo "full,dbudgetkv,simlayerkv:window=$(($1 / 8)),snapkv,pyramidkv,pyramidkv + adakv,d2o,h2o,\
-kvzip,kvzip:level=uniform,keydiff"
+kvzip,kvzip:level=uniform,keydiff,expected_attention$zap"
 }
 
 # A step runs before the question is known and with the question in view, unless `views` says so.

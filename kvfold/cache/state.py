@@ -29,7 +29,7 @@ from kvfold.store.reindexed_sinks import ReindexedSinks
 
 # Numbers of entries that an eviction leaves behind, and what stands for an entry without one: for
 # padding, holes, and entries that were added later.
-KEPT_NUMBERS = {"scores": torch.nan, "ranks": -1}
+KEPT_NUMBERS = {"scores": torch.nan}
 # Statistics of a prefill's entries, and what stands for an entry that was added later.
 OF_PREFILLS = {"chunk_sums": 1.0}
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
@@ -64,7 +64,6 @@ class LayerState:
         None  # maximum attention received during the reconstruction
     )
     scores: Tensor | None = None  # of the entries that an eviction kept, float32
-    ranks: Tensor | None = None  # of the same entries, int64
     chunk_sums: Tensor | None = None  # attention received inside chunks, summed over queries
     capacity: Tensor | None = None  # entries that a row holds while decoding
     merging: Tensor | None = None  # the merge stage's state of each head

@@ -66,7 +66,7 @@ def reconstruct(
     for part in range(-(-max(map(len, texts)) // how.chunk)):
         requests = [_request(how, tokenizer, frame, text, part) for text in texts]
         _repeat(model, cache, mask, prefix, requests, how.chunk * part)
-    if how.demote < 1:
+    if how.demote:
         marks = [structural(tokenizer, text, how.demote_repeats) for text in texts]
         _demote(cache, marks, how.demote)
 

@@ -5,14 +5,13 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, FileName, Method, Schedule, Stages, register
-from kvfold.methods.observation import Needs, OutputNorm
+from kvfold.methods.observation import ContextReconstruction, Needs
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.score.repetition import most_attention, repetition
+from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS, most_attention
 
 NO_FILE = FileName("none")
-ROUNDED = "the released threshold rounds once over all heads, and leaves its own pair out"
-WHOLE = "heads stay whole or keep nothing"
+POOL = partial(Across, partial(candidates_of, score=most_attention), per_head=True)
 
 
 @register(
@@ -58,14 +57,13 @@ class KVzip(Method):
     demote_repeats: int = 4  # occurrences from which a token may be structural
 
     def __post_init__(self) -> None:
-        file = self.head_scores != NO_FILE
         for wrong, why in (
             (self.chunk < 1, f"chunk is at least 1 token, not {self.chunk}"),
             (self.strict and self.level != "pair", "strict has one threshold: choose level=pair"),
-            (file and self.level != "head", "head_scores are of whole heads: choose level=head"),
+            (self._file and self.level != "head", "head_scores are of heads: choose level=head"),
             (not 0 <= self.demote <= 1, f"demote is a factor from 0 to 1, not {self.demote}"),
             (self.demote_repeats < 1, "demote_repeats is at least 1"),
-            (file and (self.normalize or self.demote), "head_scores come from a file as they are"),
+            (self._file and (self.normalize or self.demote), "head_scores are taken as they are"),
         ):
             if wrong:
                 raise KvfoldError(f"kvzip:{why}")
@@ -75,21 +73,23 @@ class KVzip(Method):
         """True but for `strict`, whose threshold counts entries that were evicted before."""
         return not self.strict
 
-    def stages(self) -> Stages:
-        changes = self.normalize, self.demote, self.demote_repeats
-        file = None if self.head_scores == NO_FILE else self.head_scores
-        repeated = repetition(self.chunk, self.instruction, file, *changes)
-        norms: OutputNorm | None = "l2" if self.normalize else None
-        return Stages(
-            needs=Needs(reconstruction=repeated, output_norms=norms),
-            score=most_attention,
-            allocate=self._allocate(),
-            inexact=ROUNDED if self.strict else WHOLE if self.level == "head" else "",
-        )
+    @property
+    def _file(self) -> str | None:
+        return None if self.head_scores == NO_FILE else self.head_scores
 
-    def _allocate(self) -> Schedule | Across:
-        candidates = partial(candidates_of, score=most_attention)
-        share = whole_heads if self.level == "head" else partial(pooled, strict=self.strict)
+    def stages(self) -> Stages:
+        allocate, inexact = self._allocate()
+        told = INSTRUCTION if self.instruction else ""
+        how = self.normalize, self.demote, self.demote_repeats
+        repeated = ContextReconstruction(self.chunk, *PROMPTS, told, self._file, *how)
+        needs = Needs(reconstruction=repeated, output_norms="l2" if self.normalize else None)
+        return Stages(needs=needs, score=most_attention, allocate=allocate, inexact=inexact)
+
+    def _allocate(self) -> tuple[Schedule | Across, str]:
+        """The allocation, and why it may miss the budget."""
         if self.level == "uniform":
-            return uniform
-        return Across(candidates, share, per_head=True, unrounded=self.strict)
+            return uniform, ""
+        if self.level == "head":
+            return POOL(whole_heads), "heads stay whole or keep nothing"
+        pairs = POOL(partial(pooled, strict=self.strict), unrounded=self.strict)
+        return pairs, "one threshold rounds over all heads" if self.strict else ""

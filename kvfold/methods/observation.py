@@ -36,7 +36,7 @@ class ContextReconstruction:
     instruction: str = ""  # text before the context; it does not count in the budget
     head_scores: str | None = None  # file of head scores; nothing is repeated then
     normalize: bool = False  # attention times ‖W_o v‖ of the entry over ‖h‖ of the query (KVzip+)
-    demote: float = 1.0  # factor of the scores of structural tokens
+    demote: float = 0.0  # factor of the scores of structural tokens, 0: none
     demote_repeats: int = 4  # occurrences in the text from which a token may be structural
 
 

@@ -39,8 +39,8 @@ def number(state: LayerState) -> Tensor:
 
 def give_numbers(cache: kvfold.CompressedCache) -> None:
     for state in cache.states:
-        state.ranks = number(state)
-        state.scores = state.ranks.float().masked_fill(state.ranks < 0, torch.nan)
+        own = number(state)
+        state.scores = own.float().masked_fill(own < 0, torch.nan)
 
 
 def assert_numbered(cache: kvfold.CompressedCache, seen: int) -> int:
@@ -54,7 +54,6 @@ def assert_numbered(cache: kvfold.CompressedCache, seen: int) -> int:
             name: F.pad(getattr(state, name), (0, room - getattr(state, name).shape[-1]), value=of)
             for name, of in KEPT_NUMBERS.items()
         }
-        assert torch.equal(widened["ranks"][columns >= 0], expected)
         scores = widened["scores"][columns >= 0]
         assert torch.equal(scores.nan_to_num(-1).long(), expected)
         found += int((expected >= 0).sum())
@@ -118,7 +117,7 @@ def test_a_fork_has_no_numbers_and_leaves_its_source_alone(model):
     cache = start(model, "snapkv:window=8").cache
     give_numbers(cache)
     reader = fork(cache)
-    assert all(state.scores is None and state.ranks is None for state in reader.states)
+    assert all(state.scores is None for state in reader.states)
     assert assert_numbered(cache, cache.get_seq_length())
 
 

@@ -15,7 +15,7 @@ import kvfold
 from kvfold import CompressedCache, KvfoldError, parse
 from kvfold.bundled import FOLDER
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.methods.stages.score.repetition import INSTRUCTION, PREVIOUS, REPEAT, REPEAT_FROM
+from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     HEADS,
@@ -30,9 +30,9 @@ from tests.helpers.kvzip_by_hand import kept_by_score, most_attention
 
 def test_kvzip_asks_as_the_released_code_does():
     how = parse("kvzip:chunk=100").stages().needs.reconstruction
-    assert (how.chunk, how.first, how.later, how.previous) == (100, REPEAT, REPEAT_FROM, PREVIOUS)
-    assert REPEAT == "\n\nRepeat the previous context exactly."
-    assert REPEAT_FROM.endswith("starting with ") and PREVIOUS == 8
+    assert (how.chunk, how.first, how.later, how.previous) == (100, *PROMPTS)
+    assert how.first == "\n\nRepeat the previous context exactly."
+    assert how.later.endswith("starting with ") and how.previous == 8
     assert parse("kvzip").stages().needs.reconstruction.chunk == 2000
 
 

@@ -20,6 +20,7 @@ from kvfold.eval.run.cell import (
 )
 from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.sample_result import sample_digest
+from kvfold.eval.run.shared_reading import observing_alike
 from kvfold.eval.tasks import SampleRequest, Task, TaskSample, UnreadableSample, source
 from kvfold.methods.base import parse
 
@@ -91,14 +92,11 @@ class TaskSamples:
         alike = len({len(sample.questions) for sample in read}) == 1
         return self.task.phase == "prefill" and not (self.task.by_likelihood or turns) and alike
 
-    def reading_together(self, cells: Sequence[EvalCell]) -> list[tuple[EvalCell, ...]]:
+    def reading_together(self, cells: Sequence[EvalCell]) -> list[list[EvalCell]]:
         """The cells in groups that may share a reading: methods that observe the same then."""
-        groups: dict[object, list[EvalCell]] = {}
-        for cell in cells:
-            alone = self.task.phase == "stream" or cell.method == TRUNCATED
-            observed = cell if alone else parse(cell.method).stages().needs.while_reading
-            groups.setdefault(observed, []).append(cell)
-        return [tuple(group) for group in groups.values()]
+        alone = [cell for cell in cells if self.task.phase == "stream" or cell.method == TRUNCATED]
+        shared = [cell for cell in cells if cell not in alone]
+        return [*observing_alike(shared), *([cell] for cell in alone)]
 
     def cells(
         self, subject: EvaluatedModel, protocol: EvalProtocol, contenders: Sequence[Contender]
@@ -185,4 +183,4 @@ class EvalPlan:
             for start in range(0, len(numbered), size):
                 batch = dict(numbered[start : start + size])
                 for alike in each.reading_together(missing):
-                    yield EvalJob(batch, alike)
+                    yield EvalJob(batch, tuple(alike))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.prompt_batch import PromptBatch
 from kvfold.hf.models import caches_latents
-from kvfold.methods.base import Method
+from kvfold.methods.base import Method, parse
 
 # Reads a batch into a cache; returns the batch as `generate` is to go on with it.
 Read = Callable[[CompressedCache], PromptBatch]
@@ -61,10 +61,19 @@ def compressed(
             made[cell] = new_cache(model, batch, cell)
         except Exception as problem:
             yield Compressed(cell, problem, batch)
-    groups = _alike(made)
-    made.clear()
-    while groups:  # a group's entries are let go before the next is read
-        yield from _from_one_reading(model, batch, groups.pop(), read)
+    # Caches are let go with their group, the widest window last: it reads for the others.
+    by_window = sorted(made, key=lambda cell: made[cell].method.stages().needs.window)
+    for group in observing_alike(by_window):
+        yield from _from_one_reading(model, batch, {cell: made.pop(cell) for cell in group}, read)
+
+
+def observing_alike(cells: Iterable[EvalCell]) -> list[list[EvalCell]]:
+    """The cells in groups, in order, whose methods observe the same in a prefill's forwards."""
+    groups: dict[object, list[EvalCell]] = {}
+    for cell in cells:
+        needs = parse(cell.method).stages().needs
+        groups.setdefault(needs.while_reading, []).append(cell)
+    return list(groups.values())
 
 
 def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> CompressedCache:
@@ -72,16 +81,6 @@ def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> Com
     first = batch.prompts[0]
     seed = cell.seed + first.sample.index
     return CompressedCache(model, cell.method, cell.budget, tokenizer=first.tokenizer, seed=seed)
-
-
-def _alike(made: dict[EvalCell, CompressedCache]) -> list[dict[EvalCell, CompressedCache]]:
-    """The caches in groups that observe the same; the widest window is each group's last."""
-    groups: dict[object, dict[EvalCell, CompressedCache]] = {}
-    by_window = sorted(made, key=lambda cell: made[cell].method.stages().needs.window)
-    for cell in by_window:
-        needs = made[cell].method.stages().needs
-        groups.setdefault(needs.while_reading, {})[cell] = made[cell]
-    return list(groups.values())
 
 
 def _from_one_reading(

@@ -105,10 +105,10 @@ def test_methods_that_observe_alike_are_a_job(setting, samples):
     jobs = [{(cell.method, cell.budget) for cell in job.cells} for job in plan.jobs({})]
     assert [sorted({method for method, _ in job}) for job in jobs] == [
         ["full", "pyramidkv", "random", "snapkv", "streaming_llm"],
-        ["cut"],
-        ["cut"],
         ["d2o", "h2o"],
         ["kvzip"],
+        ["cut"],
+        ["cut"],
     ]
     assert sum(len(job.cells) for job in plan.jobs({})) == len(plan.cells())
 
