@@ -4,11 +4,10 @@
 #     benchmarks/real_leaderboard.sh BOOK [FOLDER] [MODEL]
 #
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. MODEL is a transformers
-# folder (default .models/smollm2, which `make real` makes). TEXTS, a folder of other plain texts,
-# and LONGBENCH, one of LongBench's rows, add their steps. .models/zap.safetensors, which
-# `kvfold fit MODEL BOOKS --out .models/zap.safetensors` makes of other books, adds zap. Samples are
-# kept in FOLDER; run again, it goes on where it stopped, and STEPS="needles uuids" runs these steps
-# only. Records name the commit, so nothing may be uncommitted when it begins. One worker takes about
+# folder; by default `make real` has made .models/smollm2, and its scorer, for zap. TEXTS, a folder
+# of other plain texts, and LONGBENCH, one of LongBench's rows, add their steps. Samples are kept in
+# FOLDER; run again, it goes on where it stopped, and STEPS="needles uuids" runs these steps only.
+# Records name the commit, so nothing may be uncommitted when it begins. One worker takes about
 # WORKERS=1 core. PLAN=1 prints the commands and runs none. `publish_real.py FOLDER` makes the pages,
 # also while it runs.
 set -eu
@@ -19,8 +18,8 @@ if [ -z "${PLAN:-}" ] && [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; 
     exit 1
 fi
 
-zap=
-if [ -f .models/zap.safetensors ]; then zap=,zap:file=.models/zap.safetensors; fi
+scorer=.models/smollm2-scorer.safetensors zap=
+if [ -f $scorer ]; then zap=,zap:file=$scorer; fi
 
 # All methods and presets of texts of $1 tokens. SimLayerKV's window is an eighth of the length, as
 # its 1024 is of the 8 k of its models.
