@@ -49,8 +49,8 @@ step pyramidkv 40 --tasks $needles --methods "$pyramid" --budgets 128,256,512 \
 zip="kvzip,kvzip:level=uniform"
 step kvzip 40 --tasks $needles --methods "$zip,snapkv,pyramidkv,h2o" --budgets 0.5,0.3,0.2,0.1 \
     --lengths 1024 --answer-tokens 16
-step kvzip-questions 40 --tasks shared_kv --methods "$zip,snapkv,h2o" --budgets 0.5,0.3,0.2 \
-    --lengths 512 --answer-tokens 48
+step kvzip-questions 40 --tasks profile_form --methods "$zip,snapkv,h2o" --budgets 0.5,0.3,0.2 \
+    --lengths 512 --answer-tokens 16
 
 d2o="d2o,h2o"
 for merge in none average; do d2o="$d2o,d2o:merge=$merge"; done
