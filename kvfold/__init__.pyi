@@ -18,6 +18,8 @@ from kvfold.errors import KvfoldError as KvfoldError
 from kvfold.errors import ScorerFileError as ScorerFileError
 from kvfold.errors import UnsupportedModel as UnsupportedModel
 from kvfold.eval.evaluate import evaluate as evaluate
+from kvfold.fit.filters import FilterFit as FilterFit
+from kvfold.fit.filters import fit_filters as fit_filters
 from kvfold.fit.fit import FitResult as FitResult
 from kvfold.fit.fit import fit_scorer as fit_scorer
 from kvfold.generation.generate import generate as generate
@@ -59,6 +61,7 @@ from kvfold.methods.observation import Observation as Observation
 from kvfold.methods.observation import QueryMomentsNeed as QueryMomentsNeed
 from kvfold.methods.pyramidinfer import PyramidInfer as PyramidInfer
 from kvfold.methods.pyramidkv import PyramidKV as PyramidKV
+from kvfold.methods.qfilter import QFilter as QFilter
 from kvfold.methods.random import Random as Random
 from kvfold.methods.registry import list_methods as list_methods
 from kvfold.methods.registry import register as register

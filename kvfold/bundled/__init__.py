@@ -15,7 +15,6 @@ from transformers import (
 )
 
 FOLDER = Path(__file__).parent
-BUNDLED_SCORER = FOLDER / "scorer.safetensors"
 
 
 def bundled_model(**options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvfold.attention import function as function  # registers the attention function
 from kvfold.budget import Budget
-from kvfold.bundled import BUNDLED_SCORER
+from kvfold.bundled import FOLDER
 from kvfold.cache import model_trial
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
@@ -28,10 +28,10 @@ from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, shares_entries
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
-from kvfold.hf.scorer_file import read_scorer
+from kvfold.hf.scorer_file import read_fitted
 from kvfold.hf.stock_layers import is_compressible
 from kvfold.methods.base import Method, Stages
-from kvfold.methods.stages.score.learned import Scorer
+from kvfold.methods.fitted import FittedFile, FittedScorer
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,19 @@ def put_compressed_layers(
         layers[index] = CompressedLayer(state, shared.binding)
 
 
-def scorer_of(stages: Stages, model: PreTrainedModel) -> Scorer | None:
+def scorer_of(stages: Stages, model: PreTrainedModel) -> FittedScorer | None:
     """The fitted scorer that the stages read; None if they read none.
 
     Raises ScorerFileError for a file that is damaged, or of another model, RoPE or dtype.
     """
-    file = stages.needs.scorer
-    if file is None:
-        return None
-    return read_scorer(BUNDLED_SCORER if file == "none" else file, model)
+    need = stages.needs.scorer
+    return None if need is None else fitted_in(need, model)
+
+
+def fitted_in(need: FittedFile, model: PreTrainedModel) -> Any:
+    """What the file holds; raises ScorerFileError as `read_fitted`."""
+    path = FOLDER / need.kind.bundled if need.file == "none" else need.file
+    return read_fitted(path, model, need.kind)
 
 
 def stages_in_layer(stages: Stages, place: int, layers: int) -> Stages:

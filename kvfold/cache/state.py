@@ -20,8 +20,8 @@ from kvfold.cache.waiting import Waiting
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.kernels.gather import pick
+from kvfold.methods.fitted import LayerScores
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.score.learned import LayerScorer
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
@@ -52,7 +52,7 @@ class LayerState:
     waiting: Waiting[LayerState]
     rotation: Rotation
     projection: OutputProjection
-    scorer: LayerScorer | None = None
+    scorer: LayerScores | None = None
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
     rounds: int = 0  # evictions of all kinds so far: each draws a seed of its own

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold fit`: fits a scorer of one model on texts, for `zap`."""
+"""`kvfold fit`: fits a scorer of one model on texts, for `zap` and `qfilter`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +26,7 @@ from kvfold.terminal import console, messages, print_json
 
 if TYPE_CHECKING:
     from kvfold.fit.fit import FitResult
+    from kvfold.fit.kinds import OtherFit
 
 WORDS = 740  # about a thousand tokens of English
 
@@ -33,7 +36,8 @@ def command(
     model: ModelName,
     texts: Annotated[list[Path], typer.Argument(help="Text files; - is standard input.")],
     scorer: Annotated[
-        str, typer.Option(help="Method whose scores are learned: kvzip, or kvzip_plus.")
+        str,
+        typer.Option(help="Method whose scores zap learns, kvzip or kvzip_plus; or qfilter."),
     ] = "kvzip",
     out: Annotated[Path, typer.Option("--out", "-o", help="The scorer's file.")] = Path(
         "scorer.safetensors"
@@ -51,34 +55,47 @@ def command(
     *,
     loading: Loading,
 ) -> None:
-    """Learn on your own model what KVzip would score; use it as zap:file=FILE."""
+    """Fit on your own model what zap or qfilter reads; use it as zap:file=FILE."""
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
-        from kvfold.fit.fit import fit_scorer
+        from kvfold.fit.fit import FitResult, fit_scorer
+        from kvfold.fit.kinds import OTHERS
         from kvfold.fit.passages import drawn
         from kvfold.fit.target import target_method
     # Refused here, before a large model is loaded.
-    target_method(scorer)
+    fit: Callable[..., FitResult | OtherFit]
+    if scorer in OTHERS:
+        if resume:
+            raise KvfoldError(f"{scorer} is fitted in one go: leave --resume out")
+        fit = OTHERS[scorer]
+    else:
+        target_method(scorer)
+        fit = partial(fit_scorer, target=scorer, seed=seed, resume=resume)
     if not out.parent.is_dir():
         raise KvfoldError(f"cannot write {out}: there is no folder {out.parent}")
     read = drawn([read_text(path, encoding) for path in texts], passages, words, seed)
     network, tokenizer = load(model, loading)
     with progress(notes) as bar:
         task = bar.add_task("fitting", total=None)
-        result = fit_scorer(
+        result = fit(
             network,
             tokenizer,
             read,
             out,
-            target=scorer,
-            seed=seed,
-            resume=resume,
             note=lambda line: bar.update(task, description=line),
         )
     if as_json:
         print_json(asdict(result))
-        return
-    _print(result)
+    elif isinstance(result, FitResult):
+        _print(result)
+    else:
+        _print_other(result, scorer)
+
+
+def _print_other(result: OtherFit, method: str) -> None:
+    out = console()
+    out.print(f"{result.report}; {result.numbers:,} numbers from {result.texts} passages")
+    out.print(f"{result.path}: use it as --method {method}:file={result.path}", soft_wrap=True)
 
 
 def _print(result: FitResult) -> None:

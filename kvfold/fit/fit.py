@@ -14,19 +14,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.contexts.files.write import replacing
-from kvfold.errors import KvfoldError
 from kvfold.fit.held_out import HeldOut, compare, mean_of
 from kvfold.fit.progress import Progress
+from kvfold.fit.queries import check_texts
 from kvfold.fit.sums import RidgeSums
 from kvfold.fit.target import ScoredText, scored, target_method
-from kvfold.hf.scorer_file import write_scorer
+from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.base import Method
 from kvfold.methods.stages.score.learned import Scorer, widened
 
 # Validation chooses among these numbers of random projections, and these penalties.
 PROJECTIONS, PENALTIES = (0, 64, 256), (1e-4, 1e-2)
 LEAST_TEXTS = 4  # one to choose by, one to report on, two to learn from
-LEAST_TOKENS = 64
 MOST_OF_WEIGHTS = 0.01  # a scorer's numbers, as part of the model's weights
 SPREAD = 1.5  # standard deviation of a projection of features whose mean square is 1
 
@@ -114,7 +113,7 @@ def fit_scorer(
     whose keys cannot be rotated back.
     """
     method, path = target_method(target), Path(out)
-    _check_texts(tokenizer, texts)
+    check_texts(tokenizer, texts, LEAST_TEXTS)
     learned, choosing, reporting = parts_of(texts)
     progress = Progress.at(path, model, str(method), seed, learned, resume)
     reader = Reader(model, tokenizer, method, note)
@@ -189,21 +188,6 @@ def parts_of(texts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return learned, held[::2], held[1::2]
 
 
-def _check_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
-    if len(texts) < LEAST_TEXTS:
-        raise KvfoldError(
-            f"{len(texts)} texts are too few to fit a scorer and to hold some out: give at least "
-            f"{LEAST_TEXTS}"
-        )
-    for number, text in enumerate(texts):
-        tokens = len(tokenizer(text, add_special_tokens=False).input_ids)
-        if tokens < LEAST_TOKENS:
-            raise KvfoldError(
-                f"text {number} is too short to fit a scorer, {tokens} tokens: give texts of at "
-                f"least {LEAST_TOKENS}, better a thousand"
-            )
-
-
 def _no_sums(features: Features) -> RidgeSums:
     layers, heads, size = features.scales.shape
     return RidgeSums.empty(layers * heads, size + features.projections.shape[1])
@@ -240,4 +224,4 @@ def _write(result: FitResult, scorer: Scorer, model: PreTrainedModel, target: st
     }
     about = {"target": target, "texts": result.texts, "report": report}
     with replacing(result.path) as temporary:
-        write_scorer(temporary, scorer, model, written_by=kvfold.__version__, **about)
+        write_fitted(temporary, scorer, model, written_by=kvfold.__version__, **about)

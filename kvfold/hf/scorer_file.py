@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of fitted scorers: safetensors with the model's identity in the metadata.
+"""Files of `kvfold fit`: safetensors with the model's identity in the metadata.
 
-Names of tensors: `weights`, `scales`, `projections` (see `Scorer`), and `rope.<name>`, the RoPE
-frequencies of the model.
+Names of tensors: the fields of the kind, such as `Scorer`, and `rope.<name>`, the RoPE frequencies
+of the model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
@@ -30,18 +31,18 @@ from kvfold.hf.identity import (
     rope_differences,
     rope_header,
 )
-from kvfold.methods.stages.score.learned import Scorer
+from kvfold.methods.fitted import Fitted
 
 VERSION = "1"  # incremented when a file of one version would be misread by the other
 FORMAT, HEADER, CHECKSUM = "kvfold_scorer", "header", "checksum"
-OWN = ("weights", "scales", "projections")
+Kind = TypeVar("Kind", bound=Fitted)
 
 
 class ScorerHeader(HeaderPart):
-    """Header of a scorer file: the model, and how the scorer was fitted.
+    """Header of a file of `kvfold fit`: the model, and how the numbers were fitted.
 
-    `target` is the method whose scores were learned, `texts` their number, `report` the
-    held-out measurements, `checksums` those of each tensor.
+    `target` is the method whose scores were learned, or that the numbers are for, `texts` the
+    number of texts read, `report` the fit's measurements, `checksums` those of each tensor.
     """
 
     written_by: str
@@ -54,14 +55,13 @@ class ScorerHeader(HeaderPart):
     checksums: dict[str, str] = Field(default_factory=dict)
 
 
-def write_scorer(path: Path, scorer: Scorer, model: PreTrainedModel, **about: Any) -> None:
-    """Writes a scorer of `model`; `about` are further fields of the header.
+def write_fitted(path: Path, fitted: Fitted, model: PreTrainedModel, **about: Any) -> None:
+    """Writes what was fitted for `model`; `about` are further fields of the header.
 
     Raises OSError and SafetensorError if the file cannot be written.
     """
     rope, frequencies = rope_header(model)
-    tensors = {name: getattr(scorer, name) for name in OWN}
-    tensors |= {f"rope.{name}": each for name, each in frequencies.items()}
+    tensors = fitted.tensors | {f"rope.{name}": each for name, each in frequencies.items()}
     tensors = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
     header = ScorerHeader(
         dtype=_dtype(model),
@@ -74,24 +74,27 @@ def write_scorer(path: Path, scorer: Scorer, model: PreTrainedModel, **about: An
     save_file(tensors, path, {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)})
 
 
-def read_scorer(path: str | Path, model: PreTrainedModel) -> Scorer:
-    """The scorer in a file that was fitted for `model`.
+def read_fitted(path: str | Path, model: PreTrainedModel, kind: type[Kind]) -> Kind:
+    """What a file holds that was fitted for `model`.
 
-    Raises ScorerFileError if the file is damaged or of another version, and, naming what differs,
-    if it was fitted for another model, RoPE or dtype.
+    Raises ScorerFileError if the file is damaged, of another version or another `kind`, and, naming
+    what differs, if it was fitted for another model, RoPE or dtype.
     """
     header, tensors = read_scorer_file(path)
+    names = [field.name for field in dataclasses.fields(kind)]
+    fit = f"`{kind.command} --out FILE`, and name it, {kind.method}:file=FILE"
+    if not set(names) <= tensors.keys():
+        raise ScorerFileError(
+            f"{path} was fitted from {header.target}, and is no file for {kind.method}: {fit}"
+        )
     reason = _difference(header, tensors, model)
     if reason is not None:
-        raise ScorerFileError(
-            f"{path} was fitted for {reason}: fit a scorer for this model, `kvfold fit MODEL TEXTS "
-            "--out FILE`, and name it, zap:file=FILE"
-        )
-    return Scorer(*(tensors[name] for name in OWN))
+        raise ScorerFileError(f"{path} was fitted for {reason}: fit one for this model, {fit}")
+    return kind(*(tensors[name] for name in names))
 
 
 def read_scorer_file(path: str | Path) -> tuple[ScorerHeader, dict[str, Tensor]]:
-    """Header and tensors of a scorer file; raises ScorerFileError if it is damaged."""
+    """Header and tensors of a file of `kvfold fit`; raises ScorerFileError if it is damaged."""
     try:
         state = Path(path).stat()
         return _read(str(path), state.st_mtime_ns, state.st_size)
@@ -122,8 +125,6 @@ def _read(path: str, modified: int, size: int) -> tuple[ScorerHeader, dict[str, 
         raise _damaged(path, "its header does not have this version's fields") from problem
     if header.checksums != {name: digest_of(tensor) for name, tensor in tensors.items()}:
         raise _damaged(path, "its tensors were altered")
-    if not set(OWN) <= tensors.keys():
-        raise _damaged(path, "a tensor is missing")
     return header, tensors
 
 

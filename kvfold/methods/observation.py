@@ -16,6 +16,7 @@ from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.kernels.gather import pick, take
 from kvfold.kernels.mean_rotation import mean_rotation
 from kvfold.kernels.query_moments import QueryMoments
+from kvfold.methods.fitted import FittedFile
 from kvfold.methods.stages.score.learned import ScoredOnce
 from kvfold.store.entry_norms import On
 from kvfold.store.reindexed_sinks import Rotate
@@ -73,7 +74,7 @@ class Needs:
     output_norms: OutputNorm | None = None  # norms of values, projected into the model's dimension
     query_moments: QueryMomentsNeed | None = None  # mean and covariance of queries before RoPE
     chunk_sums: ChunkSumsNeed | None = None  # attention inside chunks, summed over queries
-    scorer: str | None = None  # file of a fitted scorer, "none" for the one that ships with a model
+    scorer: FittedFile | None = None  # of entries
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
@@ -266,7 +267,7 @@ class Observation:
         Raises KvfoldError for a method that does not need one.
         """
         if self.scorer is None:
-            raise KvfoldError("fitted scores are for methods with Needs(unrotated=True, scorer=…)")
+            raise KvfoldError("fitted scores are for methods with Needs(scorer=…)")
         return self.scorer(self)
 
     def window_attention(self, last: int) -> Tensor:

@@ -5,10 +5,11 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, FileName, Method, Stages, register
+from kvfold.methods.fitted import FittedFile
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.score.learned import learned
+from kvfold.methods.stages.score.learned import Scorer, learned
 from kvfold.methods.stages.select.forced import Forced
 
 NO_FILE = FileName("none")
@@ -51,7 +52,7 @@ class Zap(Method):
     def stages(self) -> Stages:
         across = Across(partial(candidates_of, score=learned), pooled, per_head=True)
         return Stages(
-            needs=Needs(unrotated=True, scorer=str(self.file)),
+            needs=Needs(unrotated=True, scorer=FittedFile(Scorer, str(self.file))),
             score=learned,
             allocate=across if self.level == "pair" else uniform,
             forced=Forced(sinks=self.sinks),

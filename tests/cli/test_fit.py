@@ -28,9 +28,20 @@ def test_a_scorer_is_fitted_and_used(book, tmp_path):
     assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
 
 
+def test_filters_are_fitted_and_used(book, tmp_path):
+    out = tmp_path / "filters.safetensors"
+    options = ["--scorer", "qfilter", "--passages", "4", "--words", "80", "--out", str(out)]
+    found = run_json("fit", "bundled", str(book), *options)
+    assert 0 < found["least_agreement"] <= found["agreement"] <= 1
+    model, tokenizer = kvfold.bundled_model()
+    context = kvfold.compress(model, tokenizer, PROSE, f"qfilter:file={out}", 0.3)
+    assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        (["--scorer", "qfilter", "--resume"], "leave --resume out"),
         (["--scorer", "snapkv"], "choose kvzip or kvzip_plus"),
         (["--out", "nowhere/a"], "no folder nowhere"),
         (["--words", "9000"], "none has 9000 words"),

@@ -20,7 +20,8 @@ from kvfold.fit.held_out import BUDGETS, compare
 from kvfold.fit.passages import drawn
 from kvfold.fit.sums import RidgeSums
 from kvfold.fit.target import LEAST, ScoredText, scored, target_method
-from kvfold.hf.scorer_file import read_scorer, read_scorer_file
+from kvfold.hf.scorer_file import read_fitted, read_scorer_file
+from kvfold.methods.stages.score.learned import Scorer
 
 WORDS = [
     "the",
@@ -65,7 +66,7 @@ def fitted(bundled: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_weights_are_those_of_numpy_on_the_same_features(bundled, fitted):
-    scorer = read_scorer(fitted.path, bundled[0])
+    scorer = read_fitted(fitted.path, bundled[0], Scorer)
     method, learned = target_method("kvzip"), parts_of(texts())[0]
     read = [scored(*bundled, text, method) for text in learned]
     features = Features.of_first(read[0], seed=0)
@@ -113,7 +114,7 @@ def test_the_scorer_predicts_what_the_fit_measured(bundled, fitted):
     model, tokenizer = bundled
     (text,) = parts_of(texts())[2]
     read = scored(model, tokenizer, text, target_method("kvzip"))
-    scorer = read_scorer(fitted.path, model)
+    scorer = read_fitted(fitted.path, model, Scorer)
     size = model.config.head_dim
     keys, values = read.features[..., :size], read.features[..., size : 2 * size]
     layers = range(len(keys))

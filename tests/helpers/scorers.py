@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.hf.scorer_file import write_scorer
+from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.stages.score.learned import Scorer
 
 
@@ -27,7 +27,7 @@ def random_scorer(model: Any, projections: int = 5, seed: int = 0) -> Scorer:
 def zap_of(model: Any, folder: Path, options: str = "", **how: Any) -> str:
     """The text of zap with a random scorer of the model, written into `folder`."""
     path = folder / "scorer.safetensors"
-    write_scorer(path, random_scorer(model, **how), model, written_by="", target="kvzip", texts=0)
+    write_fitted(path, random_scorer(model, **how), model, written_by="", target="kvzip", texts=0)
     return f"zap:file={path}{options}"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from kvfold.methods.fitted import Fitted, LayerScores
 
 if TYPE_CHECKING:
     from kvfold.methods.observation import Observation
@@ -30,13 +32,16 @@ def widened(features: Tensor, projections: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Scorer:
+class Scorer(Fitted):
     """A linear model for each layer and KV head of one model: entry → ln of its score.
 
     `weights [L, H, F + P]`, `scales [L, H, F]` that features are divided by, and `projections
     [F, P]`, float32; F = D + Dv + 3 features, P random projections.
     """
 
+    method: ClassVar[str] = "zap"
+    command: ClassVar[str] = "kvfold fit MODEL TEXTS"
+    bundled: ClassVar[str] = "scorer.safetensors"
     weights: Tensor
     scales: Tensor
     projections: Tensor
@@ -45,14 +50,6 @@ class Scorer:
         """The scorer of one layer, of its KV heads `heads` (None: all)."""
         own = heads or slice(None)
         return LayerScorer(self.weights[layer, own], self.scales[layer, own], self.projections)
-
-    @property
-    def numbers(self) -> int:
-        """Numbers in the scorer."""
-        return self.weights.numel() + self.scales.numel() + self.projections.numel()
-
-    def __deepcopy__(self, memo: Any) -> Scorer:
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +81,10 @@ class LayerScorer:
         of_projections = self.weights[:, size:, None].to(tanh.device)
         return scores + (tanh @ of_projections).squeeze(-1)
 
+    def of(self, observation: Observation) -> Tensor:
+        """Scores `[B, H, T]`, float32, of an observation's entries."""
+        return self(observation.unrotated(), observation.values)
+
     def __deepcopy__(self, memo: Any) -> LayerScorer:
         return self
 
@@ -92,7 +93,7 @@ class LayerScorer:
 class ScoredOnce:
     """A scorer that keeps its last scores, as sizes across layers and the choice ask for them."""
 
-    scorer: LayerScorer
+    scorer: LayerScores
     keys: Tensor | None = None  # of the last scores
     scores: Tensor | None = None
 
@@ -100,10 +101,10 @@ class ScoredOnce:
         """Scores `[B, H, T]`, float32, of an observation's entries."""
         if self.scores is None or self.keys is not observation.keys:
             self.keys = observation.keys
-            self.scores = self.scorer(observation.unrotated(), observation.values)
+            self.scores = self.scorer.of(observation)
         return self.scores
 
 
 def learned(observation: Observation) -> Tensor:
-    """ln of the score that the fitted scorer expects of each entry `[B, H, T]`, float32."""
+    """Score that the fitted scorer gives each entry `[B, H, T]`, float32."""
     return observation.learned_scores()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries and keys of a text in every layer, for what is fitted without another method's scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.generation.generate import read_on
+from kvfold.hf.chat_template import PromptFrame, token_ids
+from kvfold.hf.models import caches_latents
+from kvfold.hf.rotation import Rotation
+
+LEAST_TOKENS = 64  # of a text
+
+
+@dataclass(frozen=True)
+class LayerRead:
+    """One layer after a text: queries `[Hq, T, D]`, keys `[H, T, D]`, both after RoPE.
+
+    `scale` is that of the layer's logits, `rotation` its RoPE.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    scale: float
+    rotation: Rotation
+
+
+def check_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], least: int) -> None:
+    """Raises KvfoldError for fewer than `least` texts, and for one of less than 64 tokens."""
+    if len(texts) < least:
+        raise KvfoldError(
+            f"{len(texts)} texts are too few to fit a scorer and to check it: give at least {least}"
+        )
+    for number, text in enumerate(texts):
+        tokens = len(tokenizer(text, add_special_tokens=False).input_ids)
+        if tokens < LEAST_TOKENS:
+            raise KvfoldError(
+                f"text {number} is too short to fit a scorer, {tokens} tokens: give texts of at "
+                f"least {LEAST_TOKENS}, better a thousand"
+            )
+
+
+@torch.no_grad()
+def layers_read(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
+) -> Iterator[LayerRead]:
+    """The layers that can be compressed, after a text was read as a user's message.
+
+    Raises UnsupportedModel for a model whose cache holds latents, one for all heads.
+    """
+    if caches_latents(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} caches latents, one for all heads, and filters are for heads"
+        )
+    ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
+    tokens = ids.shape[1]
+    cache = CompressedCache(model, f"snapkv:window={tokens}", 1.0)  # it observes all queries
+    with cache.reading():
+        read_on(model, cache, ids, None, tokens)
+        for state in cache.states:
+            attended = state.query_window.attended
+            assert attended is not None
+            yield LayerRead(
+                attended.query[0],
+                state.stored().dense()[0][0],
+                attended.logits["scale"],
+                state.rotation,
+            )

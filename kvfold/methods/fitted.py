@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that `kvfold fit` fits for one model, and the files in which methods find them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvfold.methods.observation import Observation
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """Numbers of one model, for each of its layers and KV heads.
+
+    The fields of a subclass are float32 tensors, and those of its files. `method` reads them,
+    `command` fits them, and `bundled` is the file of the bundled model.
+    """
+
+    method: ClassVar[str]
+    command: ClassVar[str]
+    bundled: ClassVar[str]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by their names."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+@dataclass(frozen=True)
+class FittedFile:
+    """A file of one `kind` of fitted numbers; "none": the one that ships with the bundled model."""
+
+    kind: type[Fitted]
+    file: str
+
+
+class LayerScores(Protocol):
+    """A fitted scorer of one layer."""
+
+    def of(self, observation: Observation) -> Tensor:
+        """Scores `[B, H, T]`, float32, of an observation's entries."""
+
+
+class FittedScorer(Protocol):
+    """A fitted scorer of all layers."""
+
+    def of_layer(self, layer: int, heads: slice | None = None) -> LayerScores:
+        """The scorer of one layer, of its KV heads `heads` (None: all)."""
