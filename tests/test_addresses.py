@@ -20,6 +20,7 @@ TESTED_BY = {
     "attention/handshake.py": "hf/test_models.py",
     "attention/mask.py": "attention/test_padding.py",
     "cache/byte_count.py": "properties/test_bytes.py",
+    "cache/consecutive.py": "methods/test_reindex.py",
     "cache/layer.py": "cache/test_cache.py",
     "cache/phase.py": "cache/test_cache.py",
     "cache/plan.py": "cache/test_setup.py",

@@ -62,11 +62,12 @@ def _fork_layer(
         evicted_at=state.seen,
         settled=state.seen,
         reindexed=None,
-        moves=state.sink_moves() if state.plan.stages.needs.unrotated else None,
         surplus=None,
     )
     for name in PER_ENTRY:
         setattr(other.state, name, None)
+    if state.plan.stages.needs.unrotated:
+        other.state.moves = state.key_moves()
     return other
 
 

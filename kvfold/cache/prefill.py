@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill eviction: a layer is brought to its budget when a prefill ends.
 
-Functions of (state, observation): allocate → choose → merge → keep → encode.
+Functions of (state, observation): allocate → choose → merge → move → keep → encode.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.budget import Budget
+from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
 from kvfold.cache.plan import with_forced_room
 from kvfold.cache.sizes import even_size, size_of
@@ -189,27 +190,31 @@ def _keep_everything(
 
 
 def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bool) -> None:
-    """Keeps the entries at `slots [B, H, K]`, merges the others into them, and encodes."""
+    """Keeps the entries at `slots [B, H, K]`, merges the others into them, moves and encodes."""
     stages, store = state.plan.stages, state.stored()
-    merged = None
+    changed = moves = None
     state.return_sinks()
     if stages.merge is not None:
         keys, values = store.dense()
         eviction = Eviction(
             keys, values, state.positions(), slots, state.sums, state.merging, observation.seed
         )
-        *merged, state.merging = stages.merge(eviction)
+        *changed, state.merging = stages.merge(eviction)
+    if stages.positions == "consecutive":
+        changed, moves = moved_up(state, slots, changed)
     if ragged or stages.encode is not None:
-        _keep_ragged(state, observation, slots, merged)
+        _keep_ragged(state, observation, slots, changed)
     else:
         state.keep_dense(slots)
-        if merged is not None:
-            state.dense_store().replace(*merged)
+        if changed is not None:
+            state.dense_store().replace(*changed)
+    if moves is not None:
+        state.moves = moves
     state.note_eviction()
 
 
 def _keep_ragged(
-    state: LayerState, observation: Observation, slots: Tensor, merged: list[Tensor] | None
+    state: LayerState, observation: Observation, slots: Tensor, changed: list[Tensor] | None
 ) -> None:
     """Keeps the entries at `slots [B, H, K]` in a ragged store, and encodes those due."""
     encode, store = state.plan.stages.encode or Encode(), state.stored()
@@ -219,9 +224,9 @@ def _keep_ragged(
     else:
         columns = None if _is_everything(state, slots) else store.columns
         entries, taken = store.dense(), slots
-        if merged is not None:
-            # Merged entries are in the order of the slots, and taken from there.
-            entries = merged[0], merged[1]
+        if changed is not None:
+            # Changed entries are in the order of the slots, and taken from there.
+            entries = changed[0], changed[1]
             columns = store.columns.gather(2, slots.clamp(min=0))
             order = torch.arange(slots.shape[-1], device=slots.device)
             taken = order.expand_as(slots).masked_fill(slots < 0, -1)
@@ -249,7 +254,13 @@ def _keep_own(state: LayerState, observation: Observation, most: int) -> None:
     scores = with_forced(scores, stages.forced.mask(positions, counts), positions)
     slots = top(scores[..., -own:], counts)
     store.keep_own(slots)
-    state.per_entry(lambda x: torch.cat([x[..., :-own], pick(x[..., -own:], slots, 0)], -1))
+    everything = positions.shape[-1]
+
+    def kept(numbers: Tensor) -> Tensor:
+        whole = F.pad(numbers, (0, everything - numbers.shape[-1]))  # moves are of shared keys only
+        return torch.cat([whole[..., :-own], pick(whole[..., -own:], slots, 0)], -1)
+
+    state.per_entry(kept)
     state.evicted_at = state.seen
 
 

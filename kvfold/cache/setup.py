@@ -156,11 +156,11 @@ def stages_in_layer(stages: Stages, place: int, layers: int) -> Stages:
 def check_layer(stages: Stages, rotation: Rotation, projection: OutputProjection) -> None:
     """Raises UnsupportedModel where the layer lacks what the stages read or change.
 
-    That is where keys cannot be moved and sinks are to be re-indexed, or cannot be rotated back and
-    the method reads keys or queries before RoPE; and where it reads norms of projected values and
-    the projection is not known.
+    That is where keys cannot be moved and positions are to be re-indexed, or cannot be rotated back
+    and the method reads keys or queries before RoPE; and where it reads norms of projected values
+    and the projection is not known.
     """
-    if stages.positions == "reindex":
+    if stages.positions != "original":
         rotation.check()
     if stages.needs.rotated_back:
         rotation.check_reversible()

@@ -29,7 +29,7 @@ from kvfold.store.reindexed_sinks import ReindexedSinks
 
 # Numbers of entries that an eviction leaves behind, and what stands for an entry without one: for
 # padding, holes, and entries that were added later.
-KEPT_NUMBERS = {"scores": torch.nan}
+KEPT_NUMBERS = {"scores": torch.nan, "moves": 0}
 # Statistics of a prefill's entries, and what stands for an entry that was added later.
 OF_PREFILLS = {"chunk_sums": 1.0}
 # Tensors of a state by what their axes follow; the loops below, forks and files go by these.
@@ -79,7 +79,7 @@ class LayerState:
     query_moments: RunningMoments = field(init=False)
     query_chunks: QueryChunks = field(init=False)
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
-    moves: Tensor | None = None  # [B, H, n], positions by which shared keys moved before a fork
+    moves: Tensor | None = None  # positions by which stored keys were moved, int32
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
     _capacities: tuple[Tensor | None, int, int] = (None, 0, 0)
     _ends: tuple[Tensor | None, tuple[int, int] | None] = (None, None)
@@ -173,7 +173,7 @@ class LayerState:
     def nbytes_beside(self) -> int:
         """Bytes of all tensors beside the store."""
         tensors = [getattr(self, name) for name in (*PER_ENTRY, *PER_HEAD, *PER_ROW)]
-        tensors += [self.sequence.valid, self.moves]
+        tensors.append(self.sequence.valid)
         if self.reindexed is not None:
             tensors.append(self.reindexed.given)
         counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
@@ -203,8 +203,6 @@ class LayerState:
         self.query_chunks.index(rows)
         if self.reindexed is not None:
             self.reindexed.index(rows)
-        if self.moves is not None:
-            self.moves = rows(self.moves)
 
     def crop(self, count: int) -> None:
         """Drops the last `count` tokens, of which nothing was evicted."""
@@ -314,7 +312,7 @@ class LayerState:
             return self.stored().keys
         return self.reindexed.as_given(self.dense_store(), self._first_slots())
 
-    def sink_moves(self) -> Tensor | None:
+    def key_moves(self) -> Tensor | None:
         """Positions by which the oldest stored keys have moved `[B, H, n]`; None if none have."""
         if self.reindexed is None:
             return self.moves
@@ -324,7 +322,7 @@ class LayerState:
 
     def key_positions(self) -> Tensor:
         """Positions to which the stored keys are rotated `[B, H, T]`; 0 for padding and holes."""
-        positions, moves = self.positions().clamp(min=0), self.sink_moves()
+        positions, moves = self.positions().clamp(min=0), self.key_moves()
         if moves is None:
             return positions
         return positions + F.pad(moves, (0, positions.shape[-1] - moves.shape[-1]))

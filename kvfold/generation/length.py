@@ -46,11 +46,11 @@ def check_prompt(
 def reach(cache: CompressedCache, tokens: int, piece: int | None) -> int:
     """Largest distance, in tokens, between a query and an entry of a text of `tokens`.
 
-    The text's length, unless the method re-indexes: its sinks follow the recent tokens
-    (arXiv 2309.17453, section 3.2). `piece`: tokens after which the cache is compressed each time;
-    None: only at the end.
+    The text's length, unless the method re-indexes: kept tokens are then right before the recent
+    ones (arXiv 2309.17453, section 3.2). `piece`: tokens after which the cache is compressed each
+    time; None: only at the end.
     """
-    if cache.method.stages().positions != "reindex":
+    if cache.method.stages().positions == "original":
         return tokens
     stores = [state.store for state in cache.states]
     stored = max((store.length for store in stores if store is not None), default=0)

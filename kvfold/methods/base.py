@@ -88,7 +88,8 @@ class Stages:
     generated token, down to the size reached when the prefill ended; "every" does so after each
     `every` generated tokens, by the scores of all entries; "once" compresses at the first generated
     token instead of the prefill's end. `positions` "reindex" rotates sinks up to the recent tokens
-    (StreamingLLM). Raises IllegalComposition for stages that exclude one another.
+    (StreamingLLM); "consecutive" rotates, at each eviction, all kept keys of a head up to the
+    positions before the next token. Raises IllegalComposition for stages that exclude one another.
     """
 
     needs: Needs = field(default_factory=Needs)  # data to observe during forwards
@@ -140,11 +141,6 @@ class Stages:
                 "entries that leave one by one while decoding are those of lowest score, so a "
                 "method that selects otherwise does not go with a method that evicts while "
                 "decoding: choose decode=append where it is offered"
-            )
-        if self.positions == "reindex" and (self.encode or self.heads):
-            raise IllegalComposition(
-                "re-indexed positions rotate stored keys, which must then be whole and dense: "
-                'choose positions="original"'
             )
         if self.heads is not None and getattr(self.allocate, "per_head", False):
             raise IllegalComposition(

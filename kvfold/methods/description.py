@@ -85,7 +85,7 @@ def steps(stages: Stages) -> list[StageUse]:
     found += _of("token pruning", stages.token_pruning)
     if stages.score is not None or stages.every:
         found.append(StageUse("decode", decoding(stages)))
-    if stages.positions == "reindex":
+    if stages.positions != "original":
         found.append(StageUse("positions", "kept tokens re-indexed"))
     return found
 
@@ -102,7 +102,7 @@ def in_words(stages: Stages) -> str:
     parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
     if stages.score is not None or stages.every:
         parts.append(decoding(stages))
-    parts += ["kept tokens re-indexed"] if stages.positions == "reindex" else []
+    parts += ["kept tokens re-indexed"] if stages.positions != "original" else []
     parts += ["prunes tokens between layers"] if stages.token_pruning else []
     return ", ".join(parts) or "keeps every entry"
 

@@ -324,7 +324,19 @@ def test_unrotated_keys_while_decoding(lengths, positions):
     check_unrotated(seen, keys, mask)
 
 
-@pytest.mark.parametrize("positions", ["original", "reindex"])
+@BATCHES
+def test_unrotated_keys_of_keys_that_moved(lengths):
+    method, seen = watching(Needs(unrotated=True), positions="consecutive")
+    reader, ids = reader_of(build("llama"), method, lengths)
+    keys, mask = KeysBeforeRope(reader), prompts(lengths)[1]
+    reader(ids)
+    for turn in range(3):
+        reader(continuation(len(ids), 9, seed=turn))
+        check_unrotated(seen, keys, mask)
+    assert reader.cache.states[0].moves.max() > 20
+
+
+@pytest.mark.parametrize("positions", ["original", "reindex", "consecutive"])
 def test_unrotated_keys_of_a_fork(positions):
     method, seen = watching(Needs(unrotated=True), positions=positions, forced=Forced(sinks=4))
     model = build("llama")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of kept entries (scores, ranks) go with their entries, whatever a cache does."""
+"""Numbers of kept entries (scores, moves) go with their entries, whatever a cache does."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def give_numbers(cache: kvfold.CompressedCache) -> None:
     for state in cache.states:
         own = number(state)
         state.scores = own.float().masked_fill(own < 0, torch.nan)
+        state.moves = (own + 1).int()
 
 
 def assert_numbered(cache: kvfold.CompressedCache, seen: int) -> int:
@@ -54,8 +55,9 @@ def assert_numbered(cache: kvfold.CompressedCache, seen: int) -> int:
             name: F.pad(getattr(state, name), (0, room - getattr(state, name).shape[-1]), value=of)
             for name, of in KEPT_NUMBERS.items()
         }
-        scores = widened["scores"][columns >= 0]
+        scores, moves = (widened[name][columns >= 0] for name in ("scores", "moves"))
         assert torch.equal(scores.nan_to_num(-1).long(), expected)
+        assert torch.equal(moves.long() - 1, expected)
         found += int((expected >= 0).sum())
     return found
 

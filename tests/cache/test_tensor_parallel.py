@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "packed": (f"snapkv + {KIVI}", "80KB", {}),
     "merged": ("h2o + merge:rule=d2o", 40, {}),
     "in rounds": ("adakv + every", 40, {}),
+    "moved": ("adakv + chunkwise:length=30 + reindex", 40, {}),
     "full": ("full", None, {}),
     "h2o": ("h2o", 60, {}),
     "roco": ("roco", 40, {}),

@@ -27,6 +27,8 @@ SMALL = {
     "kivi": "kivi:group=8,residual=8",
     "minicache": "minicache:block=8",
     "merge": "h2o + merge",
+    "reindex": "snapkv + reindex",
+    "chunkwise": "snapkv + chunkwise:length=16",
     "snapkv_official": "snapkv_official:window=8",
     "snapkv_kvpress": "snapkv_kvpress:window=8",
 }

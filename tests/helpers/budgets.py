@@ -43,7 +43,7 @@ def sums_columns(spec: str) -> bool:
 
 def moves(spec: str) -> bool:
     """Whether kept keys are rotated to new positions."""
-    return kvfold.parse(spec).stages().positions == "reindex"
+    return kvfold.parse(spec).stages().positions != "original"
 
 
 def _stands_alone(name: str) -> bool:

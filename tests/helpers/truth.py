@@ -152,6 +152,19 @@ def sinks_moved_up(keys: Tensor, gone: Tensor) -> Tensor:
     return rotated(keys, (sink * evicted[:, None])[:, None])
 
 
+def kept_moved_up(keys: Tensor, gone: Tensor) -> Tensor:
+    """Each head's entries up to the last that is gone stand right before the others, without gaps.
+
+    Padding may only be on the left.
+    """
+    after = gone.flip(-1).cumsum(-1).flip(-1)
+    return rotated(keys, after * ~gone)
+
+
+# How the truth moves keys, by the stage's name.
+MOVES = {"original": None, "reindex": sinks_moved_up, "consecutive": kept_moved_up}
+
+
 def worst(a: Tensor, b: Tensor, mask: Tensor | None = None) -> float:
     """The largest difference, NaN if there is one, where `mask` says that there are tokens."""
     difference = (a.double() - b.double()).abs()

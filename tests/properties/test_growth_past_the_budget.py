@@ -22,10 +22,9 @@ from tests.helpers.budgets import (
     holds,
     is_uniform,
     merges,
-    moves,
 )
 from tests.helpers.models import build, continuation, prompts
-from tests.helpers.truth import MaskedDense, Reader, sinks_moved_up, worst
+from tests.helpers.truth import MOVES, MaskedDense, Reader, worst
 
 EVICTING = [spec for spec in METHODS if not merges(spec) and not encodes(spec) and spec != "full"]
 STREAMING = "streaming_llm"
@@ -48,7 +47,7 @@ class Both:
         ids, mask = prompts((*lengths, max(lengths) + padding))
         self.ids, mask = ids[:-1], mask[:-1]
         padded = None if mask.all() else mask
-        move = sinks_moved_up if moves(spec) else None
+        move = MOVES[kvfold.parse(spec).stages().positions]
         self.reader = Reader(models[0], compressed(models[0], spec, budget), padded)
         self.truth = MaskedDense(models[1], padded, move)
         self.off = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction while decoding: the stages' choices, and those that contradict one another."""
+"""Eviction while decoding, and positions: choices, and those that contradict one another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 Decode = Literal["append", "hold", "every", "once"]
 Prompt = Literal["counted", "kept"]
-Positions = Literal["original", "reindex"]
+Positions = Literal["original", "reindex", "consecutive"]
 CHOICES = {"decode": Decode, "prompt": Prompt, "positions": Positions}
 
 
@@ -33,4 +33,24 @@ def check_decode(stages: Stages) -> None:
         raise IllegalComposition(
             "an allocation per head is made when a prefill ends, so it does not go with a method "
             "that evicts while decoding: choose decode=append where it is offered"
+        )
+    _check_positions(stages)
+
+
+def _check_positions(stages: Stages) -> None:
+    """Raises IllegalComposition for re-indexed positions of keys that cannot be rotated."""
+    if stages.positions == "reindex" and (stages.encode or stages.heads):
+        raise IllegalComposition(
+            "re-indexed positions rotate stored keys, which must then be whole and dense: "
+            'choose positions="original"'
+        )
+    if stages.positions == "consecutive" and (stages.encode or stages.token_pruning):
+        raise IllegalComposition(
+            "consecutive positions rotate kept keys at each eviction, and encoded entries, or "
+            'tokens pruned between the layers, cannot be rotated: choose positions="original"'
+        )
+    if stages.positions == "consecutive" and stages.decode == "hold":
+        raise IllegalComposition(
+            "consecutive positions would rotate all kept keys at every step of a method that "
+            "evicts while decoding: choose decode=append where it is offered"
         )

@@ -73,7 +73,7 @@ def test_models_rotate_in_their_own_way(tokenizer, tmp_path, family):
     assert_served_alike(new_model(family), tokenizer, tmp_path / "a.kvfold", "snapkv", 40)
 
 
-@pytest.mark.parametrize("method", ["h2o", "streaming_llm", "kvzip:level=uniform", "tova"])
+@pytest.mark.parametrize("method", ["h2o", "streaming_llm", "kvzip:level=uniform", "tova", "finch"])
 def test_methods_that_keep_equally_many(model, tokenizer, tmp_path, method):
     assert_served_alike(model, tokenizer, tmp_path / "a.kvfold", method, 40)
 

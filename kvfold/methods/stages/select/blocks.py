@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection inside blocks of consecutive entries: each block keeps its share (LagKV)."""
+"""Selection inside blocks of consecutive entries: each keeps its share (LagKV, Finch)."""
 
 from __future__ import annotations
 
@@ -42,6 +42,30 @@ def best_of_blocks(
     chosen = _ranks(scores.masked_fill(~inside, -torch.inf), block_of, sizes) < kept
     order = torch.where(newest, index + 1, chosen.long() - 1).to(scores.dtype)
     return top(with_forced(order, forced, positions), counts)
+
+
+def best_of_chunks(
+    observation: Observation,
+    scores: Tensor,
+    forced: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    length: int,
+) -> Tensor:
+    """Slots `[B, H, K]` of forced entries and of the same part of each chunk of `length` tokens.
+
+    Chunks share what forced entries leave of `counts [B, H]` in proportion to their entries that
+    are not forced. scores, forced and positions `[B, H, T]`. Ascending, −1 for holes.
+    """
+    open_ = (positions >= 0) & ~forced
+    chunks = int(positions.max().clamp(min=0)) // length + 1
+    chunk_of = (positions // length).masked_fill(~open_, chunks)
+    sizes = chunk_of.new_zeros(*chunk_of.shape[:2], chunks + 1)
+    sizes = sizes.scatter_add(2, chunk_of, open_.long())[..., :chunks]
+    shares = proportional((counts - forced.sum(-1)).clamp(min=0), sizes)
+    kept = torch.nn.functional.pad(shares, (0, 1)).gather(2, chunk_of)
+    chosen = _ranks(scores.masked_fill(~open_, -torch.inf), chunk_of, sizes) < kept
+    return top(with_forced(chosen.to(scores.dtype), forced, positions), counts)
 
 
 def proportional(totals: Tensor, sizes: Tensor) -> Tensor:
