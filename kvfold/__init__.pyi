@@ -22,6 +22,8 @@ from kvfold.fit.filters import FilterFit as FilterFit
 from kvfold.fit.filters import fit_filters as fit_filters
 from kvfold.fit.fit import FitResult as FitResult
 from kvfold.fit.fit import fit_scorer as fit_scorer
+from kvfold.fit.heads import HeadFit as HeadFit
+from kvfold.fit.heads import fit_heads as fit_heads
 from kvfold.generation.generate import generate as generate
 from kvfold.hf.attention import disable as disable
 from kvfold.hf.attention import enable as enable
@@ -40,6 +42,7 @@ from kvfold.methods.cur import CUR as CUR
 from kvfold.methods.d2o import D2O as D2O
 from kvfold.methods.dbudgetkv import DBudgetKV as DBudgetKV
 from kvfold.methods.dropkv import DropKV as DropKV
+from kvfold.methods.duo import Duo as Duo
 from kvfold.methods.every import Every as Every
 from kvfold.methods.expected_attention import ExpectedAttention as ExpectedAttention
 from kvfold.methods.full import Full as Full

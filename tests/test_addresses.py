@@ -61,6 +61,7 @@ TESTED_BY = {
     "methods/minicache.py": "cache/test_encode.py",
     "methods/non_causal.py": "methods/test_compactor.py",
     "methods/observation.py": "methods/stages/score/test_observation_window.py",
+    "methods/stages/allocate/retrieval.py": "methods/test_duo.py",
     "methods/stages/allocate/tolerance.py": "methods/test_auto.py",
     "methods/stages/decode.py": "methods/test_every.py",
     "methods/stages/merge/base.py": "methods/stages/merge/test_most_similar.py",

@@ -30,15 +30,15 @@ def take_over(
     made = setup.checked_budget(method, budget, stages.forced.least)
     for state in cache.states:
         setup.check_layer(stages, state.rotation, state.projection)
-    scorer = setup.scorer_of(stages, cache.states[0].rotation.model)
+    fits = setup.Fits.of(stages, cache.states[0].rotation.model, len(cache.states))
     other = copy.deepcopy(cache)
     other.method, other.budget, other.needs_ids = method, made, stages.needs.token_ids
     for state in other.states:
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
         state.plan = replace(state.plan, stages=own, budget=made)
         state.narrow_windows(own.needs.window)
-        place, heads = state.plan.layer, state.plan.ranks.own_heads
-        state.scorer = None if scorer is None else scorer.of_layer(place, heads)
+        fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
+        state.scorer, state.fitted_heads = fitted
     with other.reading():
         pass
     return other

@@ -129,6 +129,7 @@ def observation_at(
         norms_of_outputs=norms_of_outputs(state, call),
         query_moments=None if moments is None else state.query_moments.of(call.query, moments),
         scorer=_scorer_of(state),
+        fitted_heads=state.fitted_heads,
     )
 
 

@@ -84,6 +84,8 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
     everything = state.plan.budget == Budget.ratio(1.0) or bool((counts == UNLIMITED).all())
     counts = counts + state.protected().view(-1, *[1] * (counts.dim() - 1))
     state.capacity = None if everything or counts.dim() > 1 else counts
+    if state.plan.stages.decode == "every" and counts.dim() > 1 and not everything:
+        state.head_sizes = counts
     if state.plan.stages.prompt == "counted":
         evict(state, observation, counts)
     state.reconstruction_scores = None

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
 from kvfold.cache.observe import observation_at, observation_of
-from kvfold.cache.prefill import evict
+from kvfold.cache.prefill import bring_to_budget, evict
 from kvfold.cache.sizes import size_of
 from kvfold.cache.state import LayerState
+from kvfold.methods.base import Across
 
 
 def note_token(state: LayerState, call: AttentionCall) -> None:
@@ -40,16 +41,18 @@ def note_token(state: LayerState, call: AttentionCall) -> None:
 def _begin(state: LayerState, call: AttentionCall) -> None:
     """Takes a single token that came first for the prompt."""
     budget = state.plan.budget
-    assert budget is not None
     observation = observation_of(state, call)
-    if budget.kind != "ratio":
-        state.capacity = size_of(state, observation)
     state.begin_rounds(observation)
+    if isinstance(state.plan.stages.allocate, Across) and state.plan.stages.allocate.in_rounds:
+        bring_to_budget(state, observation)
+    elif budget is not None and budget.kind != "ratio":
+        state.capacity = size_of(state, observation)
 
 
 def _evict_round(state: LayerState, call: AttentionCall) -> None:
     """Brings every row and head back to its capacity, by the scores of all stored entries."""
-    if state.capacity is None:
+    counts, sizes = _sizes(state)
+    if counts is None:
         return
     state.rounds += 1
     if state.answer_window.width:
@@ -57,15 +60,25 @@ def _evict_round(state: LayerState, call: AttentionCall) -> None:
         observation = observation_at(state, call._replace(query=query), columns)
     else:
         observation = observation_of(state, call)
-    counts, sizes = state.capacity, state.head_sizes
     tokens = state.sequence.tokens()
     if tokens is not None:
         # A row that has ended stays as it is, as it would be alone.
         ended = ~tokens[:, -1]
         stored = (state.columns() >= 0).sum(-1).amax(-1)
-        counts = torch.where(ended, stored, counts)
+        per_row = [-1] + [1] * (counts.dim() - 1)
+        counts = torch.where(ended.view(per_row), stored.view(per_row), counts)
         sizes = None if sizes is None else sizes.masked_fill(ended[:, None], -1)
     evict(state, observation, counts, sizes, _beside(state))
+
+
+def _sizes(state: LayerState) -> tuple[Tensor | None, Tensor | None]:
+    """Entries to keep, `[B]` or `[B, H]`, and the sizes `[B, H]` that replace those of `heads`.
+
+    Without `heads`, sizes of heads are the entries to keep. None: nothing is evicted.
+    """
+    if state.plan.stages.heads is None and state.head_sizes is not None:
+        return state.head_sizes, None
+    return state.capacity, state.head_sizes
 
 
 def _beside(state: LayerState) -> Tensor | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -22,16 +23,16 @@ from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.cache.waiting import Waiting
-from kvfold.errors import BudgetError, KvfoldError
+from kvfold.errors import BudgetError, KvfoldError, ScorerFileError
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.forward_hooks import preparing, watch
-from kvfold.hf.models import caches_latents, shares_entries
+from kvfold.hf.models import caches_latents, shares_entries, text_config
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.scorer_file import read_fitted
 from kvfold.hf.stock_layers import is_compressible
 from kvfold.methods.base import Method, Stages
-from kvfold.methods.fitted import FittedFile, FittedScorer
+from kvfold.methods.fitted import FittedFile, FittedHeads, FittedScorer, LayerScores
 
 
 @dataclass(frozen=True)
@@ -118,34 +119,69 @@ def put_compressed_layers(
 ) -> None:
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
-    Raises UnsupportedModel as `check_layer` does, and ScorerFileError as `scorer_of` does.
+    Raises UnsupportedModel as `check_layer` does, and ScorerFileError as `Fits.of` does.
     """
     shares, latents = shares_entries(model), caches_latents(model)
-    scorers = scorer_of(stages, model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
+    fits = Fits.of(stages, model, len(own))
     for place, index in enumerate(own):
         stored = stages_in_layer(stages, place, len(own))
         plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
         rotation, projection = Rotation(model, index), OutputProjection(model, index)
         check_layer(stages, rotation, projection)
-        scorer = None if scorers is None else scorers.of_layer(place, ranks.own_heads)
-        state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, scorer)
+        fitted = fits.of_layer(place, ranks.own_heads)
+        state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, *fitted)
         layers[index] = CompressedLayer(state, shared.binding)
 
 
-def scorer_of(stages: Stages, model: PreTrainedModel) -> FittedScorer | None:
-    """The fitted scorer that the stages read; None if they read none.
+@dataclass(frozen=True)
+class Fits:
+    """What was fitted for the model and the stages read: a scorer, numbers of KV heads, or none."""
 
-    Raises ScorerFileError for a file that is damaged, or of another model, RoPE or dtype.
-    """
-    need = stages.needs.scorer
-    return None if need is None else fitted_in(need, model)
+    scorer: FittedScorer | None
+    heads: FittedHeads | None
+
+    @classmethod
+    def of(cls, stages: Stages, model: PreTrainedModel, layers: int) -> Fits:
+        """Fits in the files that the stages name, for `layers` compressible layers.
+
+        Raises ScorerFileError for a file that is damaged, or of another model, RoPE or dtype, or of
+        other numbers of layers and heads.
+        """
+        needs = stages.needs
+        heads = _fitted_in(needs.fitted_heads, model)
+        if heads is not None:
+            _check_shape(needs.fitted_heads, heads, model, layers)
+        return cls(_fitted_in(needs.scorer, model), heads)
+
+    def of_layer(self, layer: int, heads: slice | None) -> tuple[LayerScores | None, Tensor | None]:
+        """The scorer of one layer, and the numbers `[H]` of its KV heads `heads` (None: all)."""
+        scorer, numbers = self.scorer, self.heads
+        return (
+            None if scorer is None else scorer.of_layer(layer, heads),
+            None if numbers is None else numbers.of_layer(layer, heads),
+        )
 
 
-def fitted_in(need: FittedFile, model: PreTrainedModel) -> Any:
-    """What the file holds; raises ScorerFileError as `read_fitted`."""
+def _fitted_in(need: FittedFile | None, model: PreTrainedModel) -> Any:
+    if need is None:
+        return None
     path = FOLDER / need.kind.bundled if need.file == "none" else need.file
     return read_fitted(path, model, need.kind)
+
+
+def _check_shape(
+    need: FittedFile | None, given: FittedHeads, model: PreTrainedModel, layers: int
+) -> None:
+    """Raises ScorerFileError unless the numbers are those of the model's layers and KV heads."""
+    heads = getattr(text_config(model), "num_key_value_heads", None)
+    found = tuple(given.heads.shape)
+    if need is not None and found != (layers, heads):
+        raise ScorerFileError(
+            f"{need.file} scores {found[0]} layers of {found[1]} KV heads, and the model has "
+            f"{layers} of {heads} that can be compressed: take a file for this model, "
+            f"`{need.kind.command} --out FILE` makes one"
+        )
 
 
 def stages_in_layer(stages: Stages, place: int, layers: int) -> Stages:

@@ -53,6 +53,7 @@ class LayerState:
     rotation: Rotation
     projection: OutputProjection
     scorer: LayerScores | None = None
+    fitted_heads: Tensor | None = None
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
     rounds: int = 0  # evictions of all kinds so far: each draws a seed of its own
@@ -97,7 +98,7 @@ class LayerState:
 
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
-        shared = self.waiting, self.rotation, self.projection, self.scorer
+        shared = self.waiting, self.rotation, self.projection, self.scorer, self.fitted_heads
         new = LayerState(self.plan, self.phase, *shared)
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))

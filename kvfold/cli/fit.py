@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold fit`: fits a scorer of one model on texts, for `zap` and `qfilter`."""
+"""`kvfold fit`: fits a scorer of one model on texts, for `zap`, `qfilter` and `duo`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(
     texts: Annotated[list[Path], typer.Argument(help="Text files; - is standard input.")],
     scorer: Annotated[
         str,
-        typer.Option(help="Method whose scores zap learns, kvzip or kvzip_plus; or qfilter."),
+        typer.Option(help="Method whose scores zap learns, kvzip or kvzip_plus; qfilter; duo."),
     ] = "kvzip",
     out: Annotated[Path, typer.Option("--out", "-o", help="The scorer's file.")] = Path(
         "scorer.safetensors"
@@ -55,7 +55,7 @@ def command(
     *,
     loading: Loading,
 ) -> None:
-    """Fit on your own model what zap or qfilter reads; use it as zap:file=FILE."""
+    """Fit on your own model what zap, qfilter or duo reads; use it as zap:file=FILE."""
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         from kvfold.fit.fit import FitResult, fit_scorer

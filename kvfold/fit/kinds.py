@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvfold.fit.filters import FilterFit, fit_filters
+from kvfold.fit.heads import HeadFit, fit_heads
 
-OtherFit = FilterFit
+OtherFit = FilterFit | HeadFit
 # (model, tokenizer, texts, out, *, note) → result
-OTHERS: dict[str, Callable[..., OtherFit]] = {"qfilter": fit_filters}
+OTHERS: dict[str, Callable[..., OtherFit]] = {"qfilter": fit_filters, "duo": fit_heads}

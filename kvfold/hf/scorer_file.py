@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -74,12 +75,33 @@ def write_fitted(path: Path, fitted: Fitted, model: PreTrainedModel, **about: An
     save_file(tensors, path, {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)})
 
 
+def read_table(path: str | Path) -> Tensor:
+    """Numbers `[L, H]` of a text table, a line for each layer, clipped to 0 … 1.
+
+    Raises ScorerFileError if it cannot be read as such. Source: mit-han-lab/duo-attention,
+    `full_attention_heads.tsv`.
+    """
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+        table = torch.tensor([[float(word) for word in line.split()] for line in lines if line])
+    except (OSError, ValueError) as problem:
+        raise ScorerFileError(
+            f"cannot read {path} as a table of heads ({problem}): give a line for each layer, a "
+            "number from 0 to 1 for each KV head"
+        ) from problem
+    if table.dim() != 2 or not bool(table.isfinite().all()):
+        raise ScorerFileError(f"{path} is no table of finite numbers: a line for each layer")
+    return table.clamp(0, 1)
+
+
 def read_fitted(path: str | Path, model: PreTrainedModel, kind: type[Kind]) -> Kind:
-    """What a file holds that was fitted for `model`.
+    """What a file holds that was fitted for `model`; a text table names no model.
 
     Raises ScorerFileError if the file is damaged, of another version or another `kind`, and, naming
     what differs, if it was fitted for another model, RoPE or dtype.
     """
+    if Path(path).suffix in kind.tables:
+        return kind(*[read_table(path)])
     header, tensors = read_scorer_file(path)
     names = [field.name for field in dataclasses.fields(kind)]
     fit = f"`{kind.command} --out FILE`, and name it, {kind.method}:file=FILE"

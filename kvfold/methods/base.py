@@ -71,13 +71,15 @@ class Across:
     all layers, budget per head and layer `[B]`, tokens seen `[B]`) → entries per head of each
     layer, `[B]`, or `[B, H]` with `per_head`. The budget is int64; with `unrounded` it is float64,
     before rounding down. A layer of size `UNLIMITED` (methods/stages/allocate/rounding.py) is never
-    compressed.
+    compressed. `in_rounds`: sizes per head hold for the answer too, with decode="every"; heads of
+    size `UNLIMITED` grow.
     """
 
     statistic: Callable[[Observation], Tensor]
     share: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]
     per_head: bool = False
     unrounded: bool = False
+    in_rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,8 @@ class Composition(Method):
                 merged[name] = value
         # Made only here: a part of a legal composition may be illegal alone.
         stages = Stages(**merged)
-        if stages.evicts_while_decoding and not self.takes_budget:
+        held = getattr(stages.allocate, "in_rounds", False)
+        if stages.evicts_while_decoding and not self.takes_budget and not held:
             raise IllegalComposition(
                 f"{self} finds its sizes without a budget, so there is none to hold while "
                 "decoding: choose decode=append where it is offered"

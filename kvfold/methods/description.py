@@ -121,6 +121,7 @@ def observed(stages: Stages) -> str:
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
     parts += ["a fitted scorer"] if needs.scorer else []
+    parts += ["fitted scores of heads"] if needs.fitted_heads else []
     if needs.query_moments:
         spread = " and covariance" if needs.query_moments.covariance else ""
         parts.append(f"the queries' mean{spread}")

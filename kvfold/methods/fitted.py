@@ -18,12 +18,14 @@ class Fitted:
     """Numbers of one model, for each of its layers and KV heads.
 
     The fields of a subclass are float32 tensors, and those of its files. `method` reads them,
-    `command` fits them, and `bundled` is the file of the bundled model.
+    `command` fits them, and `bundled` is the file of the bundled model. `tables` are suffixes of
+    text files that are read too, for a kind of one tensor `[L, H]`.
     """
 
     method: ClassVar[str]
     command: ClassVar[str]
     bundled: ClassVar[str]
+    tables: ClassVar[tuple[str, ...]] = ()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -52,6 +54,15 @@ class LayerScores(Protocol):
 
     def of(self, observation: Observation) -> Tensor:
         """Scores `[B, H, T]`, float32, of an observation's entries."""
+
+
+class FittedHeads(Protocol):
+    """Fitted numbers `[L, H]` of KV heads."""
+
+    heads: Tensor
+
+    def of_layer(self, layer: int, heads: slice | None = None) -> Tensor:
+        """Numbers `[H]` of one layer, of its KV heads `heads` (None: all)."""
 
 
 class FittedScorer(Protocol):

@@ -75,6 +75,7 @@ class Needs:
     query_moments: QueryMomentsNeed | None = None  # mean and covariance of queries before RoPE
     chunk_sums: ChunkSumsNeed | None = None  # attention inside chunks, summed over queries
     scorer: FittedFile | None = None  # of entries
+    fitted_heads: FittedFile | None = None  # numbers of each KV head
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
@@ -134,6 +135,7 @@ class Needs:
             self.query_moments or other.query_moments,
             self.chunk_sums or other.chunk_sums,
             self.scorer or other.scorer,
+            self.fitted_heads or other.fitted_heads,
         )
 
 
@@ -177,6 +179,7 @@ class Observation:
     query_moments: QueryMoments | None = None  # of the prefill's queries before RoPE
     norms_of_outputs: ProjectedNorms | None = None  # see `output_norms`
     scorer: ScoredOnce | None = None  # this layer's fitted scorer; see `learned_scores`
+    fitted_heads: Tensor | None = None  # [H], fitted numbers of this layer's KV heads
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.

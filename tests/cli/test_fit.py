@@ -38,6 +38,17 @@ def test_filters_are_fitted_and_used(book, tmp_path):
     assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
 
 
+def test_heads_are_scored_and_used(book, tmp_path):
+    out = tmp_path / "heads.safetensors"
+    options = ["--scorer", "duo", "--passages", "4", "--words", "80", "--out", str(out)]
+    found = run_json("fit", "bundled", str(book), *options)
+    assert found["numbers"] == 16 and 0 <= found["agreement"] <= 1
+    model, tokenizer = kvfold.bundled_model()
+    spec = f"duo:file={out},sinks=4,recent=16"
+    context = kvfold.compress(model, tokenizer, PROSE, spec, 0.5)
+    assert 0.4 < context.stats().kept_fraction <= 0.5
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

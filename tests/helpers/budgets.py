@@ -77,8 +77,11 @@ def needs_driver(spec: str) -> bool:
 
 
 def of_one_model(name: str) -> bool:
-    """Whether the method needs a scorer that was fitted for the model."""
-    return _stands_alone(name) and preset(name).stages().needs.scorer is not None
+    """Whether the method needs a file that was fitted for the model."""
+    if not _stands_alone(name):
+        return False
+    needs = preset(name).stages().needs
+    return needs.scorer is not None or needs.fitted_heads is not None
 
 
 _ALONE = [name for name in kvfold.list_methods() if _stands_alone(name)]

@@ -29,7 +29,9 @@ def check_decode(stages: Stages) -> None:
         raise IllegalComposition(
             'prompt="kept" leaves the budget to the answer, so it goes with decode="every" only'
         )
-    if stages.evicts_while_decoding and getattr(stages.allocate, "per_head", False):
+    per_head = getattr(stages.allocate, "per_head", False)
+    held = rounds and getattr(stages.allocate, "in_rounds", False)
+    if stages.evicts_while_decoding and per_head and not held:
         raise IllegalComposition(
             "an allocation per head is made when a prefill ends, so it does not go with a method "
             "that evicts while decoding: choose decode=append where it is offered"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import Across, FileName, Method, Stages, register
+from kvfold.methods.fitted import FittedFile
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.retrieval import (
+    RetrievalScores,
+    above,
+    fitting,
+    retrieval_scores,
+)
+from kvfold.methods.stages.score.position import recency
+from kvfold.methods.stages.select.forced import Forced
+
+NO_FILE = FileName("none")
+WHOLE = "heads keep everything, or their first and last tokens"
+
+
+@register(
+    "duo",
+    paper="arXiv 2410.10819",
+    formula="""
+        size[l, h] = n if α[l, h] is among the best that fit the budget, else sinks + recent
+    """,
+    presets={"paper": {"threshold": 0.5}},
+)
+@dataclass(frozen=True)
+class Duo(Method):
+    """Retrieval heads keep everything; streaming heads keep the first and the last tokens.
+
+    1. A file scores each KV head by α from 0 to 1. `kvfold fit MODEL TEXTS --scorer duo` fits one
+       in place of the paper's training: how far back a head's mean query looks among mean keys.
+    2. As many heads of the highest α as the budget holds are retrieval heads. With `threshold`
+       there is no budget, and those of at least that α are.
+
+    `file` names the scores: a file of `kvfold fit`, or a text table (.tsv, .txt) of a line of
+    numbers for each layer, as the authors publish them, clipped to 0 … 1; none: those of the
+    bundled model. Heads are chosen when a prompt ends. While decoding, all heads add to what they
+    keep; with `every`, as in "duo + every:interval=32", streaming heads are brought back to their
+    size after so many tokens. The released code does so at every token. A budget below a streaming
+    head's size shortens its window. Raises KvfoldError for options out of range.
+    Source: Xiao et al., sections 2.2 and 2.3; mit-han-lab/duo-attention `duo_attn/utils.py`;
+    NVIDIA/kvpress `duo_attention_press.py`, on-the-fly scores.
+    """
+
+    by_head: ClassVar[bool] = True
+    file: FileName = NO_FILE  # scores of heads, none: the bundled model's
+    threshold: float = 0.0  # α of retrieval heads, without a budget; 0: as many as fit
+    sinks: int = 128  # first tokens that a streaming head keeps
+    recent: int = 256  # last tokens that it keeps
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.recent < 1:
+            raise KvfoldError("duo: sinks is 0 or more, recent 1 or more")
+        if not 0 <= self.threshold <= 1:
+            raise KvfoldError(f"duo:threshold is a score from 0 to 1, not {self.threshold}")
+
+    @property
+    def takes_budget(self) -> bool:  # type: ignore[override]
+        """False with a threshold."""
+        return not self.threshold
+
+    def stages(self) -> Stages:
+        share = partial(fitting, window=self.sinks + self.recent)
+        if self.threshold:
+            share = partial(above, window=self.sinks + self.recent, threshold=self.threshold)
+        return Stages(
+            needs=Needs(fitted_heads=FittedFile(RetrievalScores, str(self.file))),
+            score=recency,
+            allocate=Across(retrieval_scores, share, per_head=True, in_rounds=True),
+            forced=Forced(sinks=self.sinks),
+            inexact=WHOLE if self.takes_budget else "",
+        )

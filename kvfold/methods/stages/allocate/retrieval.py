@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocation by retrieval heads, which keep everything, and streaming heads (DuoAttention)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.fitted import Fitted
+from kvfold.methods.observation import Observation
+from kvfold.methods.stages.allocate.rounding import UNLIMITED
+
+
+@dataclass(frozen=True, eq=False)
+class RetrievalScores(Fitted):
+    """Scores `[L, H]` of KV heads from 0 to 1: the higher, the farther a head looks back."""
+
+    method: ClassVar[str] = "duo"
+    command: ClassVar[str] = "kvfold fit MODEL TEXTS --scorer duo"
+    bundled: ClassVar[str] = "heads.safetensors"
+    tables: ClassVar[tuple[str, ...]] = (".tsv", ".txt")
+    heads: Tensor
+
+    def of_layer(self, layer: int, heads: slice | None = None) -> Tensor:
+        """Scores `[H]` of one layer, of its KV heads `heads` (None: all)."""
+        return self.heads[layer, heads or slice(None)]
+
+
+def retrieval_scores(observation: Observation) -> Tensor:
+    """Scores `[B, H]` of a layer's KV heads, the same in all rows."""
+    scores = observation.fitted_heads
+    if scores is None:
+        raise KvfoldError("scores of heads are for methods with Needs(fitted_heads=…)")
+    return scores.to(observation.keys.device).expand(len(observation.keys), -1)
+
+
+def above(
+    scores: list[Tensor], budget: Tensor, seen: Tensor, *, window: int, threshold: float
+) -> list[Tensor]:
+    """Sizes `[B, H]` of each layer: no limit for heads of at least `threshold`, else `window`.
+
+    scores: `[B, H]` of each layer; the other arguments are not used.
+    Source: Xiao et al., section 2.3 (arXiv 2410.10819).
+    """
+    return [torch.where(layer >= threshold, UNLIMITED, window) for layer in scores]
+
+
+def fitting(scores: list[Tensor], budget: Tensor, seen: Tensor, *, window: int) -> list[Tensor]:
+    """Sizes `[B, H]` of each layer: no limit for as many of the best heads as the budget holds.
+
+    scores: `[B, H]` of each layer; `budget [B]` entries per head and layer, `seen [B]` tokens. The
+    others have `window` entries, or the budget if that is less. Of equal heads the earlier wins.
+    """
+    every = torch.cat([layer.to(scores[0].device) for layer in scores], 1)
+    heads, budget, seen = every.shape[1], budget.to(every.device), seen.to(every.device)
+    least = budget.clamp(max=window)
+    more = (seen - least).clamp(min=0)  # entries of a retrieval head beyond those of the others
+    holds = torch.where(more > 0, heads * (budget - least) // more.clamp(min=1), heads)
+    order = every.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter(
+        1, order, torch.arange(heads, device=order.device).expand_as(order)
+    )
+    sizes = torch.where(rank < holds[:, None], UNLIMITED, least[:, None])
+    parts = sizes.split([layer.shape[1] for layer in scores], 1)
+    return [part.to(layer.device) for part, layer in zip(parts, scores, strict=True)]
