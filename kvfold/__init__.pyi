@@ -36,6 +36,7 @@ from kvfold.methods.base import Stages as Stages
 from kvfold.methods.base import parse as parse
 from kvfold.methods.cam import CaM as CaM
 from kvfold.methods.chunkkv import ChunkKV as ChunkKV
+from kvfold.methods.chunkwise import Chunkwise as Chunkwise
 from kvfold.methods.compactor import Compactor as Compactor
 from kvfold.methods.criticalkv import CriticalKV as CriticalKV
 from kvfold.methods.cur import CUR as CUR
@@ -45,6 +46,7 @@ from kvfold.methods.dropkv import DropKV as DropKV
 from kvfold.methods.duo import Duo as Duo
 from kvfold.methods.every import Every as Every
 from kvfold.methods.expected_attention import ExpectedAttention as ExpectedAttention
+from kvfold.methods.finch import Finch as Finch
 from kvfold.methods.full import Full as Full
 from kvfold.methods.h2o import H2O as H2O
 from kvfold.methods.keydiff import KeyDiff as KeyDiff
@@ -68,6 +70,7 @@ from kvfold.methods.qfilter import QFilter as QFilter
 from kvfold.methods.random import Random as Random
 from kvfold.methods.registry import list_methods as list_methods
 from kvfold.methods.registry import register as register
+from kvfold.methods.reindex import Reindex as Reindex
 from kvfold.methods.roco import RoCo as RoCo
 from kvfold.methods.simlayerkv import SimLayerKV as SimLayerKV
 from kvfold.methods.snapkv import SnapKV as SnapKV
