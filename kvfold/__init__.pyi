@@ -18,6 +18,8 @@ from kvfold.errors import KvfoldError as KvfoldError
 from kvfold.errors import ScorerFileError as ScorerFileError
 from kvfold.errors import UnsupportedModel as UnsupportedModel
 from kvfold.eval.evaluate import evaluate as evaluate
+from kvfold.fit.curves import CurveFit as CurveFit
+from kvfold.fit.curves import fit_curve as fit_curve
 from kvfold.fit.filters import FilterFit as FilterFit
 from kvfold.fit.filters import fit_filters as fit_filters
 from kvfold.fit.fit import FitResult as FitResult

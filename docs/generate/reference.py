@@ -21,7 +21,7 @@ GROUPS = {
     "Methods": (
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
         "ChunkSumsNeed", "Observation", "Forced", "Measured", "Across", "fit_scorer", "FitResult",
-        "fit_filters", "FilterFit", "fit_heads", "HeadFit",
+        "fit_filters", "FilterFit", "fit_heads", "HeadFit", "fit_curve", "CurveFit",
     ),
     "Evaluation": ("evaluate", "check", "CheckResult"),
     "Errors": (

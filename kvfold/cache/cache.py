@@ -78,7 +78,7 @@ class CompressedCache(Cache, ToldOfForwards):
         self.protect = spans_of(protect)
         setup.check_tokenizer(self.method, tokenizer)
         self.ranks = ranks_of(model)
-        stages = setup.stages_of(self.method, self.protect, self.ranks)
+        stages = setup.stages_of(self.method, self.protect, self.ranks, model)
         self.budget = setup.checked_budget(self.method, budget, stages.forced.least)
         layers = stock_layers(model)
         trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)

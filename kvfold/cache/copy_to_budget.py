@@ -26,11 +26,12 @@ def take_over(
     if not cache.phase.reading or any(state.rounds for state in cache.states):
         raise KvfoldError("a cache takes another budget only while its first turn is read")
     check_observed(cache.method, method)
-    stages = setup.stages_of(method, cache.protect, cache.ranks)
+    model = cache.states[0].rotation.model
+    stages = setup.stages_of(method, cache.protect, cache.ranks, model)
     made = setup.checked_budget(method, budget, stages.forced.least)
     for state in cache.states:
         setup.check_layer(stages, state.rotation, state.projection)
-    fits = setup.Fits.of(stages, cache.states[0].rotation.model, len(cache.states))
+    fits = setup.Fits.of(stages, model, len(cache.states))
     other = copy.deepcopy(cache)
     other.method, other.budget, other.needs_ids = method, made, stages.needs.token_ids
     for state in other.states:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,13 +27,14 @@ from kvfold.cache.waiting import Waiting
 from kvfold.errors import BudgetError, KvfoldError, ScorerFileError
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.forward_hooks import preparing, watch
-from kvfold.hf.models import caches_latents, shares_entries, text_config
+from kvfold.hf.models import caches_latents, kv_heads, shares_entries, text_config
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.scorer_file import read_fitted
-from kvfold.hf.stock_layers import is_compressible
-from kvfold.methods.base import Method, Stages
+from kvfold.hf.stock_layers import is_compressible, stock_layers
+from kvfold.methods.base import Across, Method, Stages
 from kvfold.methods.fitted import FittedFile, FittedHeads, FittedScorer, LayerScores
+from kvfold.methods.stages.allocate.parts import Curve
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,34 @@ def check_tokenizer(method: Method, tokenizer: Any) -> None:
         )
 
 
-def stages_of(method: Method, protect: tuple[Span, ...], ranks: Ranks) -> Stages:
-    """The method's stages with protected spans, over the heads of all ranks.
+def stages_of(
+    method: Method, protect: tuple[Span, ...], ranks: Ranks, model: PreTrainedModel
+) -> Stages:
+    """The method's stages with protected spans and parts of heads, over the heads of all ranks.
 
-    Raises KvfoldError for a method that ranks cannot share.
+    Raises KvfoldError for a method that ranks cannot share, and as `with_parts`.
     """
-    stages = method.stages()
+    stages = with_parts(method.stages(), model)
     forced = replace(stages.forced, spans=stages.forced.spans + protect)
     ranks.check_method(method)
     return ranks.joining(replace(stages, forced=forced, method=str(method)))
+
+
+def with_parts(stages: Stages, model: PreTrainedModel) -> Stages:
+    """The stages, with the parts of heads or layers that their file holds.
+
+    Raises KvfoldError for parts that cannot be read or do not fit the model, and ScorerFileError
+    for a curve that was fitted for another one.
+    """
+    allocate = stages.allocate
+    if not isinstance(allocate, Across) or allocate.parts is None:
+        return stages
+    need = allocate.parts
+    curve: Curve = _fitted_in(need, model) if isinstance(need, FittedFile) else need.read()
+    layers = sum(map(is_compressible, stock_layers(model)))
+    curve.check(need.file, layers, kv_heads(model))
+    share = partial(allocate.share, parts=curve)
+    return replace(stages, allocate=replace(allocate, share=share, per_head=curve.per_head))
 
 
 def checked_budget(

@@ -35,7 +35,9 @@ def shrunk(cache: CompressedCache, budget: Budget | float | str) -> CompressedCa
     """
     check_nested(cache.method)
     _check_settled(cache)
-    stages = setup.stages_of(cache.method, cache.protect, cache.ranks)
+    stages = setup.stages_of(
+        cache.method, cache.protect, cache.ranks, cache.states[0].rotation.model
+    )
     made = setup.checked_budget(cache.method, budget, stages.forced.least)
     assert made is not None
     by_kept = cache.ranks.joining(_by_kept_scores(cache.method.stages(), stages))

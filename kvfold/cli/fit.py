@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold fit`: fits a scorer of one model on texts, for `zap`, `qfilter` and `duo`."""
+"""`kvfold fit`: fits a scorer of one model on texts, for `zap`, `qfilter`, `duo` and `curve`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def command(
     texts: Annotated[list[Path], typer.Argument(help="Text files; - is standard input.")],
     scorer: Annotated[
         str,
-        typer.Option(help="Method whose scores zap learns, kvzip or kvzip_plus; qfilter; duo."),
+        typer.Option(
+            help="Method whose scores zap learns, kvzip or kvzip_plus; qfilter; duo; or curve, "
+            'with another method in front: "snapkv + curve".'
+        ),
     ] = "kvzip",
     out: Annotated[Path, typer.Option("--out", "-o", help="The scorer's file.")] = Path(
         "scorer.safetensors"
@@ -55,19 +58,20 @@ def command(
     *,
     loading: Loading,
 ) -> None:
-    """Fit on your own model what zap, qfilter or duo reads; use it as zap:file=FILE."""
+    """Fit on your own model what zap, qfilter, duo or curve reads; use it as zap:file=FILE."""
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         from kvfold.fit.fit import FitResult, fit_scorer
-        from kvfold.fit.kinds import OTHERS
+        from kvfold.fit.kinds import other_fit
         from kvfold.fit.passages import drawn
         from kvfold.fit.target import target_method
     # Refused here, before a large model is loaded.
     fit: Callable[..., FitResult | OtherFit]
-    if scorer in OTHERS:
+    other = other_fit(scorer)
+    if other is not None:
         if resume:
             raise KvfoldError(f"{scorer} is fitted in one go: leave --resume out")
-        fit = OTHERS[scorer]
+        fit = other
     else:
         target_method(scorer)
         fit = partial(fit_scorer, target=scorer, seed=seed, resume=resume)

@@ -4,10 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from kvfold.fit.curves import PUBLISHED, CurveFit, fit_curve, ranking_method
 from kvfold.fit.filters import FilterFit, fit_filters
 from kvfold.fit.heads import HeadFit, fit_heads
 
-OtherFit = FilterFit | HeadFit
+OtherFit = FilterFit | HeadFit | CurveFit
 # (model, tokenizer, texts, out, *, note) → result
 OTHERS: dict[str, Callable[..., OtherFit]] = {"qfilter": fit_filters, "duo": fit_heads}
+
+
+def other_fit(scorer: str) -> Callable[..., OtherFit] | None:
+    """The fit that a name asks for, or "snapkv + curve"; None for methods that zap learns from.
+
+    Raises KvfoldError for a curve of a method that scores nothing.
+    """
+    score, plus, last = (part.strip() for part in scorer.rpartition("+"))
+    if last == "curve":
+        score = score if plus else PUBLISHED
+        ranking_method(score)
+        return partial(fit_curve, score=score)
+    return OTHERS.get(scorer)

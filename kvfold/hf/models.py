@@ -29,6 +29,14 @@ def shares_entries(model: PreTrainedModel) -> bool:
     return bool(getattr(text_config(model), "num_kv_shared_layers", 0))
 
 
+def kv_heads(model: PreTrainedModel) -> int | None:
+    """KV heads of a layer, as the configuration says; None if it does not."""
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None)
+    heads = getattr(config, "num_attention_heads", None) if heads is None else heads
+    return heads if isinstance(heads, int) else None
+
+
 def caches_latents(model: PreTrainedModel) -> bool:
     """True if the cache holds latents, whose keys exist only inside a forward (MLA)."""
     return hasattr(text_config(model), "kv_lora_rank")

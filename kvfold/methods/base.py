@@ -20,6 +20,7 @@ from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.observation import Needs, Observation
 from kvfold.methods.registry import preset, registered
 from kvfold.methods.registry import register as register
+from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.decode import Decode, Positions, Prompt, check_decode
 from kvfold.methods.stages.merge.base import MergeOneStage, MergeStage
@@ -72,14 +73,15 @@ class Across:
     layer, `[B]`, or `[B, H]` with `per_head`. The budget is int64; with `unrounded` it is float64,
     before rounding down. A layer of size `UNLIMITED` (methods/stages/allocate/rounding.py) is never
     compressed. `in_rounds`: sizes per head hold for the answer too, with decode="every"; heads of
-    size `UNLIMITED` grow.
+    size `UNLIMITED` grow. `parts`: a file; a cache gives `share` its content, as `parts=`.
     """
 
     statistic: Callable[[Observation], Tensor]
-    share: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]
+    share: Callable[..., list[Tensor]]
     per_head: bool = False
     unrounded: bool = False
     in_rounds: bool = False
+    parts: PartsSource | None = None
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,8 @@ class Stages:
 
     needs: Needs = field(default_factory=Needs)  # data to observe during forwards
     score: Score | None = None  # None: every entry is kept
-    allocate: Schedule | Measured | Across | None = (
-        None  # layers' sizes; None with a score: uniform
-    )
+    # layers' sizes; None with a score: uniform
+    allocate: Schedule | Measured | Across | None = None
     heads: Heads | None = None  # a layer's size shared among its heads
     select: Select | None = None  # slots to keep; None: those of the highest scores
     forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score

@@ -49,9 +49,21 @@ def test_heads_are_scored_and_used(book, tmp_path):
     assert 0.4 < context.stats().kept_fraction <= 0.5
 
 
+def test_a_curve_is_fitted_and_used(book, tmp_path):
+    out, score = tmp_path / "curve.safetensors", "snapkv:window=8"
+    options = ["--scorer", f"{score} + curve", "--passages", "4", "--words", "80"]
+    found = run_json("fit", "bundled", str(book), *options, "--out", str(out))
+    assert found["score"] == score and 0 < found["mass_of_equal"]["0.3"] < found["mass"]["0.3"]
+    model, tokenizer = kvfold.bundled_model()
+    context = kvfold.compress(model, tokenizer, PROSE, f"{score} + curve:file={out}", 0.3)
+    assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        (["--scorer", "kivi + curve"], "a method that scores"),
+        (["--scorer", "curve", "--resume"], "leave --resume out"),
         (["--scorer", "qfilter", "--resume"], "leave --resume out"),
         (["--scorer", "snapkv"], "choose kvzip or kvzip_plus"),
         (["--out", "nowhere/a"], "no folder nowhere"),

@@ -77,11 +77,12 @@ def needs_driver(spec: str) -> bool:
 
 
 def of_one_model(name: str) -> bool:
-    """Whether the method needs a file that was fitted for the model."""
+    """Whether the method needs a file that was made for the model."""
     if not _stands_alone(name):
         return False
-    needs = preset(name).stages().needs
-    return needs.scorer is not None or needs.fitted_heads is not None
+    stages = preset(name).stages()
+    files = stages.needs.scorer, stages.needs.fitted_heads, getattr(stages.allocate, "parts", None)
+    return files != (None, None, None)
 
 
 _ALONE = [name for name in kvfold.list_methods() if _stands_alone(name)]

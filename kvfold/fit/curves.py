@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold.fit_curve`: sizes of KV heads by what a score's choices are worth there, for `curve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvfold
+from kvfold.cache.cache import CompressedCache
+from kvfold.contexts.files.write import replacing
+from kvfold.errors import KvfoldError
+from kvfold.fit.queries import check_texts
+from kvfold.fit.target import scored, target_method
+from kvfold.generation.generate import read_on
+from kvfold.hf.chat_template import PromptFrame, token_ids
+from kvfold.hf.scorer_file import write_fitted
+from kvfold.methods.base import Method, parse
+from kvfold.methods.stages.allocate.parts import Curve, proportional_within
+from kvfold.methods.stages.select.forced import with_forced
+
+LEAST_TEXTS = 2  # one to profile, one to report on
+PUBLISHED = "expected_attention:epsilon=0.02"  # score of LU-KV
+ROWS = torch.arange(1, 100, dtype=torch.float64) / 100  # budgets of a curve
+REPORTED = (0.5, 0.3, 0.2, 0.1)
+
+
+@dataclass(frozen=True)
+class CurveFit:
+    """A fitted curve: its file, and what it is worth on held-out texts.
+
+    `mass` is the utility that the score's choices keep with the curve's sizes, as part of all,
+    and `mass_of_equal` that with equal sizes, by kept part. `numbers` is the curve's size, `share`
+    that as part of the model's weights.
+    """
+
+    path: Path
+    score: str
+    texts: int
+    numbers: int
+    share: float
+    mass: dict[float, float]
+    mass_of_equal: dict[float, float]
+
+    @property
+    def report(self) -> str:
+        """What the fit measured, in words."""
+        each = [
+            f"{part:.0%}: {mass:.1%} ({self.mass_of_equal[part]:.1%})"
+            for part, mass in self.mass.items()
+        ]
+        return (
+            f"KVzip's score that {self.score} keeps on held-out passages, in parentheses with "
+            f"equal heads; kept {', '.join(each)}"
+        )
+
+
+def fit_curve(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: str | Path,
+    *,
+    score: str = PUBLISHED,
+    note: Callable[[str], None] = lambda line: None,
+) -> CurveFit:
+    """Fits the sizes of `curve:file=…`, a part for each budget, layer and KV head.
+
+    An entry's utility is KVzip's score, its rank that by the method `score`, forced entries first.
+    Each head's utilities are summed up in that order; the budget is spent on the heads by the slope
+    of the sum's upper concave hull. The parts are means over the texts, but for every fourth, which
+    is held out. Each text is read twice and repeated once; `note` is called with a line of progress
+    after each.
+
+    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, and for a method
+    that scores nothing.
+    Source: LU-KV, section 4 (arXiv 2602.08585), with one total over all layers and heads.
+    """
+    method, utility = ranking_method(score), target_method("kvzip")
+    check_texts(tokenizer, texts, LEAST_TEXTS)
+    held = [number for number in range(len(texts)) if number % 4 == 3] or [len(texts) - 1]
+    parts: list[Tensor] = []
+    unseen: list[Tensor] = []
+    for number, text in enumerate(texts):
+        found = scored(model, tokenizer, text, utility)
+        own = slice(found.opening, None)
+        gains = in_order(found.scores[..., own], ranked(model, tokenizer, text, method)[..., own])
+        if number in held:
+            unseen.append(gains)
+        else:
+            parts.append(profile(gains))
+        note(f"{number + 1} of {len(texts)} passages")
+    curve = Curve(ROWS.float(), torch.stack(parts).mean(0).float())
+    of_model = sum(weight.numel() for weight in model.parameters())
+    mass, of_equal = (dict.fromkeys(REPORTED, 0.0) for _ in range(2))
+    for gains in unseen:
+        for at in REPORTED:
+            mass[at] += kept_mass(gains, curve.at(at), at) / len(unseen)
+            of_equal[at] += kept_mass(gains, torch.ones_like(curve.at(at)), at) / len(unseen)
+    share = curve.numbers / of_model
+    result = CurveFit(Path(out), score, len(texts), curve.numbers, share, mass, of_equal)
+    report = {"mass": mass, "mass_of_equal": of_equal}
+    about = {"target": score, "texts": len(texts), "report": report}
+    with replacing(result.path) as temporary:
+        write_fitted(temporary, curve, model, written_by=kvfold.__version__, **about)
+    return result
+
+
+def ranking_method(score: str) -> Method:
+    """The method of a text; raises KvfoldError unless it scores entries when a prompt ends."""
+    method = parse(score)
+    stages = method.stages()
+    if stages.score is None or stages.token_pruning is not None or stages.decode == "once":
+        raise KvfoldError(
+            f"a curve is fitted for a method that scores a prompt's entries, and {method} does "
+            "not: choose one such as snapkv or expected_attention"
+        )
+    return method
+
+
+@torch.no_grad()
+def ranked(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, method: Method
+) -> Tensor:
+    """Scores `[L, H, T]` that a method gives a text's entries, +∞ to forced ones."""
+    ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
+    cache = CompressedCache(model, method, 1.0, tokenizer=tokenizer)
+    for state in cache.states:
+        state.plan = replace(state.plan, keep_scores=True)
+    with cache.reading():
+        read_on(model, cache, ids, None, ids.shape[1])
+    found = []
+    for state in cache.states:
+        positions = state.positions()
+        forced = state.plan.stages.forced.mask(positions, state.seen_per_row())
+        assert state.scores is not None
+        found.append(with_forced(state.scores, forced, positions)[0].to(model.device))
+    return torch.stack(found)
+
+
+def in_order(utilities: Tensor, scores: Tensor) -> Tensor:
+    """Utilities `[L, H, T]`, float64, by descending score; of equal scores the earlier first."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return utilities.double().gather(-1, order).cpu()
+
+
+def profile(gains: Tensor, budgets: Tensor = ROWS) -> Tensor:
+    """Parts `[R, L, H]` that the heads get at `budgets [R]`, by `gains [L, H, T]` in their order.
+
+    The slopes of all hulls are ranked together, of equal ones the earlier head's first.
+    """
+    tokens = gains.shape[-1]
+    slopes = torch.stack([hull_slopes(head) for head in gains.flatten(0, 1)])
+    order = slopes.flatten().argsort(descending=True, stable=True) // tokens
+    rows = []
+    for budget in budgets.tolist():
+        spent = order[: round(budget * slopes.numel())]
+        rows.append(spent.bincount(minlength=len(slopes)) / tokens)
+    by_head: Tensor = torch.stack(rows).double().unflatten(1, gains.shape[:2])
+    return by_head
+
+
+def hull_slopes(gains: Tensor) -> Tensor:
+    """Slopes `[T]`, descending, of the upper concave hull of the running sum of `gains [T]`.
+
+    Neighbours that would ascend are pooled into their mean.
+    """
+    means: list[float] = []
+    sizes: list[int] = []
+    for gain in gains.tolist():
+        mean, size = gain, 1
+        while means and means[-1] < mean:
+            before = sizes.pop()
+            mean = (mean * size + means.pop() * before) / (size + before)
+            size += before
+        means.append(mean)
+        sizes.append(size)
+    return torch.tensor(means, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+
+
+def kept_mass(gains: Tensor, parts: Tensor, budget: float) -> float:
+    """Part of all utility in the best-ranked entries, with sizes in proportion to `parts [L, H]`.
+
+    `gains [L, H, T]` are in the score's order.
+    """
+    heads, tokens = gains.flatten(0, 1), gains.shape[-1]
+    least, most = torch.zeros(len(heads)).double(), torch.full((len(heads),), tokens).double()
+    weights = parts.flatten().double()
+    sizes = proportional_within(weights, int(budget * heads.numel()), least, most)
+    kept = torch.arange(tokens) < torch.tensor(sizes)[:, None]
+    return float(heads[kept].sum() / heads.sum())
