@@ -10,6 +10,7 @@ from kvfold.checks.check import check as check
 from kvfold.checks.result import CheckResult as CheckResult
 from kvfold.contexts.context import Context as Context
 from kvfold.contexts.context import compress as compress
+from kvfold.contexts.edits import join as join
 from kvfold.contexts.files.read import load as load
 from kvfold.errors import BudgetError as BudgetError
 from kvfold.errors import ContextFileError as ContextFileError

@@ -21,6 +21,7 @@ from kvfold.budget import Budget
 from kvfold.cache import model_trial, setup
 from kvfold.cache.byte_count import stats_of
 from kvfold.cache.copy_to_budget import take_over
+from kvfold.cache.edits import Edits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward
@@ -39,7 +40,7 @@ from kvfold.methods.base import Method, parse
 from kvfold.methods.observation import ContextReconstruction
 
 
-class CompressedCache(Cache, ToldOfForwards):
+class CompressedCache(Cache, ToldOfForwards, Edits):
     """A KV cache that keeps the entries that `method` chooses, within `budget`.
 
     Args:
@@ -323,9 +324,8 @@ class CompressedCache(Cache, ToldOfForwards):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         # transformers' generate sets this when it is handed a cache, before it may drop it.
-        limit = self.dropping_length
-        warned = value and not self.cannot_be_dropped
-        if warned and limit is not None and self.get_seq_length() <= limit:
+        limit = None if self.cannot_be_dropped else self.dropping_length
+        if value and limit is not None and self.get_seq_length() <= limit:
             raise UnsupportedModel(
                 f"generate() of {self.binding.name} silently drops a cache once a text passes "
                 f"{limit} tokens: use kvfold.generate(model, ..., cache=cache)"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
 from kvfold.cache.sequence import LogicalSequence
+from kvfold.kernels.gather import pick
 
 
 class QueryWindow:
@@ -132,6 +133,18 @@ class AnswerWindow:
             (query, columns.masked_fill(columns >= seen, -1)) for query, columns in self.parts
         ]
         self.parts = [(query, columns) for query, columns in masked if bool((columns >= 0).any())]
+
+    def renumber(
+        self, columns: Tensor, shifts: Tensor, rotate: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Moves the queries to new `columns [B, N]`, −1 for those that leave.
+
+        `rotate` turns queries `[B, Hq, S, D]` by their `shifts [B, N]`, in positions.
+        """
+        self.parts = [
+            (rotate(query, pick(shifts, own, 0)), pick(columns, own, -1))
+            for query, own in self.parts
+        ]
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a selection along the batch axis."""

@@ -54,6 +54,15 @@ def span(
     )
 
 
+def span_in(tokenizer: Any, ids: list[int], part: str, occurrence: int | None = None) -> Span:
+    """Token range of `part` in the text of `ids`; `occurrence` and errors as for `span`."""
+    text = _decoded(tokenizer, ids)
+    starts, begin = _starts(text, part), _begin(text, part, occurrence)
+    found = _by_decoding(tokenizer, ids, part, starts.index(begin), len(starts))
+    assert found is not None  # as the text is what the ids spell
+    return found
+
+
 def spans_of(protect: Iterable[Sequence[int]]) -> tuple[Span, ...]:
     """Checked spans; raises KvfoldError for anything but pairs of whole numbers, start below stop.
 

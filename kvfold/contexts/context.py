@@ -16,9 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.shrink import shrunk
+from kvfold.cache.spans import Span, span_in
 from kvfold.cache.stats import Stats
+from kvfold.contexts import edits
 from kvfold.contexts.bounded_chat import BoundedChat
 from kvfold.contexts.chat import Chat
+from kvfold.contexts.edits import Mode
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress, read_on, read_per_chunk, read_turn
 from kvfold.generation.length import check_length, reach
@@ -88,6 +91,25 @@ class Context:
         """
         self.check()
         return replace(self, cache=shrunk(self.cache, budget))
+
+    def span(self, part: str, occurrence: int | None = None) -> Span:
+        """Token range of a `part` of the document, for its edits; errors as for `kvfold.span`.
+
+        `occurrence` says which one, from 0, where `part` occurs several times.
+        """
+        return span_in(self.tokenizer, self.ids[0].tolist(), part, occurrence)
+
+    def drop(self, span: Span, mode: Mode = "splice") -> Context:
+        """This document without a span, as a context of its own; see `contexts/edits.py`."""
+        return edits.replaced(self, span, "", mode)
+
+    def replace(self, span: Span, text: str, mode: Mode = "splice") -> Context:
+        """This document with `text` in place of a span; see `contexts/edits.py`."""
+        return edits.replaced(self, span, text, mode)
+
+    def append(self, text: str) -> Context:
+        """This document and more `text`, compressed together; see `contexts/edits.py`."""
+        return edits.appended(self, text)
 
     def save(self, path: str | Path) -> None:
         """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`."""

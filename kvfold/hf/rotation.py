@@ -57,18 +57,21 @@ def _forward_of(module: nn.Module) -> list[str]:
 class Rotation(LayerOfModel):
     """Moves keys by a number of positions with the model file's own rotary function."""
 
-    def check(self) -> None:
-        """Raises UnsupportedModel if rotating stored keys by a constant would be wrong."""
+    def check(self, instead: str = 'use positions="original"') -> None:
+        """Raises UnsupportedModel if rotating stored keys by a constant would be wrong.
+
+        `instead` is what the user should do.
+        """
         name = type(self.model).__name__
         if self._has_changing_frequencies():
             raise UnsupportedModel(
-                f"{name} changes its rotary frequencies with the length, so kept "
-                'keys cannot be moved: use positions="original"'
+                f"{name} changes its rotary frequencies with the length, so kept keys cannot be "
+                f"moved: {instead}"
             )
         if not self._is_known():
             raise UnsupportedModel(
-                f"layer {self.layer} of {name} has no rotary keys that could be "
-                'moved for certain: use positions="original"'
+                f"layer {self.layer} of {name} has no rotary keys that could be moved for "
+                f"certain: {instead}"
             )
 
     def check_reversible(self) -> None:

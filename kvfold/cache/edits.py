@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits of a cache: tokens dropped, moved, or replaced, without reading what follows again.
+
+Entries before an edit stay as they are, those after it take new positions in closed form. In the
+first layer this equals reading the edited text; deeper entries were computed while the old tokens
+were in view, and remember them: what is dropped is out of sight, not forgotten.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.cache import setup
+from kvfold.cache.history import History
+from kvfold.cache.open_forward import OpenForward
+from kvfold.cache.phase import Phase
+from kvfold.cache.renumber import Inserted, Renumbering, renumbered
+from kvfold.cache.spans import Span, spans_of
+from kvfold.cache.state import LayerState
+from kvfold.cache.waiting import Waiting
+from kvfold.errors import KvfoldError
+from kvfold.hf.models import read_tokens
+
+if TYPE_CHECKING:
+    from kvfold.cache.cache import CompressedCache
+
+REREAD = "make a new cache and read the edited text"
+
+
+class Edits:
+    """Edits of a `CompressedCache`. A span `(start, stop)` counts a row's tokens, as in `protect`.
+
+    An edit raises KvfoldError, and changes nothing, for a span that is not in every row or whose
+    entries were all evicted; inside a prefill or a `frozen()` block; for encoded entries, and for
+    sliding windows and recurrent layers; UnsupportedModel for keys that cannot be rotated.
+    """
+
+    def drop(self: CompressedCache, span: Span) -> None:  # type: ignore[misc]
+        """Removes a span; later tokens move up by its length."""
+        take_from(self, dropped(self, span))
+
+    def move(self: CompressedCache, span: Span, to: int) -> None:  # type: ignore[misc]
+        """Puts a span before token `to`. KvfoldError for a batch with padding."""
+        take_from(self, moved(self, span, to))
+
+    def replace(self: CompressedCache, span: Span, ids: Tensor) -> None:  # type: ignore[misc]
+        """Reads tokens `ids [B, m]` in place of a span. KvfoldError for a batch with padding.
+
+        The new tokens attend to what stands before them, and come on top of the budget. Later
+        tokens keep their entries. KvfoldError for methods that sum attention: that of the later
+        tokens to new ones is not known.
+        """
+        take_from(self, replaced(self, span, ids))
+
+
+def take_from(cache: CompressedCache, other: CompressedCache) -> None:
+    """Turns `cache` into `other`, which is not used any more."""
+    cache.layers, cache.phase, cache.binding = other.layers, other.phase, other.binding
+    cache.protect = other.protect
+
+
+def dropped(cache: CompressedCache, span: Span) -> CompressedCache:
+    """A copy of `cache` without a span; see `Edits`."""
+    _check(cache, span)
+    return _copy(cache, Renumbering.of_replaced(cache.states[0].sequence, cache.rows, *span, 0))
+
+
+def moved(cache: CompressedCache, span: Span, to: int) -> CompressedCache:
+    """A copy of `cache` with a span before token `to`; see `Edits`."""
+    _check(cache, span)
+    _check_no_padding(cache, "moves")
+    (start, stop), seen = span, cache.get_seq_length()
+    if not (0 <= to <= start or stop <= to <= seen):
+        raise KvfoldError(
+            f"tokens {start} to {stop} cannot be put before token {to}: name one outside of them, "
+            f"from 0 to {seen}"
+        )
+    return _copy(cache, Renumbering.of_moved(cache.rows, seen, start, stop, to))
+
+
+@torch.no_grad()
+def replaced(cache: CompressedCache, span: Span, ids: Tensor) -> CompressedCache:
+    """A copy of `cache` with tokens `ids [B, m]` in place of a span; see `Edits`."""
+    _check(cache, span)
+    _check_no_padding(cache, "replaces")
+    if ids.dim() != 2 or len(ids) != cache.rows or not ids.shape[1]:
+        raise KvfoldError(
+            f"the new tokens are ids [{cache.rows}, m], at least one for each row, not "
+            f"{list(ids.shape)}: use cache.drop to leave the span out"
+        )
+    if cache.states[0].plan.stages.needs.column_sums:
+        raise KvfoldError(
+            f"{cache.method} sums the attention that tokens receive, and what later tokens give to "
+            f"new ones in their past is not known: {REREAD}"
+        )
+    model, sequence = model_of(cache), cache.states[0].sequence
+    rest = Renumbering.of_replaced(sequence, cache.rows, span[0], sequence.seen, 0)
+    reader = _copy(cache, rest)
+    with reader.frozen():
+        read_tokens(model, ids.to(model.device), reader, None)
+    by = Renumbering.of_replaced(sequence, cache.rows, *span, ids.shape[1])
+    return _copy(cache, by, New(reader.states, ids, span[0]))
+
+
+def joined(first: CompressedCache, second: CompressedCache, skip: int) -> CompressedCache:
+    """A cache of one row with the tokens of `first`, and of `second` without the first `skip`.
+
+    The two have not read each other. It goes on with the method and budget of `first`. Raises
+    KvfoldError as an edit does.
+    """
+    for cache in (first, second):
+        check_editable(cache)
+    own, ids = first.states[0].sequence, second.phase.history.whole()
+    by = Renumbering.of_replaced(second.states[0].sequence, 1, 0, skip, own.seen)
+    states = [renumbered(state, by) for state in second.states]
+    new = states[0].seen - own.seen
+    room = Renumbering.of_replaced(own, 1, own.seen, own.seen, new)
+    return _copy(first, room, New(states, None if ids is None else ids[:, skip:], own.seen))
+
+
+class New(NamedTuple):
+    """Tokens of the columns from `first` on: states that hold them, and ids `[B, m]` if known."""
+
+    states: Sequence[LayerState]
+    ids: Tensor | None
+    first: int
+
+    def of_layer(self, layer: int) -> Inserted:
+        """The tokens' entries in a compressed layer."""
+        state = self.states[layer]
+        keys, values = state.stored().dense()
+        columns = state.stored().columns
+        return Inserted(keys, values, columns.masked_fill(columns < self.first, -1))
+
+
+def model_of(cache: CompressedCache) -> PreTrainedModel:
+    """The model of a cache."""
+    return cache.states[0].rotation.model
+
+
+def check_editable(cache: CompressedCache) -> None:
+    """Raises KvfoldError for a cache that cannot be edited now, or never; see `Edits`."""
+    phase = cache.phase
+    if cache.broke_off:
+        raise KvfoldError(f"the last forward of this cache failed: {REREAD}")
+    if phase.in_prefill(cache.get_seq_length()) or phase.frozen or phase.own_size is not None:
+        raise KvfoldError(
+            "a cache is edited between turns, and this one is inside a prefill, a frozen block, or "
+            "a chat over a context: edit it before, or afterwards"
+        )
+    if len(cache.compressed_layers) < len(cache.layers):
+        raise KvfoldError(
+            f"{cache.binding.name} has sliding windows or recurrent layers, whose states cannot "
+            f"let go of single tokens: {REREAD}"
+        )
+    encode = cache.method.stages().encode
+    if encode is not None and not encode.raw:
+        raise KvfoldError(
+            f"{cache.method} encodes keys, which cannot be rotated to other positions: {REREAD}"
+        )
+    for state in cache.states:
+        state.rotation.check(REREAD)
+
+
+def _check(cache: CompressedCache, span: Span) -> None:
+    """Raises KvfoldError unless the cache holds some of a span's entries, and may be edited."""
+    check_editable(cache)
+    ((start, stop),) = spans_of([span])
+    rows = cache.states[0].seen_per_row().tolist() if cache.rows else [0]
+    if stop > min(rows):
+        raise KvfoldError(f"tokens {start} to {stop} are not in a row of {min(rows)} tokens")
+    if stop - start == max(rows):
+        raise KvfoldError("an edit leaves at least one token: cache.reset() empties a cache")
+    held = (state.positions() for state in cache.states)
+    if not any(bool(((at >= start) & (at < stop)).any()) for at in held):
+        raise KvfoldError(
+            f"nothing is left of tokens {start} to {stop}, which were evicted: there is nothing to "
+            "edit"
+        )
+
+
+def _check_no_padding(cache: CompressedCache, what: str) -> None:
+    if cache.states[0].sequence.valid is not None:
+        raise KvfoldError(
+            f"a batch with padding {what} no tokens, as its rows begin in different columns: edit "
+            "the rows alone, or drop tokens"
+        )
+
+
+def _copy(cache: CompressedCache, by: Renumbering, new: New | None = None) -> CompressedCache:
+    """A copy of `cache` with its entries renumbered, and new ones in the columns left free."""
+    other = copy.copy(cache)
+    other.protect = tuple(place for span in cache.protect for place in by.spans(span))
+    other.binding, other._forward = copy.deepcopy(cache.binding), OpenForward()
+    other.phase = _phase(cache.phase, by, new)
+    waiting: Waiting[LayerState] = Waiting()
+    stages = setup.stages_of(cache.method, other.protect, cache.ranks)
+    other.layers = []
+    for index, layer in enumerate(cache.compressed_layers):
+        edited = copy.copy(layer)
+        edited.binding = other.binding
+        state = renumbered(layer.state, by, None if new is None else new.of_layer(index))
+        own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
+        state.plan = replace(state.plan, stages=own)
+        state.phase, state.waiting = other.phase, waiting
+        edited.state = state
+        other.layers.append(edited)
+    return other
+
+
+def _phase(phase: Phase, by: Renumbering, new: New | None) -> Phase:
+    """The phase of an edited cache."""
+    known, prefix = phase.history.whole(), phase.prefix
+    if known is not None:
+        known = by.ids(known) if new is None else by.ids(known, new.ids, new.first)
+    if prefix is not None:
+        prefix = prefix.new_tensor([by.first_tokens(count) for count in prefix.tolist()])
+    return replace(phase, history=History(known), prefix=prefix, until=0)

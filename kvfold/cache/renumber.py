@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renumbering: entries of an edited sequence get new columns, and their keys new positions.
+
+RoPE is relative: a key at position p that is rotated by s more positions is the key that its token
+would have at p + s, had it attended to the same entries.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.cache.sequence import LogicalSequence
+from kvfold.cache.spans import Span
+from kvfold.cache.state import LayerState
+from kvfold.kernels.gather import pick
+from kvfold.store.base import Store
+from kvfold.store.dense import DenseStore
+from kvfold.store.ragged import RaggedStore
+
+
+class Inserted(NamedTuple):
+    """Entries that come in: keys `[B, H, m, D]`, values `[B, H, m, Dv]`, new columns `[B, H, m]`.
+
+    Column −1 is a hole.
+    """
+
+    keys: Tensor
+    values: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class Renumbering:
+    """Where the columns of a sequence go, in every row the same tokens.
+
+    `columns [B, N]` are the new ones, −1 for those that leave; `shifts [B, N]` are the positions by
+    which their keys move; `counts [N + 1]` is, for each number of first columns, how many there are
+    of them afterwards. `tokens [n]` are the new positions of a row's tokens, −1 for those that
+    leave; `sequence` is the new one.
+    """
+
+    columns: Tensor
+    shifts: Tensor
+    counts: tuple[int, ...]
+    tokens: Tensor
+    sequence: LogicalSequence
+
+    @classmethod
+    def of_replaced(
+        cls, sequence: LogicalSequence, rows: int, start: int, stop: int, new: int
+    ) -> Renumbering:
+        """Tokens `start` to `stop` leave, and `new` others come in their place."""
+        valid, count = sequence.tokens(), stop - start
+        columns = torch.arange(sequence.seen).expand(rows, -1)
+        positions = columns if valid is None else sequence.positions(columns.to(valid.device))
+        gone = (positions >= start) & (positions < stop)
+        kept, left = ~gone, gone.cumsum(-1)
+        later = kept & (left == count) if count else positions >= stop
+        columns = (kept.cumsum(-1) - 1 + new * later).masked_fill(gone, -1)
+        counts = (0, *(kept.cumsum(-1) + new * (later | (left > 0))).amax(0).tolist())
+        if valid is not None:
+            of_kept = valid[kept].view(rows, -1)
+            valid = valid.new_ones(rows, of_kept.shape[1] + new)
+            valid.scatter_(1, columns[kept].view(rows, -1), of_kept)
+        tokens = torch.arange(int(positions.max()) + 1)
+        tokens = torch.where(tokens < stop, tokens, tokens + new - count)
+        tokens[start:stop] = -1
+        shifts = (new - count) * later.long()
+        return cls(
+            columns, shifts, counts, tokens, LogicalSequence(sequence.seen + new - count, valid)
+        )
+
+    @classmethod
+    def of_moved(cls, rows: int, seen: int, start: int, stop: int, to: int) -> Renumbering:
+        """Tokens `start` to `stop` of rows without padding are put before token `to`."""
+        order = [*range(start), *range(stop, seen)]
+        at = to if to <= start else to - (stop - start)
+        order[at:at] = range(start, stop)
+        tokens = torch.empty(seen, dtype=torch.long)
+        tokens[torch.tensor(order)] = torch.arange(seen)
+        low, high = min(start, to), max(stop, to)
+        counts = tuple(high if low < count < high else count for count in range(seen + 1))
+        columns = tokens.expand(rows, -1)
+        return cls(columns, columns - torch.arange(seen), counts, tokens, LogicalSequence(seen))
+
+    def first_tokens(self, count: int) -> int:
+        """How many of the first `count` tokens are the first ones afterwards."""
+        stay = self.tokens[:count]
+        stay = stay[stay >= 0].sort().values
+        return int((stay == torch.arange(len(stay))).byte().cumprod(0).sum())
+
+    def spans(self, span: Span) -> list[Span]:
+        """Where a span's tokens stand afterwards; those not read yet follow the others."""
+        known = len(self.tokens)
+        ahead = torch.arange(max(0, span[1] - known)) + self.tokens.max() + 1
+        places = torch.cat([self.tokens, ahead])[slice(*span)]
+        found: list[Span] = []
+        for place in places[places >= 0].sort().values.tolist():
+            joins = bool(found) and found[-1][1] == place
+            begin = found.pop()[0] if joins else place
+            found.append((begin, place + 1))
+        return found
+
+    def to(self, device: torch.device) -> Renumbering:
+        """The same on a device."""
+        return replace(self, columns=self.columns.to(device), shifts=self.shifts.to(device))
+
+    def ids(self, ids: Tensor, new: Tensor | None = None, first: int = 0) -> Tensor:
+        """Token ids `[B, n′]` of the new first columns, from `ids [B, n]` of the old ones.
+
+        `new [B, m]` are those of the columns from `first` on; the first id that is not known ends
+        the result.
+        """
+        places = self.columns[:, : ids.shape[1]].to(ids.device)
+        found = ids.new_full((len(ids), self.sequence.seen + 1), -1)
+        found.scatter_(1, places.masked_fill(places < 0, self.sequence.seen), ids)
+        if new is not None:
+            found[:, first : first + new.shape[1]] = new.to(ids)
+        found[:, -1] = -1
+        return found[:, : int((found < 0).any(0).byte().argmax())].clone()
+
+
+def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = None) -> LayerState:
+    """A copy of a layer's state with renumbered entries; the state and its views stay valid.
+
+    Entries whose column leaves are dropped, those of `inserted` are added.
+    """
+    by = by.to(state.stored().keys.device)
+    store, other = state.stored(), copy.copy(state)
+    keys, values = store.dense()
+    if state.reindexed is not None:
+        keys = state.keys_as_given()
+    heads = keys.shape[1]
+    columns = pick(by.columns[:, None].expand(-1, heads, -1), store.columns, -1)
+    shifts = pick(by.shifts[:, None].expand(-1, heads, -1), store.columns, 0)
+    keys = _rotated(state, keys, shifts)
+    if inserted is not None:
+        keys, values = torch.cat([keys, inserted.keys], 2), torch.cat([values, inserted.values], 2)
+        columns = torch.cat([columns, inserted.columns], 2)
+    slots = _by_column(columns)
+    other.store = _stored(store, keys, values, columns, slots, by.sequence.seen)
+    other.select_per_entry(slots)
+    other.sequence = replace(by.sequence)
+    other.evicted_at, other.settled = by.counts[state.evicted_at], by.counts[state.settled]
+    if state.turn_end is not None and state.next_round is not None:
+        other.turn_end = by.counts[state.turn_end]
+        other.next_round = state.next_round + by.sequence.seen - state.seen
+    other.surplus = None  # heads may have lost different numbers of entries
+    other.answer_window = copy.copy(state.answer_window)
+    other.answer_window.renumber(by.columns, by.shifts, state.rotation)
+    if state.reindexed is not None:
+        other.reindexed = None
+        other.let_sinks_move()
+        other.settle_sinks()
+    return other
+
+
+def _rotated(state: LayerState, keys: Tensor, shifts: Tensor) -> Tensor:
+    """Keys `[B, H, T, D]` moved by `shifts [B, H, T]` positions; others are not touched."""
+    moving = shifts.ne(0).flatten(0, 1).any(0).nonzero().squeeze(-1)
+    if not len(moving):
+        return keys
+    turned = state.rotation(keys[:, :, moving], shifts[:, :, moving])
+    return keys.index_copy(2, moving, turned)
+
+
+def _by_column(columns: Tensor) -> Tensor:
+    """Slots `[B, H, K]` of the entries by their `columns [B, H, T]`, ascending; −1 on the left."""
+    ordered, slots = columns.sort(dim=-1, stable=True)
+    slots = slots.masked_fill(ordered < 0, -1)
+    return slots[..., int((slots < 0).sum(-1).min()) :]
+
+
+def _stored(
+    old: Store, keys: Tensor, values: Tensor, columns: Tensor, slots: Tensor, seen: int
+) -> Store:
+    """A store of the same kind with the entries at `slots`, in their `columns [B, H, T]`."""
+    if isinstance(old, RaggedStore):
+        return RaggedStore(keys, values, columns, slots, old.encode)
+    store = DenseStore(keys, values)
+    store.keep(slots)
+    columns = pick(columns, slots, -1)
+    if columns.shape[-1] == seen and bool((columns >= 0).all()):
+        return DenseStore(store.keys, store.values)  # slot i is column i, as in a stock cache
+    store.place(columns)
+    return store

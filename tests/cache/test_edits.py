@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edited caches, compared with a dense cache that is edited by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvfold
+from kvfold import KvfoldError
+from kvfold.cache.fork import fork
+from tests.helpers.caches import ALONE, BATCHES, bits, decode, positions, same, start
+from tests.helpers.models import FAMILIES, build, continuation, prompts
+from tests.helpers.truth import MaskedDense, Reader, rotated, sinks_moved_up, worst
+
+METHODS = [
+    "full",
+    "snapkv:window=8",
+    "adakv:window=8",
+    "pyramidkv:window=8",
+    "knorm",
+    "knorm + every:interval=4",
+    "snapkv:window=8 + every:interval=4",
+]
+SPAN = (10, 17)
+FAMILIES_WITH_ROPE = ["llama", "qwen2", "qwen3", "phi3", "glm4", "olmo2", "gpt_neox", "granite"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama", torch.float64)
+
+
+class EditedDense(MaskedDense):
+    """A dense cache, some of it hidden, whose columns are put in another order by hand."""
+
+    def edit(self, orders: list[list[int]]) -> None:
+        """Row b keeps its columns `orders[b]`, in that order; positions are those of the tokens."""
+        order = torch.tensor(orders)
+        seen = self.cache.get_seq_length()
+        tokens = torch.ones(len(orders), seen).long() if self.mask is None else self.mask
+        places = tokens.cumsum(-1) - 1
+        moved = tokens.gather(1, order).cumsum(-1) - 1
+        by = (moved - places.gather(1, order))[:, None]
+        for index, layer in enumerate(self.cache.layers):
+            at = order[:, None, :, None]
+            keys, values = (
+                x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3]))
+                for x in (layer.keys, layer.values)
+            )
+            layer.keys, layer.values = rotated(keys, by), values
+            hidden = self.stored[index]
+            self.stored[index] = hidden.gather(2, order[:, None].expand(-1, hidden.shape[1], -1))
+        if self.mask is not None:
+            self.mask = self.mask.gather(1, order)
+
+
+def dense_of(reader: Reader, ids: Tensor, mask: Tensor | None) -> EditedDense:
+    """A dense cache that has read `ids`, and hides what the reader's cache has evicted."""
+    dense = EditedDense(copy.deepcopy(reader.model), mask)
+    dense(ids)
+    dense.hide(reader.cache)
+    return dense
+
+
+def without(reader: Reader, span: tuple[int, int]) -> list[list[int]]:
+    """Columns of each row that stay when tokens of a span are dropped."""
+    seen = reader.cache.get_seq_length()
+    mask = torch.ones(reader.cache.rows, seen) if reader.mask is None else reader.mask
+    places = mask.long().cumsum(-1) - 1
+    inside = (places >= span[0]) & (places < span[1]) & (mask > 0)
+    return [(~row).nonzero().flatten().tolist() for row in inside]
+
+
+def assert_alike(reader: Reader, dense: Reader, seed: int = 5, *, steps: int = 3) -> None:
+    """The same logits of a piece, and of single tokens."""
+    rows = reader.cache.rows
+    with reader.cache.frozen():
+        piece = continuation(rows, 5, seed)
+        assert worst(reader(piece), dense(piece)) < 1e-5
+        for token in continuation(rows, steps, seed + 1).split(1, 1):
+            assert worst(reader(token), dense(token)) < 1e-5
+
+
+@BATCHES
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_dropped_span_is_as_if_dropped_from_a_dense_cache(model, spec, lengths):
+    ids, _ = prompts(lengths)
+    reader = start(model, spec, lengths)
+    dense = dense_of(reader, ids, reader.mask)
+    dense.edit(without(reader, SPAN))
+
+    reader.cache.drop(SPAN)
+
+    if reader.mask is not None:
+        reader.mask = dense.mask
+    assert reader.cache.get_seq_length() == ids.shape[1] - 7
+    assert_alike(reader, dense)
+
+
+def test_drops_add_up(model):
+    ids, _ = prompts(ALONE)
+    reader = start(model, "snapkv:window=8")
+    dense = dense_of(reader, ids, None)
+    for span in ((3, 9), (20, 31), (0, 2)):
+        dense.edit(without(reader, span))
+        reader.cache.drop(span)
+    assert reader.cache.get_seq_length() == 64 - 6 - 11 - 2
+    assert_alike(reader, dense)
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv:window=8", "adakv:window=8"])
+@pytest.mark.parametrize("to", [0, 4, 30, 64])
+def test_a_moved_span_is_as_if_moved_in_a_dense_cache(model, spec, to):
+    ids, _ = prompts(ALONE)
+    reader = start(model, spec)
+    dense = dense_of(reader, ids, None)
+    rest = without(reader, SPAN)[0]
+    at = rest.index(to) if to < 64 else len(rest)
+    dense.edit([rest[:at] + list(range(*SPAN)) + rest[at:]])
+
+    reader.cache.move(SPAN, to)
+
+    assert reader.cache.get_seq_length() == 64
+    history = reader.cache.phase.history.whole()
+    assert history.tolist() == [
+        [ids[0, i].item() for i in rest[:at]]
+        + ids[0, 10:17].tolist()
+        + [ids[0, i].item() for i in rest[at:]]
+    ]
+    assert_alike(reader, dense)
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv:window=8", "adakv:window=8"])
+@pytest.mark.parametrize("new", [1, 7, 12])
+def test_a_replaced_span_is_read_where_it_stood(model, spec, new):
+    """By hand: the tokens before, the new ones after them, then the old later entries, moved."""
+    ids, _ = prompts(ALONE)
+    text = continuation(1, new, 9)
+    reader = start(model, spec)
+    dense = dense_of(reader, ids, None)
+    later = EditedDense(copy.deepcopy(model))
+    later.cache = copy.deepcopy(dense.cache)
+    later.stored = dict(dense.stored)
+    later.edit([[*range(10), *range(17, 64)]])
+    dense.edit([list(range(10))])
+    dense(text)
+    for index, (own, moved) in enumerate(zip(dense.cache.layers, later.cache.layers, strict=True)):
+        by = torch.full((1, 1, 47), new)
+        own.keys = torch.cat([own.keys, rotated(moved.keys[:, :, 10:], by)], 2)
+        own.values = torch.cat([own.values, moved.values[:, :, 10:]], 2)
+        before, after = dense.stored[index], later.stored[index][:, :, 10:]
+        stay = torch.ones(1, before.shape[1], new, dtype=torch.bool)
+        dense.stored[index] = torch.cat([before, stay, after], 2)
+
+    reader.cache.replace(SPAN, text)
+
+    history = reader.cache.phase.history.whole()
+    assert torch.equal(history.long(), torch.cat([ids[:, :10], text, ids[:, 17:]], 1))
+    assert_alike(reader, dense)
+
+
+@pytest.mark.parametrize("family", FAMILIES_WITH_ROPE)
+def test_the_first_layer_is_as_if_the_rest_had_been_read_alone(family):
+    """Entries of the first layer depend on their own token only."""
+    tiny = FAMILIES[family](torch.float64)
+    ids, _ = prompts(ALONE)
+    reader = start(tiny, "full")
+    before = bits(reader.cache)
+    reader.cache.drop(SPAN)
+    fresh = Reader(tiny, kvfold.CompressedCache(tiny, "full"))
+    fresh(torch.cat([ids[:, :10], ids[:, 17:]], 1))
+    for mine, theirs in zip(bits(reader.cache)[:2], bits(fresh.cache)[:2], strict=True):
+        assert worst(mine, theirs) < 1e-6 * float(theirs.abs().max())
+    for was, now in zip(before, bits(reader.cache), strict=True):
+        assert torch.equal(was[:, :, :10], now[:, :, :10])
+    for was, now in zip(before[1::2], bits(reader.cache)[1::2], strict=True):
+        assert torch.equal(was[:, :, 17:], now[:, :, 10:])
+
+
+def test_a_drop_at_the_end_is_a_crop(model):
+    cropped, edited = start(model, "full"), start(model, "full")
+    cropped.cache.crop(-7)
+    edited.cache.drop((57, 64))
+    assert same(bits(cropped.cache), bits(edited.cache))
+    assert worst(decode(cropped)[-1], decode(edited)[-1]) == 0
+
+
+def test_a_hundred_edits_drift_no_further_than_rounding():
+    """Compared with one rotation of the keys as they were read."""
+    tiny = build("llama")
+    ids, _ = prompts((400,))
+    reader = Reader(tiny, kvfold.CompressedCache(tiny, "full"))
+    reader(ids)
+    before, places = bits(reader.cache), torch.arange(400)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        begin = int(torch.randint(0, len(places) - 4, (1,), generator=generator))
+        reader.cache.drop((begin, begin + 3))
+        places = torch.cat([places[:begin], places[begin + 3 :]])
+    by = (torch.arange(100) - places)[None, None]
+    for was, now in zip(before[::2], bits(reader.cache)[::2], strict=True):
+        once = rotated(was[:, :, places], by)
+        assert float((now - once).norm() / once.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "spec", ["h2o", "tova", "d2o", "knorm + every:interval=4", "streaming_llm"]
+)
+def test_eviction_goes_on_after_an_edit(model, spec):
+    reader = start(model, spec)
+    size = len(reader.cache.positions(0)[0][0])
+    reader.cache.drop((60, 64))
+    assert max(len(h) for row in reader.cache.positions(0) for h in row) < size
+    logits = decode(reader, 20)
+    assert all(bool(step.isfinite().all()) for step in logits)
+    assert reader.cache.get_seq_length() == 80
+    assert max(len(h) for row in reader.cache.positions(0) for h in row) <= size + 4
+
+
+def test_moved_sinks_stay_where_recent_tokens_begin(model):
+    """Re-indexed sinks of StreamingLLM, beside a dense cache that moves them by hand."""
+    reader = start(model, "streaming_llm")
+    ids, _ = prompts(ALONE)
+    dense = EditedDense(copy.deepcopy(model), None, sinks_moved_up)
+    dense(ids)
+    dense.hide(reader.cache)
+    dense.edit(without(reader, (58, 62)))
+    reader.cache.drop((58, 62))
+    assert_alike(reader, dense)
+
+
+def test_what_was_protected_stays_protected(model):
+    cache = kvfold.CompressedCache(
+        model, "knorm + every:interval=4", 24, protect=[(5, 8), (30, 34)]
+    )
+    reader = Reader(model, cache)
+    reader(prompts(ALONE)[0])
+    cache.drop((10, 17))
+    assert cache.protect == ((5, 8), (23, 27))
+    cache.drop((24, 25))
+    assert cache.protect == ((5, 8), (23, 26))
+    cache.move((6, 7), 0)
+    assert cache.protect == ((0, 1), (6, 8), (23, 26))
+    decode(reader, 12)
+    for heads in positions(cache):
+        for kept in heads[0]:
+            assert {0, 6, 7, 23, 24, 25} <= set(kept)
+
+
+def test_forks_of_before_read_on_as_before(model):
+    reader = start(model, "snapkv:window=8")
+    question = continuation(1, 6, 3)
+    expected = Reader(model, fork(reader.cache))(question)
+    other = Reader(model, fork(reader.cache))
+    reader.cache.drop(SPAN)
+    assert torch.equal(other(question), expected)
+
+
+def test_a_text_goes_on_by_its_edited_tokens(model):
+    """`kvfold.generate` compares what the cache has read with the prompt that it gets."""
+    reader = start(model, "snapkv:window=8")
+    ids, _ = prompts(ALONE)
+    reader.cache.drop(SPAN)
+    text = torch.cat([ids[:, :10], ids[:, 17:], continuation(1, 4, 3)], 1)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    with pytest.raises(KvfoldError, match="differ"):
+        kvfold.generate(model, torch.cat([ids, text[:, -4:]], 1), cache=reader.cache, **options)
+    assert kvfold.generate(model, text, cache=reader.cache, **options).shape[1] == text.shape[1] + 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "edit", "message"),
+    [
+        ("full", lambda cache: cache.drop((60, 70)), "not in a row of 64"),
+        ("full", lambda cache: cache.drop((0, 64)), "leaves at least one token"),
+        ("full", lambda cache: cache.drop((5, 5)), "start below stop"),
+        ("full", lambda cache: cache.move((5, 9), 7), "outside of them"),
+        ("full", lambda cache: cache.move((5, 9), 65), "outside of them"),
+        ("full", lambda cache: cache.replace((5, 9), torch.zeros(1, 0).long()), "at least one"),
+        ("full", lambda cache: cache.replace((5, 9), torch.ones(2, 3).long()), r"ids \[1, m\]"),
+        ("h2o", lambda cache: cache.replace((62, 63), torch.ones(1, 3).long()), "sums the att"),
+        ("local_window", lambda cache: cache.drop((0, 3)), "evicted"),
+        ("snapkv:window=8 + kivi:group=8", lambda cache: cache.drop(SPAN), "encodes keys"),
+        ("think", lambda cache: cache.drop(SPAN), "encodes keys"),
+    ],
+)
+def test_an_edit_that_cannot_be_is_refused_and_changes_nothing(model, spec, edit, message):
+    reader = start(model, spec)
+    before, held = bits(reader.cache), positions(reader.cache)
+    with pytest.raises(KvfoldError, match=message):
+        edit(reader.cache)
+    assert same(bits(reader.cache), before) and positions(reader.cache) == held
+
+
+def test_only_caches_between_turns_are_edited(model):
+    cache = kvfold.CompressedCache(model, "full")
+    with pytest.raises(KvfoldError, match="row of 0 tokens"):
+        cache.drop((0, 1))
+    reader = Reader(model, cache)
+    with cache.reading():
+        reader(prompts(ALONE)[0])
+        with pytest.raises(KvfoldError, match="between turns"):
+            cache.drop(SPAN)
+    with cache.frozen(), pytest.raises(KvfoldError, match="between turns"):
+        cache.drop(SPAN)
+    with pytest.raises(KvfoldError, match="between turns"):
+        fork(cache).drop(SPAN)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("gemma3", "sliding windows"), ("gpt2", "no rotary keys"), ("deepseek_v3", "no rotary keys")],
+)
+def test_models_whose_entries_cannot_move_are_refused(family, message):
+    reader = start(FAMILIES[family](), "full")
+    with pytest.raises(KvfoldError, match=message):
+        reader.cache.drop(SPAN)
+
+
+def test_padded_batches_drop_and_do_nothing_else(model):
+    reader = start(model, "full", (64, 53, 24))
+    for edit in (lambda c: c.move((2, 4), 8), lambda c: c.replace((2, 4), torch.ones(3, 2).long())):
+        with pytest.raises(KvfoldError, match="batch with padding"):
+            edit(reader.cache)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edited documents: facts dropped, replaced, appended and joined, and the entries behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import Context, KvfoldError
+from kvfold.contexts.edits import opening_of
+from kvfold.generation.generate import read_turn
+from tests.helpers.caches import bits
+from tests.helpers.chats import compressed
+from tests.helpers.contexts import KIVI, new_model
+from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.truth import Reader, rotated, stock_cache, worst
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NEEDLE = "One of the special magic numbers for {} is: {}. "
+QUESTION = "What is the special magic number for {} mentioned in the provided text?"
+BELL, RIVER, LAKE = "soft-bell", "calm-river", "deep-lake"
+NUMBERS = {BELL: "2241461", RIVER: "8305127", LAKE: "5190736"}
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Any:
+    return kvfold.bundled_model()
+
+
+def text_of(*keys: str) -> str:
+    return NOISE * 5 + "".join(NEEDLE.format(key, NUMBERS[key]) + NOISE * 5 for key in keys)
+
+
+def answer(context: Context, key: str) -> str:
+    return context.ask(QUESTION.format(key), max_new_tokens=32)
+
+
+def knows(context: Context, *keys: str) -> bool:
+    return all(NUMBERS[key] in answer(context, key) for key in keys)
+
+
+def entries_of(context: Context) -> int:
+    return sum(n for layer in context.stats().kept for row in layer for n in row)
+
+
+def heads_of(context: Context) -> int:
+    return sum(len(row) for layer in context.stats().kept for row in layer)
+
+
+@pytest.mark.parametrize("mode", ["splice", "reread"])
+@pytest.mark.parametrize(("method", "budget"), [("full", None), ("kvzip", 0.3)])
+def test_a_dropped_fact_is_not_answered_and_others_are(bundled, method, budget, mode):
+    context = kvfold.compress(*bundled, text_of(BELL, RIVER, LAKE), method, budget)
+    assert knows(context, BELL, RIVER, LAKE)
+
+    edited = context.drop(context.span(NEEDLE.format(RIVER, NUMBERS[RIVER])), mode=mode)
+
+    assert knows(edited, BELL, LAKE) and not knows(edited, RIVER)
+    assert knows(context, RIVER)  # the old one stays
+    assert edited.cache.get_seq_length() == edited.ids.shape[1] < context.ids.shape[1]
+
+
+@pytest.mark.parametrize("mode", ["splice", "reread"])
+def test_a_replaced_fact_is_not_answered_as_before(bundled, mode):
+    """Spliced, later entries remember the old number: the answer may mix both."""
+    context = kvfold.compress(*bundled, text_of(BELL, RIVER), "kvzip", 0.3)
+    span = context.span(NEEDLE.format(BELL, NUMBERS[BELL]))
+    edited = context.replace(span, NEEDLE.format(BELL, "4816273"), mode=mode)
+    found = answer(edited, BELL)
+    assert ("4816" if mode == "splice" else "4816273") in found and NUMBERS[BELL] not in found
+    assert knows(edited, RIVER)
+
+
+def test_rereading_is_compressing_the_edited_text(bundled):
+    context = kvfold.compress(*bundled, text_of(BELL, RIVER), "kvzip", 0.3)
+    edited = context.drop(context.span(NEEDLE.format(RIVER, NUMBERS[RIVER])), mode="reread")
+    model, tokenizer = bundled
+    fresh = kvfold.CompressedCache(model, "kvzip", 0.3, tokenizer=tokenizer)
+    length = edited.ids.shape[1]
+    read_turn(model, fresh, edited.ids, None, length, length)
+    for mine, theirs in zip(bits(edited.cache), bits(fresh), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("method", "budget"), [("full", None), ("snapkv", 0.5), ("kvzip", 0.5)])
+def test_appended_text_is_answered_too(bundled, method, budget):
+    context = kvfold.compress(
+        *bundled, text_of(BELL), "full" if budget is None else "kvzip", budget
+    )
+    longer = context.append(text_of(RIVER))
+    assert knows(longer, BELL, RIVER) and not knows(context, RIVER)
+
+
+@pytest.mark.parametrize(("method", "budget"), [("full", None), ("kvzip", 0.5), ("knorm", 0.7)])
+def test_joined_documents_answer_for_each(bundled, method, budget):
+    keys = (BELL, RIVER, LAKE) if method == "full" else (BELL, RIVER)
+    parts = [kvfold.compress(*bundled, text_of(key), method, budget) for key in keys]
+    whole = kvfold.join(parts)
+    openings = sum(map(opening_of, parts[1:]))
+    assert whole.ids.shape[1] == sum(part.ids.shape[1] for part in parts) - openings
+    if method != "knorm":
+        assert knows(whole, *keys)
+    entries = [
+        sum(n for layer in part.stats().kept for row in layer for n in row) for part in parts
+    ]
+    joined = sum(n for layer in whole.stats().kept for row in layer for n in row)
+    assert sum(entries) - 2 * opening_of(whole) * 100 < joined <= sum(entries)
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv", "adakv", "kvzip"])
+def test_joined_entries_are_those_of_a_dense_cache_joined_by_hand(spec):
+    model, tokenizer = new_model().double(), word_tokenizer()
+    first, second = (compressed(model, tokenizer, spec) for _ in range(2))
+    opening, length = opening_of(second), first.ids.shape[1]
+    whole = kvfold.join([first, second])
+    dense = [Reader(model, stock_cache(model)) for _ in range(2)]
+    for reader, context in zip(dense, (first, second), strict=True):
+        reader(context.ids)
+    for place, state in enumerate(whole.cache.states):
+        one, other = (reader.cache.layers[place] for reader in dense)
+        by = torch.full((1, 1, 1), length - opening)
+        keys = torch.cat([one.keys, rotated(other.keys[:, :, opening:], by)], 2)
+        values = torch.cat([one.values, other.values[:, :, opening:]], 2)
+        columns, (mine, own) = state.columns(), state.stored().dense()
+        for head in range(columns.shape[1]):
+            kept = columns[0, head] >= 0
+            at = columns[0, head][kept]
+            held = [*first.cache.positions(place)[0][head].tolist()]
+            held += [
+                p - opening + length
+                for p in second.cache.positions(place)[0][head].tolist()
+                if p >= opening
+            ]
+            assert at.tolist() == held
+            assert worst(mine[0, head][kept], keys[0, head][at]) < 1e-5
+            assert worst(own[0, head][kept], values[0, head][at]) < 1e-9
+
+
+def test_a_joined_context_is_saved_and_goes_on(bundled, tmp_path):
+    parts = [kvfold.compress(*bundled, text_of(key), "kvzip", 0.3) for key in (BELL, RIVER)]
+    whole = kvfold.join(parts)
+    whole.save(tmp_path / "joined.kvfold")
+    loaded = kvfold.load(tmp_path / "joined.kvfold", *bundled)
+    assert [answer(loaded, key) for key in (BELL, RIVER)] == [
+        answer(whole, key) for key in (BELL, RIVER)
+    ]
+
+
+def test_edits_that_cannot_be_are_refused(bundled):
+    tiny, tokenizer = new_model(), word_tokenizer()
+    context = kvfold.compress(*bundled, text_of(BELL), "kvzip", 0.3)
+    with pytest.raises(KvfoldError, match="chat template's"):
+        context.drop((0, 3))
+    with pytest.raises(KvfoldError, match="is not in the text"):
+        context.span("a sentence of another document")
+    with pytest.raises(KvfoldError, match="occurs 10 times"):
+        context.span("The sun is yellow.")
+    with pytest.raises(KvfoldError, match='"splice" or "reread"'):
+        context.drop((40, 50), mode="forget")
+    with pytest.raises(KvfoldError, match="nothing to append"):
+        context.append("")
+    with pytest.raises(KvfoldError, match="two contexts"):
+        kvfold.join([context])
+    with pytest.raises(KvfoldError, match="one model"):
+        kvfold.join([context, compressed(tiny, tokenizer, "full")])
+    encoded = compressed(tiny, tokenizer, KIVI)
+    with pytest.raises(KvfoldError, match="encodes keys"):
+        encoded.drop((20, 30))
+    sliding = compressed(new_model("gemma3"), tokenizer, "full")
+    with pytest.raises(KvfoldError, match="sliding windows"):
+        sliding.drop((20, 30))
+    assert sliding.drop((20, 30), mode="reread").ids.shape[1] == sliding.ids.shape[1] - 10
