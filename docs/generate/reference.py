@@ -17,7 +17,7 @@ GROUPS = {
         "CompressedCache", "generate", "Budget", "Stats", "span", "enable", "disable",
         "bundled_model",
     ),
-    "Contexts": ("compress", "load", "Context"),
+    "Contexts": ("compress", "load", "join", "Context"),
     "Methods": (
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
         "ChunkSumsNeed", "Observation", "Forced", "Measured", "Across", "fit_scorer", "FitResult",

@@ -117,6 +117,11 @@ def joined(first: CompressedCache, second: CompressedCache, skip: int) -> Compre
     """
     for cache in (first, second):
         check_editable(cache)
+        if cache.method.stages().positions != "original":
+            raise KvfoldError(
+                f"{cache.method} moves keys to other positions than their tokens', and joined "
+                "entries keep those of their tokens: compress by another method"
+            )
     own, ids = first.states[0].sequence, second.phase.history.whole()
     by = Renumbering.of_replaced(second.states[0].sequence, 1, 0, skip, own.seen)
     states = [renumbered(state, by) for state in second.states]

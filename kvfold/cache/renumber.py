@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.cache.consecutive import moved_up
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
@@ -146,6 +147,8 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
     other.store = _stored(store, keys, values, columns, slots, by.sequence.seen)
     other.select_per_entry(slots)
     other.sequence = replace(by.sequence)
+    if other.moves is not None:
+        _close_gaps(other)
     other.evicted_at, other.settled = by.counts[state.evicted_at], by.counts[state.settled]
     if state.turn_end is not None and state.next_round is not None:
         other.turn_end = by.counts[state.turn_end]
@@ -158,6 +161,15 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
         other.let_sinks_move()
         other.settle_sinks()
     return other
+
+
+def _close_gaps(state: LayerState) -> None:
+    """Moves keys at consecutive positions up again, after entries between them have left."""
+    columns = state.stored().columns
+    every = _by_column(columns)
+    (keys, values), state.moves = moved_up(state, every)
+    columns = pick(columns, every, -1)
+    state.store = _stored(state.stored(), keys, values, columns, _by_column(columns), state.seen)
 
 
 def _rotated(state: LayerState, keys: Tensor, shifts: Tensor) -> Tensor:

@@ -234,6 +234,28 @@ def test_moved_sinks_stay_where_recent_tokens_begin(model):
     assert_alike(reader, dense)
 
 
+def consecutive(keys: Tensor, gone: Tensor) -> Tensor:
+    """Each head's kept keys, moved up so that none is missing between them and the newest."""
+    from_end = (~gone).flip(-1).long().cumsum(-1).flip(-1)
+    by = keys.shape[2] - from_end - torch.arange(keys.shape[2])
+    return torch.stack(
+        [rotated(keys[:, h : h + 1], by[:, h : h + 1])[:, 0] for h in range(keys.shape[1])], 1
+    )
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=8 + reindex", "adakv:window=8 + reindex"])
+def test_kept_keys_stay_at_consecutive_positions(model, spec):
+    ids, _ = prompts(ALONE)
+    reader = start(model, spec)
+    dense = EditedDense(copy.deepcopy(model), None, consecutive)
+    dense(ids)
+    dense.hide(reader.cache)
+    for span in ((2, 30), (20, 31)):
+        dense.edit(without(reader, span))
+        reader.cache.drop(span)
+    assert_alike(reader, dense)
+
+
 def test_what_was_protected_stays_protected(model):
     cache = kvfold.CompressedCache(
         model, "knorm + every:interval=4", 24, protect=[(5, 8), (30, 34)]

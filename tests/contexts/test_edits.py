@@ -166,6 +166,9 @@ def test_edits_that_cannot_be_are_refused(bundled):
         kvfold.join([context])
     with pytest.raises(KvfoldError, match="one model"):
         kvfold.join([context, compressed(tiny, tokenizer, "full")])
+    moved = compressed(tiny, tokenizer, "streaming_llm")
+    with pytest.raises(KvfoldError, match="other positions"):
+        kvfold.join([moved, moved])
     encoded = compressed(tiny, tokenizer, KIVI)
     with pytest.raises(KvfoldError, match="encodes keys"):
         encoded.drop((20, 30))
