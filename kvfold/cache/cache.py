@@ -37,6 +37,7 @@ from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
 from kvfold.hf.stock_layers import can_crop_stock, crop_stock, layer_lengths, stock_layers
 from kvfold.methods.base import Method, parse
+from kvfold.methods.every import in_rounds
 from kvfold.methods.observation import ContextReconstruction
 
 
@@ -46,17 +47,17 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     Args:
         model: the model that will use it; its attention is routed through kvfold.
         method: a `Method`, or a text such as "snapkv:window=16".
-        budget: entries per layer and KV head (int), the share of the tokens seen to keep (float),
-            or a size ("2GiB"); see `Budget`.
+        budget: entries per layer and KV head (int), share of the tokens (float) or size ("2GiB").
         tokenizer: the model's, for methods that let it repeat the text (KVzip).
         protect: spans `(start, stop)` of positions that are never evicted; `kvfold.span` finds one
             from text.
         seed: fixes the choice of random methods.
         keep_scores: keep the scores of kept entries, for smaller budgets later (`cache/shrink.py`).
+        every: generated tokens after which the cache is back at its size, "method + every".
 
     Raises BudgetError for a budget that is missing, superfluous, or below the forced entries;
     UnsupportedModel for a model whose answers would be wrong; KvfoldError for a bad method, and for
-    `keep_scores` of a method that is not nested.
+    `keep_scores` or `every` of a method that cannot.
 
     Under tensor parallelism each process's cache holds its own KV heads, and all must do the same
     at the same time; see `cache/tensor_parallel.py`.
@@ -72,8 +73,9 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         protect: Sequence[tuple[int, int]] = (),
         seed: int = 0,
         keep_scores: bool = False,
+        every: int | None = None,
     ) -> None:
-        self.method, self.seed = parse(method), seed
+        self.method, self.seed = in_rounds(parse(method), every), seed
         if keep_scores:
             check_nested(self.method)
         self.protect = spans_of(protect)
@@ -95,8 +97,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
-        self.needs_ids = stages.needs.token_ids
-        self._forward = OpenForward()
+        self._forward, self.needs_ids = OpenForward(), stages.needs.token_ids
         self.per_chunk: int | None = None  # tokens after which a prompt was compressed, each time
 
     @property
@@ -112,9 +113,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     @property
     def reconstruction(self) -> ContextReconstruction | None:
         """Reconstruction that is due when the first prefill ends; None if done or not needed."""
-        if any(state.rounds for state in self.states):
-            return None
-        return self.method.stages().needs.reconstruction
+        read = any(state.rounds for state in self.states)
+        return None if read else self.method.stages().needs.reconstruction
 
     @property
     def runs_own_forwards(self) -> bool:

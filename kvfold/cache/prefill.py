@@ -122,7 +122,7 @@ def evict(
     state.over_budget = chosen.over_budget
     if state.plan.keep_scores:
         state.scores = chosen.scores
-    if stages.decode == "every" and stages.heads is not None:
+    if stages.decode == "every" and stages.sizes == "fixed" and stages.heads is not None:
         state.settle_heads(stored, (chosen.slots >= 0).sum(-1))
     _note_error(state, observation, chosen.slots)
     _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)

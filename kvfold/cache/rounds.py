@@ -78,7 +78,8 @@ def _sizes(state: LayerState) -> tuple[Tensor | None, Tensor | None]:
     """
     if state.plan.stages.heads is None and state.head_sizes is not None:
         return state.head_sizes, None
-    return state.capacity, state.head_sizes
+    again = state.plan.stages.sizes == "again"
+    return state.capacity, None if again else state.head_sizes
 
 
 def _beside(state: LayerState) -> Tensor | None:

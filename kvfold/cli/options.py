@@ -213,15 +213,19 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     return text
 
 
-def checked(method: str, budget: str | None) -> tuple[Method, Budget | None]:
-    """A parsed method and budget; raises KvfoldError for those that a cache would refuse.
+def checked(
+    method: str, budget: str | None, every: int | None = None
+) -> tuple[Method, Budget | None]:
+    """A parsed method and budget; `every` as `CompressedCache` takes it.
 
-    Commands call it before they load a large model.
+    Raises KvfoldError for those that a cache would refuse: commands call it before they load a
+    large model.
     """
     from kvfold.budget import Budget
     from kvfold.cache.setup import checked_budget
     from kvfold.methods.base import parse
+    from kvfold.methods.every import in_rounds
 
-    made = parse(method)
+    made = in_rounds(parse(method), every)
     limit = None if budget is None else Budget.of(budget)
     return made, checked_budget(made, limit, made.stages().forced.least)

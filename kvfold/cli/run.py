@@ -56,6 +56,10 @@ def command(
         typer.Option(help="Put the prompt into the chat template.", show_default="if there is one"),
     ] = None,
     max_new_tokens: MaxNewTokens = 64,
+    every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Generated tokens after which the cache is back at its size."),
+    ] = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt read per forward.")
     ] = None,
@@ -81,7 +85,7 @@ def command(
         from kvfold.cli.streamed_answer import streamed_answer
         from kvfold.generation.generate import check_per_chunk
     # Refused here, before a large model is loaded.
-    chosen, limit = checked(method, budget)
+    chosen, limit = checked(method, budget, every)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
     # transformers shows its own progress.

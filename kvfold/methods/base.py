@@ -22,7 +22,14 @@ from kvfold.methods.registry import preset, registered
 from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.decode import Decode, Positions, Prompt, check_decode
+from kvfold.methods.stages.decode import (
+    Decode,
+    Positions,
+    Prompt,
+    Sizes,
+    check_decode,
+    replaced_rounds,
+)
 from kvfold.methods.stages.merge.base import MergeOneStage, MergeStage
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
@@ -109,6 +116,7 @@ class Stages:
     decode: Decode = "append"
     every: int = 0  # generated tokens between evictions of decode="every"
     prompt: Prompt = "counted"  # kept: all but the answer is beside the size
+    sizes: Sizes = "fixed"  # again: each eviction of decode="every" shares its size among the heads
     positions: Positions = "original"
     token_pruning: TokenPruning | None = None  # runs between the layers of a forward
     inexact: str = ""  # reason why kept entries differ from the budget, "" if they do not
@@ -117,34 +125,7 @@ class Stages:
     def __post_init__(self) -> None:
         if self.score is not None and self.allocate is None:
             object.__setattr__(self, "allocate", uniform)
-        if self.decode == "once" and self.needs.window > 1:
-            raise IllegalComposition(
-                "compression at the first generated token sees the query of that token alone, and "
-                f"{self.needs.window} queries are needed: choose a method that compresses at the "
-                "prompt's end, such as simlayerkv:when=last_query"
-            )
-        if self.decode == "every" and self.runs_own_forwards:
-            raise IllegalComposition(
-                "forwards of its own run when a prompt ends, not while an answer is generated: "
-                "leave every out, or choose another method that scores"
-            )
         check_decode(self)
-        if self.evicts_while_decoding and self.encode is not None:
-            raise IllegalComposition(
-                "encoded entries cannot be evicted one by one, so an encoding cannot follow a "
-                "method that evicts while decoding: choose decode=append where it is offered"
-            )
-        if self.decode == "hold" and self.heads is not None:
-            raise IllegalComposition(
-                "budgets per head are set when a prefill ends, so they do not go with a method "
-                "that evicts while decoding: choose decode=append where it is offered"
-            )
-        if self.decode == "hold" and self.select is not None:
-            raise IllegalComposition(
-                "entries that leave one by one while decoding are those of lowest score, so a "
-                "method that selects otherwise does not go with a method that evicts while "
-                "decoding: choose decode=append where it is offered"
-            )
         if self.heads is not None and getattr(self.allocate, "per_head", False):
             raise IllegalComposition(
                 "each head has a size of its own already: leave out one of the two methods"
@@ -201,7 +182,7 @@ class Method:
         """The stages that it adds to other methods in a composition."""
         return self.stages()
 
-    def sizes(self) -> Stages | None:
+    def brings_sizes(self) -> Stages | None:
         """The stages that it adds to a method that scores; None: as `brings`."""
         return None
 
@@ -269,16 +250,19 @@ class Composition(Method):
         return stages
 
     def _brought(self) -> list[Stages]:
-        """Stages that each part adds; if none scores, a part that can adds all of its stages."""
+        """Stages that each part adds; if none scores, a part that can adds all of its stages.
+
+        Rounds that a part without a score names replace those of the part that scores.
+        """
         brought = [part.brings() for part in self.parts]
         able = [part for part in self.parts if type(part).brings is not Method.brings]
         if able and not any(stages.score for stages in brought):
             whole = max(able, key=lambda part: part.takes_budget)
             brought[self.parts.index(whole)] = whole.stages()
         if sum(stages.score is not None for stages in brought) > 1:
-            sizing = [part.sizes() for part in self.parts]
+            sizing = [part.brings_sizes() for part in self.parts]
             brought = [sizes or stages for sizes, stages in zip(sizing, brought, strict=True)]
-        return brought
+        return replaced_rounds(brought)
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.parts))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.base import Composition, Method, Stages, register
+from kvfold.methods.stages.decode import Prompt, Sizes
 
 
 @register(
@@ -24,9 +25,11 @@ class Every(Method):
        that of the last queries, of the prompt too if the answer is still short.
 
     A head thus stores its size and at most `interval` entries more. A budget in tokens or bytes
-    that a prompt does not fill is filled by the answer. Sizes of layers and of heads are those that
-    the end of the prompt gave them; heads that kept everything then are sized when entries first
-    leave. `prompt="kept"` evicts nothing when a prompt ends, and the budget is that of the answer.
+    that a prompt does not fill is filled by the answer. Sizes of layers are those that the end of
+    the prompt gave them, and so are sizes of heads; heads that kept everything then are sized when
+    entries first leave. `sizes="again"` shares a layer's size among its heads at each eviction.
+    `prompt="kept"` evicts nothing when a prompt ends, and the budget is that of the answer. Rounds
+    that the other method names itself are replaced: "rkv + every:interval=64".
     Different from kvpress's DecodingPress: tokens are counted, not forwards; the window's queries
     are those that attended, not rebuilt at one position; entries stay in the order of the text.
     Raises KvfoldError for an interval below 1.
@@ -35,7 +38,8 @@ class Every(Method):
     takes_budget: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
     interval: int = 128  # generated tokens between evictions
-    prompt: Literal["counted", "kept"] = "counted"  # the prompt is part of the size, or beside it
+    prompt: Prompt = "counted"  # the prompt is part of the size, or beside it
+    sizes: Sizes = "fixed"  # heads keep their sizes, or share the layer's at each eviction
 
     def __post_init__(self) -> None:
         if type(self.interval) is not int or self.interval < 1:
@@ -48,4 +52,17 @@ class Every(Method):
         )
 
     def brings(self) -> Stages:
-        return Stages(decode="every", every=self.interval, prompt=self.prompt)
+        return Stages(decode="every", every=self.interval, prompt=self.prompt, sizes=self.sizes)
+
+
+def in_rounds(method: Method, interval: int | None) -> Method:
+    """`method` with eviction after each `interval` generated tokens; None: the method as it is.
+
+    Raises KvfoldError for a bad interval, and IllegalComposition for a method that cannot.
+    """
+    if interval is None:
+        return method
+    parts = method.parts if isinstance(method, Composition) else (method,)
+    composed = Composition((*parts, Every(interval)))
+    composed.stages()
+    return composed

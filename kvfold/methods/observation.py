@@ -273,24 +273,31 @@ class Observation:
             raise KvfoldError("fitted scores are for methods with Needs(scorer=…)")
         return self.scorer(self)
 
-    def window_attention(self, last: int) -> Tensor:
-        """Attention weights `[B, Hq, last, T]` of the last queries, float32; 0 for padding."""
-        if last == 1 and self.attention is not None:
-            return self.attention
-        assert self.queries is not None and self.query_positions is not None
-        queries, at = self.queries[:, :, -last:], self.query_positions[:, -last:]
-        batch, query_heads, window, size = queries.shape
+    def window_logits(self, last: int) -> Tensor:
+        """Logits `[B, H, G, last, T]` of the last queries, float32; of hidden entries too."""
+        assert self.queries is not None
+        queries = self.queries[:, :, -last:]
+        batch, _, window, size = queries.shape
         heads, stored = self.keys.shape[1:3]
         grouped = queries.reshape(batch, heads, -1, size)
         logits = (grouped @ self.keys.transpose(-1, -2)).float() * self.scale
         logits = logits.view(batch, heads, -1, window, stored)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def window_attention(self, last: int) -> Tensor:
+        """Attention weights `[B, Hq, last, T]` of the last queries, float32; 0 for padding."""
+        if last == 1 and self.attention is not None:
+            return self.attention
+        assert self.query_positions is not None
+        logits, at = self.window_logits(last), self.query_positions[:, -last:]
         entries = self.positions[:, :, None, None, :]
         hidden = (entries < 0) | (entries > at[:, None, None, :, None])
-        logits = logits.masked_fill(hidden, -torch.inf).view(batch, query_heads, window, stored)
+        logits = logits.masked_fill(hidden, -torch.inf).flatten(1, 2)
         if self.sink_logits is not None:
-            extra = self.sink_logits.float().view(1, -1, 1, 1).expand(batch, -1, window, 1)
+            extra = self.sink_logits.float().view(1, -1, 1, 1)
+            extra = extra.expand(len(logits), -1, logits.shape[2], 1)
             rows = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
         else:
             rows = logits.softmax(-1)

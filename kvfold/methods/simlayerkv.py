@@ -69,9 +69,9 @@ class SimLayerKV(Method):
         return self.strategy == "lazy"
 
     def stages(self) -> Stages:
-        return replace(self.sizes(), score=recency, forced=Forced(sinks=self.sinks))
+        return replace(self.brings_sizes(), score=recency, forced=Forced(sinks=self.sinks))
 
-    def sizes(self) -> Stages:
+    def brings_sizes(self) -> Stages:
         return Stages(
             needs=Needs(window=self.n_last if self.when == "prefill" else 1),
             allocate=self._allocate(),

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
+from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.uniform import uniform
-from kvfold.methods.stages.score.observation_window import Pooling, check_window, window_votes
+from kvfold.methods.stages.score.observation_window import (
+    Pooling,
+    candidate_votes,
+    check_window,
+    window_votes,
+)
 from kvfold.methods.stages.select.forced import Forced
 
 
@@ -17,6 +23,7 @@ from kvfold.methods.stages.select.forced import Forced
     presets={
         "official": {"window": 64, "kernel": 5, "pooling": "avg"},
         "kvpress": {"window": 64, "kernel": 5, "pooling": "avg", "pool_first": True},
+        "decode": {"window": 8, "votes": "logits", "decode": "every"},
     },
 )
 @dataclass(frozen=True)
@@ -29,8 +36,10 @@ class SnapKV(Method):
 
     Generated tokens are added to that. Defaults are the paper's LongBench setting;
     `snapkv_official` holds the released code's class defaults, `snapkv_kvpress` those of kvpress,
-    which pools before the mean. Raises KvfoldError for a window below 1 and a kernel that is not
-    odd.
+    which pools before the mean. `snapkv_decode` compresses generated tokens too, after each 128 of
+    them, by the rule of R-KV's repository: a query votes by the largest logit of the query heads,
+    softmax over the entries before the window. Raises KvfoldError for a window below 1, a kernel
+    that is not odd, and `pool_first` of votes by logits.
     Source: Li et al., section 4; FasterDecoding/SnapKV `snapkv_utils.py`.
     """
 
@@ -40,20 +49,29 @@ class SnapKV(Method):
     kernel: int = 7  # neighbours that votes are pooled over, odd
     pooling: Pooling = "max"  # how votes are pooled
     pool_first: bool = False  # pools each query head before the group's mean
+    votes: Literal["attention", "logits"] = "attention"  # mean of the query heads, or their largest
+    decode: Literal["append", "every"] = "append"  # adds generated tokens, or evicts in rounds
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)
+        if self.pool_first and self.votes == "logits":
+            raise KvfoldError("snapkv:votes=logits has no votes of single heads to pool_first")
 
     def stages(self) -> Stages:
+        options: dict[str, Any] = {
+            "window": self.window,
+            "kernel": self.kernel,
+            "pooling": self.pooling,
+        }
+        if self.votes == "logits":
+            score = partial(candidate_votes, **options)
+        else:
+            score = partial(window_votes, **options, pool_first=self.pool_first)
         return Stages(
             needs=Needs(window=self.window),
-            score=partial(
-                window_votes,
-                window=self.window,
-                kernel=self.kernel,
-                pooling=self.pooling,
-                pool_first=self.pool_first,
-            ),
+            score=score,
             allocate=uniform,
             forced=Forced(recent=self.window),
+            decode=self.decode,
+            every=128 if self.decode == "every" else 0,
         )

@@ -43,6 +43,15 @@ def test_run_answers_and_counts(folder: Path) -> None:
     assert re.search(r"per generated token +[\d.]+ m?s", result.output)
 
 
+def test_run_holds_its_budget_over_long_answers(folder: Path) -> None:
+    """72 words; 6 generated tokens are read, the last round is after the fourth."""
+    given = ["run", str(folder), "--budget", "20", "--prompt", PROMPT, "--max-new-tokens", "7"]
+    asked = run_json(*given, "--method", "knorm", "--every", "4")
+    composed = run_json(*given, "--method", "knorm + every:interval=4")
+    assert asked["answer"] == composed["answer"] and asked["stats"] == composed["stats"]
+    assert {n for layer in asked["stats"]["kept"] for row in layer for n in row} == {22}
+
+
 def test_run_gives_the_model_s_own_answer_with_the_full_cache(folder: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(PROMPT)
@@ -68,6 +77,13 @@ def test_run_refuses_what_the_library_refuses(folder: Path) -> None:
     assert "takes no budget" in refused(
         "run", model, "--method", "full", "--budget", "5", "--prompt", PROMPT
     )
+
+
+def test_run_refuses_rounds_of_a_method_that_evicts_at_every_token(folder: Path) -> None:
+    message = refused(
+        "run", str(folder), "--method", "h2o", "--budget", "9", "--every", "4", "--prompt", "a b",
+    )  # fmt: skip
+    assert "both bring the decode stage" in message
 
 
 def test_run_refuses_a_missing_or_double_prompt(folder: Path, tmp_path: Path) -> None:

@@ -29,13 +29,10 @@ from tests.helpers.by_hand import (
     WINDOW,
     ByHand,
     Head,
-    Layer,
-    assert_holds,
+    adaptive,
     best,
-    distinct_prompts,
     h2o,
-    prompt_read,
-    read_by_kvfold,
+    votes,
     with_window,
 )
 from tests.helpers.caches import (
@@ -53,6 +50,7 @@ from tests.helpers.caches import (
 from tests.helpers.contexts import assert_same, new_model
 from tests.helpers.exactness import against_truth
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.rounds import assert_each_round, per_full_head
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
 
@@ -60,6 +58,7 @@ KNORM = "knorm:skip_layers=none"
 SNAPKV = "snapkv:window=8"
 H2O = "h2o:decode=append"
 SCORING = [KNORM, SNAPKV, "keydiff", H2O, "adakv:window=8", "pyramidkv:window=8"]
+SCORING += ["rkv:window=8", "snapkv_decode"]
 SCORING += ["d2o:decode=append", "streaming_llm:decode=append", "chunkkv:window=8", "random"]
 EACH = pytest.mark.parametrize("spec", SCORING)
 
@@ -127,18 +126,6 @@ def test_golden_sets(spec, golden):
 # --- by hand, in float64 -----------------------------------------------------------------------
 
 
-def last_queries(layer: Layer) -> None:
-    """The attention of the last WINDOW queries, over all forwards, to what is stored now."""
-    queries = torch.cat([getattr(layer, "recent", layer.query[:, :0]), layer.query], 1)[:, -WINDOW:]
-    layer.recent = queries
-    last = layer.heads[0].positions[-1] + 1
-    at = torch.arange(last - queries.shape[1], last)
-    for head, own in zip(layer.heads, queries.split(len(queries) // len(layer.heads)), strict=True):
-        hidden = torch.tensor(head.positions) > at[:, None]
-        logits = (own @ head.keys.T * layer.scale).masked_fill(hidden, -torch.inf)
-        head.rows = logits.softmax(-1)
-
-
 def unlike(head: Head) -> list[int]:
     unit = head.keys / head.keys.norm(dim=-1, keepdim=True)
     return best(-(unit @ unit.mean(0)), SMALL)
@@ -152,33 +139,12 @@ BY_HAND: dict[str, Callable[[Head], list[int]]] = {
 }
 
 
-def round_of(one: ByHand, spec: str) -> None:
-    for head in (head for layer in one.layers for head in layer.heads):
-        if len(head) > SMALL:
-            head.keep(BY_HAND[spec](head))
-
-
 @pytest.mark.parametrize("interval", [3, 10])
 @pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
 @pytest.mark.parametrize("spec", BY_HAND)
 def test_each_round_keeps_what_is_kept_by_hand(spec, lengths, interval):
     """Rows by hand are read alone; the row of 17 reaches the budget of 20 while generating."""
-    longest, count = max(lengths), 11
-    # No token comes twice: equal norms would be ranked by their last bits.
-    steps = distinct_prompts((longest + count,) * len(lengths))[0][:, longest:].split(1, 1)
-    reader = read_by_kvfold(every(spec, interval), SMALL, 2, lengths)
-    expected = [copy.deepcopy(prompt_read(2, lengths, row)) for row in range(len(lengths))]
-    for step in range(count + 1):
-        if step:
-            reader(steps[step - 1])
-        for row, one in enumerate(expected):
-            if step:
-                one(steps[step - 1][row : row + 1])
-            for layer in one.layers:
-                last_queries(layer)
-            if step % interval == 0:
-                round_of(one, spec)
-        assert_holds(reader.cache, expected)
+    assert_each_round(every(spec, interval), per_full_head(BY_HAND[spec]), lengths, interval)
 
 
 @pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
@@ -284,6 +250,23 @@ def test_heads_that_kept_everything_are_sized_when_entries_leave(model):
     assert all(sum(row) == 2 * SMALL for layer in sizes for row in layer)
     decode(reader, 3)
     assert reader.cache.stats().kept == sizes
+
+
+def shared(one: ByHand) -> None:
+    """AdaKV's rule for what is stored now: a fifth of the mean for each head, then by need."""
+    for layer in one.layers:
+        sizes = adaptive([votes(head) for head in layer.heads], SMALL - WINDOW, 0.2)
+        for head, size in zip(layer.heads, sizes, strict=True):
+            head.sizes = [*getattr(head, "sizes", []), WINDOW + size]
+            head.keep(with_window(head, WINDOW + size))
+
+
+@pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
+def test_heads_share_their_layer_again_in_each_round(lengths):
+    spec = f"{every('adakv:window=8')},sizes=again"
+    rows = assert_each_round(spec, shared, lengths, 3)
+    sizes = [head.sizes for one in rows for layer in one.layers for head in layer.heads]
+    assert any(len(set(of_head)) > 1 for of_head in sizes)
 
 
 @pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
@@ -516,6 +499,8 @@ PER_HEAD = Measured(lambda seen: seen.positions.new_full((1, 2), 5), per_head=Tr
         ({"every": -3}, "goes with every="),
         ({"prompt": "kept"}, 'goes with decode="every"'),
         ({"prompt": "kept", "decode": "hold"}, 'goes with decode="every"'),
+        ({"sizes": "once"}, "sizes is fixed or again"),
+        ({"sizes": "again"}, 'goes with decode="every"'),
         (
             {"decode": "every", "every": 3, "allocate": PER_HEAD},
             "allocation per head",
@@ -533,6 +518,33 @@ def test_a_prompt_that_is_neither_counted_nor_kept_is_refused():
         Composition((kvfold.parse(SNAPKV), Every(prompt="keep"))).stages()
 
 
+def test_rounds_of_a_cache_are_those_of_the_composition(model):
+    asked = kvfold.CompressedCache(model, "snapkv:window=8 + adakv", SMALL, every=3)
+    assert str(asked.method) == "snapkv:window=8 + adakv + every:interval=3"
+    assert asked.method == kvfold.parse(str(asked.method))
+    reader = Reader(model, asked)
+    reader(prompts(ALONE)[0])
+    decode(reader, 6)
+    assert all(sum(row) == 2 * SMALL for layer in asked.stats().kept for row in layer)
+    with pytest.raises(KvfoldError, match="at least 1 token, not 0"):
+        kvfold.CompressedCache(model, SNAPKV, SMALL, every=0)
+    with pytest.raises(IllegalComposition, match="both bring the decode stage"):
+        kvfold.CompressedCache(model, "h2o", SMALL, every=3)
+
+
+class Newest(kvfold.Method):
+    def stages(self) -> kvfold.Stages:
+        score = kvfold.parse("streaming_llm_original").stages().score
+        return kvfold.Stages(score=score, decode="every", every=4, prompt="kept")
+
+
+def test_rounds_of_a_method_yield_to_those_asked_for():
+    stages = Composition((Newest(), Every(9, sizes="again"))).stages()
+    assert (stages.every, stages.prompt, stages.sizes) == (9, "counted", "again")
+    kept_beside = Composition((Newest(), kvfold.parse("adakv"))).stages()
+    assert (kept_beside.every, kept_beside.prompt) == (4, "kept")
+
+
 def test_compiled_decoding_is_refused(model):
     cache = compressed(model, every(SNAPKV))
     with pytest.raises(KvfoldError, match="evicts many entries at once after every 3 tokens"):
@@ -542,13 +554,8 @@ def test_compiled_decoding_is_refused(model):
 def test_methods_of_ones_own_name_their_interval(model):
     """A method file that sets decode="every" needs no other file."""
 
-    class Newest(kvfold.Method):
-        def stages(self) -> kvfold.Stages:
-            score = kvfold.parse("streaming_llm_original").stages().score
-            return kvfold.Stages(score=score, decode="every", every=4)
-
     cache = kvfold.CompressedCache(model, Newest(), SMALL)
     reader = Reader(model, cache)
     reader(prompts(ALONE)[0])
-    decode(reader, 8)
-    assert positions(cache)[0][0][0] == list(range(52, 72))
+    decode(reader, 28)
+    assert positions(cache)[0][0][0] == [*range(64), *range(72, 92)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Literal, get_args
 
 from kvfold.errors import IllegalComposition
@@ -12,8 +13,11 @@ if TYPE_CHECKING:
 
 Decode = Literal["append", "hold", "every", "once"]
 Prompt = Literal["counted", "kept"]
+Sizes = Literal["fixed", "again"]
 Positions = Literal["original", "reindex", "consecutive"]
-CHOICES = {"decode": Decode, "prompt": Prompt, "positions": Positions}
+CHOICES = {"decode": Decode, "prompt": Prompt, "sizes": Sizes, "positions": Positions}
+# What a method without rounds leaves at its default
+OF_ROUNDS = {"decode": "append", "every": 0, "prompt": "counted", "sizes": "fixed"}
 
 
 def check_decode(stages: Stages) -> None:
@@ -29,14 +33,68 @@ def check_decode(stages: Stages) -> None:
         raise IllegalComposition(
             'prompt="kept" leaves the budget to the answer, so it goes with decode="every" only'
         )
+    if stages.sizes == "again" and not rounds:
+        raise IllegalComposition(
+            'sizes="again" shares a size among the heads in each round, so it goes with '
+            'decode="every" only'
+        )
+    _check_observed(stages)
+    _check_one_by_one(stages)
+    _check_positions(stages)
+
+
+def replaced_rounds(brought: list[Stages]) -> list[Stages]:
+    """Stages of a composition's parts, where rounds without a score replace those of a score."""
+    if not any(stages.decode == "every" and stages.score is None for stages in brought):
+        return brought
+    return [
+        dataclasses.replace(stages, **OF_ROUNDS)  # type: ignore[arg-type]
+        if stages.decode == "every" and stages.score is not None
+        else stages
+        for stages in brought
+    ]
+
+
+def _check_observed(stages: Stages) -> None:
+    """Raises IllegalComposition for stages that read what is not there when they run."""
+    if stages.decode == "once" and stages.needs.window > 1:
+        raise IllegalComposition(
+            "compression at the first generated token sees the query of that token alone, and "
+            f"{stages.needs.window} queries are needed: choose a method that compresses at the "
+            "prompt's end, such as simlayerkv:when=last_query"
+        )
+    if stages.decode == "every" and stages.runs_own_forwards:
+        raise IllegalComposition(
+            "forwards of its own run when a prompt ends, not while an answer is generated: "
+            "leave every out, or choose another method that scores"
+        )
+
+
+def _check_one_by_one(stages: Stages) -> None:
+    """Raises IllegalComposition for stages that cannot evict while tokens come one by one."""
     per_head = getattr(stages.allocate, "per_head", False)
-    held = rounds and getattr(stages.allocate, "in_rounds", False)
+    held = stages.decode == "every" and getattr(stages.allocate, "in_rounds", False)
     if stages.evicts_while_decoding and per_head and not held:
         raise IllegalComposition(
             "an allocation per head is made when a prefill ends, so it does not go with a method "
             "that evicts while decoding: choose decode=append where it is offered"
         )
-    _check_positions(stages)
+    if stages.evicts_while_decoding and stages.encode is not None:
+        raise IllegalComposition(
+            "encoded entries cannot be evicted one by one, so an encoding cannot follow a "
+            "method that evicts while decoding: choose decode=append where it is offered"
+        )
+    if stages.decode == "hold" and stages.heads is not None:
+        raise IllegalComposition(
+            "budgets per head are set when a prefill ends, so they do not go with a method "
+            "that evicts while decoding: choose decode=append where it is offered"
+        )
+    if stages.decode == "hold" and stages.select is not None:
+        raise IllegalComposition(
+            "entries that leave one by one while decoding are those of lowest score, so a "
+            "method that selects otherwise does not go with a method that evicts while "
+            "decoding: choose decode=append where it is offered"
+        )
 
 
 def _check_positions(stages: Stages) -> None:

@@ -36,6 +36,26 @@ def window_votes(
     return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)
 
 
+def candidate_votes(observation: Observation, window: int, kernel: int, pooling: Pooling) -> Tensor:
+    """Votes `[B, H, T]` of the last `window` queries, shared among the entries before the window.
+
+    Each query votes by the largest logit of the KV head's query heads; softmax over the entries
+    before the window, mean over the queries, pooled. The window's own entries score 0, as they are
+    forced. Source: Zefan-Cai/R-KV `r1_kv.py`.
+    """
+    observation, order = observation.padding_first()
+    assert observation.query_positions is not None
+    padding = (observation.positions < 0)[..., :-window]
+    logits = observation.window_logits(window).amax(2)[..., :-window]  # [B, H, W, T]
+    rows = logits.masked_fill(padding[:, :, None], -torch.inf).softmax(-1)
+    asked = observation.query_positions[:, -window:] >= 0
+    rows = rows.masked_fill(~asked[:, None, :, None] | padding[:, :, None], 0)
+    votes = rows.sum(2) / asked.sum(-1).clamp(min=1).view(-1, 1, 1)
+    pooled = pool(votes, kernel, pooling, padding).masked_fill(padding, 0)
+    scores = F.pad(pooled, (0, observation.keys.shape[2] - pooled.shape[-1]))
+    return scores if order is None else torch.zeros_like(scores).scatter(2, order, scores)
+
+
 def pool(scores: Tensor, kernel: int, pooling: Pooling, padding: Tensor | None = None) -> Tensor:
     """Pooled scores of the same shape, along the last axis; `padding` counts as outside.
 

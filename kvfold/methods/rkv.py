@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.stages.score.observation_window import candidate_votes, check_window
+from kvfold.methods.stages.score.redundancy import redundancy, shares
+from kvfold.methods.stages.select.forced import Forced
+
+INTERVAL = 128  # generated tokens between evictions, as the paper has it
+
+
+@register(
+    "rkv",
+    paper="arXiv 2505.24133",
+    formula="""
+        s[h, t] = lam·I[h, t] − (1 − lam)·R[h, t],  R = softmax_t of the mean cosine to the others
+        I[h, t] = pool_{u near t} mean_{i in window} softmax_{u before it} max_{q in h} z[q, i, u]
+    """,
+    presets={"official": {"lam": 0.07, "spare_first": True}},
+)
+@dataclass(frozen=True)
+class RKV(Method):
+    """Keeps what recent queries look at, and of entries that repeat one another the newest.
+
+    1. Importance I: the largest logit of a KV head's query heads, for each of the last `window`
+       queries; softmax over the entries before the window, mean over queries, pooled.
+    2. Redundancy R: the mean cosine of an entry's key to all others, softmax over the entries. A
+       key's latest copy, of a cosine above `threshold`, is not held against that copy.
+    3. The window and the best by `lam`·I − (1 − `lam`)·R stay: at the prompt's end, and after each
+       128 generated tokens (another number: "rkv + every:interval=64").
+
+    `rkv_official` has the released class's `lam`, and its first entry spared by keys without a
+    copy. Different from the released code: each row of a batch is compared with its own keys, not
+    the first row's; tokens are counted from the prompt's end; no matrix of all pairs exists at
+    once. Raises KvfoldError for options out of range.
+    Source: Cai et al., section 3; Zefan-Cai/R-KV `r1_kv.py`, `utils.py`.
+    """
+
+    by_head: ClassVar[bool] = True
+    window: int = 8  # last queries that vote; their entries always stay
+    kernel: int = 7  # neighbours that importance is pooled over, odd
+    lam: float = 0.1  # weight of importance beside redundancy, 0 to 1
+    threshold: float = 0.5  # cosine above which keys are copies
+    retain: bool = True  # a key's latest copy is not held against it
+    spare_first: bool = False  # keys without a copy spare the first entry, as released
+    decode: Literal["every", "append"] = "every"  # evicts generated tokens in rounds, or adds them
+
+    def __post_init__(self) -> None:
+        check_window(self.window, self.kernel)
+        if not 0 <= self.lam <= 1 or not 0 <= self.threshold <= 1:
+            raise KvfoldError("rkv takes lam and threshold from 0 to 1")
+
+    def stages(self) -> Stages:
+        return Stages(
+            needs=Needs(window=self.window),
+            score=partial(important_and_new, method=self),
+            forced=Forced(recent=self.window),
+            decode=self.decode,
+            every=INTERVAL if self.decode == "every" else 0,
+        )
+
+
+def important_and_new(observation: Observation, method: RKV) -> Tensor:
+    """Importance of entries less their redundancy `[B, H, T]`, float32."""
+    votes = candidate_votes(observation, method.window, method.kernel, "max")
+    options = method.threshold, method.retain, method.spare_first
+    copies = redundancy(observation.keys, observation.positions, *options)
+    return method.lam * votes - (1 - method.lam) * shares(copies, observation.positions)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds by hand: the answer's last queries, and a rule for each head when a round is due."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+
+from tests.helpers.budgets import SMALL
+from tests.helpers.by_hand import (
+    WINDOW,
+    ByHand,
+    Head,
+    Layer,
+    assert_holds,
+    distinct_prompts,
+    prompt_read,
+    read_by_kvfold,
+)
+
+
+def last_queries(layer: Layer) -> None:
+    """The attention of the last WINDOW queries, over all forwards, to what is stored now."""
+    queries = torch.cat([getattr(layer, "recent", layer.query[:, :0]), layer.query], 1)[:, -WINDOW:]
+    layer.recent = queries
+    last = layer.heads[0].positions[-1] + 1
+    at = torch.arange(last - queries.shape[1], last)
+    for head, own in zip(layer.heads, queries.split(len(queries) // len(layer.heads)), strict=True):
+        hidden = torch.tensor(head.positions) > at[:, None]
+        head.logits = own @ head.keys.T * layer.scale
+        head.rows = head.logits.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def per_full_head(rule: Callable[[Head], list[int]]) -> Callable[[ByHand], None]:
+    """A round in which `rule` says what stays of each head with more than SMALL entries."""
+
+    def round_of(one: ByHand) -> None:
+        for head in (head for layer in one.layers for head in layer.heads):
+            if len(head) > SMALL:
+                head.keep(rule(head))
+
+    return round_of
+
+
+def assert_each_round(
+    spec: str, round_of: Callable[[ByHand], None], lengths: tuple[int, ...], interval: int
+) -> list[ByHand]:
+    """Asserts that kvfold stores what `round_of` leaves of rows alone, after each of 12 tokens."""
+    longest, count = max(lengths), 12
+    # No token comes twice: equal norms would be ranked by their last bits.
+    steps = distinct_prompts((longest + count,) * len(lengths))[0][:, longest:].split(1, 1)
+    reader = read_by_kvfold(spec, SMALL, 2, lengths)
+    expected = [copy.deepcopy(prompt_read(2, lengths, row)) for row in range(len(lengths))]
+    for step in range(count + 1):
+        if step:
+            reader(steps[step - 1])
+        for row, one in enumerate(expected):
+            if step:
+                one(steps[step - 1][row : row + 1])
+            for layer in one.layers:
+                last_queries(layer)
+            if step % interval == 0:
+                round_of(one)
+        assert_holds(reader.cache, expected)
+    return expected
