@@ -49,6 +49,22 @@ def add_query_moments(state: LayerState, call: AttentionCall) -> None:
     state.query_moments.add(query, positions, padded, state.rotation, need)
 
 
+def add_answer_moments(state: LayerState, query: Tensor, columns: Tensor) -> None:
+    """Adds the queries `[B, Hq, S, D]` generated since the last round, if the method reads them.
+
+    `columns [B, S]` are theirs and those of older ones, −1 for padding.
+    """
+    need, stages = state.plan.stages.needs.query_moments, state.plan.stages
+    if need is None or not need.running:
+        return
+    assert state.next_round is not None
+    state.evicted_at = state.seen
+    older = columns < state.next_round - stages.every
+    columns = state.sequence.real(columns.masked_fill(older, -1)[:, None])
+    positions = state.sequence.positions(columns)[:, 0]
+    state.query_moments.add_answer(query, positions, state.rotation, need)
+
+
 def add_to_chunks(state: LayerState, call: AttentionCall) -> None:
     """Adds a piece of a prefill, if the method reads attention inside chunks."""
     need, query = state.plan.stages.needs.chunk_sums, call.query

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
-from kvfold.cache.observe import observation_at, observation_of
+from kvfold.cache.observe import add_answer_moments, observation_at, observation_of
 from kvfold.cache.prefill import bring_to_budget, evict
 from kvfold.cache.sizes import size_of
 from kvfold.cache.state import LayerState
@@ -57,6 +57,7 @@ def _evict_round(state: LayerState, call: AttentionCall) -> None:
     state.rounds += 1
     if state.answer_window.width:
         query, columns = state.answer_window.joined()
+        add_answer_moments(state, query, columns)
         observation = observation_at(state, call._replace(query=query), columns)
     else:
         observation = observation_of(state, call)

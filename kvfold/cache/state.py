@@ -87,14 +87,21 @@ class LayerState:
 
     def __post_init__(self) -> None:
         self.query_window = QueryWindow(self.plan.stages.needs.window)
-        self.answer_window = AnswerWindow(self.plan.stages.needs.window)
+        self.answer_window = self._new_answer_window()
         self.query_moments = RunningMoments()
         self.query_chunks = QueryChunks()
 
     def narrow_windows(self, width: int) -> None:
         """Keeps the last `width` queries of the windows, for a method that needs no more."""
         self.query_window.narrow(width)
-        self.answer_window = AnswerWindow(width)
+        self.answer_window = self._new_answer_window()
+
+    def _new_answer_window(self) -> AnswerWindow:
+        """An empty window of the answer's queries, for the method or for their moments."""
+        stages = self.plan.stages
+        moments = stages.needs.query_moments
+        counted = stages.every if moments is not None and moments.running else 0
+        return AnswerWindow(max(stages.needs.window, counted))
 
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""

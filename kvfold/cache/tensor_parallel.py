@@ -40,6 +40,7 @@ BY_KV_HEAD = (
     "reconstruction_scores",
     "chunk_sums",
     "key_positions",
+    "evictable",
 )
 
 

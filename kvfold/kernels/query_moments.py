@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.kernels.mean_rotation import pair_norms
+
 
 @dataclass(frozen=True)
 class QueryMoments:
@@ -18,6 +20,7 @@ class QueryMoments:
     count: Tensor  # [B], queries
     mean: Tensor  # [B, Hq, D]
     covariance: Tensor | None = None  # [B, Hq, D, D], divided by the count; None: not needed
+    moduli: Tensor | None = None  # [B, Hq, D], mean length of each rotary pair; None: not needed
 
     def joined(self, other: QueryMoments) -> QueryMoments:
         """Moments of the queries of both.
@@ -27,16 +30,18 @@ class QueryMoments:
         count = self.count + other.count
         weight = (other.count / count.clamp(min=1)).view(-1, 1, 1)
         apart = other.mean - self.mean
-        mean = self.mean + weight * apart
+        mean, moduli = self.mean + weight * apart, self.moduli
+        if moduli is not None and other.moduli is not None:
+            moduli = moduli + weight * (other.moduli - moduli)
         if self.covariance is None or other.covariance is None:
-            return QueryMoments(count, mean)
+            return QueryMoments(count, mean, None, moduli)
         weight = weight[..., None]
         between = weight * (1 - weight) * apart[..., :, None] * apart[..., None, :]
         within = (1 - weight) * self.covariance + weight * other.covariance
-        return QueryMoments(count, mean, within + between)
+        return QueryMoments(count, mean, within + between, moduli)
 
     def turned(self, rotation: Tensor) -> QueryMoments:
-        """Moments of the vectors x @ `rotation [B, D, D]`, for all queries x."""
+        """Mean and covariance of the vectors x @ `rotation [B, D, D]`, for all queries x."""
         mean, rotation = self.mean @ rotation, rotation[:, None]
         if self.covariance is None:
             return QueryMoments(self.count, mean)
@@ -50,16 +55,22 @@ class QueryMoments:
     def over_heads(self, change: Callable[[Tensor], Tensor]) -> QueryMoments:
         """Moments with `change` applied to the tensors `[B, Hq, …]`."""
         covariance = None if self.covariance is None else change(self.covariance)
-        return QueryMoments(self.count, change(self.mean), covariance)
+        moduli = None if self.moduli is None else change(self.moduli)
+        return QueryMoments(self.count, change(self.mean), covariance, moduli)
 
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.count, self.mean, self.covariance)
+        tensors = (self.count, self.mean, self.covariance, self.moduli)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def query_moments(queries: Tensor, counted: Tensor | None, covariance: bool) -> QueryMoments:
-    """Moments of `queries [B, Hq, S, D]`, of those `counted`, bool `[B, S]`; None: of all."""
+def query_moments(
+    queries: Tensor, counted: Tensor | None, covariance: bool, pairs: Tensor | None = None
+) -> QueryMoments:
+    """Moments of `queries [B, Hq, S, D]`, of those `counted`, bool `[B, S]`; None: of all.
+
+    `pairs [D, D]` are the rotary pairs whose mean lengths are wanted too.
+    """
     if counted is None:
         count = queries.new_full((len(queries),), queries.shape[2])
     else:
@@ -67,17 +78,18 @@ def query_moments(queries: Tensor, counted: Tensor | None, covariance: bool) -> 
         queries = queries.masked_fill(~counted[:, None, :, None], 0)
     among = count.clamp(min=1).view(-1, 1, 1)
     mean = queries.sum(2) / among
+    moduli = None if pairs is None else pair_norms(queries, pairs).sum(2) / among
     if not covariance:
-        return QueryMoments(count, mean)
+        return QueryMoments(count, mean, None, moduli)
     apart = queries - mean[:, :, None]
     if counted is not None:
         apart.masked_fill_(~counted[:, None, :, None], 0)
-    return QueryMoments(count, mean, apart.transpose(-1, -2) @ apart / among[..., None])
+    return QueryMoments(count, mean, apart.transpose(-1, -2) @ apart / among[..., None], moduli)
 
 
-def no_moments(like: Tensor, covariance: bool) -> QueryMoments:
+def no_moments(like: Tensor, covariance: bool, moduli: bool = False) -> QueryMoments:
     """Moments of no queries, for `like [B, Hq, S, D]`."""
     rows, heads, _, size = like.shape
     none = torch.zeros(rows, heads, size, dtype=torch.float32, device=like.device)
     of_pairs = none[..., None].expand(-1, -1, -1, size) if covariance else None
-    return QueryMoments(none[:, 0, 0], none, of_pairs)
+    return QueryMoments(none[:, 0, 0], none, of_pairs, none if moduli else None)

@@ -124,7 +124,8 @@ def observed(stages: Stages) -> str:
     parts += ["fitted scores of heads"] if needs.fitted_heads else []
     if needs.query_moments:
         spread = " and covariance" if needs.query_moments.covariance else ""
-        parts.append(f"the queries' mean{spread}")
+        lengths = " and pairs' lengths" if needs.query_moments.moduli else ""
+        parts.append(f"the queries' mean{spread}{lengths}")
     return " and ".join(parts) or NOTHING
 
 

@@ -43,10 +43,12 @@ class ContextReconstruction:
 
 @dataclass(frozen=True)
 class QueryMomentsNeed:
-    """Moments of a prefill's queries before RoPE."""
+    """Moments of queries before RoPE: of a prefill's, or `running`."""
 
     skip: int = 0  # first tokens of each row whose queries are left out
     covariance: bool = True  # beside the mean
+    moduli: bool = False  # beside the mean: mean length of each rotary pair
+    running: bool = False  # those of generated tokens count too, from the next round on
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class Needs:
         moments = {self.query_moments, other.query_moments} - {None}
         if len(moments) > 1:
             raise IllegalComposition(
-                "the methods leave different first tokens out of the queries' moments, or one "
-                "reads no covariance: use one of them"
+                "the methods leave different first tokens out of the queries' moments, or read "
+                "different moments: use one of them"
             )
         return Needs(
             max(self.window, other.window),
@@ -167,6 +169,7 @@ class Observation:
     # [B, H, T], for sizes of heads across layers: +∞ at forced entries, −∞ at padding and in the
     # prefix, 0 elsewhere
     candidates: Tensor | None = None
+    evictable: Tensor | None = None  # [B, H, T], bool: entries that this eviction may take
     layer: int = 0  # index among `layers`
     layers: int = 1
     scale: float = 1.0  # of the logits
@@ -176,7 +179,7 @@ class Observation:
     token_ids: Tensor | None = None  # [B, H, T], −1 for padding, for holes, and where unknown
     key_positions: Tensor | None = None  # [B, H, T], to which RoPE has rotated each key
     rotate: Rotate | None = None  # the layer's RoPE; see `unrotated`
-    query_moments: QueryMoments | None = None  # of the prefill's queries before RoPE
+    query_moments: QueryMoments | None = None  # of queries before RoPE
     norms_of_outputs: ProjectedNorms | None = None  # see `output_norms`
     scorer: ScoredOnce | None = None  # this layer's fitted scorer; see `learned_scores`
     fitted_heads: Tensor | None = None  # [H], fitted numbers of this layer's KV heads
@@ -204,6 +207,7 @@ class Observation:
             column_squares=moved(self.column_squares),
             reconstruction_scores=moved(self.reconstruction_scores),
             chunk_sums=moved(self.chunk_sums),
+            evictable=moved(self.evictable),
             token_ids=moved(self.token_ids),
             key_positions=moved(self.key_positions),
         )
@@ -230,6 +234,7 @@ class Observation:
             column_squares=None,
             reconstruction_scores=None,
             chunk_sums=None,
+            evictable=None,
             token_ids=picked(self.token_ids, -1),
             key_positions=picked(self.key_positions, 0),
         )

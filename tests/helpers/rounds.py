@@ -44,23 +44,36 @@ def per_full_head(rule: Callable[[Head], list[int]]) -> Callable[[ByHand], None]
     return round_of
 
 
+def window_of_each(one: ByHand) -> None:
+    """The window's queries and rows in all layers."""
+    for layer in one.layers:
+        last_queries(layer)
+
+
 def assert_each_round(
-    spec: str, round_of: Callable[[ByHand], None], lengths: tuple[int, ...], interval: int
+    spec: str,
+    round_of: Callable[[ByHand], None],
+    lengths: tuple[int, ...],
+    interval: int,
+    observe: Callable[[ByHand], None] = window_of_each,
+    steps: int = 12,
 ) -> list[ByHand]:
-    """Asserts that kvfold stores what `round_of` leaves of rows alone, after each of 12 tokens."""
-    longest, count = max(lengths), 12
+    """Asserts that kvfold stores what `round_of` leaves of rows alone, after each of the `steps`.
+
+    `observe` notes after each forward what the rounds read.
+    """
+    longest = max(lengths)
     # No token comes twice: equal norms would be ranked by their last bits.
-    steps = distinct_prompts((longest + count,) * len(lengths))[0][:, longest:].split(1, 1)
+    tokens = distinct_prompts((longest + steps,) * len(lengths))[0][:, longest:].split(1, 1)
     reader = read_by_kvfold(spec, SMALL, 2, lengths)
     expected = [copy.deepcopy(prompt_read(2, lengths, row)) for row in range(len(lengths))]
-    for step in range(count + 1):
+    for step in range(steps + 1):
         if step:
-            reader(steps[step - 1])
+            reader(tokens[step - 1])
         for row, one in enumerate(expected):
             if step:
-                one(steps[step - 1][row : row + 1])
-            for layer in one.layers:
-                last_queries(layer)
+                one(tokens[step - 1][row : row + 1])
+            observe(one)
             if step % interval == 0:
                 round_of(one)
         assert_holds(reader.cache, expected)

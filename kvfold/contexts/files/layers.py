@@ -28,7 +28,8 @@ NUMBERS = ("evicted_at", "surplus", "over_budget", "turn_end", "next_round")
 # Queries of an answer that the next eviction's window reaches back to, and their columns.
 WINDOW, WINDOW_COLUMNS = "window_queries", "window_columns"
 # Moments of the prompt's queries that later evictions read, and the number of queries.
-MEAN, COVARIANCE, COUNT = "query_means", "query_covariances", "query_count"
+MOMENTS = {"mean": "query_means", "covariance": "query_covariances", "moduli": "query_moduli"}
+COUNT = "query_count"
 
 
 @dataclass(frozen=True)
@@ -106,19 +107,22 @@ def _describe_moments(state: LayerState, by_head: Named, whole: dict[str, Tensor
     moments, heads = state.query_moments.moments, state.stored().keys.shape[1]
     if moments is None:
         return
-    whole[COUNT], by_head[MEAN] = moments.count, list(moments.mean[0].unflatten(0, (heads, -1)))
-    if moments.covariance is not None:
-        by_head[COVARIANCE] = list(moments.covariance[0].unflatten(0, (heads, -1)))
+    whole[COUNT] = moments.count
+    for field, name in MOMENTS.items():
+        moment = getattr(moments, field)
+        if moment is not None:
+            by_head[name] = list(moment[0].unflatten(0, (heads, -1)))
 
 
 def _restore_moments(state: LayerState, by_head: Named, whole: dict[str, Tensor]) -> None:
     """Takes the moments of queries out of `by_head`."""
-    mean, covariance = (
-        torch.stack(by_head.pop(name)).flatten(0, 1)[None] if name in by_head else None
-        for name in (MEAN, COVARIANCE)
-    )
-    if mean is not None:
-        state.query_moments.restore(QueryMoments(whole[COUNT].clone(), mean, covariance))
+    found = {
+        field: torch.stack(by_head.pop(name)).flatten(0, 1)[None]
+        for field, name in MOMENTS.items()
+        if name in by_head
+    }
+    if found:
+        state.query_moments.restore(QueryMoments(whole[COUNT].clone(), **found))
 
 
 def _store(state: LayerState, header: LayerHeader, by_head: Named) -> DenseStore | RaggedStore:

@@ -45,7 +45,9 @@ def choose(
     per_row = counts if counts.dim() == 1 else counts.amax(-1)
     counted = positions if beside is None else positions.masked_fill(beside, -1)
     forced = forced | stages.forced.mask(counted, per_row)
-    observation = dataclasses.replace(observation, budget=per_row)
+    taken = forced if beside is None else forced | beside
+    evictable = per_observed_head(~taken & (positions >= 0), observation)
+    observation = dataclasses.replace(observation, budget=per_row, evictable=evictable)
     scores = scores_of(stages, observation, positions.shape[1])
     check_numbers(stages, scores.masked_fill(positions < 0, 0))
     if beside is not None:
@@ -134,6 +136,12 @@ def scores_of(stages: Stages, observation: Observation, heads: int) -> Tensor:
         raise _refused(stages, wanted, f"{scores.dtype} {list(scores.shape)}")
     expanded = wanted[1] // heads
     return scores if expanded == 1 else scores.unflatten(1, (heads, expanded)).mean(2)
+
+
+def per_observed_head(of_stored: Tensor, observation: Observation) -> Tensor:
+    """Numbers `[B, H, T]` of stored heads, for each head of the observation (latents)."""
+    expanded = observation.keys.shape[1] // of_stored.shape[1]
+    return of_stored if expanded == 1 else of_stored.repeat_interleave(expanded, 1)
 
 
 def check_numbers(stages: Stages, scores: Tensor) -> None:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score by the logits that a key can expect from queries at several later positions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
+from kvfold.methods.observation import Observation
+
+Over = Literal["mean", "max"]
+
+
+def distant_logits(observation: Observation, farthest: int, over: Over) -> Tensor:
+    """Expected logits `[B, H, G, T]`, float32, without their scale; mean or maximum over distances.
+
+    Queries are their mean before RoPE, turned to 1, 2, 4, … positions up to `farthest` after the
+    last token. What the mean leaves of the length of each rotary pair, times the length of the
+    key's pair, is added. The mean over distances takes one product per key.
+    """
+    moments, rotate, seen = observation.query_moments, observation.rotate, observation.tokens_seen
+    assert moments is not None and moments.moduli is not None
+    assert rotate is not None and seen is not None
+    keys, heads = observation.keys.float(), observation.keys.shape[1]
+    distances = 2 ** torch.arange(farthest.bit_length(), device=keys.device)
+    centres = moments.mean[:, :, None].expand(-1, -1, len(distances), -1)
+    turned = rotate(centres, seen[:, None] + distances)  # [B, Hq, distances, D]
+    if over == "mean":
+        turned = turned.mean(2, keepdim=True)
+    pairs = rotary_pairs(rotate, keys.shape[-1], keys.device)
+    left = (moments.moduli - pair_norms(moments.mean, pairs)) / pairs.sum(0)
+    per_key = keys[:, :, None].transpose(-1, -2)  # [B, H, 1, D, T]
+    logits: Tensor = (turned.unflatten(1, (heads, -1)) @ per_key).amax(3)
+    logits += left.unflatten(1, (heads, -1)) @ pair_norms(keys, pairs).transpose(-1, -2)
+    return logits
+
+
+def standardized(logits: Tensor, evictable: Tensor) -> Tensor:
+    """Logits `[B, H, G, T]` less their mean, over their deviation, among `evictable [B, H, T]`."""
+    among = evictable[:, :, None]
+    count = among.sum(-1, keepdim=True).clamp(min=1)
+    apart: Tensor = logits - (logits * among).sum(-1, keepdim=True) / count
+    variance = (apart.square() * among).sum(-1, keepdim=True) / count
+    return apart / variance.sqrt().clamp(min=1e-6)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs, Observation, QueryMomentsNeed
+from kvfold.methods.stages.decode import Prompt
+from kvfold.methods.stages.score.distant_queries import Over, distant_logits, standardized
+
+FARTHEST = 2**20  # positions
+
+
+@register(
+    "triattention",
+    paper="arXiv 2604.04921",
+    formula="""
+        s[h, t] = max_{q in h} standardized_t (mean_δ (R(n + δ) μ[q])·k[h, t] + norms[q, t])
+        norms[q, t] = Σ_pairs (mean_i |q[i]| − |μ[q]|)·|k[h, t]|;  δ = 1, 2, 4, … offsets
+        μ[q]: mean of q before RoPE;  R: rotation;  n: tokens so far
+    """,
+)
+@dataclass(frozen=True)
+class TriAttention(Method):
+    """Keeps the generated entries that queries at many later distances can be expected to look at.
+
+    1. A head's queries before RoPE lie around a centre: their mean. The logit that it gives a key
+       is a trigonometric series in their distance; its mean over distances 1, 2, 4, … `offsets`
+       is one product with the stored key.
+    2. Per rotary pair, the queries' mean length beyond the centre's, times the key's, is added.
+    3. Each query head's scores are standardized over the entries that may go; a KV head takes the
+       largest of its query heads, after each 128 generated tokens (another number, and which
+       entries count: "triattention + every:interval=64,prompt=kept").
+
+    The prompt is kept beside the budget. Different from the released code: centres are of the
+    prompt's own queries (`centre="running"`: of the answer's too), not of a calibration text; each
+    KV head of each layer keeps entries of its own. Components without RoPE are pairs of one. Raises
+    KvfoldError for options out of range; models that change RoPE with the length are refused.
+    Source: WeianMao/triattention `pruning_utils.py`.
+    """
+
+    by_head: ClassVar[bool] = True
+    offsets: int = 65536  # farthest of the distances, which are powers of 2
+    aggregation: Over = "mean"  # over distances; max takes a product for each of them
+    group: Over = "max"  # over the query heads of a KV head
+    normalize: bool = True  # standardizes each query head's scores
+    centre: Literal["prompt", "running"] = "prompt"  # of the prompt's queries, or the answer's too
+    prompt: Prompt = "kept"  # the prompt is beside the size, or part of it
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.offsets <= FARTHEST:
+            raise KvfoldError(f"triattention:offsets is from 1 to {FARTHEST}, not {self.offsets}")
+
+    def stages(self) -> Stages:
+        moments = QueryMomentsNeed(covariance=False, moduli=True, running=self.centre == "running")
+        return Stages(
+            needs=Needs(query_moments=moments),
+            score=partial(at_later_distances, method=self),
+            decode="every",
+            every=128,
+            prompt=self.prompt,
+        )
+
+
+def at_later_distances(observation: Observation, method: TriAttention) -> Tensor:
+    """Expected logits of later queries `[B, H, T]`, standardized, over the query heads; float32."""
+    logits = distant_logits(observation, method.offsets, method.aggregation)
+    if method.normalize:
+        evictable = observation.evictable
+        logits = standardized(
+            logits, observation.positions >= 0 if evictable is None else evictable
+        )
+    return logits.mean(2) if method.group == "mean" else logits.amax(2)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TriAttention: the trigonometric series in float64, its published numbers, rounds by hand."""
+
+from __future__ import annotations
+
+import cmath
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvfold
+from kvfold import KvfoldError, Observation, UnsupportedModel
+from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
+from kvfold.kernels.query_moments import query_moments
+from kvfold.methods.stages.score.distant_queries import distant_logits, standardized
+from kvfold.methods.triattention import TriAttention, at_later_distances
+from tests.helpers.budgets import SMALL
+from tests.helpers.by_hand import PADDED, ByHand, Layer, best
+from tests.helpers.caches import decode, kept, start
+from tests.helpers.models import build
+from tests.helpers.observations import KEYS, QUERIES, D, T, observed
+from tests.helpers.rounds import assert_each_round
+
+FREQUENCIES = torch.tensor([1.0, 0.01])
+
+
+def turned(vectors: Tensor, shift: Tensor) -> Tensor:
+    """Rotary pairs (0, 2) and (1, 3), by `[B]` or `[B, n]` positions."""
+    angles = shift.view(len(shift), 1, -1, 1) * FREQUENCIES
+    a, b = vectors.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+def with_centre(left: int = 0) -> Observation:
+    """Eight keys, rotated to their positions after `left` columns of padding, and all queries."""
+    seen = observed(left=left)
+    pairs = rotary_pairs(turned, D, seen.keys.device)
+    return dataclasses.replace(
+        seen,
+        keys=turned(seen.keys, seen.positions[:, 0].clamp(min=0)),
+        query_moments=query_moments(QUERIES[None, None], None, False, pairs),
+        rotate=turned,
+        tokens_seen=torch.tensor([T]),
+    )
+
+
+NORMS = [1.828274, 1.467309, 1.369023, 1.640724, 1.372377, 1.625881, 1.317298, 0.959295]
+SCORES = {
+    "mean": [1.701806, 1.264632, 1.501175, 1.594147, 1.277862, 1.824672, 1.434013, 0.951683],
+    "max": [1.744941, 1.281756, 1.537029, 1.727129, 1.319602, 1.890269, 1.476200, 0.973070],
+}
+
+
+@pytest.mark.parametrize("over", SCORES)
+@pytest.mark.parametrize("left", [0, 3])
+def test_expected_logits(left, over):
+    found = distant_logits(with_centre(left), 4, over)[0, 0, 0, left:]
+    torch.testing.assert_close(found, torch.tensor(SCORES[over]), atol=2e-6, rtol=0)
+
+
+def test_centre_and_norms():
+    seen = with_centre()
+    moments, pairs = seen.query_moments, rotary_pairs(turned, D, seen.keys.device)
+    expected = torch.tensor([-0.03125, 0.15625, 0.0625, -0.03125])
+    torch.testing.assert_close(moments.mean[0, 0], expected, atol=1e-6, rtol=0)
+    lengths = torch.tensor([0.900720, 0.847296] * 2)
+    torch.testing.assert_close(moments.moduli[0, 0], lengths, atol=1e-6, rtol=0)
+    left = (moments.moduli - pair_norms(moments.mean, pairs))[0, 0] / 2
+    found = pair_norms(KEYS, pairs) @ left
+    torch.testing.assert_close(found, torch.tensor(NORMS), atol=2e-6, rtol=0)
+
+
+def test_scores_are_standardized_among_what_may_leave():
+    seen = with_centre()
+    evictable = (torch.arange(T) >= 3)[None, None]
+    logits = torch.tensor(SCORES["mean"])
+    among = logits[3:]
+    expected = (logits - among.mean()) / among.std(correction=0)
+    found = at_later_distances(dataclasses.replace(seen, evictable=evictable), TriAttention(4))
+    torch.testing.assert_close(found[0, 0], expected, atol=1e-4, rtol=0)
+    alike = standardized(torch.ones(1, 1, 2, T), evictable)
+    assert alike.eq(0).all()
+
+
+def test_pairs_of_neighbours_and_components_without_rope():
+    """GPT-J's layout: pairs (0, 1) and (2, 3); component 4 is not rotated."""
+
+    def interleaved(vectors: Tensor, shift: Tensor) -> Tensor:
+        x = vectors[..., [0, 2, 1, 3]]
+        return torch.cat([turned(x, shift)[..., [0, 2, 1, 3]], vectors[..., 4:]], -1)
+
+    pairs = rotary_pairs(interleaved, 5, torch.device("cpu"))
+    expected = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2), torch.ones(1, 1))
+    assert torch.equal(pairs, expected)
+    lengths = pair_norms(torch.tensor([3.0, 4.0, 0.0, 2.0, -7.0]), pairs)
+    torch.testing.assert_close(lengths, torch.tensor([5.0, 5.0, 2.0, 2.0, 7.0]))
+
+
+# --- rounds by hand, in float64 ------------------------------------------------------------------
+
+
+def as_pairs(vector: Tensor, position: int) -> list[complex]:
+    """Llama's rotary pairs (f, f + D/2) of a vector, turned back by its position."""
+    half = len(vector) // 2
+    turn = [cmath.exp(-1j * position * 10000.0 ** (-f / half)) for f in range(half)]
+    return [complex(vector[f], vector[f + half]) * turn[f] for f in range(half)]
+
+
+def series(query: list[list[complex]], keys: list[tuple[int, list[complex]]], seen: int) -> Tensor:
+    """The series over distances 1, 2, 4, 8 of each key, and the norms."""
+    half, scores = len(query[0]), []
+    centre = [sum(q[f] for q in query) / len(query) for f in range(half)]
+    lengths = [sum(abs(q[f]) for q in query) / len(query) for f in range(half)]
+    for at, key in keys:
+        total = 0.0
+        for f in range(half):
+            phase = cmath.phase(centre[f] * key[f].conjugate())
+            for distance in (1, 2, 4, 8):
+                angle = 10000.0 ** (-f / half) * (seen - at + distance) + phase
+                total += abs(centre[f]) * abs(key[f]) * math.cos(angle) / 4
+            total += (lengths[f] - abs(centre[f])) * abs(key[f])
+        scores.append(total)
+    return torch.tensor(scores, dtype=torch.float64)
+
+
+def note_queries(layer: Layer, running: bool) -> None:
+    """Adds the newest forward's queries before RoPE; those of the answer if `running`."""
+    first = not hasattr(layer, "before")
+    if first or running:
+        at = range(layer.seen - layer.query.shape[1], layer.seen)
+        new = [
+            [as_pairs(q, p) for q, p in zip(head, at, strict=True)] for head in layer.query.tolist()
+        ]
+        layer.before = new if first else [a + b for a, b in zip(layer.before, new, strict=True)]
+
+
+def rounds(prompt: str, normalize: bool, group: str):
+    """What loops leave of each head: the best entries, beside or with those of the prompt."""
+
+    def round_of(one: ByHand) -> None:
+        for layer in one.layers:
+            for head, entries in enumerate(layer.heads):
+                began = layer.prompt if prompt == "kept" else 0
+                beside = [i for i, at in enumerate(entries.positions) if at < began]
+                open_ = range(len(beside), len(entries))
+                if (one.seen == layer.prompt and prompt == "kept") or len(open_) <= SMALL:
+                    continue
+                keys = [
+                    (at, as_pairs(key, at))
+                    for at, key in zip(entries.positions, entries.keys.tolist(), strict=True)
+                ][len(beside) :]
+                per_group = len(layer.before) // len(layer.heads)
+                rows = [
+                    series(layer.before[q], keys, one.seen)
+                    for q in range(head * per_group, (head + 1) * per_group)
+                ]
+                if normalize:
+                    rows = [(row - row.mean()) / row.std(correction=0) for row in rows]
+                of_group = torch.stack(rows)
+                scores = of_group.amax(0) if group == "max" else of_group.mean(0)
+                entries.keep(beside + [len(beside) + i for i in best(scores, SMALL)])
+
+    return round_of
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ("", {}),
+        ("centre=running", {"running": True}),
+        ("prompt=kept", {"prompt": "kept"}),
+        ("group=mean,normalize=false", {"group": "mean", "normalize": False}),
+    ],
+)
+@pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
+def test_rounds_by_hand(options, changed, lengths):
+    changed = {"running": False, "prompt": "counted", "normalize": True, "group": "max"} | changed
+    by_rule = rounds(changed["prompt"], changed["normalize"], changed["group"])
+
+    def before_each_step(one: ByHand) -> None:
+        for layer in one.layers:
+            layer.prompt = getattr(layer, "prompt", one.seen)
+            layer.seen = one.seen
+            note_queries(layer, changed["running"])
+
+    own = [option for option in options.split(",") if option and not option.startswith("prompt")]
+    spec = f"triattention:{','.join(['offsets=8', *own])} + every:interval=3"
+    spec += f",prompt={changed['prompt']}"
+    steps = 30 if changed["prompt"] == "kept" else 12
+    assert_each_round(spec, by_rule, lengths, 3, before_each_step, steps)
+
+
+def test_rounds_are_every_128_tokens_beside_the_prompt():
+    stages = kvfold.parse("triattention").stages()
+    assert (stages.decode, stages.every, stages.prompt) == ("every", 128, "kept")
+    reader = start(build("llama"), "triattention", (30,), budget=10)
+    assert kept(reader.cache) == [30]
+
+
+def test_frequencies_that_change_with_the_length_are_refused():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    with pytest.raises(UnsupportedModel, match="changes its rotary frequencies"):
+        kvfold.CompressedCache(build("llama", rope_parameters=rope), "triattention", SMALL)
+
+
+def test_models_without_rope_are_scored_by_the_centre_alone():
+    reader = start(build("gpt2"), "triattention:prompt=counted + every:interval=3", budget=SMALL)
+    decode(reader, 9)
+    assert kept(reader.cache) == [SMALL]
+
+
+@pytest.mark.parametrize("offsets", [0, -1, 2**20 + 1])
+def test_offsets_out_of_range_are_refused(offsets):
+    with pytest.raises(KvfoldError, match="offsets is from 1"):
+        TriAttention(offsets=offsets)
