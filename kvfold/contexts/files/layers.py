@@ -9,11 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.sequence import LogicalSequence
-from kvfold.cache.state import PER_ENTRY, PER_HEAD, PER_ROW, LayerState
+from kvfold.cache.state import (
+    KEPT_NUMBERS,
+    OF_PREFILLS,
+    PER_ENTRY,
+    PER_HEAD,
+    PER_ROW,
+    LayerState,
+)
 from kvfold.contexts.files.format import LayerHeader
 from kvfold.kernels.query_moments import QueryMoments
 from kvfold.kernels.views import Named
@@ -53,7 +61,10 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
         # Moved sinks are saved unmoved: how far they move depends on the tokens to come.
         by_head["keys"] = list(state.keys_as_given()[0])
     tensors = {name: getattr(state, name) for name in (*BY_HEAD, *WHOLE)}
-    by_head |= {name: list(tensors[name][0]) for name in BY_HEAD if tensors[name] is not None}
+    by_head |= {name: list(tensors[name][0]) for name in PER_HEAD if tensors[name] is not None}
+    for name in PER_ENTRY:
+        if tensors[name] is not None:
+            by_head[name] = _without_padding(state, tensors[name][0])
     whole = {name: tensors[name] for name in WHOLE if tensors[name] is not None}
     if state.sequence.valid is not None:
         whole["valid"] = state.sequence.valid
@@ -90,7 +101,8 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     layer.dtype, layer.device = state.store.keys.dtype, state.store.keys.device
     layer.is_initialized = True
     for name, of_heads in tensors.items():
-        setattr(state, name, torch.stack(of_heads)[None])
+        empty = (KEPT_NUMBERS | OF_PREFILLS).get(name, 0)
+        setattr(state, name, _stacked(of_heads, empty)[None])
     for name in WHOLE:
         setattr(state, name, saved.whole[name].clone() if name in saved.whole else None)
     valid = saved.whole.get("valid")
@@ -100,6 +112,26 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     state.rounds, state.settled = header.turns, header.seen
     if state.evicted_at:
         state.let_sinks_move()
+
+
+def _without_padding(state: LayerState, numbers: Tensor) -> list[Tensor]:
+    """Numbers of each head of `numbers [H, ≤ T]`, from a ragged store without the padding in front.
+
+    So a head's numbers do not depend on how many entries other heads store.
+    """
+    if state.stored().is_dense:
+        return list(numbers)
+    padding = (state.columns()[0] < 0).sum(-1).tolist()
+    return [of_head[count:] for of_head, count in zip(numbers, padding, strict=True)]
+
+
+def _stacked(of_heads: list[Tensor], empty: float) -> Tensor:
+    """Tensors of heads, `[H, …]`; shorter ones are filled up with `empty` on the left."""
+    if of_heads[0].dim() == 0:
+        return torch.stack(of_heads)
+    longest = max(len(of_head) for of_head in of_heads)
+    padded = [F.pad(each, (longest - len(each), 0), value=empty) for each in of_heads]
+    return torch.stack(padded)
 
 
 def _describe_moments(state: LayerState, by_head: Named, whole: dict[str, Tensor]) -> None:
