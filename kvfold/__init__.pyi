@@ -43,6 +43,7 @@ from kvfold.methods.chunkwise import Chunkwise as Chunkwise
 from kvfold.methods.compactor import Compactor as Compactor
 from kvfold.methods.criticalkv import CriticalKV as CriticalKV
 from kvfold.methods.cur import CUR as CUR
+from kvfold.methods.curve import LUKV as LUKV
 from kvfold.methods.d2o import D2O as D2O
 from kvfold.methods.dbudgetkv import DBudgetKV as DBudgetKV
 from kvfold.methods.dropkv import DropKV as DropKV
@@ -76,6 +77,7 @@ from kvfold.methods.registry import register as register
 from kvfold.methods.reindex import Reindex as Reindex
 from kvfold.methods.roco import RoCo as RoCo
 from kvfold.methods.simlayerkv import SimLayerKV as SimLayerKV
+from kvfold.methods.sizes import Sizes as Sizes
 from kvfold.methods.snapkv import SnapKV as SnapKV
 from kvfold.methods.stages.select.forced import Forced as Forced
 from kvfold.methods.streaming_llm import StreamingLLM as StreamingLLM

@@ -120,3 +120,12 @@ def test_sizes_of_heads_exclude_other_sizes() -> None:
     for spec in ("adakv + curve", "pyramidkv + curve", "kvzip + curve", "snapkv + every + curve"):
         with pytest.raises(IllegalComposition):
             kvfold.parse(spec)
+
+
+def test_the_bundled_model_has_a_curve() -> None:
+    model, tokenizer = kvfold.bundled_model()
+    text = "the keys of the house are under the third stone on the left of the door " * 6
+    context = kvfold.compress(model, tokenizer, text, "curve", 0.3)
+    kept = context.stats().kept
+    assert len({n for layer in kept for n in layer[0]}) > 4
+    assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
