@@ -206,7 +206,8 @@ def _copy(cache: CompressedCache, by: Renumbering, new: New | None = None) -> Co
     other.binding, other._forward = copy.deepcopy(cache.binding), OpenForward()
     other.phase = _phase(cache.phase, by, new)
     waiting: Waiting[LayerState] = Waiting()
-    stages = setup.stages_of(cache.method, other.protect, cache.ranks)
+    model = cache.states[0].rotation.model
+    stages = setup.stages_of(cache.method, other.protect, cache.ranks, model)
     other.layers = []
     for index, layer in enumerate(cache.compressed_layers):
         edited = copy.copy(layer)
