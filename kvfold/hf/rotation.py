@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,9 +50,10 @@ ROTATION = "apply_rotary_pos_emb("  # the call in a model file
 OF_ROPE = re.compile(r"rotary|\brope|rope\b|_rope|rope_|freqs|\bsin\b|\bcos\b")
 
 
-def _forward_of(module: nn.Module) -> list[str]:
+@cache
+def _forward_of(kind: type[nn.Module]) -> list[str]:
     """Source lines of a module's forward."""
-    return inspect.getsource(type(module).forward).splitlines()
+    return inspect.getsource(kind.forward).splitlines()
 
 
 class Rotation(LayerOfModel):
@@ -161,14 +163,14 @@ class Rotation(LayerOfModel):
         module = self.attention
         if module is None or hasattr(module, "use_rope"):
             return module is None
-        calls = [line for line in _forward_of(module) if ROTATION in line]
+        calls = [line for line in _forward_of(type(module)) if ROTATION in line]
         outermost = " " * 8
         return not calls or any(line.startswith(outermost + " ") for line in calls)
 
     def _changes_rotated_keys(self) -> bool:
         """True if the model file norms keys after their rotation, with a weight per channel."""
         module = self.attention
-        lines = [] if module is None else _forward_of(module)
+        lines = [] if module is None else _forward_of(type(module))
         calls = [i for i, line in enumerate(lines) if ROTATION in line]
         after = lines[calls[-1] + 1 :] if calls else []
         return any(line.strip().startswith("key_states = self.") for line in after)
