@@ -51,7 +51,7 @@ OF_ROPE = re.compile(r"rotary|\brope|rope\b|_rope|rope_|freqs|\bsin\b|\bcos\b")
 
 
 @cache
-def _forward_of(kind: type[nn.Module]) -> list[str]:
+def _forward_of(kind: type[Any]) -> list[str]:
     """Source lines of a module's forward."""
     return inspect.getsource(kind.forward).splitlines()
 
