@@ -25,6 +25,7 @@ def _spec(name: str) -> str:
     small += ["chunk=8", "first=3", "last=2"] if name.startswith("compactor") else []
     small += ["lag=8", "sinks=4"] if "lag" in options else []
     small += ["prompt=counted"] if options.get("prompt") == "kept" else []
+    small += ["recent=4"] if name == "scissorhands" else []
     small += ["group=8", "residual=8"] if name.startswith("kivi") else []
     small += ["queries=8", "recent=8"] if name.startswith("think") else []
     small += ["block=8"] if name.startswith("minicache") else []
