@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 128  # rows of the cosines of all pairs of keys that exist at once
+TILE = 32  # rows of the cosines of all pairs of keys that exist at once, for a CPU's caches
 
 
 def redundancy(
