@@ -51,9 +51,9 @@ OF_ROPE = re.compile(r"rotary|\brope|rope\b|_rope|rope_|freqs|\bsin\b|\bcos\b")
 
 
 @cache
-def _forward_of(kind: type[Any]) -> list[str]:
-    """Source lines of a module's forward."""
-    return inspect.getsource(kind.forward).splitlines()
+def _lines_of(forward: Callable[..., Any]) -> list[str]:
+    """Source lines of a model file's function."""
+    return inspect.getsource(forward).splitlines()
 
 
 class Rotation(LayerOfModel):
@@ -163,14 +163,14 @@ class Rotation(LayerOfModel):
         module = self.attention
         if module is None or hasattr(module, "use_rope"):
             return module is None
-        calls = [line for line in _forward_of(type(module)) if ROTATION in line]
+        calls = [line for line in _lines_of(type(module).forward) if ROTATION in line]
         outermost = " " * 8
         return not calls or any(line.startswith(outermost + " ") for line in calls)
 
     def _changes_rotated_keys(self) -> bool:
         """True if the model file norms keys after their rotation, with a weight per channel."""
         module = self.attention
-        lines = [] if module is None else _forward_of(type(module))
+        lines = [] if module is None else _lines_of(type(module).forward)
         calls = [i for i, line in enumerate(lines) if ROTATION in line]
         after = lines[calls[-1] + 1 :] if calls else []
         return any(line.strip().startswith("key_states = self.") for line in after)
