@@ -8,8 +8,9 @@ VLLM_BIN := .venv-vllm/bin
 # A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
 # Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
-# The scorer that `make real` fits for its model, for --method zap:file=...
-SCORER := .models/smollm2-scorer.safetensors
+# What `make real` fits for its model: for --method zap:file=..., qfilter:file=..., duo:file=...
+FITTED := .models/smollm2
+FIT = $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 --words 400
 BOOK ?=
 
 .PHONY: demo real test quick test-pages test-real test-vllm check docs train clean
@@ -19,8 +20,12 @@ demo: .venv/ready $(if $(REAL),real)
 
 real: .venv/ready
 	$(BIN)/python -m real_model.make $(REAL)
-	$(if $(REAL),,test -f $(SCORER) || $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 \
-		--words 400 --resume --out $(SCORER))
+	$(if $(REAL),,test -f $(FITTED)-scorer.safetensors || \
+		$(FIT) --resume --out $(FITTED)-scorer.safetensors)
+	$(if $(REAL),,test -f $(FITTED)-filters.safetensors || \
+		$(FIT) --scorer qfilter --out $(FITTED)-filters.safetensors)
+	$(if $(REAL),,test -f $(FITTED)-heads.safetensors || \
+		$(FIT) --scorer duo --out $(FITTED)-heads.safetensors)
 
 test: .venv/ready .venv-litellm/ready
 	$(BIN)/python -m pytest -n auto

@@ -4,12 +4,12 @@
 #     benchmarks/real_leaderboard.sh BOOK [FOLDER] [MODEL]
 #
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. MODEL is a transformers
-# folder; by default `make real` has made .models/smollm2, and its scorer, for zap. TEXTS, a folder
-# of other plain texts, and LONGBENCH, one of LongBench's rows, add their steps. Samples are kept in
-# FOLDER; run again, it goes on where it stopped, and STEPS="needles uuids" runs these steps only.
-# Records name the commit, so nothing may be uncommitted when it begins. One worker takes about
-# WORKERS=1 core. PLAN=1 prints the commands and runs none. `publish_real.py FOLDER` makes the pages,
-# also while it runs.
+# folder; by default `make real` has made .models/smollm2, and fitted what zap, qfilter and duo read.
+# TEXTS, a folder of other plain texts, and LONGBENCH, one of LongBench's rows, add their steps.
+# Samples are kept in FOLDER; run again, it goes on where it stopped, and STEPS="needles uuids" runs
+# these steps only. Records name the commit, so nothing may be uncommitted when it begins. One worker
+# takes about WORKERS=1 core. PLAN=1 prints the commands and runs none. `publish_real.py FOLDER` makes
+# the pages, also while it runs.
 set -eu
 book=$1 out=${2:-kvfold-real} root=$(cd "$(dirname "$0")/.." && pwd)
 model=${3:-$root/.models/smollm2}
@@ -18,8 +18,11 @@ if [ -z "${PLAN:-}" ] && [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; 
     exit 1
 fi
 
-scorer=.models/smollm2-scorer.safetensors zap=
-if [ -f $scorer ]; then zap=,zap:file=$scorer; fi
+zap= fitted=.models/smollm2
+if [ -f $fitted-scorer.safetensors ]; then zap=,zap:file=$fitted-scorer.safetensors; fi
+fits=$zap
+if [ -f $fitted-filters.safetensors ]; then fits=$fits,qfilter:file=$fitted-filters.safetensors; fi
+if [ -f $fitted-heads.safetensors ]; then fits=$fits,duo:file=$fitted-heads.safetensors; fi
 
 # All methods and presets of texts of $1 tokens. SimLayerKV's window is an eighth of the length, as
 # its 1024 is of the 8 k of its models.
@@ -32,7 +35,8 @@ all() {
 snapkv,snapkv_official,snapkv_kvpress,pyramidkv,pyramidkv_official,adakv,pyramidkv + adakv,\
 d2o,d2o_official,h2o,h2o + merge,cam,roco,kvzip,kvzip:level=uniform,tova,keydiff,knorm,cur,dropkv,\
 chunkkv,local_window,streaming_llm_original,snapkv + kivi:bits=4,kvzip_plus,expected_attention,\
-expected_attention_ada,compactor,compactor_official,lagkv,criticalkv,leverage,non_causal,nacl$zap"
+expected_attention_ada,compactor,compactor_official,lagkv,criticalkv,leverage,non_causal,nacl,finch,\
+rkv,triattention,snapkv_decode,scissorhands$fits"
 }
 
 # The best of each kind, for the steps that take long.
