@@ -11,6 +11,7 @@ import real_picture
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.methods.description import shortest
 from kvfold.report.board import Board, boards, haystacks, sources
 from kvfold.report.headline import FIFTH, headline
 from kvfold.report.style import BASELINES
@@ -145,7 +146,7 @@ def _percent(row: ReportRow) -> str:
 
 def _name(row: ReportRow) -> str:
     line = real_picture.LINES.get(row.method)
-    return line.name if line else f"`{row.method}`"
+    return line.name if line else f"`{shortest(row.method)}`"
 
 
 def _board(board: Board) -> Iterator[str]:
@@ -168,9 +169,9 @@ def _board(board: Board) -> Iterator[str]:
         yield f"### Perplexity at a fifth (lower is better), {board.when}"
         yield f"Text: {sources(board.perplexities)}."
         yield _table(sorted(shown, key=_score))
-    partial = dict.fromkeys(row.method for row in every if not row.complete)
+    partial = dict.fromkeys(f"`{shortest(row.method)}`" for row in every if not row.complete)
     if partial:
-        yield f"Not on every task, and so in no mean: {', '.join(f'`{m}`' for m in partial)}."
+        yield f"Not on every task, and so in no mean: {', '.join(partial)}."
 
 
 def _picked(fifth: Sequence[ReportRow]) -> list[ReportRow]:

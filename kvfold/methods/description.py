@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvfold.errors import IllegalComposition
-from kvfold.methods.base import Across, Measured, Method, Stages
+from kvfold.errors import IllegalComposition, KvfoldError
+from kvfold.methods.base import Across, Measured, Method, Stages, parse
+from kvfold.methods.registry import list_methods, preset
 
 DECODE = {
     "append": "generated tokens on top",
@@ -54,6 +55,31 @@ def options(cls: type[Method]) -> list[Option]:
         Option(f.name, _kind(kinds[f.name]), as_text(f.default), comments.get(f.name, ""))
         for f in dataclasses.fields(cls)
     ]
+
+
+def shortest(text: str) -> str:
+    """A method's text by the presets that leave the fewest options to name.
+
+    `kvzip:normalize=True` is kvzip_plus. Methods that are not registered here stay as they are.
+    """
+    try:
+        method = parse(text)
+    except KvfoldError:
+        return text
+    return " + ".join(map(_shortest, getattr(method, "parts", (method,))))
+
+
+def _shortest(method: Method) -> str:
+    known = [name for name, cls in list_methods().items() if cls is type(method)]
+    texts = [(_options_beside(preset(name), method), name) for name in sorted(known, key=len)]
+    options, name = min(texts, key=lambda found: len(found[0]))
+    return name + (":" + ",".join(options) if options else "")
+
+
+def _options_beside(base: Method, method: Method) -> list[str]:
+    """Options of a method that differ from those of `base`."""
+    changed = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
+    return [f"{n}={as_text(value)}" for n, value in changed.items() if value != getattr(base, n)]
 
 
 def stages_of(method: Method) -> tuple[Stages, bool]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfold.eval.run.cell import FULL
+from kvfold.methods.description import shortest
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow
 
@@ -126,6 +127,7 @@ def _name(row: ReportRow) -> str:
 
 
 def _cut(name: str) -> str:
+    name = shortest(name)
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 

@@ -17,7 +17,7 @@ from kvfold.report.board import Board, sources, titles
 from kvfold.report.caveats import board_caveats, near_guessing
 from kvfold.report.headline import headline
 from kvfold.report.pictures import by_depth
-from kvfold.report.style import BASELINES, LineStyle
+from kvfold.report.style import BASELINES, LineStyle, label
 from kvfold.report.summary import ReportRow, budgets, frontier, rows
 
 SCRIPTS = ("base.js", "controls.js", "chart.js", "tables.js", "needles.js", "page.js")
@@ -54,9 +54,9 @@ def payload(boards: Sequence[Board], styles: dict[str, LineStyle]) -> dict[str, 
     return {
         "fields": FIELDS,
         "methods": [
-            {"name": name, "label": BASELINES.get(name, name), "baseline": name in BASELINES,
-             "full": name == FULL, "color": style.color, "shape": style.shape,
-             "dash": style.dash}
+            {"name": name, "label": label(name),
+             "baseline": name in BASELINES, "full": name == FULL, "color": style.color,
+             "shape": style.shape, "dash": style.dash}
             for name, style in styles.items()
         ],
         "boards": [

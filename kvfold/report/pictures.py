@@ -13,7 +13,7 @@ from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board
-from kvfold.report.style import BASELINES, COLORS, GREY, LineStyle
+from kvfold.report.style import COLORS, GREY, LineStyle, label
 from kvfold.report.summary import ReportRow, budgets, frontier, rows
 
 HOURGLASS = ((-1, 1), (1, 1), (-1, -1), (1, -1), (-1, 1))
@@ -155,7 +155,7 @@ def _maps(results: Sequence[CellResult], styles: dict[str, LineStyle]) -> Figure
 
 
 def _label(method: str) -> str:
-    return _plain(BASELINES.get(method, method))
+    return _plain(label(method))
 
 
 def _plain(text: str) -> str:

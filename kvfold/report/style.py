@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvfold.eval.run.cell import FULL, RANDOM, SINKS_AND_RECENT, TRUNCATED
+from kvfold.methods.description import shortest
 from kvfold.report.summary import ReportRow
 
 # Okabe and Ito (2008), safe for colour blindness; darkened to a contrast of 3 on white.
@@ -28,6 +29,11 @@ BASELINES = {
     TRUNCATED: "full cache, cut context",
 }
 BASELINE_SHAPES = {FULL: "star", RANDOM: "cross", SINKS_AND_RECENT: "plus", TRUNCATED: "dash"}
+
+
+def label(method: str) -> str:
+    """A method's name in legends."""
+    return BASELINES.get(method) or shortest(method)
 
 
 class LineStyle(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.statistics import Estimate
+from kvfold.methods.description import shortest
 from kvfold.report.board import Board, BoardView, sources, titles
 from kvfold.report.caveats import board_caveats
 from kvfold.report.headline import headline, signed
@@ -135,7 +136,7 @@ def by_budget(shown: Sequence[ReportRow], lower: bool = False) -> list[ReportRow
 def cells(row: ReportRow) -> tuple[str, ...]:
     """Texts of a row's columns, as in `COLUMNS`."""
     return (
-        _safe(row.method) + ("" if row.complete else f" ({row.units} of {row.expected})"),
+        _safe(shortest(row.method)) + ("" if row.complete else f" ({row.units} of {row.expected})"),
         row.budget or "–",
         "–" if row.score is None else scored(row.score),
         _gap(row),

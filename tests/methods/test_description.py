@@ -11,8 +11,15 @@ from typing import Literal
 import pytest
 
 import kvfold
-from kvfold import Forced, Method, Observation, Stages, parse
-from kvfold.methods.description import Option, in_words, options, stages_of, steps
+from kvfold import Forced, Method, Observation, Stages, list_methods, parse
+from kvfold.methods.description import (
+    Option,
+    in_words,
+    options,
+    shortest,
+    stages_of,
+    steps,
+)
 
 
 def norms(observation: Observation, *, power: int) -> object:
@@ -76,3 +83,28 @@ def test_stages_in_words() -> None:
         "holds its size"
     )
     assert in_words(parse("full").stages()) == "keeps every entry"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kvzip:normalize=True", "kvzip_plus"),
+        ("kvzip", "kvzip"),
+        ("kvzip:normalize=True,chunk=500", "kvzip_plus:chunk=500"),
+        ("simlayerkv:threshold=0.65,window=128", "simlayerkv_llama2:window=128"),
+        ("snapkv:window=16", "snapkv:window=16"),
+        ("snapkv:window=16 + kivi:bits=4", "snapkv:window=16 + kivi"),
+        ("a_plugin:that=1", "a_plugin:that=1"),
+        ("cut", "cut"),
+    ],
+)
+def test_the_shortest_text_names_the_preset(text, expected):
+    found = shortest(text)
+    assert found == expected
+    if text not in ("a_plugin:that=1", "cut"):
+        assert parse(found) == parse(text)
+
+
+@pytest.mark.parametrize("name", sorted(list_methods()))
+def test_the_shortest_text_makes_the_same_method(name):
+    assert parse(shortest(str(parse(name)))) == parse(name)

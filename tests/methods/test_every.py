@@ -159,7 +159,7 @@ TEN += ["snapkv_decode", TRIATTENTION, "expected_attention"]
 @pytest.mark.parametrize("spec", TEN)
 def test_steps_attend_to_what_is_stored(spec, name, lengths):
     off, effect, _ = against_truth(name, every(spec), lengths, torch.float64, every_step=True)
-    assert off <= 1e-6 and effect > 0.1
+    assert off <= 1e-6 and effect > (1.0 if name == "llama" else 0.1)
 
 
 def test_every_token_is_h2o_that_holds(model):
