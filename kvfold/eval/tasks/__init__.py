@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.tasks import (
+    graph_walk,
     infinitebench,
     key_value,
     longbench,
@@ -24,6 +25,7 @@ from kvfold.eval.tasks import (
     ruler_tracking,
     ruler_words,
     scbench,
+    tool_session,
 )
 from kvfold.eval.tasks.base import (
     NoData,
@@ -47,8 +49,9 @@ __all__ = [
 ]
 
 _FILES = (
-    ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, key_value, profile, perplexity,
-    longbench, longbench_v2, loogle, infinitebench, scbench, maths, mt_bench, own,
+    ruler_niah, ruler_tracking, ruler_words, ruler_qa, needle, key_value, profile, graph_walk,
+    tool_session, perplexity, longbench, longbench_v2, loogle, infinitebench, scbench, maths,
+    mt_bench, own,
 )  # fmt: skip
 
 
