@@ -86,3 +86,6 @@ from kvfold.methods.tova import TOVA as TOVA
 from kvfold.methods.zap import Zap as Zap
 
 __version__: str
+from kvfold.methods.rkv import RKV as RKV
+from kvfold.methods.scissorhands import Scissorhands as Scissorhands
+from kvfold.methods.triattention import TriAttention as TriAttention
