@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvfold.eval.metrics import MetricScore
 from kvfold.eval.metrics.ruler import string_match_part
@@ -20,6 +21,8 @@ WORDS = (
     "jacket", "kettle", "ladder", "mirror", "needle", "orchid", "pencil", "quartz", "ribbon",
     "saddle", "tunnel", "urchin", "violin", "walnut", "yellow", "zipper",
 )  # fmt: skip
+# A command, the other lines of its output, and what is asked about.
+Output = tuple[str, list[str], "_Fact"]
 INTRO = """\
 You watch an agent that works on a project with tools. After the output of each tool you are asked \
 about something that was seen in this session. Answer with the name or the number only."""
@@ -29,53 +32,52 @@ def _file(rng: random.Random) -> str:
     return f"{rng.choice(FOLDERS)}/{rng.choice(WORDS)}_{rng.choice(WORDS)}.py"
 
 
+class _Fact(NamedTuple):
+    """Something that was seen in a step: a question, the sentence that answers it, the answer."""
+
+    question: str
+    sentence: str
+    answer: str
+
+
 class _Session:
-    """What was seen so far, by the number of its turn: a question's text, and its answer."""
+    """What was seen so far; `lines` are those of an output beside the one that is asked about."""
 
     def __init__(self, rng: random.Random, lines: int) -> None:
         self.rng, self.lines = rng, lines
-        self.facts: list[tuple[str, str]] = []
+        self.facts: list[_Fact] = []
+        self.names = iter(rng.sample([f"{a}_{b}" for a in WORDS for b in WORDS], TURNS))
 
     def turn(self, index: int) -> Question:
         """One tool's output, and a question about this turn or one before."""
         tool = self.rng.choice((self._listing, self._search, self._edit))
-        output, question, answer = tool(index)
-        self.facts.append((question, answer))
-        asked, right = self.rng.choice(self.facts)
-        text = f"\n\nStep {index}. {output}\n\nQuestion: {asked}"
-        return Question(text, (right,), MAX_NEW_TOKENS, "Answer:", {"step": index})
+        command, others, fact = tool(index, next(self.names))
+        self.facts.append(fact)
+        output = [*others, f"{fact.sentence} {fact.answer}"]
+        self.rng.shuffle(output)
+        asked = self.rng.choice(self.facts)
+        text = "\n".join([f"\n\nStep {index}. $ {command}", *output, f"\n{asked.question}"])
+        return Question(text, (asked.answer,), MAX_NEW_TOKENS, asked.sentence, {"step": index})
 
-    def _listing(self, index: int) -> tuple[str, str, str]:
+    def _listing(self, index: int, name: str) -> Output:
         folder = self.rng.choice(FOLDERS)
-        sizes = {_file(self.rng).split("/")[1]: number(self.rng, 5) for _ in range(self.lines + 1)}
-        name = self.rng.choice(list(sizes))
-        listed = "\n".join(f"{size} {file}" for file, size in sizes.items())
-        return (
-            f"$ ls -s {folder}\n{listed}",
-            f"In step {index}, what size did {name} have?",
-            sizes[name],
-        )
+        others = [f"{_file(self.rng)} has {number(self.rng, 5)}" for _ in range(self.lines)]
+        sentence = f"{folder}/{name}.py has"
+        question = f"How many bytes did {folder}/{name}.py have in step {index}?"
+        return f"list {folder}", others, _Fact(question, sentence, number(self.rng, 5))
 
-    def _search(self, index: int) -> tuple[str, str, str]:
-        word, right = self.rng.choice(WORDS), _file(self.rng)
-        found = [f"{right}:{number(self.rng, 3)}: def {word}_{number(self.rng, 4)}()"]
-        found += [f"{_file(self.rng)}: no match" for _ in range(self.lines)]
-        self.rng.shuffle(found)
-        return (
-            f"$ search {word}\n" + "\n".join(found),
-            f"Which file had the match of the search in step {index}?",
-            right,
-        )
+    def _search(self, index: int, name: str) -> Output:
+        others = [f"{_file(self.rng)} has no match" for _ in range(self.lines)]
+        question = f"Which file defined {name} in step {index}?"
+        return f"search {name}", others, _Fact(question, f"{name} is defined in", _file(self.rng))
 
-    def _edit(self, index: int) -> tuple[str, str, str]:
-        file, before, after = _file(self.rng), number(self.rng, 5), number(self.rng, 5)
-        kept = [f"  {self.rng.choice(WORDS)} = {number(self.rng, 4)}" for _ in range(self.lines)]
-        changed = [f"- limit = {before}", f"+ limit = {after}"]
-        return (
-            f"$ edit {file}\n" + "\n".join([*kept, *changed]),
-            f"To what number was the limit changed in step {index}?",
-            after,
-        )
+    def _edit(self, index: int, name: str) -> Output:
+        others = [
+            f"kept {self.rng.choice(WORDS)} at {number(self.rng, 4)}" for _ in range(self.lines)
+        ]
+        question = f"To what number was {name} changed in step {index}?"
+        fact = _Fact(question, f"{name} is now", number(self.rng, 5))
+        return f"edit {_file(self.rng)}", others, fact
 
 
 def _generate(request: SampleRequest) -> Iterator[TaskSample]:

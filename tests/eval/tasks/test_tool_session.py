@@ -22,14 +22,17 @@ def test_answers_stand_in_the_step_that_is_asked_about():
     behind = 0
     for sample in made(3):
         steps = {
-            int(re.findall(r"Step (\d+)\.", each.text)[0]): each.text.split("Question:")[0]
+            int(re.findall(r"Step (\d+)\.", each.text)[0]): each.text.rpartition("\n\n")[0]
             for each in sample.questions
         }
         assert list(steps) == list(range(1, TURNS + 1)) and sample.conversation
         for number, each in enumerate(sample.questions, 1):
-            (about,) = map(int, re.findall(r"in step (\d+)", each.text.lower()))
+            (about,) = map(int, re.findall(r"in step (\d+)\?", each.text))
             assert about <= number
-            assert len(re.findall(re.escape(each.answers[0]), steps[about])) == 1
+            # The sentence that begins the answer stands once in the whole session.
+            sentence = f"{each.answer_prefix} {each.answers[0]}"
+            assert steps[about].splitlines().count(sentence) == 1
+            assert sum(step.count(each.answer_prefix) for step in steps.values()) == 1
             behind += about < number - 5
     assert behind > TURNS  # most questions are about what is long gone
 
