@@ -42,7 +42,7 @@ rkv,triattention,snapkv_decode,scissorhands$fits"
 # The best of each kind, for the steps that take long.
 best() {
     echo "full,dbudgetkv,simlayerkv:window=$(($1 / 8)),snapkv,pyramidkv,pyramidkv + adakv,d2o,h2o,\
-kvzip,kvzip:level=uniform,keydiff,expected_attention$zap"
+kvzip,kvzip:level=uniform,keydiff,compactor,expected_attention$zap"
 }
 
 # A step runs before the question is known and with the question in view, unless `views` says so.

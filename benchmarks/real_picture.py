@@ -46,6 +46,7 @@ LINES = {
     "streaming_llm": Line("sinks + recent", GREY, "P", (3, 4)),
     "simlayerkv:window=128": Line("SimLayerKV", COLORS[4], "*"),
     "dbudgetkv": Line("DBudgetKV", COLORS[6], "X"),
+    "compactor": Line("Compactor", COLORS[7], "p", (3, 2)),
 }
 
 
