@@ -22,7 +22,7 @@ from kvfold.cache.history import History
 from kvfold.cache.open_forward import OpenForward
 from kvfold.cache.phase import Phase
 from kvfold.cache.renumber import Inserted, Renumbering, renumbered
-from kvfold.cache.spans import Span, spans_of
+from kvfold.cache.spans import Span, span_of, whole_number
 from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError
@@ -68,15 +68,16 @@ def take_from(cache: CompressedCache, other: CompressedCache) -> None:
 
 def dropped(cache: CompressedCache, span: Span) -> CompressedCache:
     """A copy of `cache` without a span; see `Edits`."""
-    _check(cache, span)
-    return _copy(cache, Renumbering.of_replaced(cache.states[0].sequence, cache.rows, *span, 0))
+    start, stop = _checked(cache, span)
+    sequence = cache.states[0].sequence
+    return _copy(cache, Renumbering.of_replaced(sequence, cache.rows, start, stop, 0))
 
 
 def moved(cache: CompressedCache, span: Span, to: int) -> CompressedCache:
     """A copy of `cache` with a span before token `to`; see `Edits`."""
-    _check(cache, span)
+    to, seen = whole_number(to), cache.get_seq_length()
+    start, stop = _checked(cache, span, to)
     _check_no_padding(cache, "moves")
-    (start, stop), seen = span, cache.get_seq_length()
     if not (0 <= to <= start or stop <= to <= seen):
         raise KvfoldError(
             f"tokens {start} to {stop} cannot be put before token {to}: name one outside of them, "
@@ -88,25 +89,22 @@ def moved(cache: CompressedCache, span: Span, to: int) -> CompressedCache:
 @torch.no_grad()
 def replaced(cache: CompressedCache, span: Span, ids: Tensor) -> CompressedCache:
     """A copy of `cache` with tokens `ids [B, m]` in place of a span; see `Edits`."""
-    _check(cache, span)
+    start, stop = _checked(cache, span)
     _check_no_padding(cache, "replaces")
-    if ids.dim() != 2 or len(ids) != cache.rows or not ids.shape[1]:
+    whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.dtype == torch.bool)
+    if not whole or ids.dim() != 2 or len(ids) != cache.rows or not ids.shape[1]:
         raise KvfoldError(
-            f"the new tokens are ids [{cache.rows}, m], at least one for each row, not "
-            f"{list(ids.shape)}: use cache.drop to leave the span out"
+            f"the new tokens are a tensor of ids [{cache.rows}, m], at least one for each row: use "
+            "cache.drop to leave the span out"
         )
-    if cache.states[0].plan.stages.needs.column_sums:
-        raise KvfoldError(
-            f"{cache.method} sums the attention that tokens receive, and what later tokens give to "
-            f"new ones in their past is not known: {REREAD}"
-        )
+    _check_no_sums(cache)
     model, sequence = model_of(cache), cache.states[0].sequence
-    rest = Renumbering.of_replaced(sequence, cache.rows, span[0], sequence.seen, 0)
+    rest = Renumbering.of_replaced(sequence, cache.rows, start, sequence.seen, 0)
     reader = _copy(cache, rest)
     with reader.frozen():
         read_tokens(model, ids.to(model.device), reader, None)
-    by = Renumbering.of_replaced(sequence, cache.rows, *span, ids.shape[1])
-    return _copy(cache, by, New(reader.states, ids, span[0]))
+    by = Renumbering.of_replaced(sequence, cache.rows, start, stop, ids.shape[1])
+    return _copy(cache, by, New(reader.states, ids, start))
 
 
 def joined(first: CompressedCache, second: CompressedCache, skip: int) -> CompressedCache:
@@ -122,12 +120,18 @@ def joined(first: CompressedCache, second: CompressedCache, skip: int) -> Compre
                 f"{cache.method} moves keys to other positions than their tokens', and joined "
                 "entries keep those of their tokens: compress by another method"
             )
+        _check_no_sums(cache)
     own, ids = first.states[0].sequence, second.phase.history.whole()
     by = Renumbering.of_replaced(second.states[0].sequence, 1, 0, skip, own.seen)
     states = [renumbered(state, by) for state in second.states]
     new = states[0].seen - own.seen
     room = Renumbering.of_replaced(own, 1, own.seen, own.seen, new)
-    return _copy(first, room, New(states, None if ids is None else ids[:, skip:], own.seen))
+    new_tokens = New(states, None if ids is None else ids[:, skip:], own.seen)
+    whole = _copy(first, room, new_tokens, [p for span in second.protect for p in by.spans(span)])
+    for state in whole.states:
+        state.evicted_at = state.settled = state.seen
+        state.turn_end = None if state.turn_end is None else state.seen
+    return whole
 
 
 class New(NamedTuple):
@@ -153,9 +157,10 @@ def model_of(cache: CompressedCache) -> PreTrainedModel:
 def check_editable(cache: CompressedCache) -> None:
     """Raises KvfoldError for a cache that cannot be edited now, or never; see `Edits`."""
     phase = cache.phase
-    if cache.broke_off:
+    open_, seen = cache._forward.begun, cache.get_seq_length()
+    if cache.broke_off or (open_ is not None and seen > open_):
         raise KvfoldError(f"the last forward of this cache failed: {REREAD}")
-    if phase.in_prefill(cache.get_seq_length()) or phase.frozen or phase.own_size is not None:
+    if phase.in_prefill(seen) or phase.frozen or phase.own_size is not None:
         raise KvfoldError(
             "a cache is edited between turns, and this one is inside a prefill, a frozen block, or "
             "a chat over a context: edit it before, or afterwards"
@@ -174,20 +179,39 @@ def check_editable(cache: CompressedCache) -> None:
         state.rotation.check(REREAD)
 
 
-def _check(cache: CompressedCache, span: Span) -> None:
-    """Raises KvfoldError unless the cache holds some of a span's entries, and may be edited."""
+def _checked(cache: CompressedCache, span: Span, to: int | None = None) -> Span:
+    """The span, as whole numbers, of a cache that may be edited and holds some of its entries.
+
+    Raises KvfoldError for another, and where the span, or token `to` before which it goes, is one
+    of re-indexed sinks: these are the first tokens of a text.
+    """
     check_editable(cache)
-    ((start, stop),) = spans_of([span])
+    start, stop = span_of(span)
+    stages, first = cache.states[0].plan.stages, start if to is None else min(start, to)
+    if stages.positions == "reindex" and first < stages.forced.sinks:
+        raise KvfoldError(
+            f"{cache.method} moves the keys of the first {stages.forced.sinks} tokens, which "
+            f"cannot be edited: {REREAD}"
+        )
     rows = cache.states[0].seen_per_row().tolist() if cache.rows else [0]
     if stop > min(rows):
         raise KvfoldError(f"tokens {start} to {stop} are not in a row of {min(rows)} tokens")
-    if stop - start == max(rows):
+    if stop - start == min(rows):
         raise KvfoldError("an edit leaves at least one token: cache.reset() empties a cache")
-    held = (state.positions() for state in cache.states)
-    if not any(bool(((at >= start) & (at < stop)).any()) for at in held):
+    gone = [((at := state.positions()) < start) | (at >= stop) for state in cache.states]
+    if all(cache.ranks.all(each.all()) for each in gone):
         raise KvfoldError(
             f"nothing is left of tokens {start} to {stop}, which were evicted: there is nothing to "
             "edit"
+        )
+    return start, stop
+
+
+def _check_no_sums(cache: CompressedCache) -> None:
+    if cache.states[0].plan.stages.needs.column_sums:
+        raise KvfoldError(
+            f"{cache.method} sums the attention that tokens receive, and what tokens that were "
+            f"read apart give each other is not known: {REREAD}"
         )
 
 
@@ -199,10 +223,16 @@ def _check_no_padding(cache: CompressedCache, what: str) -> None:
         )
 
 
-def _copy(cache: CompressedCache, by: Renumbering, new: New | None = None) -> CompressedCache:
-    """A copy of `cache` with its entries renumbered, and new ones in the columns left free."""
+def _copy(
+    cache: CompressedCache, by: Renumbering, new: New | None = None, protect: Sequence[Span] = ()
+) -> CompressedCache:
+    """A copy of `cache` with its entries renumbered, and new ones in the columns left free.
+
+    `protect` are further spans of the result.
+    """
     other = copy.copy(cache)
-    other.protect = tuple(place for span in cache.protect for place in by.spans(span))
+    stay = (place for span in cache.protect for place in by.spans(span))
+    other.protect = (*stay, *protect)
     other.binding, other._forward = copy.deepcopy(cache.binding), OpenForward()
     other.phase = _phase(cache.phase, by, new)
     waiting: Waiting[LayerState] = Waiting()

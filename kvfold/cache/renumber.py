@@ -42,13 +42,14 @@ class Renumbering:
     `columns [B, N]` are the new ones, −1 for those that leave; `shifts [B, N]` are the positions by
     which their keys move; `counts [N + 1]` is, for each number of first columns, how many there are
     of them afterwards. `tokens [n]` are the new positions of a row's tokens, −1 for those that
-    leave; `sequence` is the new one.
+    leave, and later ones follow them by `later` positions; `sequence` is the new one.
     """
 
     columns: Tensor
     shifts: Tensor
     counts: tuple[int, ...]
     tokens: Tensor
+    later: int
     sequence: LogicalSequence
 
     @classmethod
@@ -58,7 +59,10 @@ class Renumbering:
         """Tokens `start` to `stop` leave, and `new` others come in their place."""
         valid, count = sequence.tokens(), stop - start
         columns = torch.arange(sequence.seen).expand(rows, -1)
-        positions = columns if valid is None else sequence.positions(columns.to(valid.device))
+        positions = columns
+        if valid is not None:
+            columns = columns.to(valid.device)
+            positions = sequence.positions(columns).masked_fill(~valid, -1)
         gone = (positions >= start) & (positions < stop)
         kept, left = ~gone, gone.cumsum(-1)
         later = kept & (left == count) if count else positions >= stop
@@ -72,9 +76,8 @@ class Renumbering:
         tokens = torch.where(tokens < stop, tokens, tokens + new - count)
         tokens[start:stop] = -1
         shifts = (new - count) * later.long()
-        return cls(
-            columns, shifts, counts, tokens, LogicalSequence(sequence.seen + new - count, valid)
-        )
+        after = LogicalSequence(sequence.seen + new - count, valid)
+        return cls(columns, shifts, counts, tokens, new - count, after)
 
     @classmethod
     def of_moved(cls, rows: int, seen: int, start: int, stop: int, to: int) -> Renumbering:
@@ -87,7 +90,7 @@ class Renumbering:
         low, high = min(start, to), max(stop, to)
         counts = tuple(high if low < count < high else count for count in range(seen + 1))
         columns = tokens.expand(rows, -1)
-        return cls(columns, columns - torch.arange(seen), counts, tokens, LogicalSequence(seen))
+        return cls(columns, columns - torch.arange(seen), counts, tokens, 0, LogicalSequence(seen))
 
     def first_tokens(self, count: int) -> int:
         """How many of the first `count` tokens are the first ones afterwards."""
@@ -97,14 +100,15 @@ class Renumbering:
 
     def spans(self, span: Span) -> list[Span]:
         """Where a span's tokens stand afterwards; those not read yet follow the others."""
-        known = len(self.tokens)
-        ahead = torch.arange(max(0, span[1] - known)) + self.tokens.max() + 1
-        places = torch.cat([self.tokens, ahead])[slice(*span)]
+        (start, stop), known = span, len(self.tokens)
+        places = self.tokens[start:stop]
         found: list[Span] = []
         for place in places[places >= 0].sort().values.tolist():
             joins = bool(found) and found[-1][1] == place
             begin = found.pop()[0] if joins else place
             found.append((begin, place + 1))
+        if stop > known:
+            found.append((max(start, known) + self.later, stop + self.later))
         return found
 
     def to(self, device: torch.device) -> Renumbering:
@@ -150,11 +154,15 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
     if other.moves is not None:
         _close_gaps(other)
     other.evicted_at, other.settled = by.counts[state.evicted_at], by.counts[state.settled]
+    if isinstance(other.store, RaggedStore):
+        other.evicted_at = by.sequence.seen  # it gives back only what is appended from now on
+    other.rounds += bool(other.rounds)  # kept scores rank the text before the edit
     if state.turn_end is not None and state.next_round is not None:
         other.turn_end = by.counts[state.turn_end]
         other.next_round = state.next_round + by.sequence.seen - state.seen
     other.surplus = None  # heads may have lost different numbers of entries
-    other.answer_window = copy.copy(state.answer_window)
+    for observed in ("query_window", "query_moments", "query_chunks", "answer_window"):
+        setattr(other, observed, copy.deepcopy(getattr(state, observed)))
     other.answer_window.renumber(by.columns, by.shifts, state.rotation)
     if state.reindexed is not None:
         other.reindexed = None

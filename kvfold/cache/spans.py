@@ -74,6 +74,25 @@ def spans_of(protect: Iterable[Sequence[int]]) -> tuple[Span, ...]:
     return tuple(_checked(each) for each in protect)
 
 
+def span_of(given: Any) -> Span:
+    """A checked span of an edit; raises KvfoldError as `spans_of`."""
+    try:
+        return _checked(tuple(given))
+    except (TypeError, KvfoldError):
+        raise KvfoldError(
+            f"a span is a pair `(start, stop)` of token indices, start below stop, not "
+            f"{_shown(given)}: context.span(part) finds that of a document's part"
+        ) from None
+
+
+def whole_number(given: Any) -> int:
+    """A token's index, of Python, numpy or torch; raises KvfoldError for anything else."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise KvfoldError(f"a token is named by its index, not by {_shown(given)}") from None
+
+
 def _checked(given: Any) -> Span:
     try:
         start, stop = (operator.index(end) for end in given)

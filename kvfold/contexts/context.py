@@ -95,9 +95,12 @@ class Context:
     def span(self, part: str, occurrence: int | None = None) -> Span:
         """Token range of a `part` of the document, for its edits; errors as for `kvfold.span`.
 
-        `occurrence` says which one, from 0, where `part` occurs several times.
+        Tokens that the part begins or ends in are whole in it, with a space before a word in many
+        tokenizers. `occurrence` says which one, from 0, where `part` occurs several times.
         """
-        return span_in(self.tokenizer, self.ids[0].tolist(), part, occurrence)
+        opening = edits.opening_of(self)
+        found = span_in(self.tokenizer, self.ids[0, opening:].tolist(), part, occurrence)
+        return opening + found[0], opening + found[1]
 
     def drop(self, span: Span, mode: Mode = "splice") -> Context:
         """This document without a span, as a context of its own; see `contexts/edits.py`."""
@@ -105,11 +108,16 @@ class Context:
 
     def replace(self, span: Span, text: str, mode: Mode = "splice") -> Context:
         """This document with `text` in place of a span; see `contexts/edits.py`."""
+        if not (isinstance(text, str) and text):
+            raise KvfoldError("replace takes a text; drop leaves the span out")
         return edits.replaced(self, span, text, mode)
 
-    def append(self, text: str) -> Context:
-        """This document and more `text`, compressed together; see `contexts/edits.py`."""
-        return edits.appended(self, text)
+    def append(self, text: str, allow_longer: bool = False) -> Context:
+        """This document and more `text`, read as its next turn; see `contexts/edits.py`.
+
+        `allow_longer`: also beyond the model's trained length.
+        """
+        return edits.appended(self, text, allow_longer)
 
     def save(self, path: str | Path) -> None:
         """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`."""

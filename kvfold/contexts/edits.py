@@ -23,9 +23,10 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.edits import dropped, joined
 from kvfold.cache.edits import replaced as spliced
 from kvfold.cache.renumber import Renumbering
-from kvfold.cache.spans import Span
+from kvfold.cache.spans import Span, span_of
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import read_per_chunk, read_turn
+from kvfold.generation.length import check_length
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.user_text import content
 
@@ -38,20 +39,21 @@ Mode = Literal["splice", "reread"]
 def replaced(context: Context, span: Span, text: str, mode: Mode) -> Context:
     """A context whose document has `text` in place of a span; empty text drops the span.
 
-    Raises KvfoldError for a span of the chat template's opening, for another mode, and with
-    `"splice"` as `CompressedCache.replace` and `drop`.
+    Raises KvfoldError for a span that is not in the document, for another mode, for a document that
+    becomes too long for the model, and with `"splice"` as `CompressedCache.replace` and `drop`.
     """
-    context.check()
-    opening, (start, stop) = opening_of(context), span
-    if start < opening:
+    _check(context)
+    (start, stop), opening, length = span_of(span), opening_of(context), context.ids.shape[1]
+    if start < opening or stop > length:
         raise KvfoldError(
-            f"the first {opening} tokens are the chat template's, and the document begins behind "
-            f"them: tokens {start} to {stop} cannot be edited"
+            f"the document is tokens {opening} to {length}, behind the chat template's opening: "
+            f"tokens {start} to {stop} cannot be edited"
         )
     new = new_tokens(context, text) if text else context.ids[:, :0]
     ids = torch.cat([context.ids[:, :start], new, context.ids[:, stop:]], 1)
+    check_length(context.model, ids.shape[1], ids.shape[1] <= length)
     if mode == "reread":
-        cache = _reread(context.cache, span, new.shape[1], ids)
+        cache = _reread(context.cache, (start, stop), new.shape[1], ids)
     elif mode == "splice":
         cache = spliced(context.cache, span, new) if text else dropped(context.cache, span)
     else:
@@ -60,44 +62,67 @@ def replaced(context: Context, span: Span, text: str, mode: Mode) -> Context:
 
 
 @torch.no_grad()
-def appended(context: Context, text: str) -> Context:
+def appended(context: Context, text: str, allow_longer: bool) -> Context:
     """A context with `text` behind its document, read as one more turn of it.
 
-    Raises KvfoldError for an empty text, and as the model's reading does.
+    Methods with forwards of their own (KVzip, PyramidInfer) keep all of it. Raises KvfoldError for
+    an empty text, and for a document that becomes too long for the model.
     """
-    context.check()
+    _check(context)
     new = new_tokens(context, text)
     if not new.shape[1]:
         raise KvfoldError("there is nothing to append: the text is empty")
-    cache = copy.deepcopy(context.cache, {id(context.tokenizer): context.tokenizer})
     ids = torch.cat([context.ids, new], 1)
+    check_length(context.model, ids.shape[1], allow_longer)
+    cache = copy.deepcopy(context.cache, {id(context.tokenizer): context.tokenizer})
     read_turn(context.model, cache, ids, None, ids.shape[1], ids.shape[1])
     return replace(context, cache=cache, ids=ids)
 
 
-def join(contexts: Sequence[Context]) -> Context:
+def join(contexts: Sequence[Context], *, allow_longer: bool = False) -> Context:
     """One context with all documents, in order, none of which has read another.
 
     Each was compressed alone, so that a library of documents is read once and joined as needed.
-    The chat template's opening is that of the first; later questions spend the first one's budget.
+    The chat template's opening is that of the first, and text appended later spends its budget.
+    `allow_longer`: also beyond the model's trained length.
 
     Raises KvfoldError for fewer than two contexts, for contexts of different models or templates,
-    and for entries that cannot be moved; see `kvfold.cache.edits.Edits`.
+    for methods that sum attention or move keys to other positions, for a whole that is too long for
+    the model, and for entries that cannot be moved; see `kvfold.cache.edits.Edits`.
     """
     if len(contexts) < 2:
         raise KvfoldError("give at least two contexts to join")
     first, *others = contexts
     cache, parts = first.cache, [first.ids]
     for each in contexts:
-        each.check()
-    for other in others:
-        opening = opening_of(other)
-        same = torch.equal(other.ids[:, :opening], first.ids[:, :opening])
-        if other.model is not first.model or not same or other.frame != first.frame:
-            raise KvfoldError("contexts of one model and one chat template can be joined only")
+        _check(each)
+    openings = [0, *(_shared_opening(first, other) for other in others)]
+    total = sum(each.ids.shape[1] for each in contexts) - sum(openings)
+    check_length(first.model, total, allow_longer)
+    for other, opening in zip(others, openings[1:], strict=True):
         cache = joined(cache, other.cache, opening)
         parts.append(other.ids[:, opening:])
     return replace(first, cache=cache, ids=torch.cat(parts, 1))
+
+
+def _check(context: Context) -> None:
+    """Raises KvfoldError unless the context's cache has read the context's tokens."""
+    context.check()
+    read = context.cache.phase.history.whole()
+    if read is not None and not read.equal(context.ids[:, : read.shape[1]].to(read)):
+        raise KvfoldError("the cache of this context was edited itself: edit the context only")
+
+
+def _shared_opening(first: Context, other: Context) -> int:
+    """Tokens that both contexts begin with because of the chat template.
+
+    The template's last token may have merged with the first characters of a document.
+    """
+    opening = opening_of(other)
+    alike = (first.ids[0, :opening] == other.ids[0, :opening]).byte().cumprod(0).sum()
+    if other.model is not first.model or other.frame != first.frame or int(alike) < opening - 1:
+        raise KvfoldError("contexts of one model and one chat template can be joined only")
+    return int(alike)
 
 
 def opening_of(context: Context) -> int:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import kvfold
 from kvfold import KvfoldError
+from kvfold.cache.edits import dropped
 from kvfold.cache.fork import fork
 from tests.helpers.caches import ALONE, BATCHES, bits, decode, positions, same, start
 from tests.helpers.models import FAMILIES, build, continuation, prompts
@@ -274,6 +276,69 @@ def test_what_was_protected_stays_protected(model):
             assert {0, 6, 7, 23, 24, 25} <= set(kept)
 
 
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8"])
+def test_what_is_read_after_an_edit_is_taken_back_and_nothing_before(model, spec):
+    reader = start(model, spec)
+    reader.cache.drop(SPAN)
+    before = positions(reader.cache)
+    decode(reader, 4)
+    reader.cache.crop(-4)
+    assert positions(reader.cache) == before
+    with pytest.raises(KvfoldError, match="cannot take back"):
+        reader.cache.crop(-1)
+
+
+def test_padding_between_turns_stays_where_it_is(model):
+    """A turn of 20 tokens, then one of 15 behind two columns of padding."""
+    ids = continuation(2, 37)
+    ids[:, 20:22] = 0
+    mask = (ids > 0).long()
+    reader = Reader(model, kvfold.CompressedCache(model, "full"), mask[:, :20])
+    dense = EditedDense(copy.deepcopy(model), mask[:, :20])
+    for each in (reader, dense):
+        each(ids[:, :20])
+        each(ids[:, 20:])
+    dense.hide(reader.cache)
+    for span in ((17, 20), (15, 19)):
+        dense.edit(without(reader, span))
+        reader.cache.drop(span)
+        reader.mask = dense.mask
+    assert_alike(reader, dense)
+
+
+def test_an_edit_s_copy_shares_no_observations(model):
+    reader = start(model, "expected_attention + every:interval=4")
+    state = reader.cache.states[0]
+    count = state.query_moments.nbytes()
+    other = dropped(reader.cache, SPAN)
+    Reader(model, other)(continuation(1, 9))
+    assert state.query_moments.nbytes() == count
+    assert other.states[0].query_moments is not state.query_moments
+
+
+def test_a_cache_whose_last_forward_failed_is_not_edited(model):
+    broken = copy.deepcopy(model)
+    reader = start(broken, "full")
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    handle = broken.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        reader(continuation(1, 5))
+    handle.remove()
+    with pytest.raises(KvfoldError, match="forward of this cache failed"):
+        reader.cache.drop(SPAN)
+
+
+def test_spans_are_whole_numbers_of_any_kind(model):
+    for span in (torch.tensor([10, 17]), np.array([10, 17], np.uint8), iter((10, 17)), [10, 17]):
+        reader = start(model, "full")
+        reader.cache.drop(span)
+        assert type(reader.cache.get_seq_length()) is int and reader.cache.get_seq_length() == 57
+        reader.cache.move((2, 4), torch.tensor(8))
+
+
 def test_forks_of_before_read_on_as_before(model):
     reader = start(model, "snapkv:window=8")
     question = continuation(1, 6, 3)
@@ -307,6 +372,14 @@ def test_a_text_goes_on_by_its_edited_tokens(model):
         ("full", lambda cache: cache.replace((5, 9), torch.ones(2, 3).long()), r"ids \[1, m\]"),
         ("h2o", lambda cache: cache.replace((62, 63), torch.ones(1, 3).long()), "sums the att"),
         ("local_window", lambda cache: cache.drop((0, 3)), "evicted"),
+        ("streaming_llm", lambda cache: cache.drop((2, 60)), "first 4 tokens"),
+        ("streaming_llm", lambda cache: cache.move((58, 60), 1), "first 4 tokens"),
+        ("full", lambda cache: cache.drop("5"), "a span is a pair"),
+        ("full", lambda cache: cache.drop((5.0, 9.0)), "a span is a pair"),
+        ("full", lambda cache: cache.drop((-4, 9)), "a span is a pair"),
+        ("full", lambda cache: cache.move((5, 9), 2.5), "by its index"),
+        ("full", lambda cache: cache.replace((5, 9), [5, 6]), "a tensor of ids"),
+        ("full", lambda cache: cache.replace((5, 9), torch.ones(1, 3)), "a tensor of ids"),
         ("snapkv:window=8 + kivi:group=8", lambda cache: cache.drop(SPAN), "encodes keys"),
         ("think", lambda cache: cache.drop(SPAN), "encodes keys"),
     ],
@@ -346,6 +419,8 @@ def test_models_whose_entries_cannot_move_are_refused(family, message):
 
 def test_padded_batches_drop_and_do_nothing_else(model):
     reader = start(model, "full", (64, 53, 24))
+    with pytest.raises(KvfoldError, match="leaves at least one token"):
+        reader.cache.drop((0, 24))
     for edit in (lambda c: c.move((2, 4), 8), lambda c: c.replace((2, 4), torch.ones(3, 2).long())):
         with pytest.raises(KvfoldError, match="batch with padding"):
             edit(reader.cache)

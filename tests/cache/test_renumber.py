@@ -58,10 +58,13 @@ def test_moved_tokens_change_places_with_those_between(to, order):
 def test_spans_and_first_tokens_follow_their_tokens():
     dropped = Renumbering.of_replaced(LogicalSequence(10), 1, 2, 5, 0)
     assert dropped.spans((1, 3)) == [(1, 2)] and dropped.spans((2, 5)) == []
-    assert dropped.spans((4, 12)) == [(2, 9)]  # tokens 10 and 11 are still to come
+    assert dropped.spans((4, 12)) == [(2, 7), (7, 9)]  # tokens 10 and 11 are still to come
     assert [dropped.first_tokens(count) for count in (1, 3, 6)] == [1, 2, 3]
     replaced = Renumbering.of_replaced(LogicalSequence(10), 1, 2, 5, 4)
     assert replaced.spans((1, 7)) == [(1, 2), (6, 8)] and replaced.first_tokens(7) == 2
+    assert replaced.spans((9, 14)) == [(10, 11), (11, 15)]
+    at_end = Renumbering.of_replaced(LogicalSequence(10), 1, 8, 10, 5)
+    assert at_end.spans((12, 10**12)) == [(15, 10**12 + 3)]
     moved = Renumbering.of_moved(1, 10, 2, 4, 0)
     assert moved.spans((1, 3)) == [(0, 1), (3, 4)] and moved.first_tokens(3) == 1
 

@@ -103,11 +103,8 @@ def test_joined_documents_answer_for_each(bundled, method, budget):
     assert whole.ids.shape[1] == sum(part.ids.shape[1] for part in parts) - openings
     if method != "knorm":
         assert knows(whole, *keys)
-    entries = [
-        sum(n for layer in part.stats().kept for row in layer for n in row) for part in parts
-    ]
-    joined = sum(n for layer in whole.stats().kept for row in layer for n in row)
-    assert sum(entries) - 2 * opening_of(whole) * 100 < joined <= sum(entries)
+    alone, openings = sum(map(entries_of, parts)), openings * heads_of(whole)
+    assert alone - openings <= entries_of(whole) <= alone
 
 
 @pytest.mark.parametrize("spec", ["full", "snapkv", "adakv", "kvzip"])
@@ -149,11 +146,75 @@ def test_a_joined_context_is_saved_and_goes_on(bundled, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("spec", ["full", "snapkv", "adakv"])
+def test_a_joined_cache_is_cropped_by_what_it_read_since(spec):
+    model, tokenizer = new_model(), word_tokenizer()
+    whole = kvfold.join([compressed(model, tokenizer, spec) for _ in range(2)])
+    assert whole.stats().later == 0
+    with pytest.raises(KvfoldError, match="cannot take back"):
+        whole.cache.crop(-60)
+
+
+def test_joined_documents_keep_what_each_protects(bundled):
+    model, tokenizer = bundled
+    parts = [
+        kvfold.compress(model, tokenizer, text_of(key), "knorm", 0.5, protect=[(20, 25)])
+        for key in (BELL, RIVER)
+    ]
+    whole = kvfold.join(parts)
+    length, opening = parts[0].ids.shape[1], opening_of(whole)
+    moved = 20 - opening + length
+    assert whole.cache.protect == ((20, 25), (moved, moved + 5))
+    longer = whole.append("A word more.")
+    for heads in longer.cache.positions(0)[0]:
+        assert {*range(20, 25), *range(moved, moved + 5)} <= set(heads.tolist())
+
+
+def test_what_is_appended_is_kept_whole_by_kvzip_and_compressed_by_others(bundled):
+    new = text_of(RIVER)
+    for method in ("kvzip", "knorm"):
+        context = kvfold.compress(*bundled, text_of(BELL), method, 0.3)
+        longer = context.append(new)
+        added = longer.ids.shape[1] - context.ids.shape[1]
+        kept = longer.cache.positions(0)[0][0] >= context.ids.shape[1]
+        assert int(kept.sum()) == added if method == "kvzip" else int(kept.sum()) < added
+
+
+def test_an_edited_document_does_not_shrink_and_says_so(bundled):
+    context = kvfold.compress(*bundled, text_of(BELL), "knorm", 0.5, keep_scores=True)
+    context.shrink(0.3)
+    for edited in (context.drop((40, 50)), context.replace((40, 50), "The sun is yellow.")):
+        with pytest.raises(KvfoldError, match="compress the text again"):
+            edited.shrink(0.3)
+
+
+def test_a_document_grows_no_longer_than_its_model(bundled):
+    model, tokenizer = bundled
+    context = kvfold.compress(model, tokenizer, text_of(BELL), "full")
+    longer = NOISE * 400
+    with pytest.raises(KvfoldError, match="reads at most"):
+        context.append(longer)
+    with pytest.raises(KvfoldError, match="reads at most"):
+        context.replace((40, 50), longer)
+    with pytest.raises(KvfoldError, match="reads at most"):
+        kvfold.join([context] * 20)
+
+
 def test_edits_that_cannot_be_are_refused(bundled):
     tiny, tokenizer = new_model(), word_tokenizer()
     context = kvfold.compress(*bundled, text_of(BELL), "kvzip", 0.3)
-    with pytest.raises(KvfoldError, match="chat template's"):
-        context.drop((0, 3))
+    length = context.ids.shape[1]
+    for mode in ("splice", "reread"):
+        with pytest.raises(KvfoldError, match="chat template's"):
+            context.drop((0, 3), mode=mode)
+        with pytest.raises(KvfoldError, match="cannot be edited"):
+            context.drop((40, length + 1), mode=mode)
+        for span in ((50, 40), (40, 40), (40.0, 50.0), "the sky", None):
+            with pytest.raises(KvfoldError, match="a span is a pair"):
+                context.drop(span, mode=mode)
+    for text in ("", None):
+        with pytest.raises(KvfoldError, match="takes a text"):
+            context.replace((40, 50), text)
     with pytest.raises(KvfoldError, match="is not in the text"):
         context.span("a sentence of another document")
     with pytest.raises(KvfoldError, match="occurs 10 times"):
@@ -169,6 +230,13 @@ def test_edits_that_cannot_be_are_refused(bundled):
     moved = compressed(tiny, tokenizer, "streaming_llm")
     with pytest.raises(KvfoldError, match="other positions"):
         kvfold.join([moved, moved])
+    summing = compressed(tiny, tokenizer, "h2o")
+    with pytest.raises(KvfoldError, match="sums the attention"):
+        kvfold.join([summing, summing])
+    handled = compressed(tiny, tokenizer, "full")
+    handled.cache.move((40, 50), 20)
+    with pytest.raises(KvfoldError, match="edit the context only"):
+        handled.drop((40, 50))
     encoded = compressed(tiny, tokenizer, KIVI)
     with pytest.raises(KvfoldError, match="encodes keys"):
         encoded.drop((20, 30))
