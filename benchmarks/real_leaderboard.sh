@@ -49,7 +49,7 @@ kvzip,kvzip:level=uniform,keydiff,compactor,expected_attention$zap"
 # Answers end at the tokens that a right one takes, so that wrong ones, which go on, take no more
 # time.
 agnostic="" aware=--question-aware
-budgets=0.5,0.3,0.2,0.1,0.05 samples=40 batch=20
+budgets=0.5,0.3,0.2,0.1,0.05 samples=40 batch=10
 views="agnostic aware"
 step() {
     local name=$1 view
