@@ -236,8 +236,7 @@ def _copy(
     other.binding, other._forward = copy.deepcopy(cache.binding), OpenForward()
     other.phase = _phase(cache.phase, by, new)
     waiting: Waiting[LayerState] = Waiting()
-    model = cache.states[0].rotation.model
-    stages = setup.stages_of(cache.method, other.protect, cache.ranks, model)
+    stages = setup.stages_of(cache.method, other.protect, cache.ranks, model_of(cache))
     other.layers = []
     for index, layer in enumerate(cache.compressed_layers):
         edited = copy.copy(layer)

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import kvfold
 from kvfold.cache.cache import CompressedCache
-from kvfold.contexts.files.write import replacing
 from kvfold.errors import KvfoldError
+from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import check_texts
 from kvfold.fit.target import scored, target_method
 from kvfold.generation.generate import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.allocate.parts import Curve, proportional_within
 from kvfold.methods.stages.select.forced import with_forced
@@ -96,18 +94,15 @@ def fit_curve(
             parts.append(profile(gains))
         note(f"{number + 1} of {len(texts)} passages")
     curve = Curve(ROWS.float(), torch.stack(parts).mean(0).float())
-    of_model = sum(weight.numel() for weight in model.parameters())
     mass, of_equal = (dict.fromkeys(REPORTED, 0.0) for _ in range(2))
     for gains in unseen:
         for at in REPORTED:
             mass[at] += kept_mass(gains, curve.at(at), at) / len(unseen)
             of_equal[at] += kept_mass(gains, torch.ones_like(curve.at(at)), at) / len(unseen)
-    share = curve.numbers / of_model
+    share = curve.numbers / weights_of(model)
     result = CurveFit(Path(out), score, len(texts), curve.numbers, share, mass, of_equal)
     report = {"mass": mass, "mass_of_equal": of_equal}
-    about = {"target": score, "texts": len(texts), "report": report}
-    with replacing(result.path) as temporary:
-        write_fitted(temporary, curve, model, written_by=kvfold.__version__, **about)
+    write_fit(result.path, curve, model, target=score, texts=len(texts), report=report)
     return result
 
 

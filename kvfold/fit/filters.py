@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import kvfold
-from kvfold.contexts.files.write import replacing
+from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import check_texts, layers_read
-from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.stages.score.filters import Filters
 
 LEAST_TEXTS = 2  # one for each half
@@ -76,19 +74,16 @@ def fit_filters(
     assert first is not None and second is not None
     alike = torch.cosine_similarity(first.filters(heads), second.filters(heads), dim=-1)
     filters = Filters((first + second).filters(heads).float())
-    of_model = sum(weight.numel() for weight in model.parameters())
     result = FilterFit(
         Path(out),
         len(texts),
         filters.numbers,
-        filters.numbers / of_model,
+        filters.numbers / weights_of(model),
         float(alike.mean()),
         float(alike.min()),
     )
     report = {"agreement": result.agreement, "least_agreement": result.least_agreement}
-    about = {"target": Filters.method, "texts": len(texts), "report": report}
-    with replacing(result.path) as temporary:
-        write_fitted(temporary, filters, model, written_by=kvfold.__version__, **about)
+    write_fit(result.path, filters, model, target=Filters.method, texts=len(texts), report=report)
     return result
 
 

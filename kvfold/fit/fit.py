@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import kvfold
-from kvfold.contexts.files.write import replacing
+from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.held_out import HeldOut, compare, mean_of
 from kvfold.fit.progress import Progress
 from kvfold.fit.queries import check_texts
 from kvfold.fit.sums import RidgeSums
 from kvfold.fit.target import ScoredText, scored, target_method
-from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.base import Method
 from kvfold.methods.stages.score.learned import Scorer, widened
 
@@ -118,7 +116,7 @@ def fit_scorer(
     progress = Progress.at(path, model, str(method), seed, learned, resume)
     reader = Reader(model, tokenizer, method, note)
     features, sums = _learned(reader, learned, progress, seed)
-    of_model = sum(weight.numel() for weight in model.parameters())
+    of_model = weights_of(model)
     candidates = _candidates(features, sums, int(MOST_OF_WEIGHTS * of_model))
     best = _best(reader, choosing, features, candidates)
     weights, chosen = candidates[best]
@@ -222,6 +220,4 @@ def _write(result: FitResult, scorer: Scorer, model: PreTrainedModel, target: st
         "penalty": result.penalty,
         "held_out": asdict(result.held_out),
     }
-    about = {"target": target, "texts": result.texts, "report": report}
-    with replacing(result.path) as temporary:
-        write_fitted(temporary, scorer, model, written_by=kvfold.__version__, **about)
+    write_fit(result.path, scorer, model, target=target, texts=result.texts, report=report)

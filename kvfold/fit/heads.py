@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import kvfold
-from kvfold.contexts.files.write import replacing
+from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import LayerRead, check_texts, layers_read
-from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores
 from kvfold.store.reindexed_sinks import Rotate
 
@@ -67,13 +65,12 @@ def fit_heads(
         note(f"{number + 1} of {len(texts)} passages")
     halves = [torch.stack(found[first::2]).mean(0) for first in (0, 1)]
     scores = RetrievalScores(torch.stack(found).mean(0))
-    of_model = sum(weight.numel() for weight in model.parameters())
-    share = scores.numbers / of_model
+    share = scores.numbers / weights_of(model)
     result = HeadFit(Path(out), len(texts), scores.numbers, share, _in_common(*halves))
     report = {"agreement": result.agreement}
-    about = {"target": RetrievalScores.method, "texts": len(texts), "report": report}
-    with replacing(result.path) as temporary:
-        write_fitted(temporary, scores, model, written_by=kvfold.__version__, **about)
+    write_fit(
+        result.path, scores, model, target=RetrievalScores.method, texts=len(texts), report=report
+    )
     return result
 
 
