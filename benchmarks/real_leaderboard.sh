@@ -72,7 +72,7 @@ methods=$(best 1024) views=agnostic step recall "${hidden[@]}" --tasks profile_f
 methods=$(best 1024) views=agnostic budgets=0.3,0.1 step turns "${hidden[@]}" \
     --tasks profile_conversation --lengths 1024
 methods=$(best 2048) step longer "${hidden[@]}" --tasks $needles --lengths 2048
-methods=$(all 1024) step uuids --haystack "$book" --tasks ruler_niah_single_3 --lengths 1024 \
+methods=$(best 1024) step uuids --haystack "$book" --tasks ruler_niah_single_3 --lengths 1024 \
     --answer-tokens 48
 for length in 4096 7168; do
     methods=$(best $length) budgets=0.3,0.1 samples=20 batch=4 step far "${hidden[@]}" \
