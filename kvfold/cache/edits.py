@@ -97,7 +97,7 @@ def replaced(cache: CompressedCache, span: Span, ids: Tensor) -> CompressedCache
             f"the new tokens are a tensor of ids [{cache.rows}, m], at least one for each row: use "
             "cache.drop to leave the span out"
         )
-    _check_no_sums(cache)
+    check_replaceable(cache)
     model, sequence = model_of(cache), cache.states[0].sequence
     rest = Renumbering.of_replaced(sequence, cache.rows, start, sequence.seen, 0)
     reader = _copy(cache, rest)
@@ -120,7 +120,7 @@ def joined(first: CompressedCache, second: CompressedCache, skip: int) -> Compre
                 f"{cache.method} moves keys to other positions than their tokens', and joined "
                 "entries keep those of their tokens: compress by another method"
             )
-        _check_no_sums(cache)
+        check_replaceable(cache)
     own, ids = first.states[0].sequence, second.phase.history.whole()
     by = Renumbering.of_replaced(second.states[0].sequence, 1, 0, skip, own.seen)
     states = [renumbered(state, by) for state in second.states]
@@ -179,6 +179,13 @@ def check_editable(cache: CompressedCache) -> None:
         state.rotation.check(REREAD)
 
 
+def holds(cache: CompressedCache, span: Span) -> bool:
+    """True if an entry of a span is left, in any layer and KV head."""
+    start, stop = span
+    gone = [((at := state.positions()) < start) | (at >= stop) for state in cache.states]
+    return not all(cache.ranks.all(each.all()) for each in gone)
+
+
 def _checked(cache: CompressedCache, span: Span, to: int | None = None) -> Span:
     """The span, as whole numbers, of a cache that may be edited and holds some of its entries.
 
@@ -198,8 +205,7 @@ def _checked(cache: CompressedCache, span: Span, to: int | None = None) -> Span:
         raise KvfoldError(f"tokens {start} to {stop} are not in a row of {min(rows)} tokens")
     if stop - start == min(rows):
         raise KvfoldError("an edit leaves at least one token: cache.reset() empties a cache")
-    gone = [((at := state.positions()) < start) | (at >= stop) for state in cache.states]
-    if all(cache.ranks.all(each.all()) for each in gone):
+    if not holds(cache, (start, stop)):
         raise KvfoldError(
             f"nothing is left of tokens {start} to {stop}, which were evicted: there is nothing to "
             "edit"
@@ -207,7 +213,8 @@ def _checked(cache: CompressedCache, span: Span, to: int | None = None) -> Span:
     return start, stop
 
 
-def _check_no_sums(cache: CompressedCache) -> None:
+def check_replaceable(cache: CompressedCache) -> None:
+    """Raises KvfoldError for methods that sum attention, which is unknown for tokens read apart."""
     if cache.states[0].plan.stages.needs.column_sums:
         raise KvfoldError(
             f"{cache.method} sums the attention that tokens receive, and what tokens that were "

@@ -188,8 +188,7 @@ class Chat:
         options: dict[str, Any],
     ) -> Reply:
         """The answer to the question's tokens `asked [1, n]`, streamed to `put`."""
-        if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
-            raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
+        check_one_answer(options)
         ids, start = self.ids, self.reader.get_seq_length()
         asked = torch.cat([ids, asked], 1)
         answer = AnswerStream(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
@@ -263,6 +262,12 @@ class Chat:
         else:
             # Sliding and recurrent layers cannot be cropped: a new fork reads the kept turns again.
             self.reader = self._new_reader()
+
+
+def check_one_answer(options: dict[str, Any]) -> None:
+    """Raises KvfoldError for options of `model.generate` that ask for several answers."""
+    if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
+        raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
 
 
 def _stop_strings(stop: str | Sequence[str]) -> Sequence[str]:

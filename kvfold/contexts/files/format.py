@@ -77,6 +77,25 @@ class BudgetHeader(HeaderPart):
     amount: int | float
 
 
+class SessionItem(HeaderPart):
+    """A message of a session; see `contexts/session.py`."""
+
+    id: str
+    role: Literal["user", "tool", "assistant"]
+    start: int
+    stop: int
+
+
+class SessionHeader(HeaderPart):
+    """Messages, queued edits and counts of a session."""
+
+    items: list[SessionItem]
+    queued: dict[str, str]
+    numbered: int
+    turns: int
+    compactions: int
+
+
 class Header(HeaderPart):
     """Header of a context file.
 
@@ -94,6 +113,7 @@ class Header(HeaderPart):
         same_as: names of tensors that are stored once, under another name.
         checksums: of each stored tensor's dtype, shape and bytes.
         origins: modules of registered methods that are not kvfold's own, by method.
+        session: None for a context that is no session.
     """
 
     written_by: str
@@ -116,6 +136,7 @@ class Header(HeaderPart):
     same_as: dict[str, str]
     checksums: dict[str, str]
     origins: dict[str, str] = Field(default_factory=dict)
+    session: SessionHeader | None = None
 
 
 def merged_over_ranks(
@@ -144,7 +165,8 @@ def merged_over_ranks(
 def metadata(header: Header) -> dict[str, str]:
     """The header as safetensors metadata."""
     # Left out if empty: such a file is the same as before the fields existed.
-    empty: dict[str, Any] = {} if header.origins else {"origins": True}
+    optional = {"origins": header.origins, "session": header.session}
+    empty: dict[str, Any] = {name: True for name, value in optional.items() if not value}
     if all(layer.next_round is None for layer in header.layers):
         empty["layers"] = {"__all__": {"turn_end", "next_round"}}
     text = header.model_dump_json(exclude=empty)

@@ -28,6 +28,7 @@ from kvfold.contexts.files.format import (
     BudgetHeader,
     Header,
     LayerHeader,
+    SessionHeader,
     StockLayerHeader,
     merged_over_ranks,
     metadata,
@@ -93,8 +94,8 @@ class RankPart:
     tensors: FileTensors
 
 
-def save(context: Context, path: str | Path) -> None:
-    """Writes `context` to `path` atomically.
+def save(context: Context, path: str | Path, session: SessionHeader | None = None) -> None:
+    """Writes `context` to `path` atomically; `session` if it is a session's.
 
     A process killed meanwhile leaves the old file intact, and a file `.<name>.<random>.tmp`. Under
     tensor parallelism all ranks call this, and the first one writes the entries of all. Raises
@@ -113,12 +114,17 @@ def save(context: Context, path: str | Path) -> None:
     tensors.add("", {}, whole)
     tensors.add("rope.", {}, frequencies)
     model = model_header(context.model, context.tokenizer)
-    write = partial(_write, context, Path(path), model, rope)
+    write = partial(_write, context, Path(path), model, rope, session)
     cache.ranks.on_first(RankPart(headers, tensors), write)
 
 
 def _write(
-    context: Context, path: Path, model: ModelHeader, rope: RopeHeader, by_rank: list[RankPart]
+    context: Context,
+    path: Path,
+    model: ModelHeader,
+    rope: RopeHeader,
+    session: SessionHeader | None,
+    by_rank: list[RankPart],
 ) -> None:
     """Writes the parts of all ranks, `by_rank` in rank order."""
     cache, limit = context.cache, context.cache.budget
@@ -147,6 +153,7 @@ def _write(
         same_as={name: other for s in by_rank for name, other in s.tensors.same_as.items()},
         checksums={name: digest_of(tensor) for name, tensor in stored.items()},
         origins=origins(cache.method),
+        session=session,
     )
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions: what is read once, what is kept, and what edits by id do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import KvfoldError, Message
+from kvfold.contexts.session import QUEUED, SLACK, Session
+from kvfold.errors import BudgetError, ContextFileError
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
+from tests.helpers.tokenizers import word_tokenizer
+
+WORDS = DOCUMENT.split()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_tokenizer()
+
+
+@pytest.fixture
+def new(model: Any, tokenizer: Any) -> Any:
+    def begin(method: str = "knorm", budget: int = 60, **options: Any) -> Session:
+        return kvfold.begin_session(
+            model, tokenizer, " ".join(WORDS[:20]), method, budget, **options
+        )
+
+    return begin
+
+
+def text(turn: int, words: int = 10) -> str:
+    return " ".join(WORDS[(turn * 7 + i) % len(WORDS)] for i in range(words))
+
+
+def whole(session: Session) -> kvfold.Context:
+    """The session's tokens, read at once by a full cache."""
+    cache = kvfold.CompressedCache(session.context.model, "full")
+    session.context.model(session.ids, past_key_values=cache)
+    return cache
+
+
+def test_turns_within_the_budget_equal_a_chat_over_the_same_opening(model, tokenizer, new):
+    session = new("snapkv:window=4", 2000)
+    chat = kvfold.compress(model, tokenizer, " ".join(WORDS[:20]), "full").chat()
+    for turn in range(3):
+        reply = session.ask(text(turn), max_new_tokens=5)
+        assert reply.text.strip() == chat.ask(text(turn), max_new_tokens=5)
+    assert torch.equal(session.ids, chat.ids)
+    assert session.compactions == 0 and session.stats().kept_fraction == 1
+
+
+def test_each_token_is_read_once(model, new):
+    read: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        session = new()
+        for turn in range(12):
+            session.ask(text(turn, 12), max_new_tokens=6)
+    finally:
+        hook.remove()
+    assert sum(read) == session.ids.shape[1]
+    assert session.compactions > 1 and session.turns == 12
+
+
+@pytest.mark.parametrize("method", ["knorm", "snapkv:window=4", "h2o", "adakv:window=4"])
+def test_entries_stay_within_budget_and_slack(new, method):
+    session = new(method, 60)
+    opening = session.ids.shape[1]
+    for turn in range(12):
+        session.ask(text(turn, 12), max_new_tokens=6)
+        # A turn that compacts leaves the budget, its last token and the answer.
+        assert session.stats().mean_kept <= max(60 * (1 + SLACK), 60 + 1 + 6)
+    # The instructions stay, whatever the scores.
+    for state in session.cache.states:
+        at = state.positions()
+        assert all(set(range(opening)) <= set(head.tolist()) for head in at[0])
+
+
+def test_entries_are_the_same_between_compactions(new):
+    session = new("knorm", 200)
+    session.ask(text(0), max_new_tokens=4)
+    before = [state.stored().dense()[0].clone() for state in session.cache.states]
+    session.ask(text(1), max_new_tokens=4)
+    for state, keys in zip(session.cache.states, before, strict=True):
+        assert torch.equal(state.stored().dense()[0][:, :, : keys.shape[2]], keys)
+
+
+def test_a_dropped_message_equals_a_drop_of_its_tokens(new):
+    session = new("knorm", 500)
+    session.ask(Message(text(0), "tool", "listing"), "What is there?", max_new_tokens=4)
+    session.ask(text(1), max_new_tokens=4)
+    item = next(each for each in session.items if each.id == "listing")
+    edited = copy.deepcopy(session.context.cache)
+    edited.drop((item.start, item.stop))
+    ids = torch.cat([session.ids[:, : item.start], session.ids[:, item.stop :]], 1)
+    later = {each.id: each for each in session.items}
+    session.drop("listing", now=True)
+    assert torch.equal(session.ids, ids)
+    for state, other in zip(session.cache.states, edited.states, strict=True):
+        assert torch.equal(state.positions(), other.positions())
+        torch.testing.assert_close(state.stored().dense(), other.stored().dense())
+    assert [each.id for each in session.items] == ["m1", "m2", "m3", "m4"]
+    for each in session.items:
+        assert each.start == later[each.id].start - item.tokens
+        assert each.tokens == later[each.id].tokens
+
+
+def test_items_are_the_texts_of_their_messages(new, tokenizer):
+    session = new("knorm", 500)
+    session.ask(Message(text(0), "tool", "a"), Message(text(1), id="b"), max_new_tokens=4)
+    session.ask(Message(text(2), id="c"), max_new_tokens=4)
+    session.shorten("a", text(3, 2), now=True)
+    said = {
+        each.id: tokenizer.decode(session.ids[0, each.start : each.stop]) for each in session.items
+    }
+    assert [said[name] for name in "abc"] == [text(3, 2), text(1), text(2)]
+
+
+def test_edits_wait_until_they_free_a_share(new):
+    session = new("knorm", 500)
+    for turn in range(8):
+        session.ask(Message(text(turn, 3), id=f"t{turn}"), max_new_tokens=1)
+    ids, dropped = session.ids, 0
+    for turn in range(8):
+        session.drop(f"t{turn}")
+        dropped += 3
+        if dropped <= QUEUED * ids.shape[1]:
+            assert session.ids is ids and f"t{turn}" in session.queued
+        else:
+            break
+    assert 1 <= turn < 7 and not session.queued
+    assert session.ids.shape[1] == ids.shape[1] - dropped
+    assert f"t{turn}" not in {each.id for each in session.items}
+
+
+def test_many_edits_in_one_pass_equal_single_ones(new):
+    session, other = new("knorm", 500), new("knorm", 500)
+    for each in (session, other):
+        for turn in range(8):
+            each.ask(Message(text(turn, 10), id=f"t{turn}"), max_new_tokens=4)
+    session.drop("t5")
+    session.shorten("t2", text(9, 3), now=True)
+    other.drop("t5", now=True)
+    other.shorten("t2", text(9, 3), now=True)
+    assert torch.equal(session.ids, other.ids) and session.items == other.items
+
+
+def test_a_saved_session_goes_on_bit_for_bit(new, model, tokenizer, tmp_path):
+    session = new()
+    for turn in range(5):
+        session.ask(text(turn, 12), max_new_tokens=4)
+    session.drop(session.items[0].id)
+    session.save(tmp_path / "session")
+    loaded = kvfold.load_session(tmp_path / "session", model, tokenizer)
+    assert loaded.items == session.items and loaded.queued == session.queued
+    for turn in range(5, 10):
+        assert loaded.ask(text(turn, 12), max_new_tokens=4) == session.ask(
+            text(turn, 12), max_new_tokens=4
+        )
+    assert torch.equal(loaded.ids, session.ids) and loaded.compactions == session.compactions
+    for state, other in zip(session.cache.states, loaded.cache.states, strict=True):
+        assert torch.equal(state.stored().dense()[0], other.stored().dense()[0])
+
+
+def test_an_error_leaves_the_session_as_it_was(new, model, monkeypatch):
+    session = new()
+    for turn in range(4):
+        session.ask(text(turn, 12), max_new_tokens=4)
+    before, items = session.context, session.items
+    kept = session.stats().kept
+    monkeypatch.setattr(type(model), "forward", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.ask(text(5, 30), max_new_tokens=4)
+    assert session.context is before and session.items is items and session.stats().kept == kept
+    monkeypatch.undo()
+    assert session.ask(text(5, 30), max_new_tokens=4).tokens
+
+
+def test_what_was_evicted_is_dropped_already_and_cannot_be_shortened(new):
+    session = new("local_window", 21)
+    for turn in range(8):
+        session.ask(Message(text(turn, 12), id=f"t{turn}"), max_new_tokens=4)
+    with pytest.raises(KvfoldError, match="nothing is left of message 't0'"):
+        session.shorten("t0", "less")
+    ids = session.ids
+    session.drop("t0", now=True)
+    assert torch.equal(session.ids, ids) and session.items[0].id != "t0"
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "error", "said"),
+    [
+        ("kvzip", 60, KvfoldError, "forwards of its own"),
+        ("snapkv", 0.5, BudgetError, "number of tokens"),
+        ("full", None, BudgetError, "number of tokens"),
+        ("snapkv + kivi:group=8", 60, KvfoldError, "encodes keys"),
+    ],
+)
+def test_methods_that_cannot_hold_a_session_are_refused(new, method, budget, error, said):
+    with pytest.raises(error, match=said):
+        new(method, budget)
+
+
+def test_bad_input_is_refused(new, model, tokenizer, tmp_path):
+    session = new()
+    session.ask(Message("one", id="a"), max_new_tokens=2)
+    with pytest.raises(KvfoldError, match="at least one message"):
+        session.ask()
+    with pytest.raises(KvfoldError, match="message 'a' already"):
+        session.ask(Message("two", id="a"))
+    with pytest.raises(KvfoldError, match="no message 'b'"):
+        session.drop("b")
+    with pytest.raises(KvfoldError, match="drop the message"):
+        session.shorten("a", "")
+    summing = new("h2o")
+    summing.ask(Message("one", id="a"), max_new_tokens=2)
+    with pytest.raises(KvfoldError, match="sums the attention"):
+        summing.shorten("a", "two")
+    kvfold.compress(model, tokenizer, QUESTION, "knorm", 20).save(tmp_path / "context")
+    with pytest.raises(ContextFileError, match="no session"):
+        kvfold.load_session(tmp_path / "context", model, tokenizer)
