@@ -38,7 +38,8 @@ class Measurement(BaseModel):
     count as prefill. `step_seconds` has one entry per decode step, `seconds_per_token` is their
     median. `cache_bytes` and `kept` (entries stored over entries seen) are taken after the first
     decode step. `peak_bytes` is the prefill's peak without the weights; on a CPU it is measured
-    once per session, in a fresh process, and None in the other rounds.
+    once per session, in a fresh process, and None in the other rounds. `largest_bytes` are the most
+    that the cache took after any decode step; None in records of older versions.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -51,6 +52,7 @@ class Measurement(BaseModel):
     cache_bytes: int
     kept: float
     peak_bytes: int | None
+    largest_bytes: int | None = None
 
     @property
     def first_token_seconds(self) -> float:

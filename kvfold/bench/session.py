@@ -158,6 +158,7 @@ def run_round(
     """
     prompt, following = ids[:, : cell.length], ids[:, cell.length :]
     prefills, sizes = {}, {}
+    largest = {participant.label: 0 for participant in participants}
     steps: dict[ParticipantLabel, list[float]] = {
         participant.label: [] for participant in participants
     }
@@ -170,8 +171,9 @@ def run_round(
         for participant in order.sample(participants, len(participants)):
             time.sleep(REST)
             steps[participant.label].append(participant.step(following[:, index : index + 1]))
-            if index == 0:
-                sizes[participant.label] = participant.cache_size()
+            size = participant.cache_size()
+            sizes.setdefault(participant.label, size)
+            largest[participant.label] = max(largest[participant.label], size.nbytes)
     for participant in participants:
         participant.free()
     measured = {}
@@ -186,6 +188,7 @@ def run_round(
             cache_bytes=sizes[label].nbytes,
             kept=sizes[label].kept,
             peak_bytes=prefill.peak,
+            largest_bytes=largest[label],
         )
     return measured
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvfold.bench.answers import first_appending, place_of, size_ratio, time_ratio
 from kvfold.bench.participants import FULL, ParticipantLabel
 from kvfold.bench.record import BenchCell, RoundRecord
 
@@ -37,7 +38,9 @@ class BenchRow:
     """One participant in one cell, over all its rounds.
 
     Seconds, tokens per second and `kept` are medians. `first_token`, `per_token`, `nbytes` and
-    `peak` are ratios to the full cache of the same round; None if no round has both.
+    `peak` are ratios to the full cache of the same round; None if no round has both. Of whole
+    answers, rounds of eviction included: `answer` is their time over the full cache's, `append`
+    over that of a method that appends, `largest` as `answers.size_ratio` has it.
     """
 
     cell: BenchCell
@@ -52,6 +55,9 @@ class BenchRow:
     per_token: Quartiles | None
     nbytes: Quartiles | None
     peak: Quartiles | None
+    answer: Quartiles | None
+    append: Quartiles | None
+    largest: Quartiles | None
 
 
 def rows(records: Sequence[RoundRecord], side: str = "baseline") -> list[BenchRow]:
@@ -64,10 +70,11 @@ def rows(records: Sequence[RoundRecord], side: str = "baseline") -> list[BenchRo
         for record in records
         if record.side == side and record.method == FULL
     }
+    appending = first_appending(records)
     grouped: dict[tuple[BenchCell, ParticipantLabel], list[RoundRecord]] = {}
     for record in records:
         grouped.setdefault((record.cell, record.label), []).append(record)
-    return [_row(cell, label, group, full) for (cell, label), group in grouped.items()]
+    return [_row(cell, label, group, full, appending) for (cell, label), group in grouped.items()]
 
 
 def _row(
@@ -75,12 +82,14 @@ def _row(
     label: ParticipantLabel,
     group: list[RoundRecord],
     full: dict[tuple[BenchCell, str, int], RoundRecord],
+    appending: dict[tuple[BenchCell, str, int, str | None], RoundRecord],
 ) -> BenchRow:
-    """The row of one participant in one cell, from its records and the full cache's."""
+    """The row of one participant in one cell, from its records and those it is set against."""
     places = [(record.cell, record.session, record.round) for record in group]
     pairs = [
         (record, full[place]) for record, place in zip(group, places, strict=True) if place in full
     ]
+    appended = [(record, appending.get(place_of(record))) for record in group]
 
     def middle(value: Callable[[RoundRecord], float]) -> float:
         return statistics.median(value(record) for record in group)
@@ -102,6 +111,9 @@ def _row(
         spread(step_ratio),
         spread(lambda r, f: r.measured.cache_bytes / f.measured.cache_bytes),
         spread(_peak_ratio),
+        spread(time_ratio),
+        Quartiles.of([time_ratio(record, base) for record, base in appended if base is not None]),
+        Quartiles.of([size for size in map(size_ratio, group) if size is not None]),
     )
 
 

@@ -15,15 +15,21 @@ NOTE = (
     "first token: seconds of prefill + compression; x full: median of rounds and quartiles, each "
     "against the full cache of its round; bytes and peak: x full; full again: the noise of the run"
 )
+ANSWERS = (
+    "time of all generated tokens, rounds of eviction included: x full; x append: over the first "
+    "method of the same budget that appends; largest: bytes, x those of budget + interval entries"
+)
 
 
 def tables(rows: Sequence[BenchRow], against: str = "the full cache") -> list[Table]:
-    """One table per cell."""
-    cells = dict.fromkeys(row.cell for row in rows)
-    return [
-        _table(f"{cell}, against {against}", [row for row in rows if row.cell == cell])
-        for cell in cells
-    ]
+    """One table per cell, and one of whole answers if a method evicts in rounds."""
+    shown = []
+    for cell in dict.fromkeys(row.cell for row in rows):
+        of_cell = [row for row in rows if row.cell == cell]
+        shown.append(_table(f"{cell}, against {against}", of_cell))
+        if any(row.largest for row in of_cell):
+            shown.append(_answers(f"{cell}, and an answer of {cell.new_tokens:,}", of_cell))
+    return shown
 
 
 def _table(title: str, rows: Sequence[BenchRow]) -> Table:
@@ -51,6 +57,24 @@ def _table(title: str, rows: Sequence[BenchRow]) -> Table:
             "-" if row.nbytes is None else f"{row.nbytes.median:.3f}",
             "-" if row.peak is None else f"{row.peak.median:.2f}",
         )
+    return shown
+
+
+def _answers(title: str, rows: Sequence[BenchRow]) -> Table:
+    shown = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption=f"{ANSWERS}; {_rounds(rows)}",
+        caption_justify="left",
+    )
+    shown.add_column("method", overflow="fold", min_width=10)
+    for column in ("x full", "x append", "largest"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        shown.add_row(str(row.label), spread(row.answer), spread(row.append), spread(row.largest))
     return shown
 
 

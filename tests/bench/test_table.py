@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvfold.bench import session
+from kvfold.bench.lineup import makers
 from kvfold.bench.models import BenchModel
 from kvfold.bench.participants import AGAIN, FULL, ParticipantLabel
 from kvfold.bench.picture import figure
@@ -113,3 +115,47 @@ def test_missing_is_counted_per_participant(subject: BenchModel) -> None:
         record(SNAPKV, cell=other, subject=subject),
     ]
     assert session.missing_rounds(lines, cell, [NOISE, SNAPKV], 2) == {NOISE: 2, SNAPKV: 1}
+
+
+def test_whole_answers_are_set_against_full_and_append(subject: BenchModel) -> None:
+    cell, shape = cell_of(subject, length=64, new_tokens=4), subject.shape
+    label = partial(ParticipantLabel, "kvfold")
+    lines = [
+        record(ParticipantLabel("baseline", FULL), cell=cell, steps=(4.0, 4.0, 4.0, 4.0),
+               subject=subject),
+        record(label("h2o", "30"), cell=cell, steps=(9.0,) * 4, subject=subject),
+        record(label("knorm", "90"), cell=cell, steps=(9.0,) * 4, subject=subject),
+        record(label("knorm", "30"), cell=cell, steps=(2.0,) * 4, subject=subject),
+        record(label("snapkv", "30"), cell=cell, steps=(9.0,) * 4, subject=subject),
+        # Three quick steps and a round: a median of steps would not see it.
+        record(label("rkv + every:interval=10", "30"), cell=cell, steps=(1.0, 1.0, 1.0, 5.0),
+               subject=subject),
+    ]  # fmt: skip
+    entry = 2 * shape.layers * shape.kv_heads * shape.head_size * 4
+    measured = lines[-1].measured.model_copy(update={"largest_bytes": 50 * entry})
+    lines[-1] = lines[-1].model_copy(update={"measured": measured})
+    *others, own = rows(lines)
+    assert own.per_token == Quartiles(0.25, 0.25, 0.25)
+    assert own.answer == Quartiles(0.5, 0.5, 0.5) and own.append == Quartiles(1.0, 1.0, 1.0)
+    assert own.largest == Quartiles(1.25, 1.25, 1.25)
+    assert [row.append and row.append.median for row in others] == [None, 4.5, 1.0, 1.0, 4.5]
+    assert not any(row.largest for row in others)
+    screen = console()
+    screen.width = 100
+    with screen.capture() as captured:
+        for shown in tables(rows(lines)):
+            screen.print(shown)
+    assert "and an answer of 4" in captured.get()
+
+
+def test_the_largest_cache_is_that_before_a_round(
+    subject: BenchModel, tmp_path: Path, no_peak: None
+) -> None:
+    cell = cell_of(subject, length=40, new_tokens=25)
+    in_rounds = ParticipantLabel("kvfold", "knorm + every:interval=10", "30")
+    made = session.BenchSession.of(subject, {}).rounds(
+        cell, makers(subject, [in_rounds]), {in_rounds: 1}, lambda text: None
+    )
+    *_, own = rows([line for lines in made for line in lines])
+    # 39 entries of 40, and the last one, for positions, and for room to grow.
+    assert own.largest is not None and 0.95 < own.largest.median < 1.2
