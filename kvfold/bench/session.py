@@ -18,7 +18,14 @@ from torch import Tensor
 from kvfold.bench.lineup import Makers
 from kvfold.bench.machine import MachineSetup, commit
 from kvfold.bench.models import BenchModel, ModelShape
-from kvfold.bench.participants import AGAIN, FullParticipant, Participant, ParticipantLabel
+from kvfold.bench.participants import (
+    AGAIN,
+    CacheSize,
+    FullParticipant,
+    Participant,
+    ParticipantLabel,
+    PrefillCost,
+)
 from kvfold.bench.peak import WARM_UP
 from kvfold.bench.record import BenchCell, Measurement, RoundRecord
 from kvfold.bench.sdpa_variants import fastest
@@ -157,7 +164,8 @@ def run_round(
     all. `order` shuffles the participants at every step, as the predecessor affects CPU caches.
     """
     prompt, following = ids[:, : cell.length], ids[:, cell.length :]
-    prefills, sizes = {}, {}
+    prefills: dict[ParticipantLabel, PrefillCost] = {}
+    sizes: dict[ParticipantLabel, CacheSize] = {}
     largest = {participant.label: 0 for participant in participants}
     steps: dict[ParticipantLabel, list[float]] = {
         participant.label: [] for participant in participants
