@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.call import AttentionCall, PredictedEviction
-from kvfold.attention.mask import physical_mask
+from kvfold.attention.mask import biased, physical_mask
 from kvfold.hf.attention import stock_attention
 from kvfold.kernels.column_maxima import attend_with_column_maxima
 from kvfold.kernels.column_sums import attend_with_moments
 from kvfold.kernels.gather import as_added
 from kvfold.kernels.ragged import attend_to_segments
 from kvfold.kernels.single_query import attend_beside, attend_with_row
-from kvfold.kernels.views import RaggedView
+from kvfold.kernels.views import BiasedColumns, RaggedView
 from kvfold.methods.observation import ProjectedNorms
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
@@ -32,7 +32,7 @@ def attend_to_view(
     module: nn.Module,
     kind: str,
     call: AttentionCall,
-    view: Tensor | RaggedView | None,
+    view: Tensor | RaggedView | BiasedColumns | None,
     seen: int,
     mask: Tensor | None,
     options: dict[str, Any],
@@ -47,7 +47,15 @@ def attend_to_view(
         newest = None if mask is None else mask[..., seen - view.new : seen]
         out = attend_to_segments(call.query, view, newest, **call.logits)
         return out.transpose(1, 2).contiguous(), None
-    stored_mask = physical_mask(mask, view, call.query, seen, holes)
+    if isinstance(view, BiasedColumns):
+        stored_mask = physical_mask(mask, view.columns, call.query, seen, holes)
+        if call.query.shape[2] == 1:
+            added = _per_group(stored_mask, view.bias, call)
+            out = attend_with_row(call.query, call.key, call.value, added, **call.logits)[0]
+            return out.transpose(1, 2).contiguous(), None
+        stored_mask = biased(stored_mask, view.bias, call.query)
+    else:
+        stored_mask = physical_mask(mask, view, call.query, seen, holes)
     attend = stock_attention(kind, module)
     return attend(module, call.query, call.key, call.value, stored_mask, **options)
 
@@ -128,25 +136,41 @@ def attend_and_watch_row(
 def _dense(
     call: AttentionCall, store: Store, seen: int, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Decoded keys `[B, H, T, D]` and values `[B, H, T, Dv]`, and their mask."""
-    if store.is_dense:
-        view = store.view()
-        assert not isinstance(view, RaggedView)
-        return call.key, call.value, physical_mask(mask, view, call.query, seen)
-    key, value = store.dense()
-    return key, value, physical_mask(mask, store.columns, call.query, seen)
+    """Decoded keys `[B, H, T, D]` and values `[B, H, T, Dv]`, and their mask with any bias."""
+    columns: Tensor | None
+    if isinstance(store, DenseStore):
+        key, value, columns = call.key, call.value, store.stored_columns
+    else:
+        (key, value), columns = store.dense(), store.columns
+    stored_mask, bias = physical_mask(mask, columns, call.query, seen), store.bias
+    return key, value, stored_mask if bias is None else biased(stored_mask, bias, call.query)
 
 
 def _hidden(
     call: AttentionCall, store: DenseStore, seen: int, mask: Tensor | None
 ) -> Tensor | None:
-    """Additive mask `[B, H or 1, ·, T]` for a single query; None if nothing is hidden."""
+    """Additive mask `[B, H or 1, ·, T]` for a single query; None if nothing is added."""
+    bias = store.bias if store.biased else None
     if mask is None:
         hidden = store.hidden
+        if bias is not None:
+            return (bias if hidden is None else bias + hidden)[:, :, None]
         return None if hidden is None else hidden[:, :, None]
-    stored_mask = physical_mask(mask, store.view(), call.query, seen)
+    stored_mask = physical_mask(mask, store.stored_columns, call.query, seen)
     assert stored_mask is not None
-    if stored_mask.dtype == torch.bool:
-        stored_mask = as_added(~stored_mask, call.query.dtype)
-    heads = call.key.shape[1] if stored_mask.shape[1] > 1 else 1
-    return stored_mask[:, :, 0].unflatten(1, (heads, -1))
+    return _per_group(stored_mask, bias, call)
+
+
+def _per_group(mask: Tensor | None, bias: Tensor | None, call: AttentionCall) -> Tensor | None:
+    """Additive mask `[B, H or 1, G or 1, T]` of a single query, with the bias `[B, H, T]`.
+
+    `mask` is that of `physical_mask`.
+    """
+    added = None if bias is None else bias[:, :, None]
+    if mask is None:
+        return added
+    if mask.dtype == torch.bool:
+        mask = as_added(~mask, call.query.dtype)
+    heads = call.key.shape[1] if mask.shape[1] > 1 else 1
+    hidden = mask[:, :, 0].unflatten(1, (heads, -1))
+    return hidden if added is None else hidden + added

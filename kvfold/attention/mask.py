@@ -61,6 +61,21 @@ def physical_mask(
     return physical.masked_fill(hole, nothing)
 
 
+def biased(mask: Tensor | None, bias: Tensor, query: Tensor) -> Tensor:
+    """Additive mask `[B, Hq, S, T]` of the query's dtype: the bias `[B, H, T]` where visible.
+
+    `mask [B or 1, Hq or 1, S, T]` is that of `physical_mask`.
+    """
+    query_heads, new = query.shape[1:3]
+    per_query = bias.to(query.dtype).repeat_interleave(query_heads // bias.shape[1], 1)[:, :, None]
+    if mask is None:
+        mask = _lower_right(new, bias.shape[-1], bias.device)[None, None]
+    lowest = torch.finfo(query.dtype).min
+    if mask.dtype == torch.bool:
+        return torch.where(mask, per_query, lowest)
+    return torch.where(mask > lowest / 2, mask + per_query, mask)
+
+
 def _only_causal(mask: Tensor | None, new: int, seen: int) -> bool:
     """True if a logical mask is causal for the last `new` tokens, and hides nothing else."""
     if mask is None:

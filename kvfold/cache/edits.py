@@ -144,9 +144,9 @@ class New(NamedTuple):
     def of_layer(self, layer: int) -> Inserted:
         """The tokens' entries in a compressed layer."""
         state = self.states[layer]
-        keys, values = state.stored().dense()
-        columns = state.stored().columns
-        return Inserted(keys, values, columns.masked_fill(columns < self.first, -1))
+        store = state.stored()
+        columns = store.columns
+        return Inserted(*store.dense(), columns.masked_fill(columns < self.first, -1), store.bias)
 
 
 def model_of(cache: CompressedCache) -> PreTrainedModel:

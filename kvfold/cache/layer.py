@@ -271,7 +271,8 @@ class CompressedLayer(CacheLayerMixin):
         """True if a single unmasked query attends to every entry of an evicted dense store."""
         store = self.state.store
         assert store is not None
-        if call.query.shape[2] > 1 or store.holes or not (store.is_dense and store.moved):
+        hiding = store.holes or store.biased
+        if call.query.shape[2] > 1 or hiding or not (store.is_dense and store.moved):
             return False
         softcap, sink_logits = call.logits.get("softcap"), call.logits.get("sink_logits")
         return softcap is None and sink_logits is None

@@ -146,6 +146,7 @@ def observation_at(
         query_moments=None if moments is None else state.query_moments.of(call.query, moments),
         scorer=_scorer_of(state),
         fitted_heads=state.fitted_heads,
+        bias=per_head(store.bias),
     )
 
 

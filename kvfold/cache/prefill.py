@@ -225,14 +225,15 @@ def _keep_ragged(
         store.keep(slots)
     else:
         columns = None if _is_everything(state, slots) else store.columns
-        entries, taken = store.dense(), slots
+        entries, taken, bias = store.dense(), slots, store.bias
         if changed is not None:
             # Changed entries are in the order of the slots, and taken from there.
             entries = changed[0], changed[1]
             columns = store.columns.gather(2, slots.clamp(min=0))
+            bias = None if bias is None else pick(bias, slots, 0)
             order = torch.arange(slots.shape[-1], device=slots.device)
             taken = order.expand_as(slots).masked_fill(slots < 0, -1)
-        state.store = RaggedStore(*entries, columns, taken, encode)
+        state.store = RaggedStore(*entries, columns, taken, encode, bias)
     # Raw entries need no observation of the kept ones, which is a copy.
     kept = observation.at(slots) if state.plan.stages.encode is not None else None
     encode_due(state, decoding=False, observation=kept)

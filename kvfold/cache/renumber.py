@@ -27,12 +27,13 @@ from kvfold.store.ragged import RaggedStore
 class Inserted(NamedTuple):
     """Entries that come in: keys `[B, H, m, D]`, values `[B, H, m, Dv]`, new columns `[B, H, m]`.
 
-    Column −1 is a hole.
+    Column −1 is a hole. `bias [B, H, m]`; None: no entry has one.
     """
 
     keys: Tensor
     values: Tensor
     columns: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
     if inserted is not None:
         keys, values = torch.cat([keys, inserted.keys], 2), torch.cat([values, inserted.values], 2)
         columns = torch.cat([columns, inserted.columns], 2)
-    slots = _by_column(columns)
-    other.store = _stored(store, keys, values, columns, slots, by.sequence.seen)
+    slots, bias = _by_column(columns), _joined_bias(store, inserted)
+    other.store = _stored(store, keys, values, columns, slots, by.sequence.seen, bias)
     other.select_per_entry(slots)
     other.sequence = replace(by.sequence)
     if other.moves is not None:
@@ -171,13 +172,28 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
     return other
 
 
+def _joined_bias(store: Store, inserted: Inserted | None) -> Tensor | None:
+    """Bias of a store's entries and of the inserted ones `[B, H, T + m]`; None: none has one."""
+    if inserted is None:
+        return store.bias
+    if store.bias is None and inserted.bias is None:
+        return None
+    both = ((store.bias, store.columns), (inserted.bias, inserted.columns))
+    return torch.cat(
+        [torch.zeros(of.shape, device=of.device) if bias is None else bias for bias, of in both], -1
+    )
+
+
 def _close_gaps(state: LayerState) -> None:
     """Moves keys at consecutive positions up again, after entries between them have left."""
     columns = state.stored().columns
     every = _by_column(columns)
     (keys, values), state.moves = moved_up(state, every)
     columns = pick(columns, every, -1)
-    state.store = _stored(state.stored(), keys, values, columns, _by_column(columns), state.seen)
+    bias = state.stored().bias
+    bias = None if bias is None else pick(bias, every, 0)
+    slots = _by_column(columns)
+    state.store = _stored(state.stored(), keys, values, columns, slots, state.seen, bias)
 
 
 def _rotated(state: LayerState, keys: Tensor, shifts: Tensor) -> Tensor:
@@ -197,15 +213,23 @@ def _by_column(columns: Tensor) -> Tensor:
 
 
 def _stored(
-    old: Store, keys: Tensor, values: Tensor, columns: Tensor, slots: Tensor, seen: int
+    old: Store,
+    keys: Tensor,
+    values: Tensor,
+    columns: Tensor,
+    slots: Tensor,
+    seen: int,
+    bias: Tensor | None,
 ) -> Store:
     """A store of the same kind with the entries at `slots`, in their `columns [B, H, T]`."""
     if isinstance(old, RaggedStore):
-        return RaggedStore(keys, values, columns, slots, old.encode)
+        return RaggedStore(keys, values, columns, slots, old.encode, bias)
     store = DenseStore(keys, values)
+    if bias is not None:
+        store.set_bias(bias)
     store.keep(slots)
     columns = pick(columns, slots, -1)
-    if columns.shape[-1] == seen and bool((columns >= 0).all()):
+    if columns.shape[-1] == seen and bool((columns >= 0).all()) and bias is None:
         return DenseStore(store.keys, store.values)  # slot i is column i, as in a stock cache
     store.place(columns)
     return store

@@ -6,6 +6,7 @@ Reference: `reference.attend_with_column_sums` on each segment alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Unpack
 
@@ -16,7 +17,7 @@ from kvfold.kernels.dispatch import Path, packed_path, rows_path
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.static_quantized import both_packed
 from kvfold.kernels.varlen import attend_to_rows_varlen
-from kvfold.kernels.views import BLOCK, Flat, RaggedView
+from kvfold.kernels.views import BLOCK, Flat, PartView, RaggedView
 
 if TYPE_CHECKING:
     from kvfold.kernels.triton.quantized import BothPacked
@@ -37,6 +38,7 @@ def attend_to_segments(
 
     `mask`, bool or additive `[B, 1 or Hq, S, n]`, covers the last n entries of every segment. None:
     causal, the queries being the last S entries of every segment. Rows that see nothing are 0.
+    Entries with a bias take plain torch, on a GPU too.
     """
     scale, softcap = options["scale"], options.get("softcap")
     plain = softcap is None and options.get("sink_logits") is None
@@ -50,13 +52,13 @@ def attend_to_segments(
         and max(stored.keys.gaps) < stored.keys.tail.shape[2]
     ):
         path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
-        if path != "torch":
+        if path != "torch" and stored.bias is None:
             return _one_step_of_rows(query, stored, path, options)
         same = query.shape[-1] == stored.values.tail.shape[-1]
         if plain and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
     even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
-    if even and both_packed(stored) is not None:
+    if even and stored.bias is None and both_packed(stored) is not None:
         size = stored.values.tail.shape[-1]
         if packed_path(query, value_size=size, masked=False) == "triton":
             return _one_step_of_packed(query, stored, options)
@@ -81,9 +83,13 @@ def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     shares = min(BLOCK, 1 << (torch.get_num_threads() - 1).bit_length())
     rows = grouped.expand(-1, shares, -1, -1) if shares > 1 else grouped
     old = zip(rows.split(1), old_keys.in_shares(shares), old_values.in_shares(shares), strict=True)
-    parts = [
-        _flash_on_cpu(*each, scale=scale) if each[1].numel() else _nothing(each[0]) for each in old
-    ]
+    if stored.bias is None:
+        parts = [
+            _flash_on_cpu(*each, scale=scale) if each[1].numel() else _nothing(each[0])
+            for each in old
+        ]
+    else:
+        parts = _biased_parts(old, stored.bias, shares, scale)
     keys, values, hidden = _tails(stored)
     of_tails = grouped.view(batch, -1, *grouped.shape[2:])
     new = _flash_on_cpu(of_tails, keys, values, attn_mask=hidden, scale=scale)
@@ -95,12 +101,32 @@ def _one_step(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     return _merged(outs, totals).view(batch, query_heads, 1, -1)
 
 
+def _biased_parts(
+    old: Iterable[tuple[Tensor, Tensor, Tensor]], bias: PartView, shares: int, scale: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Outputs and log-sum-exps of queries over shares of `old` segments whose entries have a bias.
+
+    Each is a query, keys and values `[1, shares, ·, D]`.
+    """
+    assert isinstance(bias.encoded, Flat)
+    biases = bias.encoded.in_shares(shares)  # [1, shares, n, 1]
+    return [
+        _flash_on_cpu(*each, attn_mask=of_each.transpose(-1, -2).to(each[0].dtype), scale=scale)
+        if of_each.numel()
+        else _nothing(each[0])
+        for each, of_each in zip(old, biases, strict=True)
+    ]
+
+
 def _one_step_even(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     """Output `[B, Hq, 1, Dv]` over segments of one length, as batched products."""
     batch, query_heads, _, size = query.shape
     grouped = (query * scale).reshape(len(stored.keys.gaps), -1, size)
     logits = [grouped @ keys.transpose(1, 2) for keys in stored.keys.rectangles()]
-    weights = _softmax(torch.cat(logits, -1), None).to(query.dtype)
+    joined = torch.cat(logits, -1)
+    if stored.bias is not None:
+        joined = joined + torch.cat(stored.bias.rectangles(), 1).transpose(1, 2)
+    weights = _softmax(joined, None).to(query.dtype)
     values = stored.values.rectangles()
     of_old, *of_new = weights.split([piece.shape[1] for piece in values], -1)
     mixed = of_old @ values[0]
@@ -207,14 +233,16 @@ def _attended(
 
 
 def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tail keys and values `[B, H, T, D]`, and an additive mask of the padding on their left."""
+    """Tail keys and values `[B, H, T, D]`, and an additive mask: padding on the left, biases."""
     keys, values, gaps = stored.keys.tail, stored.values.tail, stored.keys.gaps
+    bias = None if stored.bias is None else stored.bias.tail.transpose(2, 3).to(keys.dtype)
     if max(gaps) == 0:
-        return keys, values, None
+        return keys, values, bias
     width = keys.shape[2]
     room = -(-width // BLOCK) * BLOCK
     hidden = _hidden(gaps, room, keys.dtype, keys.device)
-    return keys, values, hidden.view(*keys.shape[:2], 1, room)[..., :width]
+    hidden = hidden.view(*keys.shape[:2], 1, room)[..., :width]
+    return keys, values, hidden if bias is None else hidden + bias
 
 
 @lru_cache(maxsize=128)
@@ -242,6 +270,7 @@ def _in_blocks(
     grouped = (query * options["scale"]).reshape(segments, groups, queries, size)
     out = query.new_empty(segments, groups, queries, stored.values.tail.shape[-1])
     pieces = zip(stored.keys.all_pieces(), stored.values.all_pieces(), strict=True)
+    biases = None if stored.bias is None else stored.bias.all_pieces()
     for i, (keys, values) in enumerate(pieces):
         row, head = divmod(i, segments // batch)
         share = slice(head * groups, (head + 1) * groups)
@@ -250,6 +279,8 @@ def _in_blocks(
             logits = torch.cat([block @ piece.T for piece in keys], -1).unflatten(0, (groups, -1))
             if softcap is not None:
                 logits = torch.tanh(logits / softcap) * softcap
+            if biases is not None:
+                logits = logits + torch.cat(biases[i])[:, 0]
             if mask is not None:
                 of_row = mask[row, share if mask.shape[1] > 1 else slice(0, 1)]
                 _hide(logits, of_row[:, start : start + QUERIES])

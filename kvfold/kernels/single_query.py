@@ -46,8 +46,8 @@ def attend_with_row(
     """Attention output `[B, Hq, 1, Dv]` and its row of weights `[B, Hq, 1, T]`.
 
     query `[B, Hq, 1, D]`, key `[B, H, T, D]`, value `[B, H, T, Dv]`. `hidden [B, H or 1, G or 1,
-    T]` is added to the logits; at least one entry must stay visible. Weights are float32, or
-    float64 for a float64 query.
+    T]` is added to the logits, in float32 if it is; at least one entry must stay visible. Weights
+    are float32, or float64 for a float64 query.
     """
     softcap = options.get("softcap")
     batch, _, _, size = query.shape
@@ -55,11 +55,13 @@ def attend_with_row(
     grouped = query.reshape(batch, heads, -1, size)
     if hidden is not None:
         hidden = hidden.expand(-1, heads, -1, -1).flatten(0, 1)
-    logits = products(grouped, key, hidden if softcap is None else None, options["scale"])
+    at_once = hidden is not None and softcap is None and hidden.dtype == key.dtype
+    logits = products(grouped, key, hidden if at_once else None, options["scale"])
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-        logits = logits if hidden is None else logits + hidden
+    if hidden is not None and not at_once:
+        logits = logits + hidden
     return _weighted(logits, value, options.get("sink_logits"))
 
 

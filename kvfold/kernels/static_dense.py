@@ -18,12 +18,13 @@ def attend_to_buffers(
     keys: Tensor,
     values: Tensor,
     visible: Tensor,
+    bias: Tensor | None = None,
     **options: Unpack[LogitOptions],
 ) -> Tensor:
     """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`.
 
     keys `[B, H, T, D]`, values `[B, H, T, Dv]`; slots where `visible [B, H, T]` is false are
-    masked, and must hold finite numbers.
+    masked, and must hold finite numbers. `bias [B, H, T]` is added to the logits.
     """
     scale, softcap = options["scale"], options.get("softcap")
     sink_logits = options.get("sink_logits")
@@ -31,12 +32,14 @@ def attend_to_buffers(
     # The query heads of a group become rows of one head, so that keys are read once.
     grouped = query.reshape(batch, keys.shape[1], -1, size)
     mask = visible[:, :, None]
-    if softcap is None and sink_logits is None:
+    if softcap is None and sink_logits is None and bias is None:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, -1)
     logits = (grouped @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
+    if bias is not None:
+        logits = logits + bias[:, :, None]
     logits = logits.masked_fill(~mask, -torch.inf)
     weights = softmax_beside(logits.flatten(0, 1), sink_logits).unflatten(0, keys.shape[:2])
     return (weights.to(values.dtype) @ values).reshape(batch, query_heads, 1, -1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -188,3 +188,14 @@ class RaggedView:
     keys: PartView
     values: PartView
     new: int
+    bias: PartView | None = None  # [·, 1] per entry, float32, added to its logits
+
+
+class BiasedColumns(NamedTuple):
+    """A dense store whose entries have a bias, for one attention call.
+
+    columns `[B, H, T]`, −1 for holes, None while slot i is column i; bias `[B, H, T]`, float32.
+    """
+
+    columns: Tensor | None
+    bias: Tensor

@@ -83,4 +83,4 @@ def expected_logits(observation: Observation, future: int) -> Tensor:
         # One query head at a time: products of all would be a tensor [B, H, G, T, D].
         for query_head, covariance in enumerate(by_group):
             logits[:, :, query_head] += ((keys @ covariance) * keys).sum(-1)
-    return logits
+    return logits if observation.bias is None else logits + observation.bias[:, :, None]

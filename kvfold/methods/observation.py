@@ -183,6 +183,7 @@ class Observation:
     norms_of_outputs: ProjectedNorms | None = None  # see `output_norms`
     scorer: ScoredOnce | None = None  # this layer's fitted scorer; see `learned_scores`
     fitted_heads: Tensor | None = None  # [H], fitted numbers of this layer's KV heads
+    bias: Tensor | None = None  # [B, H, T], float32, added to the entries' logits
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
@@ -210,6 +211,7 @@ class Observation:
             evictable=moved(self.evictable),
             token_ids=moved(self.token_ids),
             key_positions=moved(self.key_positions),
+            bias=moved(self.bias),
         )
         return again, order
 
@@ -221,7 +223,7 @@ class Observation:
     def at(self, slots: Tensor) -> Observation:
         """Observation of the entries at `slots [B, H, K]` only, −1 for holes; no statistics."""
 
-        def picked(per_entry: Tensor | None, empty: int) -> Tensor | None:
+        def picked(per_entry: Tensor | None, empty: float) -> Tensor | None:
             return None if per_entry is None else pick(per_entry, slots, empty)
 
         return dataclasses.replace(
@@ -237,6 +239,7 @@ class Observation:
             evictable=None,
             token_ids=picked(self.token_ids, -1),
             key_positions=picked(self.key_positions, 0),
+            bias=picked(self.bias, 0),
         )
 
     def unrotated(self) -> Tensor:
@@ -289,6 +292,8 @@ class Observation:
         logits = logits.view(batch, heads, -1, window, stored)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
+        if self.bias is not None:
+            logits = logits + self.bias[:, :, None, None]
         return logits
 
     def window_attention(self, last: int) -> Tensor:

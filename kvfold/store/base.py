@@ -22,14 +22,15 @@ class Store(ABC):
     `DenseStore` can also drop, change and place single entries; `RaggedStore` can encode its oldest
     ones. Code that needs this asks a `LayerState` for its `dense_store()` or its `ragged_store()`.
 
-    Modify the store: `append`, `keep`, `keep_own`, `crop`, `index`. Views taken before `keep` and
-    `crop` stay valid; `index` copies. `fork` and `view` share memory: nothing is copied.
+    Modify the store: `append`, `keep`, `keep_own`, `crop`, `index`, `set_bias`. Views taken before
+    `keep` and `crop` stay valid; `index` copies. `fork` and `view` share memory: nothing is copied.
     """
 
     kind: ClassVar[Literal["dense", "segments"]]  # in context files
     is_dense: ClassVar[bool]  # one rectangle, which the model's own attention can read
     dead: int = 0  # evicted entries of each head that still occupy a slot
     holes: bool = False  # True if any slot is a hole
+    biased: bool = False  # True if entries have an attention bias
 
     @property
     def moved(self) -> bool:
@@ -45,6 +46,11 @@ class Store(ABC):
     def pairs(self) -> bool:
         """True if two layers share their entries' directions (MiniCache)."""
         return False
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Additive attention bias of the entries `[B, H, T]`, float32; None: no entry has one."""
+        return None
 
     @property
     def new(self) -> tuple[int, int]:
@@ -100,6 +106,13 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def set_bias(self, bias: Tensor) -> None:
+        """Adds `bias [B, H, T]` to the logits of the entries, in place of an earlier one.
+
+        It moves with its entry, and that of entries to come is 0. Earlier views stay valid.
+        """
+
+    @abstractmethod
     def keep(self, slots: Tensor) -> None:
         """Evicts all entries but those at `slots [B, H, K]`, ascending, −1 for holes."""
 
@@ -122,7 +135,7 @@ class Store(ABC):
 
     @abstractmethod
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
-        """Bytes of keys and values, of data besides them (columns, masks, norms), and of slack.
+        """Bytes of keys and values, of data besides them (columns, masks, biases), and of slack.
 
         `counted` holds addresses of shared tensors that were counted before; this store's are
         added to it.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.gather import pick
-from kvfold.kernels.views import Named
+from kvfold.kernels.views import BiasedColumns, Named
 from kvfold.store.base import Store
 from kvfold.store.buffer import ROOM, GrowingBuffer, slack
 from kvfold.store.entry_columns import EntryColumns, HolesMask, SharedColumns
 from kvfold.store.entry_norms import On, norms_of
-from kvfold.store.shared_buffer import SharedBuffer
+from kvfold.store.shared_buffer import SharedBuffer, SharedNumbers
 
 
 class DenseStore(Store):
@@ -36,6 +36,7 @@ class DenseStore(Store):
         self._columns: EntryColumns | SharedColumns | None = None
         self._hidden: HolesMask | None = None  # made at first use
         self._norms: GrowingBuffer | None = None  # made at first use
+        self._bias: GrowingBuffer | None = None  # [B, H, T], float32
         self._marked = True  # False while evicted entries still have their columns in `_columns`
         self.dead, self.holes = 0, False
 
@@ -49,12 +50,15 @@ class DenseStore(Store):
         if "positions" in tensors:
             store._columns = EntryColumns(tensors["positions"])
             store.holes = bool((tensors["positions"] < 0).any())
+        if "bias" in tensors:
+            store.set_bias(tensors["bias"])
         store.dead = dead
         return store
 
     def named(self) -> Named:
-        """Keys, values and columns by name, as views, one tensor for each row's KV head."""
+        """Keys, values, columns and bias by name, as views, one for each row's KV head."""
         tensors = {"keys": self.keys, "values": self.values, "positions": self.stored_columns}
+        tensors["bias"] = self.bias
         return {n: list(rows.flatten(0, 1)) for n, rows in tensors.items() if rows is not None}
 
     @property
@@ -96,6 +100,13 @@ class DenseStore(Store):
             return stored.long()
         batch, heads = self.keys.shape[:2]
         return torch.arange(self.length, device=self.keys.device).expand(batch, heads, -1)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self._bias is None else self._bias.rows
+
+    def set_bias(self, bias: Tensor) -> None:
+        self._bias, self.biased = GrowingBuffer(bias.float()), True
 
     @property
     def hidden(self) -> Tensor | None:
@@ -150,11 +161,14 @@ class DenseStore(Store):
         other._keys, other._values = SharedBuffer(self.keys), SharedBuffer(self.values)
         if self._columns is not None:
             other._columns = SharedColumns(self._columns.rows)
+        if self._bias is not None:
+            other._bias = SharedNumbers(self._bias.rows)
         return other
 
-    def view(self) -> Tensor | None:
+    def view(self) -> Tensor | BiasedColumns | None:
         """Columns `[B, H, T]`, int32, for attention's mask; None while slot i is column i."""
-        return self.stored_columns
+        columns = self.stored_columns
+        return columns if self._bias is None else BiasedColumns(columns, self._bias.rows)
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys `[B, H, T, D]` and values `[B, H, T, Dv]`, not copied."""
@@ -164,6 +178,8 @@ class DenseStore(Store):
         stored = self._keys.append(keys), self._values.append(values)
         if self._columns is not None:
             self._columns.follow(first, keys.shape[2])
+        if self._bias is not None:
+            self._bias.append(self._bias.rows.new_zeros(keys.shape[:3]))
         return stored
 
     def reserve(self, room: int) -> tuple[Tensor, Tensor]:
@@ -209,6 +225,8 @@ class DenseStore(Store):
         self._columns = EntryColumns(columns)
         self._keys = GrowingBuffer.gathered(self.keys, slots)
         self._values = GrowingBuffer.gathered(self.values, slots)
+        if self._bias is not None:
+            self.set_bias(pick(self._bias.rows, slots, 0))
         self._forget()
         self.dead, self.holes = 0, bool((columns < 0).any())
 
@@ -219,13 +237,13 @@ class DenseStore(Store):
 
     def keep_own(self, slots: Tensor) -> None:
         """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
-        assert isinstance(self._keys, SharedBuffer) and isinstance(self._values, SharedBuffer)
         shared = self.length - self.own_length
         if not isinstance(self._columns, SharedColumns):
             columns = self.columns.int()
             self._columns = SharedColumns(columns[:, :, :shared])
             self._columns.append(columns[:, :, shared:])
-        for part in (self._keys, self._values, self._columns):
+        for part in self._parts():
+            assert isinstance(part, SharedBuffer)
             part.keep_own(slots)
         self._forget()
 
@@ -254,13 +272,14 @@ class DenseStore(Store):
             part.index(rows)
 
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
-        """Bytes of keys and values, of columns, mask and norms, and of slack; ignores `counted`."""
+        """Bytes of keys and values, of all else, and of slack; ignores `counted`."""
         keys, values = self._keys.nbytes(), self._values.nbytes()
-        beside = (self._columns, self._hidden, self._norms)
+        beside = (self._columns, self._hidden, self._norms, self._bias)
         of_each = [part.nbytes() for part in beside if part is not None]
         where = [sum(each) for each in zip(*of_each, strict=True)] or [0, 0]
         dead = (keys[0] + values[0]) // max(1, self.length) * self.dead
         return keys[0] + values[0] - dead, where[0], keys[1] + values[1] + where[1] + dead
 
     def _parts(self) -> list[GrowingBuffer]:
-        return [p for p in (self._keys, self._values, self._columns) if p is not None]
+        parts = (self._keys, self._values, self._columns, self._bias)
+        return [part for part in parts if part is not None]

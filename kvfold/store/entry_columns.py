@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.kernels.gather import as_added
 from kvfold.store.buffer import GrowingBuffer
-from kvfold.store.shared_buffer import SharedBuffer
+from kvfold.store.shared_buffer import SharedNumbers
 
 
 class EntryColumns(GrowingBuffer):
@@ -70,17 +70,13 @@ class HolesMask(GrowingBuffer):
         return self.rows != 0
 
 
-class SharedColumns(SharedBuffer):
+class SharedColumns(SharedNumbers):
     """Columns of a fork: a shared read-only prefix, then its own, int32 `[B, H, T]`."""
 
     def follow(self, first: int, new: int) -> None:
         """Adds `new` entries to every head, in columns from `first` on."""
         columns = _from(first, new, self.trunk)
         self.append(columns.expand(*self.trunk.shape[:2], new))
-
-    def keep_own(self, slots: Tensor) -> None:
-        """Keeps, of its own columns, those at `slots [B, H, K]`."""
-        self.own = GrowingBuffer(self.own.rows.gather(2, slots))
 
 
 def _from(first: int, count: int, like: Tensor) -> Tensor:

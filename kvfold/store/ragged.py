@@ -33,11 +33,18 @@ class RaggedStore(Store):
     is_dense = False
 
     def __init__(
-        self, keys: Tensor, values: Tensor, columns: Tensor | None, slots: Tensor, encode: Encode
+        self,
+        keys: Tensor,
+        values: Tensor,
+        columns: Tensor | None,
+        slots: Tensor,
+        encode: Encode,
+        bias: Tensor | None = None,
     ) -> None:
         """Copies entries at `slots [B, H, K]` of keys `[B, H, T, D]` and values `[B, H, T, Dv]`.
 
-        `columns [B, H, T]`; None: slot i is column i, and all entries are taken.
+        `columns [B, H, T]`; None: slot i is column i, and all entries are taken. `bias [B, H, T]`;
+        None: no entry has one.
         """
         self.rows, self.heads = keys.shape[:2]
         self.encode = encode
@@ -52,6 +59,9 @@ class RaggedStore(Store):
             )
         else:
             self._keys, self._values = Part(keys, slots), Part(values, slots)
+        self._bias: Part | None = None  # [B, H, T, 1]
+        if bias is not None:
+            self.set_bias(pick(bias, slots, 0)[..., slots.shape[-1] - self.length :])
 
     @classmethod
     def from_named(
@@ -60,12 +70,14 @@ class RaggedStore(Store):
         """Copy from `named` tensors; the last `new` entries are columns from `first_new` on."""
         store = cls.__new__(cls)
         store.heads, store.encode = heads, encode
-        of_keys, of_values = (
+        of_keys, of_values, of_bias = (
             {name.removeprefix(kind): p for name, p in parts.items() if name.startswith(kind)}
-            for kind in ("keys.", "values.")
+            for kind in ("keys.", "values.", "bias.")
         )
         store._keys = Part.from_named(of_keys, heads, encode.keys_from)
         store._values = Part.from_named(of_values, heads, encode.values_from)
+        store._bias = Part.from_named(of_bias, heads, Encode().keys_from) if of_bias else None
+        store.biased = bool(of_bias)
         store.rows = len(store._keys.gaps) // heads
         store._new, store._first_new = new, first_new
         seen = store._keys.view()
@@ -80,7 +92,9 @@ class RaggedStore(Store):
             if self._columns is not None
             else {}
         )
-        for kind, part in (("keys", self._keys), ("values", self._values)):
+        for kind, part in (("keys", self._keys), ("values", self._values), ("bias", self._bias)):
+            if part is None:
+                continue
             parts |= {f"{kind}.{name}": tensors for name, tensors in part.named().items()}
         return parts
 
@@ -116,26 +130,47 @@ class RaggedStore(Store):
         """A store that shares all present entries and grows by itself."""
         other = copy.copy(self)
         other._keys, other._values = self._keys.fork(), self._values.fork()
+        other._bias = None if self._bias is None else self._bias.fork()
         return other
 
     def view(self) -> RaggedView | None:
         """View for attention; a later append does not change it.
 
-        None while every entry is raw in the tail and nothing was evicted: `keys` and `values` are
-        then complete.
+        None while every entry is raw in the tail, nothing was evicted and nothing has a bias:
+        `keys` and `values` are then complete.
         """
         parts = (self._keys.encoded, self._values.encoded)
-        if self._columns is None and not any(any(p.lengths) for p in parts if p is not None):
+        whole = self._columns is None and self._bias is None
+        if whole and not any(any(p.lengths) for p in parts if p is not None):
             return None
         return self.segments()
 
     def segments(self) -> RaggedView:
         """View of all segments, also while every entry is in the tail."""
-        return RaggedView(self._keys.view(), self._values.view(), self._new)
+        bias = None if self._bias is None else self._bias.view()
+        return RaggedView(self._keys.view(), self._values.view(), self._new, bias)
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Decoded keys `[B, H, T, D]` and values `[B, H, T, Dv]`, padded on the left."""
         return self._keys.rectangle(self.length), self._values.rectangle(self.length)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self._bias is None else self._bias.rectangle(self.length)[..., 0]
+
+    def set_bias(self, bias: Tensor) -> None:
+        rows, length = bias.float()[..., None], bias.shape[-1]
+        counts = [count + self._new for count in self._counts]
+        slots = torch.arange(length, device=bias.device).expand(bias.shape)
+        first = length - torch.tensor(counts, device=bias.device).view(*bias.shape[:2], 1)
+        slots = slots.masked_fill(slots < first, -1)
+        keys, self.biased = self._keys.encoded, True
+        if isinstance(keys, Flat):  # kernels read a raw key together with its bias
+            old, slots = _divided(slots, counts, keys.lengths)
+            encoded = pick(rows[..., 0], old, 0)[old >= 0][:, None]
+            self._bias = Part.begun(Flat(encoded, keys.lengths), rows, slots)
+        else:
+            self._bias = Part(rows, slots)
 
     @property
     def columns(self) -> Tensor:
@@ -174,6 +209,8 @@ class RaggedStore(Store):
 
     def append(self, keys: Tensor, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
         stored = self._keys.append(keys), self._values.append(values)
+        if self._bias is not None:
+            self._bias.append(self._bias.tail.rows.new_zeros(*keys.shape[:3], 1))
         if self._new == 0:
             self._first_new = first
         self._new += keys.shape[2]
@@ -187,8 +224,8 @@ class RaggedStore(Store):
         length = self.length
         complete = self._columns is None and slots.shape[-1] == length and bool((slots >= 0).all())
         columns = None if complete else self.columns
-        self._keys.keep(slots, length)
-        self._values.keep(slots, length)
+        for part in self._parts():
+            part.keep(slots, length)
         self._settle(columns, slots)
 
     @property
@@ -200,8 +237,8 @@ class RaggedStore(Store):
         """Evicts all of a fork's own entries but those at `slots [B, H, K]`; shared ones stay."""
         shared, own = self.columns.split([self.length - self.own_length, self.own_length], -1)
         columns = torch.cat([shared, own.gather(2, slots)], -1)
-        self._keys.keep_own(slots)
-        self._values.keep_own(slots)
+        for part in self._parts():
+            part.keep_own(slots)
         every = torch.arange(columns.shape[-1], device=slots.device).expand_as(columns)
         self._settle(columns, every.masked_fill(columns < 0, -1))
 
@@ -255,15 +292,15 @@ class RaggedStore(Store):
     def crop(self, count: int) -> None:
         """Drops the last `count` entries of every head, all appended since the last compression."""
         self._new -= count
-        self._keys.crop(count)
-        self._values.crop(count)
+        for part in self._parts():
+            part.crop(count)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a copying selection along the batch axis, to all tensors."""
         order = rows(torch.arange(self.rows, device=self.keys.device)).tolist()
         segments = [row * self.heads + head for row in order for head in range(self.heads)]
-        self._keys.index(rows, segments)
-        self._values.index(rows, segments)
+        for part in self._parts():
+            part.index(rows, segments)
         if self._columns is not None:
             parts = self._columns.split(self._counts)
             self._columns = torch.cat([parts[i] for i in segments])
@@ -271,23 +308,26 @@ class RaggedStore(Store):
         self.rows = len(order)
 
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
-        """Bytes of keys and values, of columns, and of slack; skips addresses in `counted`."""
-        stored = slack = 0
-        for part in (self._keys, self._values):
-            used, room = part.tail.nbytes()
-            entry = part.tail.rows.shape[-1] * part.tail.rows.element_size()
-            alive = sum(part.alive) * entry
-            stored, slack = stored + alive, slack + room + used - alive
-        for tensor in self._encoded_tensors():
-            if tensor.data_ptr() not in counted:
-                stored += tensor.numel() * tensor.element_size()
-                counted.add(tensor.data_ptr())
-        column_bytes = 0 if self._columns is None else 4 * self._columns.numel()
-        return stored, column_bytes, slack
+        """Bytes of keys and values, of columns and biases, and of slack; skips `counted`."""
+        sizes = [_part_bytes(part, counted) for part in (self._keys, self._values)]
+        beside, slack = (0, 0) if self._bias is None else _part_bytes(self._bias, counted)
+        beside += 0 if self._columns is None else 4 * self._columns.numel()
+        return sum(stored for stored, _ in sizes), beside, slack + sum(room for _, room in sizes)
 
-    def _encoded_tensors(self) -> list[Tensor]:
-        parts = (self._keys.encoded, self._values.encoded)
-        return [tensor for part in parts if part is not None for tensor in part.tensors()]
+    def _parts(self) -> list[Part]:
+        return [part for part in (self._keys, self._values, self._bias) if part is not None]
+
+
+def _part_bytes(part: Part, counted: set[int]) -> tuple[int, int]:
+    """Bytes of a part's entries and of its slack; skips and extends `counted`."""
+    used, room = part.tail.nbytes()
+    stored = sum(part.alive) * part.tail.rows.shape[-1] * part.tail.rows.element_size()
+    slack = room + used - stored
+    for tensor in [] if part.encoded is None else part.encoded.tensors():
+        if tensor.data_ptr() not in counted:
+            stored += tensor.numel() * tensor.element_size()
+            counted.add(tensor.data_ptr())
+    return stored, slack
 
 
 def _divided(slots: Tensor, counts: list[int], old: list[int]) -> tuple[Tensor, Tensor]:

@@ -55,3 +55,11 @@ class SharedBuffer(GrowingBuffer):
     def nbytes(self) -> tuple[int, int]:
         used, room = self.own.nbytes()
         return self.trunk.numel() * self.trunk.element_size() + used, room
+
+
+class SharedNumbers(SharedBuffer):
+    """A shared trunk of numbers `[B, H, T]`, one for each entry, followed by its own."""
+
+    def keep_own(self, slots: Tensor) -> None:
+        """Keeps, of its own numbers, those at `slots [B, H, K]`."""
+        self.own = GrowingBuffer(self.own.rows.gather(2, slots))

@@ -55,6 +55,7 @@ class MaskedDense(Reader):
         model.set_attn_implementation(NAME)
         self.own = [i for i, layer in enumerate(self.cache.layers) if type(layer) is DynamicLayer]
         self.stored: dict[int, Tensor] = {}
+        self.bias: dict[int, Tensor] = {}
         self.move = move
 
     def hide(self, cache: kvfold.CompressedCache) -> None:
@@ -68,15 +69,25 @@ class MaskedDense(Reader):
                     stored[row, head, kept] = True
             self.stored[index] = stored
 
+    def give_biases(self, cache: kvfold.CompressedCache, of_layers: list[Tensor]) -> None:
+        """Adds a bias `[B, H, N]` of each column to its logits, in each layer that `cache` has."""
+        assert len(of_layers) == len(cache.states)
+        self.bias = dict(zip(self.own, of_layers, strict=True))
+
     def gone(self, module: Any, heads: int, columns: int) -> Tensor | None:
         """Which of a layer's columns were evicted `[B, H, N]`, or None."""
-        index = module.layer_idx
+        stored = self.stored.get(self._index(module))
+        return None if stored is None else _widened(~stored, heads, columns)
+
+    def added(self, module: Any, heads: int, columns: int) -> Tensor | None:
+        """The bias of a layer's columns `[B, H, N]`, or None."""
+        bias = self.bias.get(self._index(module))
+        return None if bias is None else _widened(bias, heads, columns)
+
+    def _index(self, module: Any) -> int:
         if getattr(module, "is_kv_shared_layer", False) and not module.is_sliding:
-            index = self.own[-1]
-        if index not in self.stored:
-            return None
-        gone = nn.functional.pad(~self.stored[index], (0, columns - self.stored[index].shape[-1]))
-        return gone.expand(-1, heads, -1)
+            return self.own[-1]
+        return int(module.layer_idx)
 
     def __call__(self, ids: Tensor) -> Tensor:
         global _running
@@ -85,6 +96,12 @@ class MaskedDense(Reader):
             return super().__call__(ids)
         finally:
             _running = None
+
+
+def _widened(numbers: Tensor, heads: int, columns: int) -> Tensor:
+    """Numbers `[B, H, N]` of as many heads and columns, 0 for newer ones."""
+    wide = nn.functional.pad(numbers, (0, columns - numbers.shape[-1]))
+    return wide.expand(-1, heads, -1)
 
 
 _running: MaskedDense | None = None
@@ -115,6 +132,9 @@ def attention(
     logits = torch.einsum("bhsd,bhnd->bhsn", query.double(), keys) * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    bias = _running.added(module, heads, columns) if _running else None
+    if bias is not None:
+        logits = logits + bias.double().repeat_interleave(groups, 1)[:, :, None]
     logits = logits.masked_fill(~allowed, -torch.inf)
     # A row that may see nothing (padding) has no finite peak and answers with zeros.
     peak = logits.amax(-1, keepdim=True).clamp(min=-1e300)

@@ -112,6 +112,51 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float = 1e-12) -> Non
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("queries", [1, 12])
+@pytest.mark.parametrize("old", [OLD, [40] * 6], ids=["ragged", "even"])
+def test_a_bias_is_added_to_the_logits_of_its_entry(old, queries, options, groups):
+    options = dict(options)
+    if "sink_logits" in options:
+        options["sink_logits"] = options["sink_logits"][: HEADS * groups]
+    keys, values, held = stored(old, queries)
+    biases = [noise(len(rows), 1, seed=i) for i, rows in enumerate(keys)]
+    held = replace(held, bias=view(biases, [n % BLOCK + queries for n in old]))
+    query = noise(BATCH, HEADS * groups, queries, SIZE, seed=3)
+    hidden = later(queries).expand(BATCH, HEADS * groups, -1, -1)
+    # An entry of bias b is one of the key (k, b / scale), for a query (q, 1).
+    wide = torch.cat([query, torch.ones_like(query[..., :1])], -1)
+    wide_keys = [torch.cat([k, b / SCALE], -1) for k, b in zip(keys, biases, strict=True)]
+    got = attend_to_segments(query, held, None, scale=SCALE, **options)
+    if options.get("softcap") is None:
+        assert_close(got, dense(wide, wide_keys, values, hidden, **options))
+    else:  # the softcap bounds the logits, not the bias
+        assert_close(got, _dense_with_bias(query, keys, values, hidden, biases, **options))
+
+
+def _dense_with_bias(
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    hidden: Tensor,
+    biases: list[Tensor],
+    softcap: float,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    out = torch.zeros(*query.shape[:3], values[0].shape[1], dtype=torch.float64)
+    for row in range(BATCH):
+        for head in range(query.shape[1]):
+            i = (row * query.shape[1] + head) // (query.shape[1] * BATCH // len(keys))
+            logits = softcap * (query[row, head] @ keys[i].T * SCALE / softcap).tanh()
+            gone = nn.functional.pad(hidden[row, head], (logits.shape[1] - hidden.shape[-1], 0))
+            weights = (logits + biases[i][:, 0]).exp().masked_fill(gone, 0.0)
+            total = weights.sum(-1, keepdim=True)
+            total = total + (0 if sink_logits is None else sink_logits[head].exp())
+            out[row, head] = weights / total @ values[i]
+    return out
+
+
 @GROUPS
 @pytest.mark.parametrize("kind", ["none", "bool", "additive", "bool per head", "additive per head"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

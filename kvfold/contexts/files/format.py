@@ -30,8 +30,9 @@ from torch import Tensor
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.identity import HeaderPart, ModelHeader, RopeHeader, digest, digest_of
 
-# Incremented when a file of one version would be misread by the other.
-VERSION = "1"
+# Incremented when a file of one version would be misread by the other. Files with biases of entries
+# are BIASED, and all others stay as they were.
+VERSION, BIASED = "1", "2"
 # Keys of the safetensors metadata.
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
 
@@ -170,7 +171,14 @@ def metadata(header: Header) -> dict[str, str]:
     if all(layer.next_round is None for layer in header.layers):
         empty["layers"] = {"__all__": {"turn_end", "next_round"}}
     text = header.model_dump_json(exclude=empty)
-    return {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)}
+    version = BIASED if has_bias(header) else VERSION
+    return {FORMAT: version, HEADER: text, CHECKSUM: digest(version + text)}
+
+
+def has_bias(header: Header) -> bool:
+    """True if entries of the file have an attention bias."""
+    named = (name for layer in header.layers for name in layer.by_head)
+    return any(name == "bias" or name.startswith("bias.") for name in named)
 
 
 class ContextFile:
@@ -209,13 +217,14 @@ class ContextFile:
     def _checked_header(self, found: dict[str, str]) -> Header:
         if FORMAT not in found:
             raise ContextFileError(f"{self.path} is a safetensors file, but no context of kvfold")
-        if found[FORMAT] != VERSION:
+        version = found[FORMAT]
+        if version not in (VERSION, BIASED):
             raise ContextFileError(
-                f"{self.path} has format version {found[FORMAT]!r}, and this kvfold reads "
-                f"{VERSION!r}: update kvfold, or compress the document again"
+                f"{self.path} has format version {version!r}, and this kvfold reads "
+                f"{VERSION!r} and {BIASED!r}: update kvfold, or compress the document again"
             )
         text = found.get(HEADER, "")
-        if digest(VERSION + text) != found.get(CHECKSUM):
+        if digest(version + text) != found.get(CHECKSUM):
             raise self.damaged("its header was altered")
         try:
             return Header.model_validate(json.loads(text))

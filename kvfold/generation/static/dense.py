@@ -20,6 +20,7 @@ class StaticDense(StaticBuffers):
         self.visible = torch.zeros(self.keys.shape[:3], dtype=torch.bool, device=self.keys.device)
         self.visible[:, :, : self.first] = layer.state.columns() >= 0
         torch._dynamo.maybe_mark_dynamic(self.visible, 2)
+        self.bias = self._widened_bias(layer)
         self._keep_in_place()
 
     def update(
@@ -34,5 +35,6 @@ class StaticDense(StaticBuffers):
             self.keys,
             self.values,
             self.visible,
+            self.bias,
             **options,
         )

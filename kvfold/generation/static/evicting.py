@@ -58,6 +58,7 @@ class StaticEvicting(StaticBuffers):
             # NaN stands for a head of which nothing has left yet.
             nothing = torch.full(self.positions.shape[:2], torch.nan, device=self.positions.device)
             self.merging = nothing if self.merging is None else self.merging.clone()
+        self.bias = self._widened_bias(layer)
         for per_entry in (self.positions, self.sums, self.squares):
             if per_entry is not None:
                 torch._dynamo.maybe_mark_dynamic(per_entry, 2)
@@ -74,13 +75,8 @@ class StaticEvicting(StaticBuffers):
         return super().update(key_states, value_states)
 
     def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
-        out, row = attend_with_row(
-            query,
-            self.keys,
-            self.values,
-            self._hidden()[:, :, None],
-            **options,
-        )
+        added = self._hidden() if self.bias is None else self._hidden() + self.bias
+        out, row = attend_with_row(query, self.keys, self.values, added[:, :, None], **options)
         if self.sums is not None:
             received = mean_of_heads(row, self.positions.shape[1])
             self.sums.add_(received)
@@ -154,7 +150,8 @@ class StaticEvicting(StaticBuffers):
         for entries in (self.keys, self.values):
             entries[:, :, :kept] = take(entries, slots)
         numbers = [(of_entries, KEPT_NUMBERS[name]) for name, of_entries in self.numbers.items()]
-        beside = [(self.positions, -1), (self.sums, 0), (self.squares, 0), *numbers]
+        sums = [(self.sums, 0), (self.squares, 0)]
+        beside = [(self.positions, -1), (self.bias, 0), *sums, *numbers]
         for per_entry, empty in beside:
             if per_entry is not None:
                 per_entry[:, :, :kept] = pick(per_entry, slots, empty)
@@ -174,6 +171,8 @@ class StaticEvicting(StaticBuffers):
         columns = state.sequence.columns(positions.long())
         if not torch.equal(columns, store.columns):
             store.place(columns)
+        if self.bias is not None:
+            store.set_bias(pick(self.bias, slots, 0))
         state.store = store
         merged = self.merging is not None and not bool(self.merging.isnan().all())
         state.merging = self.merging if merged else None

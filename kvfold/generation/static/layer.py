@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
@@ -74,6 +75,15 @@ class StaticBuffers(StaticLayer):
         self.evicted = torch.tensor(layer.state.seen - self.first, device=store.keys.device)
         for buffer in (self.keys, self.values):
             torch._dynamo.maybe_mark_dynamic(buffer, 2)
+
+    def _widened_bias(self, layer: CompressedLayer) -> Tensor | None:
+        """The entries' bias `[B, H, …]`, 0 for those to come; None if no entry has one."""
+        bias = layer.state.stored().bias
+        if bias is None:
+            return None
+        wide = F.pad(bias, (0, self.keys.shape[2] - bias.shape[2]))
+        torch._dynamo.maybe_mark_dynamic(wide, 2)
+        return wide
 
     def _keep_in_place(self) -> None:
         """Marks all tensors as static for CUDA graphs, which else copy them at every step."""

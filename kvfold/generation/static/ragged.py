@@ -84,7 +84,7 @@ class StaticRagged(StaticLayer):
         keys, values = layer.update(call.key, call.value)
         stored = self.store.segments()
         tokens = self._newest_tokens() if self.padded else None
-        if tokens is None and reads_packed(stored):
+        if tokens is None and stored.bias is None and reads_packed(stored):
             out = attend_to_packed_segments(call.query, stored, backend=self.backend, **call.logits)
         else:
             mask = None if tokens is None else tokens[:, None, None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.contexts.files.format import ContextFile, LayerHeader
+from kvfold.contexts.files.format import ContextFile, LayerHeader, has_bias
 from kvfold.contexts.files.layers import BY_HEAD
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named
@@ -55,9 +55,15 @@ class LayerPages:
 def check_plain(file: ContextFile) -> None:
     """Raises KvfoldError for what vLLM cannot hold.
 
-    That is quantized, pruned or paired entries, layers other than full attention, and moved keys.
+    That is quantized, pruned or paired entries, entries with a bias, layers other than full
+    attention, and moved keys.
     """
     header = file.header
+    if has_bias(header):
+        raise KvfoldError(
+            f"{header.method} gives entries an attention bias, which vLLM's pages have no place "
+            "for: compress the document with match:bias=none"
+        )
     for saved in header.layers:
         foreign = set(saved.by_head) - PLAIN[saved.store] - set(BY_HEAD)
         if foreign:
