@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -52,6 +53,9 @@ def command(
     memory: Annotated[
         str, typer.Option(help="Memory of contexts; beyond it, the least recently used go to disk.")
     ] = "4GiB",
+    session_memory: Annotated[
+        str, typer.Option(help="Memory of agents' sessions; beyond it, idle ones go to disk.")
+    ] = "1GiB",
     shrink: Annotated[
         str | None,
         typer.Option(help="Budget to which idle contexts shrink before any goes to disk."),
@@ -64,7 +68,7 @@ def command(
         ),
     ] = None,
     contexts: Annotated[
-        int, typer.Option(min=1, help="Contexts at most, in memory and on disk.")
+        int, typer.Option(min=1, help="Contexts and sessions at most, each, in memory and on disk.")
     ] = 1000,
     workers: Annotated[
         int, typer.Option(min=1, help="Requests computed at a time, each in a thread.")
@@ -151,6 +155,7 @@ def command(
         methods=None if methods is None else tuple(listed(methods)),
         prefill_chunk=prefill_chunk,
         memory=int(Budget.bytes(memory).amount),
+        session_memory=int(Budget.bytes(session_memory).amount),
         shrink=shrink,
         folder=folder,
         contexts=contexts,
@@ -174,7 +179,7 @@ def command(
     network, tokenizer = load(model, loading)
     name = Path(model).name if Path(model).is_dir() else model
     answering = Engine(name, network, tokenizer, settings)
-    for problem in answering.contexts.adopt():
+    for problem in chain(answering.contexts.adopt(), answering.sessions.held.adopt()):
         errors().print(f"left out: {problem}")
     GracefulServer(answering, lambda: _announce(bound, name, settings)).run([bound])
 

@@ -9,8 +9,8 @@ of the tokens, as each moves all that stands behind it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
 from kvfold.contexts.chat import check_one_answer
 from kvfold.contexts.context import Context, compress
-from kvfold.contexts.files.format import SessionHeader, SessionItem, opened
+from kvfold.contexts.files.format import SessionHeader, opened
 from kvfold.contexts.files.read import load
 from kvfold.errors import BudgetError, ContextFileError, KvfoldError
 from kvfold.generation.generate import read_turn
@@ -39,8 +39,6 @@ from kvfold.methods.base import Method
 
 # Shares: of the budget that turns may go beyond it, and of the tokens that queued edits may free.
 SLACK, QUEUED = 0.25, 0.1
-
-COUNTS = ("numbered", "turns", "compactions")
 
 Role = Literal["user", "tool", "assistant"]
 
@@ -70,6 +68,32 @@ class Item:
 
 
 @dataclass(frozen=True)
+class SessionRecord:
+    """What happened in a session so far.
+
+    Args:
+        items: its messages in order.
+        queued: new texts of messages whose edit waits; empty for one that is dropped.
+        numbered: messages that were ever appended.
+        turns: questions that were answered.
+        compactions: turns whose end compressed the cache.
+    """
+
+    items: tuple[Item, ...] = ()
+    queued: dict[str, str] = field(default_factory=dict)
+    numbered: int = 0
+    turns: int = 0
+    compactions: int = 0
+
+    def item(self, name: str) -> Item:
+        """The message of an id; raises KvfoldError if there is none."""
+        found = next((each for each in self.items if each.id == name), None)
+        if found is None:
+            raise KvfoldError(f"there is no message {name!r} in this session")
+        return found
+
+
+@dataclass(frozen=True)
 class Turn:
     """A turn on its way: `cache` has read a part of `ids [1, N]`, all tokens up to the answer."""
 
@@ -82,15 +106,14 @@ class Turn:
 class Session:
     """A conversation that begins with a `context`, whose cache is its own from now on.
 
-    `items` are its messages in order; `queued` the new texts of those whose edit waits, empty for
-    one that is dropped. Answers come on top of the budget until the next turn. One thread uses a
-    session at a time; after any error it is as before.
+    Answers come on top of the budget until the next turn. One thread uses a session at a time;
+    after any error it is as before.
 
     Raises KvfoldError for methods with forwards of their own, and for caches that cannot be edited
     (see `kvfold.cache.edits.Edits`); BudgetError for a budget that is no number of tokens.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, record: SessionRecord | None = None) -> None:
         cache = context.cache
         stages = cache.method.stages()
         if stages.needs.reconstruction is not None or stages.token_pruning is not None:
@@ -104,10 +127,7 @@ class Session:
             )
         context.check()
         check_editable(cache)
-        self.context = context
-        self.items: tuple[Item, ...] = ()
-        self.queued: dict[str, str] = {}
-        self.numbered = self.turns = self.compactions = 0
+        self.context, self.record = context, record or SessionRecord()
 
     @property
     def cache(self) -> CompressedCache:
@@ -127,9 +147,7 @@ class Session:
         """Writes a file for `load_session`, also a context's; see `contexts/files/write.py`."""
         from kvfold.contexts.files.write import save
 
-        items = [SessionItem(**vars(each)) for each in self.items]
-        counts = {name: getattr(self, name) for name in COUNTS}
-        save(self.context, path, SessionHeader(items=items, queued=self.queued, **counts))
+        save(self.context, path, SessionHeader.model_validate(asdict(self.record)))
 
     # --- turns ------------------------------------------------------------------------------
 
@@ -147,7 +165,7 @@ class Session:
         """
         given = [each if isinstance(each, Message) else Message(each) for each in messages]
         check_one_answer(options)
-        turn = self.open(given, max_new_tokens)
+        turn = self.open(given)
         criteria = options.pop("stopping_criteria", None) or []
         said = AnswerStream(self.context.tokenizer, turn.ids.shape[1], stop, _discard, Event())
         with turn.cache.frozen():
@@ -168,22 +186,21 @@ class Session:
     def open(
         self,
         messages: Sequence[Message],
-        answer: int,
         *,
         prefill_chunk: int | None = None,
         special_tokens: bool = False,
         allow_longer: bool = False,
     ) -> Turn:
-        """A turn of `messages`, to generate up to `answer` tokens with; `close` appends it.
+        """A turn of `messages`, to generate an answer with; `close` appends it.
 
         The cache has read all but the turn's last token if it compacts, else nothing of the turn.
         Generate inside `cache.frozen()`. Raises KvfoldError for no messages, an id that is taken, a
         second turn if the chat template has none, and a session too long for the model.
         """
         ids, items = self._read_as(messages, special_tokens)
-        check_length(self.context.model, ids.shape[1] + answer, allow_longer)
+        check_length(self.context.model, ids.shape[1], allow_longer)
         cache = copy.deepcopy(self.cache, {id(self.context.tokenizer): self.context.tokenizer})
-        compacts = self.crowded(ids.shape[1] - self.ids.shape[1] + answer)
+        compacts = self.crowded(ids.shape[1] - self.ids.shape[1])
         if compacts:
             # Generation needs a token to read: the last one comes on top.
             ended = ids[:, :-1]
@@ -204,50 +221,54 @@ class Session:
                 cache.crop(stop - cache.get_seq_length())
             elif cache.get_seq_length() < stop:
                 read_tokens(model, ids[:, cache.get_seq_length() :], cache, None)
-        reply = Item(f"m{self.numbered + len(turn.items)}", "assistant", turn.ids.shape[1], stop)
+        before = self.record
+        number = before.numbered + len(turn.items)
+        answered = Item(f"m{number}", "assistant", turn.ids.shape[1], stop)
         self.context = replace(self.context, cache=cache, ids=ids)
-        self.items += (*turn.items, reply)
-        self.numbered += len(turn.items) + 1
-        self.turns += 1
-        self.compactions += turn.compacts
+        self.record = replace(
+            before,
+            items=(*before.items, *turn.items, answered),
+            numbered=number + 1,
+            turns=before.turns + 1,
+            compactions=before.compactions + turn.compacts,
+        )
 
     # --- edits ------------------------------------------------------------------------------
 
-    def drop(self, name: str, now: bool = False) -> None:
-        """Drops a message; its template stays, as an empty message. It waits unless `now`.
-
-        Raises KvfoldError if there is none of that id, and as `CompressedCache.drop`; a message
-        whose entries were all evicted is gone already, and keeps its place.
-        """
-        self._edit(name, "", now)
+    def drop(self, *names: str, now: bool = False) -> None:
+        """Drops messages; their templates stay, as empty messages. Otherwise as `edit`."""
+        self.edit(dict.fromkeys(names, ""), now)
 
     def shorten(self, name: str, text: str, now: bool = False) -> None:
-        """Replaces a message by a `text`, which is read. It waits unless `now`.
-
-        Raises KvfoldError for an empty text, for an id that there is none of, for a message whose
-        entries were all evicted, and as `CompressedCache.replace`.
-        """
+        """Replaces a message by a `text`; KvfoldError for an empty one, and otherwise as `edit`."""
         if not text:
             raise KvfoldError("the new text is empty: drop the message")
-        self._edit(name, text, now)
+        self.edit({name: text}, now)
 
-    def _edit(self, name: str, text: str, now: bool) -> None:
-        item = next((each for each in self.items if each.id == name), None)
-        if item is None:
-            raise KvfoldError(f"there is no message {name!r} in this session")
-        if text:
-            check_replaceable(self.cache)
-            self._check_held(item)
-        queued = self.queued | {name: text}
-        edited = [each for each in self.items if each.id in queued]
+    def edit(self, texts: Mapping[str, str], now: bool = False) -> None:
+        """Gives messages new texts, which are read, by id; an empty one drops its message.
+
+        The edits wait until the queue frees enough, unless `now`. A message whose entries were all
+        evicted is dropped already, and its tokens keep their places. Raises KvfoldError for an id
+        that there is none of, for a new text of a message that was evicted, and as
+        `CompressedCache.replace`.
+        """
+        record = self.record
+        for name, text in texts.items():
+            item = record.item(name)
+            if text:
+                check_replaceable(self.cache)
+                self._check_held(item)
+        queued = record.queued | dict(texts)
+        edited = [each for each in record.items if each.id in queued]
         if now or sum(each.tokens for each in edited) > QUEUED * self.ids.shape[1]:
             self._apply(edited, queued)
         else:
-            self.queued = queued
+            self.record = replace(record, queued=queued)
 
     def _apply(self, edited: Sequence[Item], texts: dict[str, str]) -> None:
         """Edits items in one pass, the latest first: those before it stay where they are."""
-        context, items = self.context, {each.id: each for each in self.items}
+        context, items = self.context, {each.id: each for each in self.record.items}
         for item in reversed(edited):
             text, held = texts[item.id], holds(context.cache, (item.start, item.stop))
             if not text:
@@ -257,7 +278,8 @@ class Session:
                 context = _spliced(context, item, new)
                 moved = new.shape[1] - item.tokens
                 items = {name: _moved(each, item, moved) for name, each in items.items()}
-        self.context, self.items, self.queued = context, tuple(items.values()), {}
+        self.context = context
+        self.record = replace(self.record, items=tuple(items.values()), queued={})
 
     def _check_held(self, item: Item) -> None:
         if not holds(self.cache, (item.start, item.stop)):
@@ -274,15 +296,15 @@ class Session:
         """Token ids `[1, N]` up to the answer to `messages`, and these as items."""
         if not messages:
             raise KvfoldError("a turn has at least one message")
-        frame, names = self.context.frame, {each.id for each in self.items}
-        opening = frame.between if self.turns else frame.separator
+        frame, names = self.context.frame, {each.id for each in self.record.items}
+        opening = frame.between if self.record.turns else frame.separator
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn")
         ids, items = self.ids[0].tolist(), []
         for index, message in enumerate(messages):
             ids += self._ids_of(frame.separator if index else opening, True)
             text = self._ids_of(message.text, special_tokens)
-            name = message.id or f"m{self.numbered + index}"
+            name = message.id or f"m{self.record.numbered + index}"
             if name in names:
                 raise KvfoldError(f"the session has a message {name!r} already")
             names.add(name)
@@ -369,9 +391,6 @@ def load_session(
         saved = file.header.session
     if saved is None:
         raise ContextFileError(f"{path} holds a context, and no session: load it with kvfold.load")
-    session = Session(load(path, model, tokenizer))
-    session.items = tuple(Item(**dict(each)) for each in saved.items)
-    session.queued = saved.queued
-    for name in COUNTS:
-        setattr(session, name, getattr(saved, name))
-    return session
+    items = tuple(Item(**dict(each)) for each in saved.items)
+    record = SessionRecord(**dict(saved) | {"items": items})
+    return Session(load(path, model, tokenizer), record)

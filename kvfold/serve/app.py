@@ -21,7 +21,7 @@ from kvfold.serve.errors import ApiError, invalid
 from kvfold.serve.limits import RequestLimits
 from kvfold.serve.metrics import ServerMetrics
 from kvfold.serve.response_schemas import ErrorBody
-from kvfold.serve.routes import answers, contexts, status
+from kvfold.serve.routes import answers, contexts, sessions, status
 from kvfold.serve.routes.hangup import HungUp
 
 # nginx's status for a client that closed the connection; it only appears in the metrics.
@@ -52,6 +52,7 @@ def build(engine: Engine) -> FastAPI:
     metrics = ServerMetrics(engine)
     app.include_router(answers.router(engine, metrics))
     app.include_router(contexts.router(engine))
+    app.include_router(sessions.router(engine))
     app.include_router(status.router(engine, metrics))
     app.add_middleware(RequestLimits, settings=engine.settings, workers=engine.workers)
     app.add_middleware(RequestMetrics, metrics=metrics)

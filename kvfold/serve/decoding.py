@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -28,10 +28,14 @@ class AnswerStarted:
 
 @dataclass(frozen=True)
 class AnswerFinished:
-    """Last event of an answer: `tokens` generated, and the finish reason."""
+    """Last event of an answer: `tokens` generated, the finish reason, and the tokens of its text.
+
+    `said` may be fewer than were generated: a stop string is no part of an answer.
+    """
 
     tokens: int
     reason: Reason
+    said: Sequence[int]
 
 
 def generate_answer(
@@ -65,10 +69,10 @@ def generate_answer(
         stopping_criteria=[said],
     )
     tokens: list[int] = out[0, len(ids) :].tolist()
-    said.finish(tokens)
+    kept = said.finish(tokens)
     end = model.generation_config.eos_token_id
     ended = said.stopped or (tokens and tokens[-1] in (end if isinstance(end, list) else [end]))
-    return AnswerFinished(len(tokens), "stop" if ended else "length")
+    return AnswerFinished(len(tokens), "stop" if ended else "length", kept)
 
 
 class StrippedText:

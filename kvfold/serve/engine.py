@@ -31,12 +31,14 @@ from kvfold.methods.base import Composition, FileName, Method, parse
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
-from kvfold.serve.errors import ApiError
+from kvfold.serve.errors import ApiError, refusals
+from kvfold.serve.longest_prefix import PrefixKey
 from kvfold.serve.prompt_encoder import PromptEncoder, key_bytes, segments_of
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest, ContextRequest
 from kvfold.serve.sampling import SamplingParams
+from kvfold.serve.sessions import Sessions
 from kvfold.serve.settings import ServerSettings
-from kvfold.serve.stored_context import StoredContext
+from kvfold.serve.stored import Stored
 from kvfold.serve.worker_threads import WorkerThreads, stopping
 
 Put = Callable[[Any], None]
@@ -66,7 +68,7 @@ class Engine:
             config.vocab_size,
             settings.special_tokens,
             min(limits, default=None),
-            self._check_wanted,
+            self.check_wanted,
         )
         method = parse(settings.method)
         self.allowed_methods = (
@@ -85,6 +87,7 @@ class Engine:
             settings.contexts,
             settings.shrink,
         )
+        self.sessions = Sessions(self)
 
     # --- answers ----------------------------------------------------------------------------
 
@@ -96,10 +99,12 @@ class Engine:
         Raises ApiError: before `AnswerStarted` for a request that is refused, later if the client
         hung up or the server stops.
         """
-        self._start_job(cancelled)
+        if isinstance(request, ChatRequest) and request.session_id is not None:
+            return self.sessions.answer(request, put, cancelled)
+        self.start_job(cancelled)
         sampling = SamplingParams.of(request)
         with self._prepared(request) as (cache, ids, cached):
-            most = self._tokens_to_generate(len(ids), request)
+            most = self.tokens_to_generate(len(ids), request)
             put(AnswerStarted(len(ids), cached))
             done = generate_answer(
                 self.model,
@@ -112,7 +117,7 @@ class Engine:
                 put,
                 cancelled,
             )
-        self._check_wanted()
+        self.check_wanted()
         return done
 
     @contextmanager
@@ -204,7 +209,7 @@ class Engine:
 
     def _longest_prefix(
         self, ids: list[int], parts: list[str]
-    ) -> tuple[StoredContext, list[int]] | None:
+    ) -> tuple[Stored[Context], list[int]] | None:
         """The longest stored context that is a prefix of the prompt, and the tokens after it.
 
         Prefixes are compared as tokens and as text: the last token of a document often merges with
@@ -219,7 +224,7 @@ class Engine:
             return by_text, self.prompts.ids([SEPARATOR + first, *others])
         return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
 
-    def _tokens_to_generate(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
+    def tokens_to_generate(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
         """The number of tokens to generate.
 
         Raises ApiError if the request wants more than allowed.
@@ -241,25 +246,16 @@ class Engine:
 
     # --- contexts ---------------------------------------------------------------------------
 
-    def create(self, request: ContextRequest, _: Put, cancelled: Event) -> StoredContext:
+    def create(self, request: ContextRequest, _: Put, cancelled: Event) -> Stored[Context]:
         """Compresses a text and stores its context.
 
         Raises ApiError for a text or method refused.
         """
-        self._start_job(cancelled)
+        self.start_job(cancelled)
         self.contexts.check_new(request.id)
-        parts = self.prompts.split(
-            self.prompts.frame.before, self.prompts.client_text(request.text)
-        )
-        tokens = len(self.prompts.ids(parts))
-        self.prompts.check_length(tokens)
-        if not tokens:
-            raise ApiError(400, "the text has no tokens", param="text")
-        try:
-            method = parse(request.method or self.settings.method)
-            self._check_allowed(method)
-            if request.method is not None:
-                _check_no_files(method)
+        parts = self.opening(request.text)
+        with refusals():
+            method = self.clients_method(request.method or self.settings.method)
             budget = request.budget
             if budget is None and method.takes_budget:
                 budget = self.settings.budget
@@ -277,18 +273,29 @@ class Engine:
                 allow_longer=self.settings.allow_longer,
                 keep_scores=self.settings.shrink is not None and is_nested(method),
             )
-        except KvfoldError as refused:
-            raise ApiError(400, str(refused)) from refused
-        self._check_wanted()
+        self.check_wanted()
         parts[-1] += SEPARATOR
-        return self.contexts.add(context, request.id, key_bytes(parts))
+        return self.contexts.add(context, request.id, {TEXT: PrefixKey.of(key_bytes(parts))})
 
-    def _check_allowed(self, method: Method) -> None:
-        """Raises KvfoldError for a method that the server's settings do not allow."""
+    def opening(self, text: str) -> list[str]:
+        """Segments of a template's opening and a text; ApiError for none or too many tokens."""
+        parts = self.prompts.split(self.prompts.frame.before, self.prompts.client_text(text))
+        tokens = len(self.prompts.ids(parts))
+        self.prompts.check_length(tokens)
+        if not tokens:
+            raise ApiError(400, "the text has no tokens", param="text")
+        return parts
+
+    def clients_method(self, named: str) -> Method:
+        """The method of a request, if this server's settings allow it; KvfoldError if not."""
+        method = parse(named)
         if self.allowed_methods is not None and not _names(method) <= self.allowed_methods:
             raise KvfoldError(
                 f"this server takes {', '.join(sorted(self.allowed_methods))}, not {method}"
             )
+        if named != self.settings.method:
+            _check_no_files(method)
+        return method
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -298,20 +305,21 @@ class Engine:
         self.workers.close()
         self._hook.remove()
         self.contexts.close()
+        self.sessions.held.close()
 
-    def _start_job(self, cancelled: Event) -> None:
+    def start_job(self, cancelled: Event) -> None:
         """Notes the cancel flag of this thread's job, and sets its token count to zero."""
         self._of_thread.cancelled, self._of_thread.tokens = cancelled, 0
-        self._check_wanted()
+        self.check_wanted()
 
     def _forward_begins(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: counts tokens; ends a cancelled job at its next forward."""
-        self._check_wanted()
+        self.check_wanted()
         ids = kwargs.get("input_ids")
         if ids is not None and hasattr(self._of_thread, "tokens"):
             self._of_thread.tokens += ids.shape[-1]
 
-    def _check_wanted(self) -> None:
+    def check_wanted(self) -> None:
         """Raises ApiError if the client hung up or the server's grace is over."""
         cancelled = getattr(self._of_thread, "cancelled", None)
         if cancelled is not None and cancelled.is_set():

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+
+from kvfold.errors import KvfoldError
 
 # Location parts that are no field: FastAPI's source of the value, pydantic's names of types.
 TYPE = re.compile(r"(body|path|query|str|int|float|constrained-.*)$|.*\[")
@@ -49,6 +52,15 @@ class ApiError(HTTPException):
         if self.status_code == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status_code, headers)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns kvfold's own errors in the block into a 400 with their message."""
+    try:
+        yield
+    except KvfoldError as refused:
+        raise ApiError(400, str(refused)) from refused
 
 
 def invalid(errors: Sequence[Any]) -> ApiError:

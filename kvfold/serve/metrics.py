@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvfold.serve.engine import Engine
+from kvfold.serve.pool import Pool
+from kvfold.serve.stored import Value
 
 
 class ServerMetrics:
@@ -58,15 +60,10 @@ class _LiveGauges(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics at the time of a scrape."""
         contexts, workers = self.engine.contexts, self.engine.workers
+        yield from _of_pool(contexts)
+        yield from _of_pool(self.engine.sessions.held)
         held = contexts.all()
-        in_memory = sum(one.context is not None for one in held)
-        places = GaugeMetricFamily("kvfold_contexts", "Contexts held.", labels=["place"])
-        places.add_metric(["memory"], in_memory)
-        places.add_metric(["disk"], len(held) - in_memory)
-        yield places
         for name, text, value in (
-            ("bytes", "Bytes of contexts in memory.", contexts.nbytes),
-            ("bytes_limit", "Bytes that contexts in memory may take.", contexts.memory),
             ("tokens", "Tokens of all contexts.", sum(one.stats.seen for one in held)),
             (
                 "tokens_kept",
@@ -75,12 +72,6 @@ class _LiveGauges(Collector):
             ),
         ):
             yield GaugeMetricFamily(f"kvfold_context_{name}", text, value)
-        moves = CounterMetricFamily(
-            "kvfold_context_moves", "Contexts moved under the memory limit.", labels=["to"]
-        )
-        moves.add_metric(["disk"], contexts.to_disk)
-        moves.add_metric(["memory"], contexts.to_memory)
-        yield moves
         yield CounterMetricFamily(
             "kvfold_abandoned_tokens",
             "Tokens read or generated for clients that hung up before their answer ended.",
@@ -88,3 +79,23 @@ class _LiveGauges(Collector):
         )
         yield GaugeMetricFamily("kvfold_queue_depth", "Requests that wait.", workers.waiting)
         yield GaugeMetricFamily("kvfold_running", "Requests at work.", workers.running)
+
+
+def _of_pool(pool: Pool[Value]) -> Iterator[Metric]:
+    """Number, bytes and moves of contexts or sessions."""
+    noun, held = pool.noun, pool.all()
+    in_memory = sum(one.value is not None for one in held)
+    places = GaugeMetricFamily(f"kvfold_{noun}s", f"{noun.title()}s held.", labels=["place"])
+    places.add_metric(["memory"], in_memory)
+    places.add_metric(["disk"], len(held) - in_memory)
+    yield places
+    yield GaugeMetricFamily(f"kvfold_{noun}_bytes", f"Bytes of {noun}s in memory.", pool.nbytes)
+    yield GaugeMetricFamily(
+        f"kvfold_{noun}_bytes_limit", f"Bytes that {noun}s in memory may take.", pool.memory
+    )
+    moves = CounterMetricFamily(
+        f"kvfold_{noun}_moves", f"{noun.title()}s moved under the memory limit.", labels=["to"]
+    )
+    moves.add_metric(["disk"], pool.to_disk)
+    moves.add_metric(["memory"], pool.to_memory)
+    yield moves

@@ -122,8 +122,12 @@ class PromptEncoder:
     def conversation(self, messages: Sequence[RequestMessage]) -> list[str]:
         """Segments of a conversation without a context, up to where the answer begins.
 
-        Raises ApiError if the chat template refuses it.
+        Raises ApiError for messages of tools, and if the chat template refuses it.
         """
+        if any(message.role == "tool" for message in messages):
+            raise ApiError(
+                400, "messages of tools are for sessions: name one as session_id", param="messages"
+            )
         if not self.tokenizer.chat_template:
             first, *others = messages
             if first.role != "user" or others:

@@ -32,6 +32,7 @@ Empty = Annotated[list[Any], Field(max_length=0)]
 EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 Name = Annotated[str, Field(max_length=MOST_CHARACTERS)]
+MessageId = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 StopText = Annotated[str, Field(max_length=MOST_CHARACTERS), AfterValidator(_of_whole_characters)]
 Stop = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
@@ -51,12 +52,14 @@ class TextPart(_Strict):
 class RequestMessage(_Strict):
     """A message of a conversation; answers may be sent back with all their fields.
 
-    `name` and LiteLLM's `provider_specific_fields` are ignored.
+    Messages of tools are for sessions, where `tool_call_id` becomes their id. `name` and LiteLLM's
+    `provider_specific_fields` are ignored.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_ENTRIES)]
 
+    tool_call_id: MessageId | None = None
     name: Name | None = None
     refusal: None = None
     audio: None = None
@@ -140,8 +143,9 @@ class AnswerRequest(_Strict):
 
 
 class ChatRequest(AnswerRequest):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`; with a `session_id`, the messages are appended to a session."""
 
+    session_id: ContextId | None = None
     messages: Annotated[
         list[RequestMessage], Field(fail_fast=True, min_length=1, max_length=MOST_ENTRIES)
     ]
@@ -164,6 +168,12 @@ class ChatRequest(AnswerRequest):
     web_search_options: None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _one_past(self) -> Self:
+        if self.session_id is not None and self.context_id is not None:
+            raise ValueError("give session_id or context_id, not both")
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -217,3 +227,30 @@ class ContextRequest(_Strict):
         | Annotated[str, Field(max_length=50)]
         | None
     ) = None
+
+
+class SessionRequest(_Strict):
+    """`POST /v1/sessions`: an agent's instructions, as in `kvfold.begin_session`."""
+
+    text: Annotated[Text, Field(min_length=1)]
+    id: ContextId | None = None
+    method: Name = "snapkv"
+    budget: Annotated[int, Field(gt=0, lt=2**53)] = 1024
+
+
+class SessionEdits(_Strict):
+    """`POST /v1/sessions/{id}/edits`: messages to drop, and new texts of others, by id."""
+
+    drop: Annotated[list[MessageId], Field(fail_fast=True, max_length=MOST_ENTRIES)] = []
+    shorten: Annotated[
+        dict[MessageId, Annotated[Text, Field(min_length=1)]], Field(max_length=MOST_ENTRIES)
+    ] = {}
+    now: bool = False
+
+    @model_validator(mode="after")
+    def _something_once(self) -> Self:
+        if not self.drop and not self.shorten:
+            raise ValueError("name messages to drop or to shorten")
+        if set(self.drop) & set(self.shorten):
+            raise ValueError("a message is dropped or shortened, not both")
+        return self

@@ -165,6 +165,56 @@ class ContextDeleted(BaseModel):
     deleted: Literal[True] = True
 
 
+class SessionMessage(BaseModel):
+    """A message of a session; `queued`: its edit waits."""
+
+    id: str
+    role: Literal["user", "tool", "assistant"]
+    tokens: int
+    queued: bool
+
+
+class SessionInfo(BaseModel):
+    """A session; `entries`: kept per KV head on average, `bytes`: its size in memory."""
+
+    id: str
+    object: Literal["session"] = "session"
+    created: int
+    model: str
+    method: str
+    budget: str
+    tokens: int
+    entries: float
+    bytes: int
+    bytes_full: int
+    place: Literal["memory", "disk"]
+    in_use: bool
+    turns: int
+    compactions: int
+
+
+class SessionDetail(SessionInfo):
+    """A session, with its messages in order."""
+
+    messages: list[SessionMessage]
+
+
+class SessionList(BaseModel):
+    """`GET /v1/sessions`; `has_more`: true if more sessions follow the last one."""
+
+    object: Literal["list"] = "list"
+    data: list[SessionInfo]
+    has_more: bool
+
+
+class SessionDeleted(BaseModel):
+    """`DELETE /v1/sessions/{id}`."""
+
+    id: str
+    object: Literal["session.deleted"] = "session.deleted"
+    deleted: Literal[True] = True
+
+
 class Health(BaseModel):
     """`GET /health`, `GET /ready`."""
 

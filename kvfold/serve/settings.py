@@ -19,10 +19,11 @@ class ServerSettings:
         budget: budget of contexts whose request names none.
         methods: further methods that a request may name; None: all.
         prefill_chunk: tokens read per forward.
-        memory: bytes of all contexts in memory; beyond it, contexts move to `folder`.
+        memory: bytes of all contexts in memory; beyond it, they move to `folder`.
+        session_memory: the same of all sessions.
         shrink: smaller budget to which idle contexts shrink before any moves to disk; None: none.
         folder: where context files are found and kept; None: a temporary folder, removed at exit.
-        contexts: contexts held, on disk included.
+        contexts: contexts held, on disk included, and as many sessions.
         workers: requests computed at a time, each in a thread.
         queue: requests that may wait for a worker.
         body: bytes of a request body.
@@ -46,6 +47,7 @@ class ServerSettings:
     methods: tuple[str, ...] | None = None
     prefill_chunk: int | None = 1024
     memory: int = 4 * 2**30
+    session_memory: int = 2**30
     shrink: float | str | None = None
     folder: Path | None = None
     contexts: int = 1000
@@ -66,6 +68,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name in (
             "memory",
+            "session_memory",
             "contexts",
             "workers",
             "body",

@@ -39,7 +39,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
     assert "hidden-key" not in client.get(url.replace("/v1", "/openapi.json")).text
     made.send_signal(signal.SIGTERM)
     assert made.wait(20) == 0
-    assert [path.name for path in folder.iterdir()] == [f"{name}.kvfold"]
+    assert {path.name for path in folder.iterdir()} == {f"{name}.kvfold", "sessions"}
     alone = kvfold.load(folder / f"{name}.kvfold", *kvfold.bundled_model())
     said = first["choices"][0]["message"]["content"]
     assert said == alone.ask("What is green?", max_new_tokens=6)

@@ -57,7 +57,7 @@ def test_turns_within_the_budget_equal_a_chat_over_the_same_opening(model, token
         reply = session.ask(text(turn), max_new_tokens=5)
         assert reply.text.strip() == chat.ask(text(turn), max_new_tokens=5)
     assert torch.equal(session.ids, chat.ids)
-    assert session.compactions == 0 and session.stats().kept_fraction == 1
+    assert session.record.compactions == 0 and session.stats().kept_fraction == 1
 
 
 def test_each_token_is_read_once(model, new):
@@ -72,7 +72,7 @@ def test_each_token_is_read_once(model, new):
     finally:
         hook.remove()
     assert sum(read) == session.ids.shape[1]
-    assert session.compactions > 1 and session.turns == 12
+    assert session.record.compactions > 1 and session.record.turns == 12
 
 
 @pytest.mark.parametrize("method", ["knorm", "snapkv:window=4", "h2o", "adakv:window=4"])
@@ -102,18 +102,18 @@ def test_a_dropped_message_equals_a_drop_of_its_tokens(new):
     session = new("knorm", 500)
     session.ask(Message(text(0), "tool", "listing"), "What is there?", max_new_tokens=4)
     session.ask(text(1), max_new_tokens=4)
-    item = next(each for each in session.items if each.id == "listing")
+    item = next(each for each in session.record.items if each.id == "listing")
     edited = copy.deepcopy(session.context.cache)
     edited.drop((item.start, item.stop))
     ids = torch.cat([session.ids[:, : item.start], session.ids[:, item.stop :]], 1)
-    later = {each.id: each for each in session.items}
+    later = {each.id: each for each in session.record.items}
     session.drop("listing", now=True)
     assert torch.equal(session.ids, ids)
     for state, other in zip(session.cache.states, edited.states, strict=True):
         assert torch.equal(state.positions(), other.positions())
         torch.testing.assert_close(state.stored().dense(), other.stored().dense())
-    assert [each.id for each in session.items] == ["m1", "m2", "m3", "m4"]
-    for each in session.items:
+    assert [each.id for each in session.record.items] == ["m1", "m2", "m3", "m4"]
+    for each in session.record.items:
         assert each.start == later[each.id].start - item.tokens
         assert each.tokens == later[each.id].tokens
 
@@ -124,7 +124,8 @@ def test_items_are_the_texts_of_their_messages(new, tokenizer):
     session.ask(Message(text(2), id="c"), max_new_tokens=4)
     session.shorten("a", text(3, 2), now=True)
     said = {
-        each.id: tokenizer.decode(session.ids[0, each.start : each.stop]) for each in session.items
+        each.id: tokenizer.decode(session.ids[0, each.start : each.stop])
+        for each in session.record.items
     }
     assert [said[name] for name in "abc"] == [text(3, 2), text(1), text(2)]
 
@@ -138,12 +139,12 @@ def test_edits_wait_until_they_free_a_share(new):
         session.drop(f"t{turn}")
         dropped += 3
         if dropped <= QUEUED * ids.shape[1]:
-            assert session.ids is ids and f"t{turn}" in session.queued
+            assert session.ids is ids and f"t{turn}" in session.record.queued
         else:
             break
-    assert 1 <= turn < 7 and not session.queued
+    assert 1 <= turn < 7 and not session.record.queued
     assert session.ids.shape[1] == ids.shape[1] - dropped
-    assert f"t{turn}" not in {each.id for each in session.items}
+    assert f"t{turn}" not in {each.id for each in session.record.items}
 
 
 def test_many_edits_in_one_pass_equal_single_ones(new):
@@ -155,22 +156,28 @@ def test_many_edits_in_one_pass_equal_single_ones(new):
     session.shorten("t2", text(9, 3), now=True)
     other.drop("t5", now=True)
     other.shorten("t2", text(9, 3), now=True)
-    assert torch.equal(session.ids, other.ids) and session.items == other.items
+    assert torch.equal(session.ids, other.ids) and session.record.items == other.record.items
 
 
 def test_a_saved_session_goes_on_bit_for_bit(new, model, tokenizer, tmp_path):
     session = new()
     for turn in range(5):
         session.ask(text(turn, 12), max_new_tokens=4)
-    session.drop(session.items[0].id)
+    session.drop(session.record.items[0].id)
     session.save(tmp_path / "session")
     loaded = kvfold.load_session(tmp_path / "session", model, tokenizer)
-    assert loaded.items == session.items and loaded.queued == session.queued
+    assert (
+        loaded.record.items == session.record.items
+        and loaded.record.queued == session.record.queued
+    )
     for turn in range(5, 10):
         assert loaded.ask(text(turn, 12), max_new_tokens=4) == session.ask(
             text(turn, 12), max_new_tokens=4
         )
-    assert torch.equal(loaded.ids, session.ids) and loaded.compactions == session.compactions
+    assert (
+        torch.equal(loaded.ids, session.ids)
+        and loaded.record.compactions == session.record.compactions
+    )
     for state, other in zip(session.cache.states, loaded.cache.states, strict=True):
         assert torch.equal(state.stored().dense()[0], other.stored().dense()[0])
 
@@ -179,12 +186,14 @@ def test_an_error_leaves_the_session_as_it_was(new, model, monkeypatch):
     session = new()
     for turn in range(4):
         session.ask(text(turn, 12), max_new_tokens=4)
-    before, items = session.context, session.items
+    before, items = session.context, session.record.items
     kept = session.stats().kept
     monkeypatch.setattr(type(model), "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         session.ask(text(5, 30), max_new_tokens=4)
-    assert session.context is before and session.items is items and session.stats().kept == kept
+    assert (
+        session.context is before and session.record.items is items and session.stats().kept == kept
+    )
     monkeypatch.undo()
     assert session.ask(text(5, 30), max_new_tokens=4).tokens
 
@@ -197,7 +206,7 @@ def test_what_was_evicted_is_dropped_already_and_cannot_be_shortened(new):
         session.shorten("t0", "less")
     ids = session.ids
     session.drop("t0", now=True)
-    assert torch.equal(session.ids, ids) and session.items[0].id != "t0"
+    assert torch.equal(session.ids, ids) and session.record.items[0].id != "t0"
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from kvfold.serve.context_pool import ContextPool
-from kvfold.serve.stored_context import size_of
+from kvfold.serve.stored import size_of
 
 
 def in_memory(contexts: ContextPool) -> list[str]:
-    return [held.id for held in contexts.all() if held.context is not None]
+    return [held.id for held in contexts.all() if held.value is not None]
 
 
 def counted(contexts: ContextPool) -> int:
     """Bytes of what is in memory, by its own tensors."""
     with contexts._changed:  # what is there at one moment, while other threads read and move
-        there = [held.context for held in contexts._held.values() if held.context is not None]
+        there = [held.value for held in contexts._held.values() if held.value is not None]
     return sum(map(size_of, there))

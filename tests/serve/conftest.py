@@ -14,7 +14,7 @@ import pytest
 import kvfold
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import ContextPool
-from kvfold.serve.stored_context import size_of
+from kvfold.serve.stored import size_of
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.serving import BODY_LIMIT, Running, running, until
 from tests.helpers.tokenizers import word_tokenizer

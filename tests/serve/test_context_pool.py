@@ -16,7 +16,7 @@ import torch
 import kvfold
 from kvfold.cache.layer import CompressedLayer
 from kvfold.serve.errors import ApiError
-from kvfold.serve.stored_context import size_of
+from kvfold.serve.stored import size_of
 from tests.helpers.chats import storages
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.held_contexts import counted, in_memory
@@ -187,5 +187,5 @@ def test_a_reader_that_fails_leaves(holder, made):
     with pytest.raises(RuntimeError), contexts.reading("c0"):
         raise RuntimeError
     assert contexts.get("c0").idle
-    assert torch.equal(contexts.get("c0").context.ids, made[0].ids)
+    assert torch.equal(contexts.get("c0").value.ids, made[0].ids)
     until(lambda: contexts.get("c0").readers == 0)

@@ -29,7 +29,7 @@ def test_the_longest_is_found(keys, tail):
 
 def test_a_prefix_is_of_whole_tokens(holder, made):
     contexts = holder(3)
-    contexts.add(made[0], "c0", b"some text\n\n")
+    contexts.add(made[0], "c0", {TEXT: PrefixKey.of(b"some text\n\n")})
     ids = made[0].ids[0].tolist()
     assert contexts.longest(TOKENS, token_bytes(ids)) is None
     assert contexts.longest(TOKENS, token_bytes([*ids, 0])).id == "c0"

@@ -26,6 +26,8 @@ from kvfold.serve.worker_threads import WorkerJob
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
+# Header that names a session, for clients that cannot add fields.
+SESSION = "x-session-id"
 
 
 class EventStream(StreamingResponse):
@@ -57,12 +59,15 @@ def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
         if asked.model != engine.name:
             message = f"there is no model {asked.model!r}: this server has {engine.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
+        if isinstance(asked, ChatRequest):
+            asked = _in_session(asked, request.headers.get(SESSION))
         job = WorkerJob(engine.workers, partial(engine.answer, asked), request.scope[RESERVATION])
         # `AnswerStarted` comes once the request is checked: a refusal before still sets the status.
         started: AnswerStarted = await unless_gone(request, job, job.next())
         metrics.tokens.labels("prompt").inc(started.prompt)
         metrics.tokens.labels("cached").inc(started.cached)
-        if asked.context_id is None and asked.prefix_cache:
+        alone = not (isinstance(asked, ChatRequest) and asked.session_id)
+        if alone and asked.context_id is None and asked.prefix_cache:
             metrics.prefixes.labels("hit" if started.cached else "miss").inc()
         writer = kind(engine.name, started, counted)
         if asked.stream:
@@ -83,3 +88,12 @@ def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
         return await answer(request, body, CompletionWriter)
 
     return made
+
+
+def _in_session(asked: ChatRequest, named: str | None) -> ChatRequest:
+    """The request with the session of its header; raises ApiError for another id in the body."""
+    if named is None or named == asked.session_id:
+        return asked
+    if asked.session_id or asked.context_id:
+        raise ApiError(400, f"the header {SESSION} and the body name two pasts", param="session_id")
+    return asked.model_copy(update={"session_id": named})

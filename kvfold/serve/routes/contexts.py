@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
+from kvfold.contexts.context import Context
 from kvfold.serve.bodies import ThreadParsedRoute
 from kvfold.serve.engine import Engine
 from kvfold.serve.errors import ApiError, invalid
@@ -18,13 +19,11 @@ from kvfold.serve.limits import RESERVATION
 from kvfold.serve.request_schemas import CONTEXT_ID, ContextRequest
 from kvfold.serve.response_schemas import ContextDeleted, ContextDetail, ContextInfo, ContextList
 from kvfold.serve.routes.hangup import unless_gone
-from kvfold.serve.stored_context import StoredContext
+from kvfold.serve.routes.pages import AFTER, LIMIT, NAME, page
+from kvfold.serve.stored import Stored
 from kvfold.serve.worker_threads import WorkerJob
 
 JSON, FORM = "application/json", "multipart/form-data"
-NAME = Annotated[str, Path(pattern=CONTEXT_ID)]
-LIMIT = Annotated[int, Query(ge=1, le=1000)]
-AFTER = Annotated[str | None, Query(pattern=CONTEXT_ID)]
 _TEXT = {"type": "string"}
 _UPLOAD = {
     "type": "object",
@@ -56,23 +55,20 @@ def router(engine: Engine) -> APIRouter:
         """Compresses a text, given as JSON or as a file."""
         asked = await _asked(request)
         job = WorkerJob(engine.workers, partial(engine.create, asked), request.scope[RESERVATION])
-        held: StoredContext = await unless_gone(request, job, job.next())
-        return held.info(engine.name)
+        held: Stored[Context] = await unless_gone(request, job, job.next())
+        return _detail(held, engine.name)
 
     @made.get("", response_model=ContextList)
     def every(limit: LIMIT = 100, after: AFTER = None) -> Any:
         """Lists contexts, oldest first: at most `limit`, after the one with the id `after`."""
-        held = sorted(engine.contexts.all(), key=_age)
-        if after is not None:
-            first = _age(engine.contexts.get(after))
-            held = [one for one in held if _age(one) > first]
-        shown = [ContextInfo(**_brief(one, engine.name)) for one in held[:limit]]
-        return ContextList(data=shown, has_more=len(held) > limit)
+        shown, more = page(engine.contexts, limit, after)
+        brief = [_detail(one, engine.name).model_dump(exclude={"kept_per_layer"}) for one in shown]
+        return ContextList(data=[ContextInfo(**one) for one in brief], has_more=more)
 
     @made.get("/{context_id}", response_model=ContextDetail)
     def inspect(context_id: NAME) -> Any:
         """One context, with the entries kept per layer and KV head."""
-        return engine.contexts.get(context_id).info(engine.name)
+        return _detail(engine.contexts.get(context_id), engine.name)
 
     @made.delete("/{context_id}", response_model=ContextDeleted)
     def delete(context_id: NAME) -> Any:
@@ -83,13 +79,22 @@ def router(engine: Engine) -> APIRouter:
     return made
 
 
-def _age(held: StoredContext) -> tuple[int, str]:
-    """Sort key of the list: creation time and id, which do not change between pages."""
-    return held.created, held.id
-
-
-def _brief(held: StoredContext, model: str) -> dict[str, Any]:
-    return held.info(model).model_dump(exclude={"kept_per_layer"})
+def _detail(held: Stored[Context], model: str) -> ContextDetail:
+    stats = held.stats
+    return ContextDetail(
+        id=held.id,
+        created=held.created,
+        model=model,
+        method=stats.method,
+        budget=stats.budget,
+        tokens=stats.seen,
+        kept=stats.kept_fraction,
+        bytes=held.size,
+        bytes_full=stats.nbytes_full,
+        place=held.place,
+        readers=held.readers,
+        kept_per_layer=[rows[0] for rows in stats.kept],
+    )
 
 
 async def _asked(request: Request) -> ContextRequest:

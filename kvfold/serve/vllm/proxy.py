@@ -129,7 +129,15 @@ def _naming_a_context(body: bytes, kind: type[A]) -> A | None:
         found = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("context_id") is None:
+    if not isinstance(found, dict):
+        return None
+    if found.get("session_id") is not None:
+        raise ApiError(
+            400,
+            "vLLM serves contexts, and no sessions: for these run kvfold serve without --engine",
+            param="session_id",
+        )
+    if found.get("context_id") is None:
         return None
     try:
         return kind.model_validate_json(body)

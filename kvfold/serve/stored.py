@@ -1,78 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context of the server, in memory or as a file."""
+"""A context or a session of the server, in memory or as a file."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, Literal, TypeVar
 
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import stock_layers as others
+from kvfold.contexts.session import Session, SessionRecord
 from kvfold.serve.longest_prefix import PrefixKey
-from kvfold.serve.response_schemas import ContextDetail
+
+Value = TypeVar("Value", Context, Session)
 
 
 @dataclass(eq=False)
-class StoredContext:
-    """A context and its state in the server; everything but `context` is known on disk, too.
+class Stored(Generic[Value]):
+    """A context or session and its state in the server; all but `value` is known on disk, too.
 
     Args:
         id: the id that requests name.
         stats: kept entries and bytes, as of the compressed document.
         size: bytes in memory.
         keys: prefix keys by kind: of its tokens, and of its text up to the question.
-        context: None while it is only on disk.
-        file: None until it was written; holds the context as it was before it shrank.
+        value: None while it is only on disk.
+        file: None until it was written; holds a context as it was before it shrank.
+        unwritten: it has changed since its file was written, or has none.
         created: Unix time in seconds.
         readers: requests that use it.
         moving: a thread is writing or reading the file, or shrinks the context.
         shrunk: the context in memory has shrunk, or cannot.
+        record: of a session: its messages.
     """
 
     id: str
-    stats: Stats
-    size: int
     keys: dict[str, PrefixKey]
-    context: Context | None
+    value: Value | None
     file: Path | None
+    unwritten: bool
+    stats: Stats = field(init=False)
+    size: int = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     readers: int = 0
     moving: bool = False
     shrunk: bool = False
+    record: SessionRecord | None = None
+
+    def __post_init__(self) -> None:
+        assert self.value is not None
+        self.note(self.value)
+
+    def note(self, value: Value) -> None:
+        """Holds a value, and what is known of it on disk, too."""
+        self.value, self.stats, self.size = value, value.stats(), size_of(value)
+        self.record = value.record if isinstance(value, Session) else None
 
     @property
     def idle(self) -> bool:
         """True if no request uses it and no thread moves it."""
         return not self.readers and not self.moving
 
-    def info(self, model: str) -> ContextDetail:
-        """The JSON of `GET /v1/contexts/{id}`."""
-        return ContextDetail(
-            id=self.id,
-            created=self.created,
-            model=model,
-            method=self.stats.method,
-            budget=self.stats.budget,
-            tokens=self.stats.seen,
-            kept=self.stats.kept_fraction,
-            bytes=self.size,
-            bytes_full=self.stats.nbytes_full,
-            place="disk" if self.context is None else "memory",
-            readers=self.readers,
-            kept_per_layer=[rows[0] for rows in self.stats.kept],
-        )
+    @property
+    def place(self) -> Literal["memory", "disk"]:
+        """Where it is now."""
+        return "disk" if self.value is None else "memory"
 
 
-def size_of(context: Context) -> int:
-    """Bytes of all tensors of a context: compressed layers, transformers' layers, token ids.
+def size_of(value: Context | Session) -> int:
+    """Bytes of all tensors of a context or session: layers of both kinds, and token ids.
 
     Transformers' layers count by storage: a sliding window may be a view of a longer buffer.
     """
     storages = {}
-    for index, layer in enumerate(context.cache.layers):
+    for index, layer in enumerate(value.cache.layers):
         if not isinstance(layer, CompressedLayer):
             _, by_head, whole = others.describe(layer, index)
             for tensor in (
@@ -81,5 +85,5 @@ def size_of(context: Context) -> int:
             ):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-    stats = context.stats()
-    return stats.nbytes + stats.id_bytes + context.ids.nbytes + sum(storages.values())
+    stats = value.stats()
+    return stats.nbytes + stats.id_bytes + value.ids.nbytes + sum(storages.values())

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server holds by id: in memory up to a cap, the least recently used on disk.
+
+One lock guards all state; it is released while a file is written or read. There is no deadlock
+over memory: a thread waits for memory only while it uses none of these, so every user finishes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Condition, Lock
+from typing import Generic
+
+from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.serve.context_folder import ContextFolder
+from kvfold.serve.errors import ApiError
+from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
+from kvfold.serve.stored import Stored, Value, size_of
+
+log = logging.getLogger(__name__)
+
+
+class Pool(Generic[Value]):
+    """At most `most` contexts or sessions by id, with at most `memory` bytes of them in memory.
+
+    `load` reads a file. One that is deleted while requests use it takes no new ones, and is dropped
+    with its file when the last one ends.
+    """
+
+    noun: str
+    prefix: str
+
+    def __init__(
+        self, load: Callable[[Path], Value], folder: ContextFolder, memory: int, most: int
+    ) -> None:
+        self.load: Callable[[Path], Value] = load
+        self.folder, self.memory, self.most = folder, memory, most
+        self.nbytes = 0
+        self.to_disk = self.to_memory = 0
+        self._changed = Condition(Lock())
+        # Least recently used first; `_deleted` ones are still read or moved.
+        self._prefixes: defaultdict[str, PrefixIndex] = defaultdict(PrefixIndex)
+        self._held: OrderedDict[str, Stored[Value]] = OrderedDict()
+        self._deleted: dict[str, Stored[Value]] = {}
+
+    # --- look-up ----------------------------------------------------------------------------
+
+    def all(self) -> list[Stored[Value]]:
+        """All of them, the most recently used last."""
+        with self._changed:
+            return list(self._held.values())
+
+    def get(self, name: str) -> Stored[Value]:
+        """What has that id; raises ApiError if there is none."""
+        with self._changed:
+            return self._named(name)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Value]:
+        """What has that id, kept in memory for the block.
+
+        Raises ApiError if it is missing or unreadable.
+        """
+        with self._changed:
+            held = self._named(name)
+            held.readers += 1
+            self._held.move_to_end(name)
+            try:
+                value = self._in_memory(held)
+            except BaseException:
+                self._end_reading(held)
+                raise
+        try:
+            yield value
+        finally:
+            with self._changed:
+                self._end_reading(held)
+
+    # --- add and delete ---------------------------------------------------------------------
+
+    def check_new(self, name: str | None) -> None:
+        """Raises ApiError if a new one with that id, or without one, would be refused."""
+        with self._changed:
+            self._check_new(name)
+
+    def add(
+        self,
+        value: Value,
+        name: str | None = None,
+        keys: Mapping[str, PrefixKey] | None = None,
+        file: Path | None = None,
+    ) -> Stored[Value]:
+        """Stores a value under `name`, or under a new id; raises ApiError if there is no room.
+
+        `keys` are further prefix keys of it, by kind; `file` is a file that holds it already.
+        """
+        name = name or f"{self.prefix}-{uuid.uuid4().hex}"
+        known = self._keys(value) | dict(keys or {})
+        held = Stored(name, known, value, file, file is None)
+        with self._changed:
+            self._check_new(name, file)
+            self._make_room(held.size)
+            try:
+                # Room is made with the lock released.
+                self._check_new(name, file)
+            except ApiError:
+                self._free(held.size)
+                raise
+            self._held[name] = held
+            for kind, key in known.items():
+                self._prefixes[kind].add(key, name)
+        return held
+
+    def delete(self, name: str) -> None:
+        """Deletes what has that id, and its file.
+
+        Raises ApiError if there is none, or the file cannot go.
+        """
+        with self._changed:
+            held = self._named(name)
+            if held.file is not None:
+                _check_removable(held.file)
+                if held.idle:
+                    _remove(held.file)
+                    held.file = None
+            del self._held[name]
+            for kind, key in held.keys.items():
+                self._prefixes[kind].remove(key, name)
+            self._deleted[name] = held
+            self._forget_if_unused(held)
+
+    def adopt(self) -> Iterator[Exception]:
+        """Loads the files of the folder; yields the error of each file left out."""
+        for name, file in self.folder.found():
+            try:
+                self.add(self.load(file), name, file=file)
+            # Any file may lie in the folder: the server starts without it.
+            except Exception as problem:
+                yield problem
+
+    def close(self) -> None:
+        """Writes what is only in memory to a named folder; all requests have ended."""
+        with self._changed:
+            if not self.folder.private:
+                for held in self._held.values():
+                    if held.value is not None and held.unwritten:
+                        try:
+                            held.value.save(self.folder.file(held.id))
+                        except KvfoldError as problem:
+                            log.error("%s %s is lost: %s", self.noun, held.id, problem)
+        self.folder.close()
+
+    # --- with the lock held -----------------------------------------------------------------
+
+    def _named(self, name: str) -> Stored[Value]:
+        if name not in self._held:
+            raise ApiError(
+                404,
+                f"there is no {self.noun} {name!r}",
+                code=f"{self.noun}_not_found",
+                param=f"{self.noun}_id",
+            )
+        return self._held[name]
+
+    def _check_new(self, name: str | None, file: Path | None = None) -> None:
+        taken = name is not None and (name in self._held or name in self._deleted)
+        if taken or (name is not None and file is None and self.folder.file(name).exists()):
+            raise ApiError(
+                409, f"there is a {self.noun} {name!r} already", code=f"{self.noun}_exists"
+            )
+        if len(self._held) >= self.most:
+            message = f"the server holds its {self.most} {self.noun}s: delete one"
+            raise ApiError(429, message, code=f"too_many_{self.noun}s", retry_after=60)
+
+    def _in_memory(self, held: Stored[Value]) -> Value:
+        """The value of `held`, loaded if it is on disk. Its reader count keeps it in memory.
+
+        Raises ApiError if the file is missing or damaged.
+        """
+        while held.moving:
+            self._changed.wait()
+        if held.value is not None:
+            return held.value
+        assert held.file is not None
+        held.moving = True
+        try:
+            while held.value is None:
+                self._make_room(held.size)
+                reserved = held.size
+                try:
+                    with self._released():
+                        value = self.load(held.file)
+                        held.size = size_of(value)
+                    if held.size <= reserved:
+                        held.stats, held.shrunk = value.stats(), False
+                        held.value, reserved = value, reserved - held.size
+                finally:
+                    self._free(reserved)
+            self.to_memory += 1
+            return held.value
+        except ContextFileError as problem:
+            raise ApiError(
+                410, f"the file of {self.noun} {held.id!r} is gone or damaged: create it again"
+            ) from problem
+        finally:
+            held.moving = False
+            self._changed.notify_all()
+
+    def _make_room(self, size: int) -> None:
+        """Reserves `size` bytes of memory: makes idle ones smaller or moves them to disk, or waits.
+
+        Raises ApiError for more than the whole memory, and for a disk that takes no more.
+        """
+        if size > self.memory:
+            raise ApiError(
+                413,
+                f"the {self.noun} takes {size} bytes of memory, and there are {self.memory} for "
+                f"all {self.noun}s: choose a smaller budget, or a shorter text",
+                code=f"{self.noun}_too_large",
+            )
+        while self.nbytes + size > self.memory:
+            movable = [h for h in self._held.values() if h.value is not None and h.idle]
+            if not movable:
+                self._changed.wait()
+                continue
+            if self._made_smaller(movable):
+                continue
+            try:
+                self._move_to_disk(movable[0])
+            except ApiError:
+                # The disk is full: those that have a file already can still leave memory.
+                written = [h for h in movable if h.idle and h.value is not None and not h.unwritten]
+                if not written:
+                    raise
+                self._move_to_disk(written[0])
+        self.nbytes += size
+
+    def _free(self, size: int) -> None:
+        self.nbytes -= size
+        self._changed.notify_all()
+
+    def _keys(self, value: Value) -> dict[str, PrefixKey]:
+        """Prefix keys of a value, by kind."""
+        return {}
+
+    def _made_smaller(self, movable: list[Stored[Value]]) -> bool:
+        """Makes one of `movable` smaller in memory; False if none can be."""
+        return False
+
+    def _move_to_disk(self, held: Stored[Value]) -> None:
+        assert held.value is not None
+        held.moving = True
+        try:
+            if held.unwritten:
+                self._write(held)
+            held.value = None
+            self._free(held.size)
+            self.to_disk += 1
+        except KvfoldError as problem:
+            raise ApiError(
+                503, f"the server cannot move {self.noun}s to its disk", retry_after=60
+            ) from problem
+        finally:
+            held.moving = False
+            self._forget_if_unused(held)
+            self._changed.notify_all()
+
+    def _write(self, held: Stored[Value]) -> None:
+        """Writes the file of `held`, which nobody else uses, with the lock released."""
+        assert held.value is not None
+        file = self.folder.file(held.id)
+        with self._released():
+            held.value.save(file)
+        held.file, held.unwritten = file, False
+
+    def _end_reading(self, held: Stored[Value]) -> None:
+        held.readers -= 1
+        self._forget_if_unused(held)
+        self._changed.notify_all()
+
+    def _forget_if_unused(self, held: Stored[Value]) -> None:
+        if not held.idle or self._deleted.get(held.id) is not held:
+            return
+        if held.value is not None:
+            held.value = None
+            self._free(held.size)
+        if held.file is not None:
+            try:
+                held.file.unlink(missing_ok=True)
+            except OSError as problem:
+                log.warning("cannot remove the file of %s %s: %s", self.noun, held.id, problem)
+        del self._deleted[held.id]
+
+    @contextmanager
+    def _released(self) -> Iterator[None]:
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+
+
+def _check_removable(file: Path) -> None:
+    """Raises ApiError for a file in a read-only folder."""
+    if not os.access(file.parent, os.W_OK):
+        raise _not_removed(file, "the folder is only read")
+
+
+def _remove(file: Path) -> None:
+    """Removes a file; raises ApiError if that fails."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as problem:
+        raise _not_removed(file, problem) from problem
+
+
+def _not_removed(file: Path, problem: object) -> ApiError:
+    log.error("cannot remove %s: %s", file, problem)
+    message = "the file cannot be removed: it stays"
+    return ApiError(503, message, code="disk_failed", retry_after=60)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents' sessions: begun, continued by new messages, and edited. Methods run in worker threads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from kvfold.contexts.session import Message, Session, begin_session, load_session
+from kvfold.errors import KvfoldError
+from kvfold.serve.context_folder import ContextFolder
+from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
+from kvfold.serve.errors import ApiError, refusals
+from kvfold.serve.request_schemas import (
+    ChatRequest,
+    RequestMessage,
+    SessionEdits,
+    SessionRequest,
+)
+from kvfold.serve.sampling import SamplingParams
+from kvfold.serve.session_pool import SessionPool
+from kvfold.serve.stored import Stored
+
+if TYPE_CHECKING:
+    from kvfold.serve.engine import Engine
+
+Put = Callable[[Any], None]
+log = logging.getLogger(__name__)
+# Sessions are kept beside contexts, whose files lie in the folder itself.
+FOLDER = "sessions"
+
+
+class Sessions:
+    """The sessions of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        settings = engine.settings
+        self.engine = engine
+        self.held = SessionPool(
+            partial(load_session, model=engine.model, tokenizer=engine.tokenizer),
+            _folder(settings.folder),
+            settings.session_memory,
+            settings.contexts,
+        )
+
+    def begin(self, request: SessionRequest, _: Put, cancelled: Event) -> Stored[Session]:
+        """Reads a session's opening; raises ApiError for a text, method or budget refused."""
+        engine = self.engine
+        engine.start_job(cancelled)
+        self.held.check_new(request.id)
+        engine.opening(request.text)
+        with refusals():
+            session = begin_session(
+                engine.model,
+                engine.tokenizer,
+                request.text,
+                engine.clients_method(request.method),
+                request.budget,
+                prefill_chunk=engine.settings.prefill_chunk,
+                special_tokens=engine.settings.special_tokens,
+                allow_longer=engine.settings.allow_longer,
+            )
+        engine.check_wanted()
+        return self.held.add(session, request.id)
+
+    def answer(self, request: ChatRequest, put: Put, cancelled: Event) -> AnswerFinished:
+        """Appends the request's messages and the answer to them; events as of `Engine.answer`.
+
+        Raises ApiError as that does, and for messages that are not a user's or a tool's; the
+        session is then as it was.
+        """
+        engine, settings = self.engine, self.engine.settings
+        engine.start_job(cancelled)
+        assert request.session_id is not None
+        messages, new = self._messages(request.messages)
+        sampling = SamplingParams.of(request)
+        most = new + (request.most_tokens or settings.answer_tokens)
+        with self.held.changing(request.session_id, most) as session, refusals():
+            seen = session.ids.shape[1]
+            turn = session.open(
+                messages,
+                prefill_chunk=settings.prefill_chunk,
+                special_tokens=settings.special_tokens,
+                allow_longer=settings.allow_longer,
+            )
+            ids = turn.ids[0].tolist()
+            most = engine.tokens_to_generate(len(ids), request)
+            put(AnswerStarted(len(ids), seen))
+            with turn.cache.frozen():
+                done = generate_answer(
+                    engine.model,
+                    engine.tokenizer,
+                    turn.cache,
+                    ids,
+                    sampling,
+                    most,
+                    settings.prefill_chunk,
+                    put,
+                    cancelled,
+                )
+            engine.check_wanted()
+            session.close(turn, done.said)
+        return done
+
+    def edit(self, name: str, edits: SessionEdits, _: Put, cancelled: Event) -> Stored[Session]:
+        """Drops and shortens messages; raises ApiError for edits refused, of which none is done."""
+        engine = self.engine
+        engine.start_job(cancelled)
+        texts = dict.fromkeys(edits.drop, "") | edits.shorten
+        new = sum(len(self._ids_of(text)) for text in texts.values())
+        with self.held.changing(name, new) as session, refusals():
+            session.edit(texts, edits.now)
+        return self.held.get(name)
+
+    def _messages(self, given: Sequence[RequestMessage]) -> tuple[list[Message], int]:
+        """Messages to append, and an upper bound of their tokens with the template's."""
+        frame = self.engine.prompts.frame
+        around = len(self._ids_of(f"{frame.between}{frame.separator}{frame.after}"))
+        messages, tokens = [], around
+        for one in given:
+            if one.role not in ("user", "tool"):
+                raise ApiError(
+                    400,
+                    f"a session holds what was said before: send only new messages of the user or "
+                    f"of tools, not the {one.role}'s",
+                    param="messages",
+                )
+            messages.append(Message(one.text, one.role, one.tool_call_id))
+            tokens += len(self._ids_of(one.text)) + around
+        return messages, tokens
+
+    def _ids_of(self, text: str) -> list[int]:
+        prompts = self.engine.prompts
+        return prompts.ids(prompts.split(prompts.client_text(text)))
+
+
+def _folder(contexts: Path | None) -> ContextFolder:
+    """The folder of sessions, in that of contexts; a temporary one where that is read-only."""
+    if contexts is not None:
+        try:
+            return ContextFolder(contexts / FOLDER)
+        except KvfoldError as problem:
+            log.warning("sessions end with the server: %s", problem)
+    return ContextFolder(None)

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions on the server: forty turns in few entries, edits, memory, and what a kill leaves."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+import kvfold
+from kvfold.contexts.session import Message
+from kvfold.serve.session_pool import SessionPool
+from kvfold.serve.stored import size_of
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
+from tests.helpers.serving import NAME, Running, assert_clean, braked, running, until
+from tests.helpers.tokenizers import word_tokenizer
+
+WORDS = DOCUMENT.split()
+OPENING = " ".join(WORDS[:20])
+BUDGET, ANSWER = 80, 6
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def server(model: Any) -> Any:
+    with running(model, word_tokenizer(), answer_tokens=100) as made:
+        yield made
+
+
+def text(turn: int, words: int = 24) -> str:
+    return " ".join(WORDS[(turn * 7 + i) % len(WORDS)] for i in range(words))
+
+
+def begin(server: Running, **options: Any) -> str:
+    body = {"text": OPENING, "method": "knorm", "budget": BUDGET} | options
+    made = server.http.post("/v1/sessions", json=body)
+    assert made.status_code == 201, made.text
+    return str(made.json()["id"])
+
+
+def tool(turn: int) -> dict[str, str]:
+    return {"role": "tool", "tool_call_id": f"call{turn}", "content": text(turn)}
+
+
+def turn(server: Running, session: str, *messages: dict[str, Any], **options: Any) -> Any:
+    given = [*messages, {"role": "user", "content": QUESTION}]
+    body = {"model": NAME, "temperature": 0, "max_tokens": ANSWER, "session_id": session}
+    return server.http.post("/v1/chat/completions", json=body | {"messages": given} | options)
+
+
+def said(answered: httpx.Response) -> str:
+    assert answered.status_code == 200, answered.text
+    return str(answered.json()["choices"][0]["message"]["content"])
+
+
+def about(server: Running, session: str) -> dict[str, Any]:
+    answered = server.http.get(f"/v1/sessions/{session}")
+    assert answered.status_code == 200, answered.text
+    return dict(answered.json())
+
+
+def test_forty_turns_read_each_token_once_in_few_entries(model):
+    read: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        with running(model, word_tokenizer()) as server:
+            session, peak = begin(server, budget=240), 0.0
+            opening = about(server, session)["tokens"]
+            read.clear()
+            for index in range(40):
+                answer = said(turn(server, session, tool(index)))
+                known = about(server, session)
+                peak = max(peak, known["entries"])
+                if index >= 10:  # what is said when is dropped ten turns later
+                    edits = {"drop": [f"call{index - 10}"]}
+                    server.http.post(f"/v1/sessions/{session}/edits", json=edits)
+    finally:
+        hook.remove()
+    alone = kvfold.begin_session(model, word_tokenizer(), OPENING, "knorm", 240)
+    for index in range(40):
+        messages = [Message(text(index), "tool", f"call{index}"), Message(QUESTION)]
+        reply = alone.ask(*messages, max_new_tokens=ANSWER)
+        if index >= 10:
+            alone.drop(f"call{index - 10}")
+    assert answer == reply.text.strip()
+    assert known["tokens"] == alone.ids.shape[1]
+    gone = sum(
+        f"call{index}" not in {one["id"] for one in known["messages"]} for index in range(40)
+    )
+    whole = opening + sum(read)
+    assert whole == known["tokens"] + 24 * gone and gone > 20
+    assert peak <= 0.4 * whole and known["turns"] == 40 and known["compactions"] > 0
+
+
+def test_new_messages_only_and_by_header(server, model):
+    session = begin(server)
+    alone = kvfold.begin_session(model, word_tokenizer(), OPENING, "knorm", BUDGET)
+    for index in range(6):
+        body = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": text(index)}],
+            "max_tokens": ANSWER,
+            "temperature": 0,
+        }
+        answered = server.http.post(
+            "/v1/chat/completions", json=body, headers={"X-Session-Id": session}
+        )
+        assert said(answered) == alone.ask(text(index), max_new_tokens=ANSWER).text.strip()
+        usage = answered.json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+    streamed = server.openai.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": text(9)}],
+        stream=True,
+        max_tokens=ANSWER,
+        temperature=0,
+        extra_body={"session_id": session},
+    )
+    pieces = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
+    assert pieces == alone.ask(text(9), max_new_tokens=ANSWER).text.strip()
+
+
+def test_edits_by_id(server):
+    session = begin(server, budget=1000)
+    for index in range(5):
+        turn(server, session, tool(index))
+    before = about(server, session)
+    url = f"/v1/sessions/{session}/edits"
+    waiting = server.http.post(url, json={"drop": ["m1"]}).json()
+    assert waiting["tokens"] == before["tokens"]
+    assert [one["id"] for one in waiting["messages"] if one["queued"]] == ["m1"]
+    done = server.http.post(url, json={"shorten": {"call2": text(0, 5)}, "now": True}).json()
+    assert done["tokens"] == before["tokens"] - 3 - 19
+    names = {one["id"]: one["tokens"] for one in done["messages"]}
+    assert "m1" not in names and names["call2"] == 5
+    assert_clean(server.http.post(url, json={"drop": ["call9"]}), 400, "no message 'call9'")
+    assert_clean(server.http.post(url, json={}), 400, "name messages")
+    both = {"drop": ["call3"], "shorten": {"call3": "less"}}
+    assert_clean(server.http.post(url, json=both), 400, "not both")
+    assert said(turn(server, session))
+
+
+def test_the_list_and_deletion(server):
+    first, second = begin(server), begin(server, id="named")
+    assert second == "named"
+    listed = server.http.get("/v1/sessions?limit=1000").json()
+    assert {first, second} <= {one["id"] for one in listed["data"]} and not listed["has_more"]
+    assert server.http.delete("/v1/sessions/named").json()["deleted"]
+    assert_clean(server.http.get("/v1/sessions/named"), 404, "no session 'named'")
+    assert_clean(turn(server, "named"), 404, "no session 'named'")
+    assert server.metric('kvfold_sessions{place="memory"}') >= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"method": "kvzip"}, "forwards of its own"),
+        ({"method": "nothing"}, "nothing"),
+        ({"budget": 5}, "at least"),
+        ({"budget": 0.5}, "budget"),
+        ({"text": ""}, "text"),
+    ],
+)
+def test_sessions_refused(server, body, named):
+    answered = server.http.post("/v1/sessions", json={"text": OPENING, "budget": BUDGET} | body)
+    assert_clean(answered, 400, named)
+
+
+def test_turns_refused_leave_the_session(server):
+    session = begin(server)
+    said(turn(server, session, tool(0)))
+    before = about(server, session)
+    answer = {"role": "assistant", "content": "I said so"}
+    assert_clean(turn(server, session, answer), 400, "send only new messages")
+    assert_clean(turn(server, session, tool(0)), 400, "message 'call0' already")
+    assert_clean(turn(server, session, max_tokens=10**6), 400, "at most 100 tokens")
+    context = server.create(DOCUMENT)
+    assert_clean(turn(server, session, context_id=context), 400, "not both")
+    clash = server.http.post(
+        "/v1/chat/completions",
+        json={"model": NAME, "messages": [tool(1)], "session_id": session},
+        headers={"X-Session-Id": "other"},
+    )
+    assert_clean(clash, 400, "two pasts")
+    alone = {"model": NAME, "messages": [tool(1)]}
+    assert_clean(server.http.post("/v1/chat/completions", json=alone), 400, "for sessions")
+    assert about(server, session) == before
+
+
+def test_one_request_at_a_time(model):
+    with running(model, word_tokenizer(), workers=2) as server, ThreadPoolExecutor(1) as pool:
+        session = begin(server)
+        with braked(model):
+            first = pool.submit(turn, server, session)
+            until(lambda: about(server, session)["in_use"])
+            assert_clean(turn(server, session), 409, "in use")
+        assert said(first.result())
+        assert about(server, session)["turns"] == 1 and not about(server, session)["in_use"]
+
+
+def test_a_client_that_hangs_up_takes_its_turn_back(model):
+    with running(model, word_tokenizer()) as server:
+        session = begin(server)
+        said(turn(server, session, tool(0)))
+        before = about(server, session)
+        with braked(model), pytest.raises(httpx.ReadTimeout):
+            impatient = httpx.Client(base_url=server.url, timeout=0.3)
+            body = {"model": NAME, "messages": [tool(1)], "session_id": session}
+            impatient.post("/v1/chat/completions", json=body)
+        until(lambda: not about(server, session)["in_use"])
+        assert about(server, session) == before
+        assert said(turn(server, session, tool(1)))
+
+
+def test_fifty_sessions_under_a_memory_cap_answer_as_alone(model):
+    one = size_of(kvfold.begin_session(model, word_tokenizer(), text(0, 60), "knorm", BUDGET))
+    with running(model, word_tokenizer(), session_memory=12 * one, workers=2, queue=100) as server:
+        sessions = [begin(server, text=text(index, 20 + index % 3)) for index in range(50)]
+        pool: SessionPool = server.engine.sessions.held
+        with ThreadPoolExecutor(8) as clients:
+            for index in range(4):
+                answered = clients.map(
+                    lambda at: said(turn(server, at[1], tool(at[0]))),
+                    [(index, session) for session in sessions],
+                )
+                last = list(answered)
+                assert pool.nbytes <= pool.memory
+        assert pool.to_disk > 50 and pool.to_memory > 50
+        with pool._changed:
+            there = [held.value for held in pool._held.values() if held.value is not None]
+        assert pool.nbytes == sum(map(size_of, there))
+    for index in (0, 17, 49):
+        alone = kvfold.begin_session(
+            model, word_tokenizer(), text(index, 20 + index % 3), "knorm", BUDGET
+        )
+        for at in range(4):
+            messages = [Message(text(at), "tool", f"call{at}"), Message(QUESTION)]
+            reply = alone.ask(*messages, max_new_tokens=ANSWER)
+        assert last[index] == reply.text.strip()
+
+
+def test_a_session_larger_than_the_memory_is_refused(model):
+    one = size_of(kvfold.begin_session(model, word_tokenizer(), OPENING, "knorm", BUDGET))
+    with running(model, word_tokenizer(), session_memory=int(1.5 * one)) as server:
+        session = begin(server)
+        assert_clean(turn(server, session), 413, "takes")
+        assert about(server, session)["turns"] == 0
+
+
+def test_what_a_kill_leaves_goes_on_after_the_last_turn(model, tmp_path):
+    kept, copied = tmp_path / "kept", tmp_path / "copied"
+    with running(model, word_tokenizer(), folder=kept) as server:
+        session = begin(server)
+        for index in range(6):
+            said(turn(server, session, tool(index)))
+        server.http.post(f"/v1/sessions/{session}/edits", json={"drop": ["call5"], "now": True})
+        known = about(server, session)
+        with ThreadPoolExecutor(1) as client:
+            with braked(model):
+                broken = client.submit(turn, server, session, tool(6))
+                until(lambda: about(server, session)["in_use"])
+                shutil.copytree(kept, copied)  # what a kill in the middle of a turn leaves
+            rest = [said(broken.result()), said(turn(server, session, tool(7)))]
+    with running(model, word_tokenizer(), folder=copied) as server:
+        assert not list(server.engine.sessions.held.adopt())
+        again = about(server, session)
+        for name in ("turns", "tokens", "messages", "compactions", "entries"):
+            assert again[name] == known[name]
+        assert [said(turn(server, session, tool(at))) for at in (6, 7)] == rest
+
+
+def test_a_folder_without_room_for_sessions_keeps_them_until_the_end(model, tmp_path):
+    folder = tmp_path / "contexts"
+    folder.mkdir()
+    (folder / "sessions").write_text("in the way")
+    with running(model, word_tokenizer(), folder=folder) as server:
+        assert said(turn(server, begin(server)))
+    assert (folder / "sessions").read_text() == "in the way"
