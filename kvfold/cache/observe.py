@@ -57,9 +57,9 @@ def add_answer_moments(state: LayerState, query: Tensor, columns: Tensor) -> Non
     need, stages = state.plan.stages.needs.query_moments, state.plan.stages
     if need is None or not need.running:
         return
-    assert state.next_round is not None
+    assert state.next_round is not None and state.turn_end is not None
     state.evicted_at = state.seen
-    older = columns < state.next_round - stages.every
+    older = columns < max(state.turn_end, state.next_round - stages.every)
     columns = state.sequence.real(columns.masked_fill(older, -1)[:, None])
     positions = state.sequence.positions(columns)[:, 0]
     state.query_moments.add_answer(query, positions, state.rotation, need)

@@ -246,10 +246,10 @@ class LayerState:
 
         The window queries are kept if the first eviction's window reaches back to them.
         """
-        every = self.plan.stages.every
-        self.turn_end, self.next_round, self.head_sizes = self.seen, self.seen + every, None
+        self.turn_end, self.head_sizes = self.seen, None
+        self.next_round = self._round_after(self.seen)
         self.answer_window.clear()
-        if every < self.answer_window.width:
+        if self.next_round - self.seen < self.answer_window.width:
             assert observation.queries is not None and observation.query_positions is not None
             columns = self.sequence.columns(observation.query_positions[:, None])[:, 0]
             self.answer_window.add(observation.queries, columns)
@@ -258,10 +258,16 @@ class LayerState:
         """Counts generated tokens anew after a crop: from its end, if that is inside the prompt."""
         if self.turn_end is None or self.next_round is None:
             return
-        every = self.plan.stages.every
         self.turn_end = min(self.turn_end, self.seen)
-        after = self.turn_end + every * ((self.seen - self.turn_end) // every + 1)
+        after = self._round_after(self.seen)
         self.next_round = min(self.next_round, after)  # earlier if tokens that stay came frozen
+
+    def _round_after(self, seen: int) -> int:
+        """Columns at which entries are next evicted, of an answer that has `seen` of them."""
+        assert self.turn_end is not None
+        stages = self.plan.stages
+        began = 0 if stages.phase == "absolute" else self.turn_end
+        return began + stages.every * ((seen - began) // stages.every + 1)
 
     def settle_heads(self, stored: Tensor, kept: Tensor) -> None:
         """Sets the sizes of heads `[B, H]` in rows of which entries leave for the first time.

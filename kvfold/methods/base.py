@@ -23,6 +23,7 @@ from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.decode import (
+    Counting,
     Decode,
     Positions,
     Prompt,
@@ -117,6 +118,7 @@ class Stages:
     every: int = 0  # generated tokens between evictions of decode="every"
     prompt: Prompt = "counted"  # kept: all but the answer is beside the size
     sizes: Sizes = "fixed"  # again: each eviction of decode="every" shares its size among the heads
+    phase: Counting = "generated"  # absolute: rounds count tokens from the text's first one
     positions: Positions = "original"
     token_pruning: TokenPruning | None = None  # runs between the layers of a forward
     inexact: str = ""  # reason why kept entries differ from the budget, "" if they do not

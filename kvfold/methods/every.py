@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.base import Composition, Method, Stages, register
-from kvfold.methods.stages.decode import Prompt, Sizes
+from kvfold.methods.stages.decode import Counting, Prompt, Sizes
 
 
 @register(
@@ -28,8 +28,10 @@ class Every(Method):
     that a prompt does not fill is filled by the answer. Sizes of layers are those that the end of
     the prompt gave them, and so are sizes of heads; heads that kept everything then are sized when
     entries first leave. `sizes="again"` shares a layer's size among its heads at each eviction.
-    `prompt="kept"` evicts nothing when a prompt ends, and the budget is that of the answer. Rounds
-    that the other method names itself are replaced: "rkv + every:interval=64".
+    `prompt="kept"` evicts nothing when a prompt ends, and the budget is that of the answer.
+    `phase="absolute"` evicts where the whole text, prompt included, reaches multiples of
+    `interval`; in a batch, where its longest row does. Rounds that the other method names itself
+    are replaced: "rkv + every:interval=64".
     Different from kvpress's DecodingPress: tokens are counted, not forwards; the window's queries
     are those that attended, not rebuilt at one position; entries stay in the order of the text.
     Raises KvfoldError for an interval below 1.
@@ -40,6 +42,7 @@ class Every(Method):
     interval: int = 128  # generated tokens between evictions
     prompt: Prompt = "counted"  # the prompt is part of the size, or beside it
     sizes: Sizes = "fixed"  # heads keep their sizes, or share the layer's at each eviction
+    phase: Counting = "generated"  # tokens that are counted: the answer's, or the text's
 
     def __post_init__(self) -> None:
         if type(self.interval) is not int or self.interval < 1:
@@ -52,7 +55,13 @@ class Every(Method):
         )
 
     def brings(self) -> Stages:
-        return Stages(decode="every", every=self.interval, prompt=self.prompt, sizes=self.sizes)
+        return Stages(
+            decode="every",
+            every=self.interval,
+            prompt=self.prompt,
+            sizes=self.sizes,
+            phase=self.phase,
+        )
 
 
 def in_rounds(method: Method, interval: int | None) -> Method:

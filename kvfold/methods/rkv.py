@@ -8,6 +8,7 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.stages.decode import Counting
 from kvfold.methods.stages.score.observation_window import candidate_votes, check_window
 from kvfold.methods.stages.score.redundancy import redundancy, shares
 from kvfold.methods.stages.select.forced import Forced
@@ -22,7 +23,7 @@ INTERVAL = 128  # generated tokens between evictions, as the paper has it
         s[h, t] = lam·I[h, t] − (1 − lam)·R[h, t],  R = softmax_t of the mean cosine to the others
         I[h, t] = pool_{u near t} mean_{i in window} softmax_{u before it} max_{q in h} z[q, i, u]
     """,
-    presets={"official": {"lam": 0.07, "spare_first": True}},
+    presets={"official": {"lam": 0.07, "spare_first": True, "phase": "absolute"}},
 )
 @dataclass(frozen=True)
 class RKV(Method):
@@ -35,10 +36,10 @@ class RKV(Method):
     3. The window and the best by `lam`·I − (1 − `lam`)·R stay: at the prompt's end, and after each
        128 generated tokens (another number: "rkv + every:interval=64").
 
-    `rkv_official` has the released class's `lam`, and its first entry spared by keys without a
-    copy. Different from the released code: each row of a batch is compared with its own keys, not
-    the first row's; tokens are counted from the prompt's end; no matrix of all pairs exists at
-    once. Raises KvfoldError for options out of range.
+    `rkv_official` has the released class's `lam`, its first entry spared by keys without a copy,
+    and rounds where the whole text reaches multiples of 128. Different from the released code: each
+    row of a batch is compared with its own keys, not the first row's; texts before this one are not
+    counted; no matrix of all pairs exists at once. Raises KvfoldError for options out of range.
     Source: Cai et al., section 3; Zefan-Cai/R-KV `r1_kv.py`, `utils.py`.
     """
 
@@ -50,6 +51,7 @@ class RKV(Method):
     retain: bool = True  # a key's latest copy is not held against it
     spare_first: bool = False  # keys without a copy spare the first entry, as released
     decode: Literal["every", "append"] = "every"  # evicts generated tokens in rounds, or adds them
+    phase: Counting = "generated"  # tokens that rounds count: the answer's, or the text's
 
     def __post_init__(self) -> None:
         check_window(self.window, self.kernel)
@@ -57,12 +59,14 @@ class RKV(Method):
             raise KvfoldError("rkv takes lam and threshold from 0 to 1")
 
     def stages(self) -> Stages:
+        rounds = self.decode == "every"
         return Stages(
             needs=Needs(window=self.window),
             score=partial(important_and_new, method=self),
             forced=Forced(recent=self.window),
             decode=self.decode,
-            every=INTERVAL if self.decode == "every" else 0,
+            every=INTERVAL if rounds else 0,
+            phase=self.phase if rounds else "generated",
         )
 
 

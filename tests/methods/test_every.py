@@ -91,6 +91,19 @@ def test_golden_sizes(model, spec, tokens, sizes):
     assert found == [[size] for size in sizes]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [(4, [4, 5, 6, 7, 8, 6, 7, 8, 6, 7]), (10, [6, 7, 6, 7, 8, 6, 7, 8, 6, 7])],
+)
+def test_sizes_where_the_whole_text_is_counted(model, tokens, sizes):
+    reader = start(model, f"{every(KNORM)},phase=absolute", (tokens,), budget=6)
+    found = [kept(reader.cache)]
+    for token in continuation(1, 9).split(1, 1):
+        reader(token)
+        found.append(kept(reader.cache))
+    assert found == [[size] for size in sizes]
+
+
 # K_ij = ((7i + 3j + ij) mod 11 − 5) / 4
 TOKENS, FEATURES = torch.arange(8)[:, None], torch.arange(4)
 KEYS = (((7 * TOKENS + 3 * FEATURES + TOKENS * FEATURES) % 11 - 5) / 4)[None, None]
@@ -138,6 +151,20 @@ BY_HAND: dict[str, Callable[[Head], list[int]]] = {
     "keydiff": unlike,
     H2O: lambda head: h2o(head, SMALL),
 }
+
+
+@pytest.mark.parametrize("interval", [3, 10])
+@pytest.mark.parametrize("lengths", [(64,), (17,)], ids=["long", "short"])
+@pytest.mark.parametrize("spec", BY_HAND)
+def test_rounds_of_the_whole_text_by_hand(spec, lengths, interval):
+    """The first round is due before an interval is over, so its window reaches into the prompt."""
+    rule = per_full_head(BY_HAND[spec])
+
+    def where_due(one: ByHand) -> None:
+        if one.seen % interval == 0 or one.seen == lengths[0]:
+            rule(one)
+
+    assert_each_round(f"{every(spec, interval)},phase=absolute", where_due, lengths, 1)
 
 
 @pytest.mark.parametrize("interval", [3, 10])

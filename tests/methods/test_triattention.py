@@ -193,6 +193,23 @@ def test_rounds_by_hand(options, changed, lengths):
     assert_each_round(spec, by_rule, lengths, 3, before_each_step, steps)
 
 
+def test_running_centres_where_the_first_round_comes_early():
+    """Rounds after 18 and 21 tokens of the text, whose prompt has 17."""
+    by_rule = rounds("counted", True, "max")
+
+    def before_each_step(one: ByHand) -> None:
+        for layer in one.layers:
+            layer.prompt, layer.seen = 17, one.seen
+            note_queries(layer, running=True)
+
+    def where_due(one: ByHand) -> None:
+        if one.seen % 3 == 0:
+            by_rule(one)
+
+    spec = "triattention:offsets=8,centre=running + every:interval=3,phase=absolute"
+    assert_each_round(spec, where_due, (17,), 1, before_each_step)
+
+
 def test_rounds_are_every_128_tokens_beside_the_prompt():
     stages = kvfold.parse("triattention").stages()
     assert (stages.decode, stages.every, stages.prompt) == ("every", 128, "kept")

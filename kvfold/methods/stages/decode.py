@@ -14,10 +14,19 @@ if TYPE_CHECKING:
 Decode = Literal["append", "hold", "every", "once"]
 Prompt = Literal["counted", "kept"]
 Sizes = Literal["fixed", "again"]
+Counting = Literal["generated", "absolute"]
 Positions = Literal["original", "reindex", "consecutive"]
-CHOICES = {"decode": Decode, "prompt": Prompt, "sizes": Sizes, "positions": Positions}
+CHOICES = {
+    "decode": Decode,
+    "prompt": Prompt,
+    "sizes": Sizes,
+    "phase": Counting,
+    "positions": Positions,
+}
 # What a method without rounds leaves at its default
-OF_ROUNDS = {"decode": "append", "every": 0, "prompt": "counted", "sizes": "fixed"}
+OF_ROUNDS = {
+    "decode": "append", "every": 0, "prompt": "counted", "sizes": "fixed", "phase": "generated",
+}  # fmt: skip
 
 
 def check_decode(stages: Stages) -> None:
@@ -37,6 +46,10 @@ def check_decode(stages: Stages) -> None:
         raise IllegalComposition(
             'sizes="again" shares a size among the heads in each round, so it goes with '
             'decode="every" only'
+        )
+    if stages.phase == "absolute" and not rounds:
+        raise IllegalComposition(
+            'phase="absolute" says which tokens rounds count, so it goes with decode="every" only'
         )
     _check_observed(stages)
     _check_one_by_one(stages)
