@@ -139,7 +139,7 @@ def main(
     model: str,
     out: Path,
     method: Annotated[list[str], typer.Option(help="May be repeated.")] = METHODS,
-    budget: Annotated[int, typer.Option(help="Entries; 0: none.")] = 256,
+    budget: Annotated[int, typer.Option(help="Entries of methods that take one.")] = 256,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 512,
     tokens: Annotated[int, typer.Option(help="Tokens of the answer.")] = 32_768,
     every: Annotated[int, typer.Option(help="Tokens between two marks.")] = 1024,
@@ -148,7 +148,8 @@ def main(
     torch.set_num_threads(1)
     subject = BenchModel.of(model, None, 0)
     for name in method:
-        made = long_run(subject, name, budget or None, prompt, tokens, every)
+        held = budget if kvfold.parse(name).takes_budget else None
+        made = long_run(subject, name, held, prompt, tokens, every)
         RecordFile(out, LongRun).add([made])
         most = max(mark.most_bytes for mark in made.marks)
         print(
