@@ -18,9 +18,11 @@ if [ -z "${PLAN:-}" ] && [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; 
     exit 1
 fi
 
-zap= fitted=.models/smollm2
-if [ -f $fitted-scorer.safetensors ]; then zap=,zap:file=$fitted-scorer.safetensors; fi
-fits=$zap
+zap= fits= fitted=.models/smollm2
+if [ -f $fitted-scorer.safetensors ]; then
+    zap=,zap:file=$fitted-scorer.safetensors
+    fits=$zap,zap_threshold:file=$fitted-scorer.safetensors
+fi
 if [ -f $fitted-filters.safetensors ]; then fits=$fits,qfilter:file=$fitted-filters.safetensors; fi
 if [ -f $fitted-heads.safetensors ]; then fits=$fits,duo:file=$fitted-heads.safetensors; fi
 
@@ -36,7 +38,7 @@ snapkv,snapkv_official,snapkv_kvpress,pyramidkv,pyramidkv_official,adakv,pyramid
 d2o,d2o_official,h2o,h2o + merge,cam,roco,kvzip,kvzip:level=uniform,tova,keydiff,knorm,cur,dropkv,\
 chunkkv,local_window,streaming_llm_original,snapkv + kivi:bits=4,kvzip_plus,expected_attention,\
 expected_attention_ada,compactor,compactor_official,lagkv,criticalkv,leverage,non_causal,nacl,finch,\
-rkv,triattention,snapkv_decode,scissorhands$fits"
+rkv,scissorhands$fits"
 }
 
 # The best of each kind, for the steps that take long.

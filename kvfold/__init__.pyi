@@ -88,6 +88,7 @@ from kvfold.methods.streaming_llm import StreamingLLM as StreamingLLM
 from kvfold.methods.think import ThinK as ThinK
 from kvfold.methods.tova import TOVA as TOVA
 from kvfold.methods.zap import Zap as Zap
+from kvfold.methods.zap_threshold import ZapThreshold as ZapThreshold
 
 __version__: str
 from kvfold.methods.rkv import RKV as RKV

@@ -18,6 +18,7 @@ GROUPS = {
         "bundled_model",
     ),
     "Contexts": ("compress", "load", "join", "Context"),
+    "Sessions": ("begin_session", "load_session", "Session", "Message"),
     "Methods": (
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
         "ChunkSumsNeed", "Observation", "Forced", "Measured", "Across", "fit_scorer", "FitResult",

@@ -15,7 +15,7 @@ from kvfold.cache.observe import add_answer_moments, observation_at, observation
 from kvfold.cache.prefill import bring_to_budget, evict
 from kvfold.cache.sizes import size_of
 from kvfold.cache.state import LayerState
-from kvfold.methods.base import Across
+from kvfold.methods.base import Across, Measured
 
 
 def note_token(state: LayerState, call: AttentionCall) -> None:
@@ -50,9 +50,14 @@ def _begin(state: LayerState, call: AttentionCall) -> None:
 
 
 def _evict_round(state: LayerState, call: AttentionCall) -> None:
-    """Brings every row and head back to its capacity, by the scores of all stored entries."""
-    counts, sizes = _sizes(state)
-    if counts is None:
+    """Brings every row and head back to its capacity, by the scores of all stored entries.
+
+    A method without a budget may measure how many that are.
+    """
+    allocate = state.plan.stages.allocate
+    measured = isinstance(allocate, Measured) and allocate.in_rounds
+    counts, sizes = (None, None) if measured else _sizes(state)
+    if counts is None and not measured:
         return
     state.rounds += 1
     if state.answer_window.width:
@@ -61,6 +66,8 @@ def _evict_round(state: LayerState, call: AttentionCall) -> None:
         observation = observation_at(state, call._replace(query=query), columns)
     else:
         observation = observation_of(state, call)
+    if counts is None:
+        counts = size_of(state, observation)
     tokens = state.sequence.tokens()
     if tokens is not None:
         # A row that has ended stays as it is, as it would be alone.

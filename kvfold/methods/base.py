@@ -64,12 +64,14 @@ class Measured:
 
     `size`: Observation → entries per head `[B]`, or `[B, H]` with `per_head`, forced ones included.
     `error`: (Observation, kept entries bool `[B, H, T]`) → relative error `[B, 1 or 2]` of the
-    layer's output, predicted and measured; None: not reported.
+    layer's output, predicted and measured; None: not reported. `in_rounds`: sizes follow from each
+    round's observation, with decode="every".
     """
 
     size: Callable[[Observation], Tensor]
     error: Callable[[Observation, Tensor], Tensor] | None = None
     per_head: bool = False
+    in_rounds: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from kvfold.errors import KvfoldError
+from kvfold.methods.base import FileName, Measured, Method, Stages, register
+from kvfold.methods.fitted import FittedFile
+from kvfold.methods.observation import Needs
+from kvfold.methods.stages.allocate.above import above
+from kvfold.methods.stages.score.learned import Scorer, learned
+from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.zap import NO_FILE
+
+
+@register(
+    "zap_threshold",
+    paper="arXiv 2601.07891",
+    formula="""
+        kept[l, h] = {t : s[l, h, t] ≥ threshold, or t is one of the last window tokens}
+        s = zap's score, ln of the attention that KVzip would measure
+    """,
+)
+@dataclass(frozen=True)
+class ZapThreshold(Method):
+    """No budget: every head keeps the entries that KVzip is expected to need, however many.
+
+    1. The last `window` tokens and the first `sinks` always stay.
+    2. Of the others, those stay whose score by zap's fitted scorer is at least `threshold`, in
+       natural logarithms: −4 is an attention of 0.018.
+    3. While answering, entries that left the window are judged after each `interval` tokens.
+
+    `file` names the scorer, as for zap. Different from KVzap, which judges a token as it leaves the
+    window: `interval=1` does so, and scores all stored entries at every step.
+    Raises KvfoldError for a window or sinks below 0, an interval below 1, and a threshold that is
+    no number.
+    Source: Jegou and Jeblick, KVzap; NVIDIA/kvpress `dms_press.py`.
+    """
+
+    takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
+    threshold: float = -4.0  # least score of an entry that stays
+    window: int = 128  # last tokens that stay
+    interval: int = 32  # generated tokens between evictions
+    sinks: int = 4  # first tokens that stay
+    file: FileName = NO_FILE  # fitted scorer, none: the bundled model's
+
+    def __post_init__(self) -> None:
+        if self.threshold != self.threshold:
+            raise KvfoldError("zap_threshold:threshold is a number, not nan")
+        if self.window < 0 or self.sinks < 0 or self.interval < 1:
+            raise KvfoldError(
+                "zap_threshold:window and zap_threshold:sinks are 0 or more, "
+                "zap_threshold:interval 1 or more"
+            )
+
+    def stages(self) -> Stages:
+        forced = Forced(sinks=self.sinks, recent=self.window)
+        return Stages(
+            needs=Needs(unrotated=True, scorer=FittedFile(Scorer, str(self.file))),
+            score=learned,
+            allocate=Measured(
+                partial(above, threshold=self.threshold, forced=forced),
+                per_head=True,
+                in_rounds=True,
+            ),
+            forced=forced,
+            decode="every",
+            every=self.interval,
+        )
