@@ -64,6 +64,7 @@ from kvfold.methods.kvzip import KVzip as KVzip
 from kvfold.methods.lagkv import LagKV as LagKV
 from kvfold.methods.leverage import Leverage as Leverage
 from kvfold.methods.local_window import LocalWindow as LocalWindow
+from kvfold.methods.match import Match as Match
 from kvfold.methods.merge import Merge as Merge
 from kvfold.methods.minicache import MiniCache as MiniCache
 from kvfold.methods.nacl import NACL as NACL

@@ -34,6 +34,7 @@ def stats_of(states: list[LayerState], phase: Phase, **of_cache: Any) -> Stats:
         later=max((state.later() for state in started), default=0),
         later_budget=phase.own_size,
         errors=[[] if s.error is None else s.error.mean(0).tolist() for s in started],
+        refits=[[] if s.refit is None else s.refit.mean(0).tolist() for s in started],
         **of_cache,
     )
 

@@ -98,7 +98,8 @@ def own_stages(stages: Stages) -> Stages:
     if stages.score is None or stages.needs.reconstruction is not None:
         return Stages(score=recency, allocate=uniform)
     forced = Forced(recent=stages.forced.recent)
-    return Stages(needs=stages.needs, score=stages.score, allocate=uniform, forced=forced)
+    needs = dataclasses.replace(stages.needs, references=None)
+    return Stages(needs=needs, score=stages.score, allocate=uniform, forced=forced)
 
 
 @torch.no_grad()

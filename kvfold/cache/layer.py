@@ -34,6 +34,7 @@ from kvfold.cache.observe import (
 )
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.prefill import end_prefill, size_and_evict
+from kvfold.cache.references import add_references, add_repeated
 from kvfold.cache.rounds import note_token
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
@@ -200,6 +201,7 @@ class CompressedLayer(CacheLayerMixin):
         """Output `[B, S, Hq, Dv]` of a forward that repeats the text, and its column maxima."""
         state = self.state
         weights = repeating.row_weights.get(state.plan.layer)
+        add_repeated(state, call, self._counted(call))
         return attend_and_maximize(
             call,
             state.stored(),
@@ -252,6 +254,7 @@ class CompressedLayer(CacheLayerMixin):
         if step != "decode":
             add_query_moments(state, call)
             add_to_chunks(state, call)
+            add_references(state, call)
         if step == "prefill":
             state.query_window.add(call, state.sequence)
         elif step == "prefill end":

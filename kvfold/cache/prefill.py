@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill eviction: a layer is brought to its budget when a prefill ends.
 
-Functions of (state, observation): allocate → choose → merge → move → keep → encode.
+Functions of (state, observation): allocate → choose → merge → refit → move → keep → encode.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvfold.budget import Budget
 from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
 from kvfold.cache.plan import with_forced_room
+from kvfold.cache.references import refitted
 from kvfold.cache.sizes import even_size, size_of
 from kvfold.cache.state import LayerState, alive
 from kvfold.errors import KvfoldError, UnsupportedModel
@@ -89,6 +90,7 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
     if state.plan.stages.prompt == "counted":
         evict(state, observation, counts)
     state.reconstruction_scores = None
+    state.reference_queries.forget()
     state.settled = state.seen
 
 
@@ -194,7 +196,7 @@ def _keep_everything(
 def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bool) -> None:
     """Keeps the entries at `slots [B, H, K]`, merges the others into them, moves and encodes."""
     stages, store = state.plan.stages, state.stored()
-    changed = moves = None
+    changed = moves = bias = None
     state.return_sinks()
     if stages.merge is not None:
         keys, values = store.dense()
@@ -202,38 +204,51 @@ def _keep(state: LayerState, observation: Observation, slots: Tensor, ragged: bo
             keys, values, state.positions(), slots, state.sums, state.merging, observation.seed
         )
         *changed, state.merging = stages.merge(eviction)
+    fitted = refitted(state, observation, slots)
+    if fitted is not None:
+        changed, bias = fitted
     if stages.positions == "consecutive":
         changed, moves = moved_up(state, slots, changed)
     if ragged or stages.encode is not None:
-        _keep_ragged(state, observation, slots, changed)
+        _keep_ragged(state, observation, slots, changed, bias)
     else:
         state.keep_dense(slots)
         if changed is not None:
             state.dense_store().replace(*changed)
+        if bias is not None:
+            state.stored().set_bias(bias)
     if moves is not None:
         state.moves = moves
     state.note_eviction()
 
 
 def _keep_ragged(
-    state: LayerState, observation: Observation, slots: Tensor, changed: list[Tensor] | None
+    state: LayerState,
+    observation: Observation,
+    slots: Tensor,
+    changed: list[Tensor] | None,
+    bias: Tensor | None,
 ) -> None:
-    """Keeps the entries at `slots [B, H, K]` in a ragged store, and encodes those due."""
+    """Keeps the entries at `slots [B, H, K]` in a ragged store, and encodes those due.
+
+    `changed` are their keys and values, `bias [B, H, K]` theirs; None: as stored.
+    """
     encode, store = state.plan.stages.encode or Encode(), state.stored()
     _check_heads(state, observation)
     if not store.is_dense and not encode.raw:
         store.keep(slots)
     else:
         columns = None if _is_everything(state, slots) else store.columns
-        entries, taken, bias = store.dense(), slots, store.bias
+        entries, taken, biases = store.dense(), slots, store.bias
         if changed is not None:
             # Changed entries are in the order of the slots, and taken from there.
             entries = changed[0], changed[1]
             columns = store.columns.gather(2, slots.clamp(min=0))
-            bias = None if bias is None else pick(bias, slots, 0)
+            stored = None if biases is None else pick(biases, slots, 0)
+            biases = stored if bias is None else bias
             order = torch.arange(slots.shape[-1], device=slots.device)
             taken = order.expand_as(slots).masked_fill(slots < 0, -1)
-        state.store = RaggedStore(*entries, columns, taken, encode, bias)
+        state.store = RaggedStore(*entries, columns, taken, encode, biases)
     # Raw entries need no observation of the kept ones, which is a copy.
     kept = observation.at(slots) if state.plan.stages.encode is not None else None
     encode_due(state, decoding=False, observation=kept)

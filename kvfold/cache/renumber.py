@@ -162,7 +162,8 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
         other.turn_end = by.counts[state.turn_end]
         other.next_round = state.next_round + by.sequence.seen - state.seen
     other.surplus = None  # heads may have lost different numbers of entries
-    for observed in ("query_window", "query_moments", "query_chunks", "answer_window"):
+    windows = "query_window", "query_moments", "query_chunks", "answer_window"
+    for observed in (*windows, "reference_queries"):
         setattr(other, observed, copy.deepcopy(getattr(state, observed)))
     other.answer_window.renumber(by.columns, by.shifts, state.rotation)
     if state.reindexed is not None:

@@ -24,7 +24,7 @@ from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.cache.waiting import Waiting
-from kvfold.errors import BudgetError, KvfoldError, ScorerFileError
+from kvfold.errors import BudgetError, KvfoldError, ScorerFileError, UnsupportedModel
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, kv_heads, shares_entries, text_config
@@ -143,6 +143,12 @@ def put_compressed_layers(
     Raises UnsupportedModel as `check_layer` does, and ScorerFileError as `Fits.of` does.
     """
     shares, latents = shares_entries(model), caches_latents(model)
+    if stages.refit is not None and (shares or latents):
+        how = "shares entries among layers" if shares else "caches latents"
+        raise UnsupportedModel(
+            f"{type(model).__name__} {how}, so that its entries cannot be fitted to the queries of "
+            "one layer: leave match out"
+        )
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
     fits = Fits.of(stages, model, len(own))
     for place, index in enumerate(own):

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvfold.cache.state import LayerState
 from kvfold.methods.base import Across
 from kvfold.methods.observation import Observation
-from kvfold.store.encoding import EntrySize
+from kvfold.store.encoding import BIAS_BYTES, EntrySize
 
 
 def size_of(state: LayerState, observation: Observation) -> Tensor:
@@ -40,5 +40,6 @@ def _heads(state: LayerState) -> int:
 
 
 def _entry_size(state: LayerState) -> EntrySize:
-    keys, values = state.stored().keys, state.stored().values
-    return EntrySize(keys.shape[-1], values.shape[-1], keys.element_size())
+    keys, values, refit = state.stored().keys, state.stored().values, state.plan.stages.refit
+    bias = BIAS_BYTES if refit is not None and refit.gives_bias else 0
+    return EntrySize(keys.shape[-1], values.shape[-1], keys.element_size(), bias)

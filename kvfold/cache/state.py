@@ -14,6 +14,7 @@ from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
 from kvfold.cache.query_chunks import QueryChunks
 from kvfold.cache.query_window import AnswerWindow, QueryWindow
+from kvfold.cache.reference_queries import ReferenceQueries
 from kvfold.cache.running_moments import RunningMoments
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.waiting import Waiting
@@ -36,7 +37,7 @@ OF_PREFILLS = {"chunk_sums": 1.0}
 # [B, H, T], in the store's order; those of the two lists above may end before the newest entries
 PER_ENTRY = ("sums", "squares", "reconstruction_scores", *OF_PREFILLS, *KEPT_NUMBERS)
 PER_HEAD = ("merging", "head_sizes")  # [B, H]
-PER_ROW = ("capacity", "error")  # [B], [B, 1 or 2]
+PER_ROW = ("capacity", "error", "refit")  # [B], [B, 1 or 2], [B, 4]
 
 
 @dataclass(eq=False)
@@ -73,12 +74,14 @@ class LayerState:
     next_round: int | None = None  # tokens seen at which entries are evicted next (decode="every")
     surplus: int | None = None  # entries above capacity; None: not as many in all heads
     error: Tensor | None = None  # of the layer's output: predicted, measured
+    refit: Tensor | None = None  # report of the last refit, see `Refitted`
     late: bool = False  # evicts at the first generated token (decode="once")
     over_budget: bool = False  # the forced set was larger than the budget
     query_window: QueryWindow = field(init=False)
     answer_window: AnswerWindow = field(init=False)
     query_moments: RunningMoments = field(init=False)
     query_chunks: QueryChunks = field(init=False)
+    reference_queries: ReferenceQueries = field(init=False)
     reindexed: ReindexedSinks | None = None  # sinks, once entries have left
     moves: Tensor | None = None  # positions by which stored keys were moved, int32
     # A capacity tensor with its least and its most, and the ends that they force: asked only once.
@@ -90,6 +93,7 @@ class LayerState:
         self.answer_window = self._new_answer_window()
         self.query_moments = RunningMoments()
         self.query_chunks = QueryChunks()
+        self.reference_queries = ReferenceQueries()
 
     def narrow_windows(self, width: int) -> None:
         """Keeps the last `width` queries of the windows, for a method that needs no more."""
@@ -185,7 +189,8 @@ class LayerState:
         if self.reindexed is not None:
             tensors.append(self.reindexed.given)
         counted = sum(t.numel() * t.element_size() for t in tensors if t is not None)
-        observed = self.query_window, self.answer_window, self.query_moments, self.query_chunks
+        windows = self.query_window, self.answer_window
+        observed = *windows, self.query_moments, self.query_chunks, self.reference_queries
         return counted + sum(each.nbytes() for each in observed)
 
     # --- changes of all tensors at once -------------------------------------------------------
@@ -209,6 +214,7 @@ class LayerState:
         self.answer_window.index(rows)
         self.query_moments.index(rows)
         self.query_chunks.index(rows)
+        self.reference_queries.index(rows)
         if self.reindexed is not None:
             self.reindexed.index(rows)
 
@@ -220,6 +226,7 @@ class LayerState:
         self.sequence.crop(count)
         self.query_window.crop(self.seen)
         self.answer_window.crop(self.seen)
+        self.reference_queries.crop(self.seen)
         self.settled = min(self.settled, self.seen)
         self._crop_rounds()
         self.surplus = None if self.surplus is None else self.surplus - count

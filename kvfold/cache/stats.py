@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,6 +22,9 @@ class Stats:
     `inexact` says why a method keeps another number of entries than its budget, where it does.
     `protected` tokens of each row are kept beside the budget. `errors[l]` are a budget-free
     method's relative errors of the layer's output: predicted and, if it was asked to, measured.
+    `refits[l]` are a refit's relative errors of the layer's output on held-out reference queries
+    with the kept entries as they were, and refitted; the heads whose values a guard held back; and
+    the entries without weight. These are means over rows.
     `later` are the most entries of a KV head that came after the last compression; `budget` does
     not bound them, but `later_budget` entries do where a chat has one.
     """
@@ -45,6 +48,7 @@ class Stats:
     errors: list[list[float]]
     later: int = 0
     later_budget: int | None = None
+    refits: list[list[float]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +99,8 @@ class Stats:
                 f"{self.mean_kept - self.later:,.1f} entries per layer and KV head are kept where "
                 f"the budget is {self.budget}: {self.inexact}"
             )
+        if any(self.refits):
+            lines.append(self._refitted())
         if any(self.protected):
             lines.append(f"protected beside the budget: {max(self.protected)} tokens")
         return "\n".join(lines)
@@ -113,6 +119,16 @@ class Stats:
             lines.append(line + "".join(f"  {name} error {error:.3f}" for name, error in names))
         lines += [f"layer {index}: {kind}, as it is" for index, kind in self.other_layers.items()]
         return "\n".join(lines)
+
+    def _refitted(self) -> str:
+        """Line about the refit: mean errors over layers, and sums of what was held back."""
+        layers = [layer for layer in self.refits if layer]
+        before, after = (sum(layer[i] for layer in layers) / len(layers) for i in (0, 1))
+        guarded, dead = (sum(layer[i] for layer in layers) for i in (2, 3))
+        return (
+            f"refitted: error of held-out outputs {before:.3f} to {after:.3f}, values held back in "
+            f"{guarded:g} heads, {dead:g} entries without weight"
+        )
 
     def _later(self) -> str:
         """Line about the entries after the last compression and their bound."""

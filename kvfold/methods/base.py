@@ -32,6 +32,7 @@ from kvfold.methods.stages.decode import (
     replaced_rounds,
 )
 from kvfold.methods.stages.merge.base import MergeOneStage, MergeStage
+from kvfold.methods.stages.refit.base import Refit, check_refit
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 from kvfold.store.encoding import Encode
@@ -114,6 +115,7 @@ class Stages:
     select: Select | None = None  # slots to keep; None: those of the highest scores
     forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score
     merge: MergeStage | None = None  # changes kept entries by evicted ones
+    refit: Refit | None = None  # fits kept values and biases to reference queries
     merge_one: MergeOneStage | None = None  # `merge` of the one entry that decode eviction evicts
     encode: Encode | None = None  # how the oldest entries are stored
     decode: Decode = "append"
@@ -130,6 +132,7 @@ class Stages:
         if self.score is not None and self.allocate is None:
             object.__setattr__(self, "allocate", uniform)
         check_decode(self)
+        check_refit(self)
         if self.heads is not None and getattr(self.allocate, "per_head", False):
             raise IllegalComposition(
                 "each head has a size of its own already: leave out one of the two methods"

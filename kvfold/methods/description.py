@@ -107,6 +107,7 @@ def steps(stages: Stages) -> list[StageUse]:
         found.append(StageUse("forced", forced(stages)))
     found += _of("select", stages.select)
     found += _of("merge", stages.merge)
+    found += _of("refit", stages.refit)
     found += _of("encode", stages.encode)
     found += _of("token pruning", stages.token_pruning)
     if stages.score is not None or stages.every:
@@ -125,6 +126,7 @@ def in_words(stages: Stages) -> str:
         parts += [f"always keeps {always}"] if always else []
     parts += [f"selects by {_words(stages.select)}"] if stages.select else []
     parts += [f"{_words(stages.merge)}"] if stages.merge else []
+    parts += ["refits what is kept"] if stages.refit else []
     parts += [f"stored by {type(stages.encode).__name__.lower()}"] if stages.encode else []
     if stages.score is not None or stages.every:
         parts.append(decoding(stages))
@@ -152,6 +154,9 @@ def observed(stages: Stages) -> str:
         spread = " and covariance" if needs.query_moments.covariance else ""
         lengths = " and pairs' lengths" if needs.query_moments.moduli else ""
         parts.append(f"the queries' mean{spread}{lengths}")
+    if needs.references:
+        where = "the repetition, if there is one" if needs.references.repeated else "the text"
+        parts.append(f"queries of {where}")
     return " and ".join(parts) or NOTHING
 
 

@@ -61,6 +61,14 @@ class ChunkSumsNeed:
 
 
 @dataclass(frozen=True)
+class ReferencesNeed:
+    """Queries that kept entries are fitted to: of a prefill's tokens, or of their repetition."""
+
+    queries: int  # most queries of a KV head
+    repeated: bool  # those of the reconstruction where the method has one
+
+
+@dataclass(frozen=True)
 class Needs:
     """Data that a method's stages read; the layers observe nothing else."""
 
@@ -78,6 +86,7 @@ class Needs:
     chunk_sums: ChunkSumsNeed | None = None  # attention inside chunks, summed over queries
     scorer: FittedFile | None = None  # of entries
     fitted_heads: FittedFile | None = None  # numbers of each KV head
+    references: ReferencesNeed | None = None  # queries that kept entries are fitted to
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
@@ -88,7 +97,15 @@ class Needs:
     @cached_property  # asked at every step
     def rotated_back(self) -> bool:
         """True if stages read keys or queries before RoPE."""
-        return self.unrotated or self.query_moments is not None
+        moved = self.references is not None and not self.repeats_references
+        return self.unrotated or self.query_moments is not None or moved
+
+    @property
+    def repeats_references(self) -> bool:
+        """True if reference queries are those of the reconstruction, not the prefill's own."""
+        how = self.reconstruction
+        repeats = how is not None and how.head_scores is None
+        return repeats and self.references is not None and self.references.repeated
 
     @property
     def while_reading(self) -> tuple[object, ...]:
@@ -102,6 +119,7 @@ class Needs:
             self.reconstruction,
             self.query_moments,
             self.chunk_sums,
+            self.references,
         )
 
     def joined(self, other: Needs) -> Needs:
@@ -138,6 +156,7 @@ class Needs:
             self.chunk_sums or other.chunk_sums,
             self.scorer or other.scorer,
             self.fitted_heads or other.fitted_heads,
+            self.references or other.references,
         )
 
 

@@ -38,6 +38,7 @@ class QueriedKeys(Protocol):
 
 
 COLUMN_BYTES = 4  # an entry's column, int32
+BIAS_BYTES = 4  # an entry's bias, float32
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,17 @@ class EntrySize:
     key: int  # D
     value: int  # Dv
     number: int  # bytes of one number
+    bias: int = 0  # bytes of an entry's bias
+
+    @property
+    def beside(self) -> int:
+        """Bytes of an entry's column and bias."""
+        return COLUMN_BYTES + self.bias
 
     @property
     def whole(self) -> int:
-        """Bytes of a raw entry and of its column."""
-        return (self.key + self.value) * self.number + COLUMN_BYTES
+        """Bytes of a raw entry with its column and bias."""
+        return (self.key + self.value) * self.number + self.beside
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.views import Encoded, Named
-from kvfold.store.encoding import COLUMN_BYTES, Encode, EntrySize, QueriedKeys
+from kvfold.store.encoding import Encode, EntrySize, QueriedKeys
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Packing(Encode):
     def fitting(self, room: float, size: EntrySize) -> int:
         codes = (size.key * self.key_bits + size.value * self.value_bits) / 8
         scales = 2 * size.number * (size.key + size.value) / self.group
-        packed = codes + scales + COLUMN_BYTES
+        packed = codes + scales + size.beside
         # At most `residual` keys and `residual` values are raw when a prefill has ended.
         beside = room - self.residual * (size.whole - packed)
         return max(super().fitting(room, size), int(beside // packed))

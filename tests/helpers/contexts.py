@@ -70,6 +70,7 @@ def state(layer: Any) -> dict[str, Any]:
         "answer_window",
         "query_moments",
         "query_chunks",
+        "reference_queries",
         "reindexed",
         "sequence",  # its fields are held below
     }

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refits of kept entries to reference queries: of a prefill's tokens, or of their repetition.
+
+A token's own query did not see what follows it. Rotated on by the text's length, as if the text
+stood there once more, it sees the whole text, and before it the tokens that preceded it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.call import AttentionCall
+from kvfold.cache.state import LayerState
+from kvfold.errors import UnsupportedModel
+from kvfold.kernels.gather import take
+from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_parts
+from kvfold.methods.observation import Observation, ReferencesNeed
+from kvfold.methods.stages.refit.base import Compaction, References
+
+HIDDEN = 2**62  # column of entries that a part does not show
+
+
+def add_references(state: LayerState, call: AttentionCall) -> None:
+    """Adds the queries of a piece of a prefill, if the method fits entries to them."""
+    needs, query = state.plan.stages.needs, call.query
+    if needs.references is None or needs.repeats_references:
+        return
+    most = _most(needs.references, query, call.key)
+    state.reference_queries.add(query, state.seen - query.shape[2], most)
+
+
+def add_repeated(state: LayerState, call: AttentionCall, counted: Tensor | None) -> None:
+    """Adds queries of a forward that repeats a part of the text; `counted [B, S]`, None: all."""
+    needs, repeating, new = state.plan.stages.needs, state.phase.repeating, call.query.shape[2]
+    if needs.references is None or not needs.repeats_references or repeating is None:
+        return
+    stride = -(-repeating.text // _most(needs.references, call.query, call.key))
+    chosen = torch.arange(0, new, stride, device=call.query.device)
+    rows, heads = call.key.shape[:2]
+    groups = call.query.shape[1] // heads
+    queries = _by_token(call.query[:, :, chosen], heads)
+    real = torch.ones(rows, new, dtype=torch.bool, device=chosen.device)
+    real = real if counted is None else counted
+    columns = torch.arange(new, device=chosen.device).masked_fill(~real, HIDDEN)
+    own = attend_to_part(
+        queries,
+        call.key[:, :, -new:],
+        call.value[:, :, -new:],
+        columns=columns[:, None],
+        until=chosen.repeat_interleave(groups).expand(rows, 1, -1),
+        scale=call.logits["scale"],
+        softcap=call.logits.get("softcap"),
+    )
+    observation = Observation(call.key, call.value, state.positions(), **call.logits)
+    rest = joined_parts([own, *_beside(state, observation, queries)])
+    real = real[:, chosen].repeat_interleave(groups, 1)
+    made = References(queries, rest.out, rest.mass, real, groups)
+    state.reference_queries.repeated.append(made)
+
+
+def refitted(
+    state: LayerState, observation: Observation, slots: Tensor
+) -> tuple[list[Tensor], Tensor | None] | None:
+    """Keys `[B, H, K, D]` and new values of the entries at `slots [B, H, K]`, and their bias.
+
+    None where the method refits nothing, or no reference queries were kept. Raises UnsupportedModel
+    for latents.
+    """
+    refit, store = state.plan.stages.refit, state.stored()
+    if refit is None or store.fixed is not None:
+        return None
+    if observation.keys.shape[1] != store.keys.shape[1]:
+        raise UnsupportedModel(
+            "this model's cache holds latents, of which keys and values are made together: leave "
+            "match out"
+        )
+    references = _references_of(state, observation)
+    if references is None:
+        return None
+    keys, values = store.dense()
+    block = state.positions() >= state.protected().view(-1, 1, 1)
+    scale, softcap = observation.scale, observation.softcap
+    made = refit(Compaction(keys, values, store.bias, block, slots, references, scale, softcap))
+    state.refit = made.report
+    return [take(keys, slots), made.values], made.bias
+
+
+def _references_of(state: LayerState, observation: Observation) -> References | None:
+    """The references that were kept, or made of the queries that were; None without any."""
+    held, need = state.reference_queries, state.plan.stages.needs.references
+    if held.repeated:
+        first, *others = held.repeated
+        if not others:
+            return first
+        return References(
+            torch.cat([each.queries for each in held.repeated], 2),
+            torch.cat([each.rest for each in held.repeated], 2),
+            torch.cat([each.rest_mass for each in held.repeated], 2),
+            torch.cat([each.real for each in held.repeated], 1),
+            first.groups,
+        )
+    if need is None or not held.parts:
+        return None
+    heads, first_tokens = observation.keys.shape[1], state.protected().view(-1, 1, 1)
+    query, columns = held.joined(_most(need, held.parts[0][0], observation.keys))
+    groups = query.shape[1] // heads
+    at = state.sequence.real(columns.expand(len(query), 1, -1))  # [B, 1, n]
+    entries, positions = state.columns(), state.positions()
+    own = (entries >= held.first) & (positions >= first_tokens)
+    part = attend_to_part(
+        _by_token(query, heads),
+        observation.keys,
+        observation.values,
+        columns=entries.masked_fill(~own, HIDDEN),
+        until=at.repeat_interleave(groups, -1),
+        scale=observation.scale,
+        softcap=observation.softcap,
+    )
+    moved = _by_token(state.rotation(query, own.sum(-1)[:, 0]), heads)
+    rest = joined_parts([part, *_beside(state, observation, moved)])
+    real = (state.sequence.positions(at) >= first_tokens)[:, 0].repeat_interleave(groups, 1)
+    return References(moved, rest.out, rest.mass, real, groups)
+
+
+def _beside(state: LayerState, observation: Observation, queries: Tensor) -> list[PartOutput]:
+    """What `queries [B, H, n, D]` see beside the text: its opening, and sink logits."""
+    positions, sink_logits, parts = observation.positions, observation.sink_logits, []
+    opening = (positions >= 0) & (positions < state.protected().view(-1, 1, 1))
+    if bool(opening.any()):
+        end = int(opening.any(0).any(0).nonzero()[-1]) + 1
+        hidden = torch.zeros_like(positions[..., :end]).masked_fill(~opening[..., :end], HIDDEN)
+        part = attend_to_part(
+            queries,
+            observation.keys[:, :, :end],
+            observation.values[:, :, :end],
+            columns=hidden,
+            until=hidden.new_zeros(1, 1, queries.shape[2]),
+            scale=observation.scale,
+            softcap=observation.softcap,
+        )
+        parts.append(part)
+    if sink_logits is not None:
+        by_head = sink_logits.to(queries.dtype).view(queries.shape[1], 1, -1)
+        tokens = queries.shape[2] // by_head.shape[2]
+        mass = by_head.expand(-1, tokens, -1).flatten(1).expand(len(queries), -1, -1)
+        nothing = queries.new_zeros(*queries.shape[:3], observation.values.shape[-1])
+        parts.append(PartOutput(nothing, mass))
+    return parts
+
+
+def _by_token(query: Tensor, heads: int) -> Tensor:
+    """Queries `[B, Hq, n, D]` as `[B, H, n·G, D]`, token by token, at least float32."""
+    wide = query.to(torch.promote_types(query.dtype, torch.float32))
+    return wide.unflatten(1, (heads, -1)).transpose(2, 3).flatten(2, 3)
+
+
+def _most(need: ReferencesNeed, query: Tensor, keys: Tensor) -> int:
+    """Most tokens whose queries are kept, of all query heads of a KV head."""
+    return max(1, need.queries * keys.shape[1] // query.shape[1])

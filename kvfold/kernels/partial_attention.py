@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a part of all entries: its output, and its mass, by which parts are joined.
+
+Reference: `reference.attend_with_column_sums` over all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TILE = 2**23  # most logits of an intermediate result
+
+
+class PartOutput(NamedTuple):
+    """Output `[…, n, Dv]` over a part, 0 where nothing is visible, and mass `[…, n]`.
+
+    The mass is the log-sum-exp of the part's logits, −∞ where nothing is visible.
+    """
+
+    out: Tensor
+    mass: Tensor
+
+
+def part_logits(
+    query: Tensor, keys: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """Logits `[…, n, m]` of `query […, n, D]` and `keys […, m, D]`, at least float32.
+
+    `bias […, m]` is added after the softcap.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    logits = (query.to(wide) * scale) @ keys.to(wide).transpose(-1, -2)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits if bias is None else logits + bias[..., None, :].to(wide)
+
+
+def attend_to_part(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    columns: Tensor | None = None,
+    until: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float,
+    softcap: float | None = None,
+) -> PartOutput:
+    """Attention of `query […, n, D]` over `keys […, m, D]` and values `[…, m, Dv]`.
+
+    A query sees the entries whose `columns […, m]` are at most its `until […, n]`; None: all.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys, values = keys.to(wide), values.to(wide)
+    rows = max(1, TILE // max(1, prod(keys.shape[:-1])))
+    parts = []
+    for start in range(0, query.shape[-2], rows):
+        logits = part_logits(query[..., start : start + rows, :], keys, bias, scale, softcap)
+        if columns is not None and until is not None:
+            hidden = columns[..., None, :] > until[..., start : start + rows, None]
+            logits.masked_fill_(hidden, -torch.inf)
+        mass = logits.logsumexp(-1)
+        finite = mass.clamp(min=torch.finfo(wide).min)
+        parts.append(PartOutput(logits.sub_(finite[..., None]).exp_() @ values, mass))
+    if not parts:
+        empty = query.new_zeros(*query.shape[:-1], values.shape[-1], dtype=wide)
+        return PartOutput(empty, empty[..., 0])
+    outs, masses = zip(*parts, strict=True)
+    return PartOutput(torch.cat(outs, -2), torch.cat(masses, -1))
+
+
+def largest_logits(
+    query: Tensor,
+    keys: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Largest logit `[…, n]` of each `query […, n, D]` over all `keys […, m, D]`."""
+    rows = max(1, TILE // max(1, prod(keys.shape[:-1])))
+    parts = query.split(rows, -2)
+    return torch.cat([part_logits(q, keys, bias, scale, softcap).amax(-1) for q in parts], -1)
+
+
+def joined_parts(parts: Sequence[PartOutput]) -> PartOutput:
+    """Output and mass over several parts together."""
+    masses = torch.stack([part.mass for part in parts])
+    mass = masses.logsumexp(0)
+    shares = (masses - mass.clamp(min=torch.finfo(mass.dtype).min)).exp()
+    outs = torch.stack([part.out for part in parts])
+    return PartOutput((outs * shares[..., None]).sum(0), mass)

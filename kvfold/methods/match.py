@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvfold.errors import IllegalComposition, KvfoldError
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.observation import Needs, ReferencesNeed
+from kvfold.methods.stages.refit.matching import BiasPer, Matching, Target
+
+
+@register(
+    "match",
+    paper="arXiv 2602.16284",
+    formula="""
+        for reference queries i, all entries j of a KV head, kept ones S, all else in view R:
+        w = argmin_{w >= 0} sum_i (c_i (sum_{S} w_j e_ij / sum_j e_ij - 1))^2 + hold·||w - 1||^2
+        bias = ln w
+        V_S = argmin_C sum_i ||o_i - attention of i over R and S, with bias and values C||^2
+              + ridge·||C - V_S||^2
+    """,
+)
+@dataclass(frozen=True)
+class Match(Method):
+    """Refits what another method keeps: values, and a bias per entry, so that attention stays.
+
+    1. The other method chooses the entries: "kvzip + match", "snapkv + match".
+    2. Reference queries are those of the text's repetition where the method repeats it (KVzip),
+       else the text's own, rotated on as if the text stood there once more: no second forward.
+    3. Each kept entry gets a bias, added to its logits, so that the kept ones together weigh as
+       much as all did: non-negative least squares, held to a bias of 0.
+    4. Values are fitted by least squares, with a ridge towards those that the entries had.
+
+    `target="whole"` fits the attention output with all else in view; `"block"` the text's alone, as
+    published, which lowers its own error and often not that of the output. `bias="head"` gives all
+    entries of a KV head one bias, `"none"` none: such contexts go into vLLM. `values="kept"` leaves
+    the values. Errors on held-out reference queries, and guards, are in `stats()`. `ridge=0` means
+    0.001 with a bias per entry and 0.01 without; with `target="whole"` a smaller one lets values
+    explode. Entries of a text's opening are kept as they are. A later turn is fitted by its own
+    queries. Raises KvfoldError for options out of range.
+    Different from the released code: true non-negative weights, and the ridge.
+    Source: Zweiger et al., section 3; adamzweiger/compaction `compaction/algorithms/`.
+    """
+
+    takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
+    target: Target = "whole"  # the output with all else in view, or the text's alone
+    bias: BiasPer = "entry"  # a bias for each entry, one for a head, none
+    values: Literal["fit", "kept"] = "fit"  # fitted, or as they were
+    references: Literal["repeat", "text"] = "repeat"  # of the repetition where there is one
+    queries: int = 4096  # most reference queries of a KV head
+    ridge: float = 0.0  # pull towards the values as they were, 0: by the bias
+    hold: float = 1e-3  # pull of weights towards 1
+
+    def __post_init__(self) -> None:
+        if self.queries < 64 or self.ridge < 0 or self.hold < 0:
+            raise KvfoldError("match takes at least 64 queries, and ridge and hold from 0 on")
+
+    def stages(self) -> Stages:
+        raise IllegalComposition(
+            f"{self} selects nothing itself: compose it with a method that evicts by scores, for "
+            f'example "kvzip + {self}"'
+        )
+
+    def brings(self) -> Stages:
+        ridge = self.ridge or (1e-3 if self.bias == "entry" else 1e-2)
+        refit = Matching(self.target, self.bias, self.values == "fit", ridge, self.hold)
+        repeated = self.references == "repeat"
+        return Stages(needs=Needs(references=ReferencesNeed(self.queries, repeated)), refit=refit)
