@@ -19,13 +19,14 @@ from kvfold.cache.plan import with_forced_room
 from kvfold.cache.references import refitted
 from kvfold.cache.sizes import even_size, size_of
 from kvfold.cache.state import LayerState, alive
+from kvfold.cache.waiting import EvictionDue
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.kernels.gather import pick
-from kvfold.methods.base import Across, Measured
+from kvfold.methods.base import Across, Measured, Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import UNLIMITED
 from kvfold.methods.stages.merge.base import Eviction
-from kvfold.methods.stages.select.choose import choose, scores_of
+from kvfold.methods.stages.select.choose import Chosen, choose, scores_of
 from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import top
 from kvfold.store.encoding import Encode
@@ -103,9 +104,30 @@ def evict(
 ) -> None:
     """Keeps the `counts`, `[B]` or `[B, H]`, best entries of each head, forced ones first.
 
-    `sizes` and `beside` are those of `choose`.
+    `sizes` and `beside` are those of `choose`. Layers that agree wait for the last one.
     """
-    stages, positions = state.plan.stages, state.positions()
+    due = EvictionDue(state, observation, counts, sizes, beside)
+    if not state.plan.stages.agree:
+        _evict(due, state.plan.stages)
+        return
+    waiting = state.waiting
+    waiting.agreeing.append(due)
+    if len(waiting.agreeing) == state.plan.layers:
+        _evict_alike(waiting.take_agreeing())
+
+
+def _evict_alike(layers: list[EvictionDue[LayerState]]) -> None:
+    """Evicts by each entry's highest score in any layer and head, the same for all."""
+    own = [_chosen(due, due.layer.plan.stages).scores for due in layers]
+    highest = torch.stack([scores.amax(1, keepdim=True) for scores in own]).amax(0)
+    for due, scores in zip(layers, own, strict=True):
+        shared = highest.expand_as(scores)
+        _evict(due, dataclasses.replace(due.layer.plan.stages, score=lambda _, s=shared: s))
+
+
+def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
+    state, observation, counts, sizes, beside = due
+    positions = state.positions()
     if counts.dim() > 1:
         _check_heads(state, observation)
     stored = (positions >= 0).sum(-1)
@@ -115,12 +137,7 @@ def evict(
             state.scores = scores.masked_fill(positions < 0, torch.nan)
         _keep_everything(state, observation, positions, counts)
         return
-    forced = positions < state.protected().view(-1, 1, 1)
-    fixed = state.stored().fixed
-    if fixed is not None:
-        forced = forced | fixed
-    forced = forced & (positions >= 0)
-    chosen = choose(stages, observation, positions, forced, counts, sizes, beside)
+    chosen = _chosen(due, stages)
     state.over_budget = chosen.over_budget
     if state.plan.keep_scores:
         state.scores = chosen.scores
@@ -129,6 +146,17 @@ def evict(
     _note_error(state, observation, chosen.slots)
     _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)
     _keep(state, observation, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
+
+
+def _chosen(due: EvictionDue[LayerState], stages: Stages) -> Chosen:
+    state, observation, counts, sizes, beside = due
+    positions = state.positions()
+    forced = positions < state.protected().view(-1, 1, 1)
+    fixed = state.stored().fixed
+    if fixed is not None:
+        forced = forced | fixed
+    forced = forced & (positions >= 0)
+    return choose(stages, observation, positions, forced, counts, sizes, beside)
 
 
 def _most(counts: Tensor, sizes: Tensor | None, beside: Tensor | None) -> Tensor:

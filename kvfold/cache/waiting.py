@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
 from kvfold.methods.observation import Observation
@@ -14,24 +16,40 @@ Layer = TypeVar("Layer")
 ROW_BYTES = 2**24  # most bytes of attention rows that wait
 
 
+class EvictionDue(NamedTuple, Generic[Layer]):
+    """A layer above its size: its observation, and `counts`, `sizes`, `beside` as of `evict`."""
+
+    layer: Layer
+    observation: Observation
+    counts: Tensor
+    sizes: Tensor | None
+    beside: Tensor | None
+
+
 @dataclass
 class Waiting(Generic[Layer]):
     """Layers whose eviction or encoding waits until others have attended.
 
     `sized`: layers whose size depends on all layers' observations (D2O, KVzip), evicted by the
     last layer's attention. `first_of_pair`: a layer that is quantized together with the next one
-    (MiniCache). `evicting`: layers of which one entry leaves in this decode step; all are evicted
+    (MiniCache). `agreeing`: layers that keep the same tokens (TriAttention). `evicting`: layers of which one entry leaves in this decode step; all are evicted
     together after the last layer's attention, since dozens of small operations per layer take less
     time in one loop than between attention calls.
     """
 
     sized: list[tuple[Layer, Observation]] = field(default_factory=list)
     first_of_pair: Layer | None = None
+    agreeing: list[EvictionDue[Layer]] = field(default_factory=list)
     evicting: dict[Layer, AttentionCall] = field(default_factory=dict)
 
     def take_sized(self) -> list[tuple[Layer, Observation]]:
         """The layers with their observations; none waits from now on."""
         taken, self.sized = self.sized, []
+        return taken
+
+    def take_agreeing(self) -> list[EvictionDue[Layer]]:
+        """The evictions that are due in all layers; none waits from now on."""
+        taken, self.agreeing = self.agreeing, []
         return taken
 
     def take_evicting(self) -> dict[Layer, AttentionCall]:
@@ -50,4 +68,4 @@ class Waiting(Generic[Layer]):
 
     def reset(self) -> None:
         """Empties all lists."""
-        self.sized, self.first_of_pair, self.evicting = [], None, {}
+        self.sized, self.first_of_pair, self.agreeing, self.evicting = [], None, [], {}

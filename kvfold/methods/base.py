@@ -113,6 +113,7 @@ class Stages:
     allocate: Schedule | Measured | Across | None = None
     heads: Heads | None = None  # a layer's size shared among its heads
     select: Select | None = None  # slots to keep; None: those of the highest scores
+    agree: bool = False  # all layers and heads keep the same tokens, by their highest score in any
     forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score
     merge: MergeStage | None = None  # changes kept entries by evicted ones
     refit: Refit | None = None  # fits kept values and biases to reference queries
@@ -163,8 +164,13 @@ class Stages:
         """True if the method reads a prompt with forwards of its own (KVzip, PyramidInfer)."""
         return self.token_pruning is not None or self.needs.reconstruction is not None
 
+    @property
+    def uniform(self) -> bool:
+        """True if all layers are of one size."""
+        return self.allocate is uniform
+
     def _same_in_all_heads(self) -> bool:
-        evenly = self.allocate is uniform and self.heads is None
+        evenly = self.uniform and self.heads is None
         return self.score is None or (self.score is recency and evenly)
 
 

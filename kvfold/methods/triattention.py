@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -37,28 +37,35 @@ class TriAttention(Method):
 
     The prompt is kept beside the budget. Different from the released code: centres are of the
     prompt's own queries (`centre="running"`: of the answer's too), not of a calibration text; each
-    KV head of each layer keeps entries of its own. Components without RoPE are pairs of one. Raises
+    KV head of each layer keeps entries of its own. `scope="model"` keeps the same tokens in all, as
+    released, by their highest score in any. Components without RoPE are pairs of one. Raises
     KvfoldError for options out of range; models that change RoPE with the length are refused.
     Source: WeianMao/triattention `pruning_utils.py`.
     """
 
-    by_head: ClassVar[bool] = True
     offsets: int = 65536  # farthest of the distances, which are powers of 2
     aggregation: Over = "mean"  # over distances; max takes a product for each of them
     group: Over = "max"  # over the query heads of a KV head
     normalize: bool = True  # standardizes each query head's scores
     centre: Literal["prompt", "running"] = "prompt"  # of the prompt's queries, or the answer's too
+    scope: Literal["head", "model"] = "head"  # heads choose alone, or all alike
     prompt: Prompt = "kept"  # the prompt is beside the size, or part of it
 
     def __post_init__(self) -> None:
         if not 1 <= self.offsets <= FARTHEST:
             raise KvfoldError(f"triattention:offsets is from 1 to {FARTHEST}, not {self.offsets}")
 
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        """True if no stage mixes KV heads."""
+        return self.scope == "head"
+
     def stages(self) -> Stages:
         moments = QueryMomentsNeed(covariance=False, moduli=True, running=self.centre == "running")
         return Stages(
             needs=Needs(query_moments=moments),
             score=partial(at_later_distances, method=self),
+            agree=self.scope == "model",
             decode="every",
             every=128,
             prompt=self.prompt,

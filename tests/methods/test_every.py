@@ -59,7 +59,7 @@ SNAPKV = "snapkv:window=8"
 H2O = "h2o:decode=append"
 TRIATTENTION = "triattention:prompt=counted"
 SCORING = [KNORM, SNAPKV, "keydiff", H2O, "adakv:window=8", "pyramidkv:window=8"]
-SCORING += ["rkv", "snapkv_decode", TRIATTENTION]
+SCORING += ["rkv", "snapkv_decode", TRIATTENTION, f"{TRIATTENTION},scope=model"]
 SCORING += ["d2o:decode=append", "streaming_llm:decode=append", "chunkkv:window=8", "random"]
 EACH = pytest.mark.parametrize("spec", SCORING)
 

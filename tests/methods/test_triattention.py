@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold import KvfoldError, Observation, UnsupportedModel
+from kvfold import IllegalComposition, KvfoldError, Observation, UnsupportedModel
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.kernels.query_moments import query_moments
 from kvfold.methods.stages.score.distant_queries import distant_logits, standardized
 from kvfold.methods.triattention import TriAttention, at_later_distances
 from tests.helpers.budgets import SMALL
-from tests.helpers.by_hand import PADDED, ByHand, Layer, best
+from tests.helpers.by_hand import PADDED, ByHand, Head, Layer, best
 from tests.helpers.caches import decode, kept, start
 from tests.helpers.models import build
 from tests.helpers.observations import KEYS, QUERIES, D, T, observed
@@ -137,10 +137,11 @@ def note_queries(layer: Layer, running: bool) -> None:
         layer.before = new if first else [a + b for a, b in zip(layer.before, new, strict=True)]
 
 
-def rounds(prompt: str, normalize: bool, group: str):
+def rounds(prompt: str, normalize: bool, group: str, scope: str = "head"):
     """What loops leave of each head: the best entries, beside or with those of the prompt."""
 
     def round_of(one: ByHand) -> None:
+        kept: list[tuple[Head, list[int], Tensor]] = []
         for layer in one.layers:
             for head, entries in enumerate(layer.heads):
                 began = layer.prompt if prompt == "kept" else 0
@@ -161,7 +162,11 @@ def rounds(prompt: str, normalize: bool, group: str):
                     rows = [(row - row.mean()) / row.std(correction=0) for row in rows]
                 of_group = torch.stack(rows)
                 scores = of_group.amax(0) if group == "max" else of_group.mean(0)
-                entries.keep(beside + [len(beside) + i for i in best(scores, SMALL)])
+                kept.append((entries, beside, scores))
+        for entries, beside, scores in kept:
+            if scope == "model":
+                scores = torch.stack([of_head for *_, of_head in kept]).amax(0)
+            entries.keep(beside + [len(beside) + i for i in best(scores, SMALL)])
 
     return round_of
 
@@ -173,12 +178,16 @@ def rounds(prompt: str, normalize: bool, group: str):
         ("centre=running", {"running": True}),
         ("prompt=kept", {"prompt": "kept"}),
         ("group=mean,normalize=false", {"group": "mean", "normalize": False}),
+        ("scope=model", {"scope": "model"}),
+        ("scope=model,prompt=kept", {"scope": "model", "prompt": "kept"}),
     ],
 )
 @pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
 def test_rounds_by_hand(options, changed, lengths):
     changed = {"running": False, "prompt": "counted", "normalize": True, "group": "max"} | changed
-    by_rule = rounds(changed["prompt"], changed["normalize"], changed["group"])
+    by_rule = rounds(
+        changed["prompt"], changed["normalize"], changed["group"], changed.get("scope", "head")
+    )
 
     def before_each_step(one: ByHand) -> None:
         for layer in one.layers:
@@ -208,6 +217,14 @@ def test_running_centres_where_the_first_round_comes_early():
 
     spec = "triattention:offsets=8,centre=running + every:interval=3,phase=absolute"
     assert_each_round(spec, where_due, (17,), 1, before_each_step)
+
+
+def test_one_set_for_the_model_is_of_one_size():
+    for other in ("pyramidkv", "adakv"):
+        with pytest.raises(IllegalComposition):
+            kvfold.parse(f"triattention:scope=model + {other}").stages()
+    assert kvfold.parse("triattention").by_head
+    assert not kvfold.parse("triattention:scope=model").by_head
 
 
 def test_rounds_are_every_128_tokens_beside_the_prompt():

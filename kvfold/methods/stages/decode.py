@@ -51,6 +51,11 @@ def check_decode(stages: Stages) -> None:
         raise IllegalComposition(
             'phase="absolute" says which tokens rounds count, so it goes with decode="every" only'
         )
+    if stages.agree and (stages.heads or not stages.uniform or stages.decode == "hold"):
+        raise IllegalComposition(
+            "all layers and heads keep the same tokens, so they are of one size, and none evicts "
+            "alone while decoding: leave out the method that sizes layers or heads"
+        )
     _check_observed(stages)
     _check_one_by_one(stages)
     _check_positions(stages)
