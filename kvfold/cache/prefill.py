@@ -7,6 +7,7 @@ Functions of (state, observation): allocate → choose → merge → refit → m
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -121,8 +122,12 @@ def _evict_alike(layers: list[EvictionDue[LayerState]]) -> None:
     own = [_chosen(due, due.layer.plan.stages).scores for due in layers]
     highest = torch.stack([scores.amax(1, keepdim=True) for scores in own]).amax(0)
     for due, scores in zip(layers, own, strict=True):
-        shared = highest.expand_as(scores)
-        _evict(due, dataclasses.replace(due.layer.plan.stages, score=lambda _, s=shared: s))
+        shared = partial(_as_scored, scores=highest.expand_as(scores))
+        _evict(due, dataclasses.replace(due.layer.plan.stages, score=shared))
+
+
+def _as_scored(observation: Observation, scores: Tensor) -> Tensor:
+    return scores
 
 
 def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
