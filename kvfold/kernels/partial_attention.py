@@ -56,22 +56,62 @@ def attend_to_part(
     A query sees the entries whose `columns […, m]` are at most its `until […, n]`; None: all.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    keys, values = keys.to(wide), values.to(wide)
+    query, keys, values = query.to(wide), keys.to(wide), values.to(wide)
+    alike = softcap is None and keys.shape[-1] == values.shape[-1] and keys.shape[-2] > 0
+    fused = alike and query.device.type == "cpu"
     rows = max(1, TILE // max(1, prod(keys.shape[:-1])))
     parts = []
     for start in range(0, query.shape[-2], rows):
-        logits = part_logits(query[..., start : start + rows, :], keys, bias, scale, softcap)
+        few, hidden = query[..., start : start + rows, :], None
         if columns is not None and until is not None:
             hidden = columns[..., None, :] > until[..., start : start + rows, None]
-            logits.masked_fill_(hidden, -torch.inf)
-        mass = logits.logsumexp(-1)
-        finite = mass.clamp(min=torch.finfo(wide).min)
-        parts.append(PartOutput(logits.sub_(finite[..., None]).exp_() @ values, mass))
+        if fused:
+            parts.append(_fused(few, keys, values, bias, hidden, scale))
+        else:
+            logits = part_logits(few, keys, bias, scale, softcap)
+            parts.append(_plain(logits, values, hidden))
     if not parts:
-        empty = query.new_zeros(*query.shape[:-1], values.shape[-1], dtype=wide)
+        empty = query.new_zeros(*query.shape[:-1], values.shape[-1])
         return PartOutput(empty, empty[..., 0])
     outs, masses = zip(*parts, strict=True)
     return PartOutput(torch.cat(outs, -2), torch.cat(masses, -1))
+
+
+def _plain(logits: Tensor, values: Tensor, hidden: Tensor | None) -> PartOutput:
+    """Output and mass of `logits […, n, m]`, which are overwritten."""
+    if hidden is not None:
+        logits.masked_fill_(hidden, -torch.inf)
+    mass = logits.logsumexp(-1)
+    finite = mass.clamp(min=torch.finfo(mass.dtype).min)
+    return PartOutput(logits.sub_(finite[..., None]).exp_() @ values, mass)
+
+
+def _fused(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor | None,
+    scale: float,
+) -> PartOutput:
+    """As `_plain`, by torch's flash attention for a CPU, which returns the log-sum-exp too."""
+    mask = None
+    if bias is not None or hidden is not None:
+        shape = *query.shape[:-1], keys.shape[-2]
+        added = query.new_zeros(()) if bias is None else bias[..., None, :].to(query.dtype)
+        mask = added if hidden is None else torch.where(hidden, -torch.inf, added)
+        mask = mask.expand(shape).reshape(1, -1, *shape[-2:])
+    queries, of_keys, of_values = (
+        entries.reshape(1, -1, *entries.shape[-2:]) for entries in (query, keys, values)
+    )
+    out, mass = torch._scaled_dot_product_flash_attention_for_cpu(
+        queries, of_keys, of_values, attn_mask=mask, scale=scale
+    )
+    out, mass = out.reshape(*query.shape[:-1], -1), mass.reshape(query.shape[:-1]).to(query.dtype)
+    if hidden is None:
+        return PartOutput(out, mass)
+    blind = hidden.all(-1).expand(query.shape[:-1])
+    return PartOutput(out.masked_fill(blind[..., None], 0), mass.masked_fill(blind, -torch.inf))
 
 
 def largest_logits(
