@@ -93,9 +93,11 @@ def attend_and_maximize(
     scored: Tensor,
     row_weights: Tensor | None,
     norms: ProjectedNorms | None,
+    rms: bool,
 ) -> Observed:
     """Observes column maxima of a softmax over the `scored [B, N]` columns alone (KVzip).
 
+    With `rms` the roots of mean squares take their place.
     Queries weigh `row_weights [B, S]`, entries the `norms` of their values; None: 1 (KVzip+).
     """
     key, value, stored_mask = _dense(call, store, seen, mask)
@@ -108,6 +110,7 @@ def attend_and_maximize(
         counted=counted,
         row_weights=row_weights,
         column_weights=None if norms is None else norms(value),
+        rms=rms,
         **call.logits,
     )
     return out.transpose(1, 2).contiguous(), call._replace(maxima=maxima)

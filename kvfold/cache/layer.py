@@ -211,6 +211,7 @@ class CompressedLayer(CacheLayerMixin):
             scored=repeating.scored,
             row_weights=weights,
             norms=None if weights is None else norms_of_outputs(state, call),
+            rms=repeating.rms,
         )
 
     def attend_as_guest(

@@ -24,11 +24,13 @@ class ReconstructionForward:
 
     `scored [B, N]` are the columns, new ones included, among which its attention is shared out.
     `row_weights [B, S]` of its tokens, by compressed layer, multiply that attention, and so do the
-    norms of projected values; there are none but in KVzip+.
+    norms of projected values; there are none but in KVzip+. `rms` scores by the root of the mean
+    square of attention, else by its maximum.
     """
 
     text: int
     scored: Tensor
+    rms: bool = False
     row_weights: dict[int, Tensor] = field(default_factory=dict)
 
 

@@ -104,6 +104,8 @@ def _repeat(
     start: int,
 ) -> None:
     """One forward over all rows' requests and parts, `start` tokens into their texts."""
+    how = cache.reconstruction
+    assert how is not None
     rows = [torch.cat(request) for request in requests]
     longest = max(map(len, rows))
     new = mask.new_zeros(len(rows), longest)
@@ -117,7 +119,7 @@ def _repeat(
     scored = torch.cat([scored & mask.bool(), there.bool()], 1)
     whole = torch.cat([mask, there], 1)
     padded = None if bool(whole.all()) else whole
-    cache.phase.repeating = repeating = ReconstructionForward(mask.shape[1], scored)
+    cache.phase.repeating = repeating = ReconstructionForward(mask.shape[1], scored, how.rms)
     try:
         with cache.frozen(), _weighing_queries(cache, repeating):
             read_tokens(model, new, cache, padded)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in blocks of queries, with the maximum weight that each scored entry receives (KVzip).
+"""Attention in blocks of queries, and the weights that each scored entry receives (KVzip).
+
+Of these the maximum is taken, or the root of the mean square.
 
 Reference: `reference.attend_with_column_maxima`.
 """
@@ -25,6 +27,7 @@ def attend_with_column_maxima(
     counted: Tensor | None = None,
     row_weights: Tensor | None = None,
     column_weights: Tensor | None = None,
+    rms: bool = False,
     **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T."""
@@ -34,7 +37,8 @@ def attend_with_column_maxima(
     plain = bare and counted is None
     # Two separate passes read the scored keys twice: faster while these are under half of all.
     if plain and 2 * int(scored.sum(-1).max()) < key.shape[2] and _follow(query, key, value, mask):
-        maxima = _maxima_apart(query, key, scale, scored, row_weights, by_group)
+        maxima = _maxima_apart(query, key, scale, scored, row_weights, by_group, rms)
+        maxima = _root_of_mean(maxima, query, counted) if rms else maxima
         return _attend_apart(query, key, value, scale), maxima
     blocks = AttentionBlocks(query, key, value, mask, **options)
     ranges = [spans(of_row) for of_row in scored]
@@ -55,9 +59,9 @@ def attend_with_column_maxima(
         most = maxima[at.row, at.head, : at.seen]
         for part in ranges[at.row]:
             of_part = None if of_columns is None else of_columns[:, part]
-            highest = _highest(weights[:, part].mul_(factor[:, None]), of_part)
-            torch.maximum(most[part], highest, out=most[part])
-    return blocks.out, maxima.masked_fill_(~scored[:, None], 0.0)
+            _gather(most[part], weights[:, part].mul_(factor[:, None]), of_part, rms)
+    maxima.masked_fill_(~scored[:, None], 0.0)
+    return blocks.out, _root_of_mean(maxima, query, counted) if rms else maxima
 
 
 def _follow(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -105,10 +109,12 @@ def _maxima_apart(
     scored: Tensor,
     row_weights: Tensor | None,
     column_weights: Tensor | None,
+    rms: bool,
 ) -> Tensor:
     """Maxima `[B, H, T]` of softmax rows over the `scored [B, T]` entries alone.
 
-    Weights are `row_weights [B, S]` and `column_weights [B, H, G, T]`, or None.
+    Weights are `row_weights [B, S]` and `column_weights [B, H, G, T]`, or None. Sums of squares
+    with `rms`.
     """
     earlier = key.shape[2] - query.shape[2]
     grouped = (query * scale).unflatten(1, (key.shape[1], -1))
@@ -119,7 +125,8 @@ def _maxima_apart(
         of_row = None if row_weights is None else row_weights[row].to(keys.dtype)
         of_keys = None if column_weights is None else column_weights[row][..., columns]
         weights = of_row, of_keys
-        maxima[row, :, columns] = _maxima_of_row(grouped[row], keys, columns - earlier, *weights)
+        received = _maxima_of_row(grouped[row], keys, columns - earlier, *weights, rms)
+        maxima[row, :, columns] = received
     return maxima
 
 
@@ -129,11 +136,13 @@ def _maxima_of_row(
     first_seen_by: Tensor,
     row_weights: Tensor | None,
     column_weights: Tensor | None,
+    rms: bool,
 ) -> Tensor:
     """Maxima `[H, K]` that keys `[H, K, D]` receive from queries `[H, G, S, D]` of one row.
 
-    Key k is visible from query `first_seen_by[k]` on, below 0 to all queries; `[K]`, ascending.
-    Weights are `row_weights [S]` and `column_weights [H, G, K]`, or None.
+    With `rms` sums of squares. Key k is visible from query `first_seen_by[k]` on, below 0 to all
+    queries; `[K]`, ascending. Weights are `row_weights [S]` and `column_weights [H, G, K]`, or
+    None.
     """
     queries, most = query.shape[2], keys.new_zeros(keys.shape[:2])
     room = keys.new_empty(query.shape[1] * min(BLOCK, queries) * len(first_seen_by))
@@ -155,16 +164,33 @@ def _maxima_of_row(
             if row_weights is not None:
                 by_query_head.mul_(row_weights[start:end, None])
             of_columns = None if column_weights is None else column_weights[head, :, :seen]
-            torch.maximum(highest[:seen], _highest(weights, of_columns), out=highest[:seen])
+            _gather(highest[:seen], weights, of_columns, rms)
     return most
 
 
-def _highest(weights: Tensor, column_weights: Tensor | None) -> Tensor:
-    """Maxima `[K]` of `weights [G·S, K]`, each query head's times its `column_weights [G, K]`."""
-    if column_weights is None:
-        return weights.amax(0)
-    of_query_heads = weights.unflatten(0, (len(column_weights), -1)).amax(1)
-    return (of_query_heads * column_weights.to(weights.dtype)).amax(0)
+def _gather(into: Tensor, weights: Tensor, column_weights: Tensor | None, rms: bool) -> None:
+    """Maximum of `into [K]` and `weights [G·S, K]`, in place; with `rms` adds their squares.
+
+    Each query head's weights are multiplied by its `column_weights [G, K]`.
+    """
+    groups = 1 if column_weights is None else len(column_weights)
+    by_head = weights.unflatten(0, (groups, -1))
+    of_heads = by_head.square().sum(1) if rms else by_head.amax(1)
+    if column_weights is not None:
+        factor = column_weights.to(weights.dtype)
+        of_heads = of_heads * (factor.square() if rms else factor)
+    if rms:
+        into.add_(of_heads.sum(0))
+    else:
+        torch.maximum(into, of_heads.amax(0), out=into)
+
+
+def _root_of_mean(squares: Tensor, query: Tensor, counted: Tensor | None) -> Tensor:
+    """Roots of means `[B, H, T]` from sums of squares over a group's `counted [B, S]` queries."""
+    rows, query_heads, queries, _ = query.shape
+    count = squares.new_full((rows,), queries) if counted is None else counted.sum(-1)
+    groups = query_heads // squares.shape[1]
+    return (squares / (groups * count.clamp(min=1)).view(-1, 1, 1)).sqrt()
 
 
 def _voters(blocks: AttentionBlocks, at: Block, voting: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ def attend_with_column_maxima(
     counted: Tensor | None = None,
     row_weights: Tensor | None = None,
     column_weights: Tensor | None = None,
+    rms: bool = False,
     **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """Attention output `[B, Hq, S, Dv]` and column maxima `[B, H, T]` of scored entries (KVzip).
@@ -73,7 +74,8 @@ def attend_with_column_maxima(
     heads of a group. They are 0 for entries that are not scored; a query that may attend to no
     scored entry adds nothing. An additive mask hides an entry with less than half of its dtype's
     minimum. `row_weights [B, S]` of queries and `column_weights [B, Hq, T]` of entries, none below
-    0, multiply the second softmax of each query head before any maximum is taken.
+    0, multiply the second softmax of each query head before any maximum is taken. With `rms` the
+    root of the mean square over these queries and query heads takes the maximum's place.
     """
     logits = _logits(query, key, options)
     attention = _softmax(_masked(logits, mask), options.get("sink_logits"))
@@ -86,7 +88,12 @@ def attend_with_column_maxima(
         rows = rows * row_weights[:, None, :, None]
     if column_weights is not None:
         rows = rows * column_weights[:, :, None]
-    return out, rows.unflatten(1, (key.shape[1], -1)).amax((2, 3))
+    grouped = rows.unflatten(1, (key.shape[1], -1))
+    if rms:
+        queries = torch.full((len(query),), query.shape[2]) if counted is None else counted.sum(-1)
+        count = queries.view(-1, 1, 1) * grouped.shape[2]
+        return out, (grouped.square().sum((2, 3)) / count.clamp(min=1)).sqrt()
+    return out, grouped.amax((2, 3))
 
 
 def _groups(query: Tensor, key: Tensor) -> int:

@@ -29,21 +29,17 @@ class KVzip(Method):
 
     The text is read, and then repeated by teacher forcing in parts of `chunk` tokens, each as the
     answer to a prompt. The opening of the chat template is kept beside the budget.
-
     `level="pair"` ranks all entries in one pool, `"uniform"` keeps equally many in every head,
-    `"head"` keeps or empties whole heads by their highest score. The paper computes head scores
-    once on another sample: `head_scores` names a file of them (.safetensors or .pt, one tensor
-    `[L, H]`; no comma or plus in its name), and nothing is repeated.
-
+    `"head"` keeps or empties whole heads by their highest score. `head_scores` names a file of such
+    scores (.safetensors or .pt, one tensor `[L, H]`), and nothing is repeated.
     `strict` is the released rule: of all N pairs it keeps those that score above the `int(r·N)`-th
     best, one less if no two are equal. Scores are float32; the released code uses its model's.
     `kvzip_plus` multiplies attention by ‖W_o v‖ / ‖h‖ before its maximum, v the entry's value and h
     the query's input. `demote=0.25` multiplies the scores of structural tokens: punctuation, spaces
-    and line breaks that occur at least `demote_repeats` times; 0 changes none.
-
-    Raises KvfoldError for options out of range, and for those that exclude each other.
-    Source: Kim et al., section 3; snu-mllab/KVzip `model/wrapper.py`, `attention/score.py`;
-    NVIDIA/kvpress `kvzip_press.py` and pull request 288.
+    and line breaks that occur at least `demote_repeats` times. kvfold's own are `score="rms"`, the
+    root of the mean square of attention, and `floor=0.25`, a quarter of the budget for every head.
+    Raises KvfoldError for options out of range, or that exclude each other.
+    Source: Kim et al., section 3; snu-mllab/KVzip; NVIDIA/kvpress `kvzip_press.py`, pull 288.
     """
 
     by_head: ClassVar[bool] = True
@@ -55,15 +51,20 @@ class KVzip(Method):
     normalize: bool = False  # attention times ‖W_o v‖ / ‖h‖ (KVzip+)
     demote: float = 0.0  # factor of the scores of structural tokens, 0: none
     demote_repeats: int = 4  # occurrences from which a token may be structural
+    score: Literal["max", "rms"] = "max"  # maximum of attention, or root of its mean square
+    floor: float = 0.0  # part of the mean size that every head keeps
 
     def __post_init__(self) -> None:
+        changed = self.normalize or self.demote or self.score != "max"
         for wrong, why in (
             (self.chunk < 1, f"chunk is at least 1 token, not {self.chunk}"),
             (self.strict and self.level != "pair", "strict has one threshold: choose level=pair"),
             (self._file and self.level != "head", "head_scores are of heads: choose level=head"),
-            (not 0 <= self.demote <= 1, f"demote is a factor from 0 to 1, not {self.demote}"),
             (self.demote_repeats < 1, "demote_repeats is at least 1"),
-            (self._file and (self.normalize or self.demote), "head_scores are taken as they are"),
+            (self._file and changed, "head_scores are taken as they are"),
+            (not 0 <= self.demote <= 1, f"demote is a factor from 0 to 1, not {self.demote}"),
+            (not 0 <= self.floor <= 1, f"floor is a part from 0 to 1, not {self.floor}"),
+            (self.floor and (self.strict or self.level != "pair"), "floor goes with a plain pool"),
         ):
             if wrong:
                 raise KvfoldError(f"kvzip:{why}")
@@ -79,17 +80,16 @@ class KVzip(Method):
 
     def stages(self) -> Stages:
         allocate, inexact = self._allocate()
-        told = INSTRUCTION if self.instruction else ""
         how = self.normalize, self.demote, self.demote_repeats
-        repeated = ContextReconstruction(self.chunk, *PROMPTS, told, self._file, *how)
+        asked = *PROMPTS, INSTRUCTION if self.instruction else "", self._file
+        repeated = ContextReconstruction(self.chunk, *asked, *how, rms=self.score == "rms")
         needs = Needs(reconstruction=repeated, output_norms="l2" if self.normalize else None)
         return Stages(needs=needs, score=most_attention, allocate=allocate, inexact=inexact)
 
     def _allocate(self) -> tuple[Schedule | Across, str]:
-        """The allocation, and why it may miss the budget."""
         if self.level == "uniform":
             return uniform, ""
         if self.level == "head":
             return POOL(whole_heads), "heads stay whole or keep nothing"
-        pairs = POOL(partial(pooled, strict=self.strict), unrounded=self.strict)
+        pairs = POOL(partial(pooled, strict=self.strict, floor=self.floor), unrounded=self.strict)
         return pairs, "one threshold rounds over all heads" if self.strict else ""

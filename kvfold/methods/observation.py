@@ -39,6 +39,7 @@ class ContextReconstruction:
     normalize: bool = False  # attention times ‖W_o v‖ of the entry over ‖h‖ of the query (KVzip+)
     demote: float = 0.0  # factor of the scores of structural tokens, 0: none
     demote_repeats: int = 4  # occurrences in the text from which a token may be structural
+    rms: bool = False  # root of the mean square of attention, instead of its maximum
 
 
 @dataclass(frozen=True)

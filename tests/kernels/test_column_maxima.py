@@ -307,6 +307,78 @@ def test_rows_that_do_not_count_may_underflow(kernel):
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-9)
 
 
+# --- roots of mean squares -----------------------------------------------------------------------
+
+
+def mean_squares(query, key, mask, scored, counted, rows, columns):
+    """Roots of mean squares by the naive maxima: one query and query head at a time."""
+    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    sums = torch.zeros(len(key), heads, key.shape[2], dtype=torch.float64)
+    for i in range(query.shape[2]):
+        for group in range(groups):
+            one = query[:, group::groups, i : i + 1]
+            own = None if columns is None else columns[:, group::groups]
+            weights = None if rows is None else rows[:, i : i + 1]
+            count = None if counted is None else counted[:, i : i + 1]
+            seen = mask[:, group::groups, i : i + 1]
+            sums += naive(one, key, seen, scored, None, count, weights, own) ** 2
+    queries = torch.full((len(key),), query.shape[2]) if counted is None else counted.sum(-1)
+    return (sums / (groups * queries).view(-1, 1, 1)).sqrt()
+
+
+@KERNELS
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("some", [False, True])
+def test_roots_of_mean_squares_are_the_naive_ones(kernel, some, weighted):
+    query, key, value = inputs(12, 40, groups=2)
+    scored, mask = prefix_chunk_and_new(40, 12), causal(12, 40).expand(2, 4, -1, -1)
+    counted = torch.arange(12).expand(2, -1) % 3 > 0 if some else None
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.rand(2, 12, generator=generator).double() if weighted else None
+    columns = torch.rand(2, 4, 40, generator=generator).double() if weighted else None
+    expected = mean_squares(query, key, mask, scored, counted, rows, columns)
+    for given in (None, mask):
+        _, got = kernel.attend_with_column_maxima(
+            query,
+            key,
+            value,
+            given,
+            scale=SCALE,
+            scored=scored,
+            counted=counted,
+            row_weights=rows,
+            column_weights=columns,
+            rms=True,
+        )
+        torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_roots_of_mean_squares_in_two_passes_are_those_of_one():
+    query, key, value = inputs(150, 400, groups=4, dtype=torch.float32)
+    query, key, value = (torch.cat([x, x[..., :2]], -1)[..., :6] for x in (query, key, value))
+    scored = torch.arange(400).expand(2, -1) >= 250
+    scored = scored | (torch.arange(400) < 20)
+    options = {"scale": SCALE, "scored": scored, "rms": True}
+    _, expected = reference.attend_with_column_maxima(query, key, value, None, **options)
+    _, got = maxima.attend_with_column_maxima(query, key, value, None, **options)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-7)
+
+
+def test_golden_roots_of_mean_squares():
+    def base(a, b, c, modulus, minus, over):
+        i, j = torch.arange(8)[:, None], torch.arange(4)
+        return (((a * i + b * j + c * i * j) % modulus) - minus)[None, None].double() / over
+
+    query, key = base(4, 5, 2, 9, 4, 4), base(7, 3, 1, 11, 5, 4)
+    everything = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    _, got = maxima.attend_with_column_maxima(
+        query, key, key, everything, scale=0.5, scored=everything[0, 0, :1], rms=True
+    )
+    expected = [0.136458, 0.121252, 0.136786, 0.125746, 0.129136, 0.167189, 0.140199, 0.121100]
+    torch.testing.assert_close(got[0, 0], torch.tensor(expected).double(), rtol=0, atol=1e-6)
+    assert got[0, 0].topk(3).indices.tolist() == [5, 6, 2]
+
+
 # --- chunked against the reference -------------------------------------------------------------
 
 

@@ -57,6 +57,19 @@ def test_kvzip_spends_its_budget_over_all_layers_and_heads(options, missing):
         assert counts.unique().numel() > 4
 
 
+def test_kvzip_floor_leaves_no_head_empty():
+    small, tokenizer = kvfold.bundled_model()
+    text = "the garden of the old house was quiet and nobody came " * 5
+    counts = {}
+    for options in ("floor=0.0", "floor=0.25", "floor=0.25,score=rms"):
+        context = kvfold.compress(small, tokenizer, text, f"kvzip:{options}", 20)
+        opening = len(token_ids(tokenizer, PromptFrame.of(tokenizer).before)[0])
+        counts[options] = torch.tensor(context.stats().kept)[:, 0] - opening
+        assert counts[options].sum() == counts[options].numel() * 20
+    assert counts["floor=0.0"].min() < 5 == counts["floor=0.25"].min()
+    assert not torch.equal(counts["floor=0.25"], counts["floor=0.25,score=rms"])
+
+
 def test_kvzip_strict_spends_what_the_released_threshold_leaves():
     """Which is int(r·N) − 1 of all N pairs, and not r of each head's, rounded down."""
     small, tokenizer = kvfold.bundled_model()

@@ -19,7 +19,12 @@ def candidates_of(observation: Observation, score: Callable[[Observation], Tenso
 
 
 def pooled(
-    scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None, *, strict: bool = False
+    scores: list[Tensor],
+    per_head: Tensor,
+    seen: Tensor | None = None,
+    *,
+    strict: bool = False,
+    floor: float = 0.0,
 ) -> list[Tensor]:
     """Sizes int64 `[B, H]` of each layer: the number of a row's best entries in each head.
 
@@ -27,10 +32,14 @@ def pooled(
     the mean size over layers and heads, possibly fractional. Sizes add up to `per_head` times all
     heads, rounded down, or to all candidates if these are fewer. Of equal scores the earlier layer,
     head and entry wins. `strict` keeps only scores above the last of these, as the official code
-    does: one entry less without ties, and fewer with them. `seen` is not used.
+    does: one entry less without ties, and fewer with them. Every head keeps at least the part
+    `floor` of the mean size, if it has as many candidates. `seen` is not used.
 
     Source: Kim et al., section 3 (arXiv 2505.23416); snu-mllab/KVzip `attention/score.py`.
     """
+    if floor:
+        least = (floor * per_head + ROUNDING).long()
+        scores = [_with_floor(layer, least) for layer in scores]
     pool = _joined([layer.flatten(1) for layer in scores])
     candidates = (pool > -torch.inf).sum(-1)
     total = torch.minimum((per_head * _heads(scores) + ROUNDING).long(), candidates)
@@ -46,6 +55,14 @@ def pooled(
         part.view_as(layer).sum(-1).to(layer.device)
         for part, layer in zip(parts, scores, strict=True)
     ]
+
+
+def _with_floor(scores: Tensor, least: Tensor) -> Tensor:
+    """Scores `[B, H, T]`, +inf for the `least [B]` best candidates of each head."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    first = torch.arange(scores.shape[-1], device=scores.device) < least.view(-1, 1, 1)
+    best = torch.zeros_like(scores, dtype=torch.bool).scatter(2, order, first.expand_as(order))
+    return scores.masked_fill(best & (scores > -torch.inf), torch.inf)
 
 
 def whole_heads(scores: list[Tensor], per_head: Tensor, seen: Tensor | None = None) -> list[Tensor]:

@@ -137,3 +137,28 @@ def test_of_equal_heads_the_earlier_is_kept_and_padding_is_no_candidate():
     for scores in ([layer, layer], [padded, layer]):
         counts = torch.cat(whole_heads(scores, torch.tensor([2])))
         assert counts.tolist() == [[3, 3], [0, 0]]
+
+
+def naive_floor(layers, per_head, floor):
+    """Counts of one row: each head's best by the floor, then the best of what is left."""
+    heads = [
+        sorted((s for s in head if s > NONE), reverse=True) for layer in layers for head in layer
+    ]
+    total = min(per_head * len(heads), sum(map(len, heads)))
+    counts = [min(int(floor * per_head + 1e-9), len(head)) for head in heads]
+    while sum(counts) < total:
+        open_ = [i for i, head in enumerate(heads) if counts[i] < len(head)]
+        counts[max(open_, key=lambda i: heads[i][counts[i]])] += 1
+    made = iter(counts)
+    return [[next(made) for _ in layer] for layer in layers]
+
+
+@pytest.mark.parametrize("floor", [0.25, 0.5, 1.0])
+@given(layers_and_sizes(layers=4))
+@settings(max_examples=30, deadline=None)
+def test_every_head_keeps_its_floor_and_the_rest_is_pooled(floor, drawn):
+    scores, sizes = drawn
+    counts = pooled(scores, sizes, floor=floor)
+    for row, size in enumerate(sizes.tolist()):
+        expected = naive_floor([layer[row].tolist() for layer in scores], size, floor)
+        assert [layer[row].tolist() for layer in counts] == expected
