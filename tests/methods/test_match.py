@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 import kvfold
 from kvfold import IllegalComposition, KvfoldError, UnsupportedModel, parse
 from kvfold.contexts.context import compress_each
+from kvfold.contexts.files.format import opened
 from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_parts
 from kvfold.methods.stages.refit.base import Compaction, Refitted
 from kvfold.methods.stages.refit.matching import Matching
+from kvfold.serve.vllm.export import check_plain
 from tests.helpers.caches import ALONE, BATCHES, PADDED, positions, start
 from tests.helpers.contexts import assert_same, new_model
 from tests.helpers.models import build, continuation, prompts
@@ -175,13 +178,14 @@ def test_a_padded_row_is_fitted_as_alone(spec):
             torch.testing.assert_close(*biases, rtol=1e-4, atol=1e-4)
 
 
-def test_a_later_turn_is_fitted_on_top():
-    reader = start(build("llama", torch.float64), SNAPKV)
+@pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8 + match"])
+def test_a_later_turn_is_fitted_on_top(spec):
+    reader = start(build("llama", torch.float64), spec)
     before = [state.stored().bias.clone() for state in reader.cache.states]
     reader(continuation(1, 30))
     for state, old in zip(reader.cache.states, before, strict=True):
-        assert state.stored().bias.shape == old.shape
-        assert not torch.equal(state.stored().bias, old)
+        now = state.stored().bias
+        assert now.shape != old.shape or not torch.equal(now, old)
     assert all(layer[1] < layer[0] for layer in reader.cache.stats().refits)
 
 
@@ -197,6 +201,21 @@ def test_contexts_are_saved_and_made_for_several_budgets(tmp_path):
         loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
         assert_same(loaded.cache, each[0].cache)
         assert loaded.stats().refits == each[0].stats().refits
+
+
+def test_only_contexts_without_biases_go_into_vllm(tmp_path):
+    model, tokenizer = new_model(), word_tokenizer()
+    for options, version in (("bias=none", "1"), ("bias=head", "2"), ("bias=entry", "2")):
+        context = kvfold.compress(model, tokenizer, DOCUMENT, f"{SNAPKV}:{options}", 20)
+        context.save(tmp_path / "a.kvfold")
+        with safe_open(tmp_path / "a.kvfold", "pt") as file:
+            assert file.metadata()["kvfold_context"] == version
+        with opened(tmp_path / "a.kvfold") as file:
+            if options == "bias=none":
+                check_plain(file)
+                continue
+            with pytest.raises(KvfoldError, match="compress the document with match:bias=none"):
+                check_plain(file)
 
 
 def test_biases_count_in_a_budget_of_bytes():
