@@ -12,10 +12,10 @@ from kvfold.contexts.context import Context as Context
 from kvfold.contexts.context import compress as compress
 from kvfold.contexts.edits import join as join
 from kvfold.contexts.files.read import load as load
-from kvfold.contexts.session import Message as Message
 from kvfold.contexts.session import Session as Session
 from kvfold.contexts.session import begin_session as begin_session
 from kvfold.contexts.session import load_session as load_session
+from kvfold.contexts.session_record import Message as Message
 from kvfold.errors import BudgetError as BudgetError
 from kvfold.errors import ContextFileError as ContextFileError
 from kvfold.errors import IllegalComposition as IllegalComposition

@@ -53,6 +53,12 @@ def command(
     memory: Annotated[
         str, typer.Option(help="Memory of contexts; beyond it, the least recently used go to disk.")
     ] = "4GiB",
+    session_method: Annotated[
+        str, typer.Option(help="Default method of agents' sessions.")
+    ] = "snapkv",
+    session_budget: Annotated[
+        int, typer.Option(min=1, help="Default budget of sessions: tokens per KV head.")
+    ] = 1024,
     session_memory: Annotated[
         str, typer.Option(help="Memory of agents' sessions; beyond it, idle ones go to disk.")
     ] = "1GiB",
@@ -155,6 +161,8 @@ def command(
         methods=None if methods is None else tuple(listed(methods)),
         prefill_chunk=prefill_chunk,
         memory=int(Budget.bytes(memory).amount),
+        session_method=session_method,
+        session_budget=session_budget,
         session_memory=int(Budget.bytes(session_memory).amount),
         shrink=shrink,
         folder=folder,

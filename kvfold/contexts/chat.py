@@ -103,7 +103,7 @@ class Chat:
         options |= {"max_new_tokens": max_new_tokens}
         asked = self._question_ids(question, answer_prefix, special_tokens)
         self._check_length(asked, allow_longer)
-        return self._answer(asked, keep, _stop_strings(stop), _discard, Event(), options)
+        return self._answer(asked, keep, stop_strings(stop), discard, Event(), options)
 
     def add(
         self,
@@ -148,7 +148,7 @@ class Chat:
 
         def work() -> None:
             try:
-                self._answer(asked, keep, _stop_strings(stop), pieces.put, cancelled, options)
+                self._answer(asked, keep, stop_strings(stop), pieces.put, cancelled, options)
             except BaseException as problem:
                 pieces.put(problem)
             pieces.put(None)
@@ -270,9 +270,10 @@ def check_one_answer(options: dict[str, Any]) -> None:
         raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
 
 
-def _stop_strings(stop: str | Sequence[str]) -> Sequence[str]:
+def stop_strings(stop: str | Sequence[str]) -> Sequence[str]:
+    """Stop strings, of which a single one may be given by itself."""
     return (stop,) if isinstance(stop, str) else stop
 
 
-def _discard(piece: str) -> None:
+def discard(piece: str) -> None:
     """Sink for pieces of an answer that is not streamed."""

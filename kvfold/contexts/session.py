@@ -2,18 +2,18 @@
 """An agent's conversation in one compressed cache: turns are appended, messages edited by id.
 
 Each token is read once. Entries stay as they are until a turn would go beyond the budget by more
-than `SLACK`: its end compresses everything to the budget. Edits are queued until they free `QUEUED`
+than `SLACK`: its end compresses everything to the budget. Drops are queued until they free `QUEUED`
 of the tokens, as each moves all that stands behind it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,82 +25,21 @@ from kvfold.cache.edits import check_editable, check_replaceable, dropped, holds
 from kvfold.cache.edits import replaced as spliced
 from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
-from kvfold.contexts.chat import check_one_answer
+from kvfold.contexts.chat import check_one_answer, discard, stop_strings
 from kvfold.contexts.context import Context, compress
 from kvfold.contexts.files.format import SessionHeader, opened
-from kvfold.contexts.files.read import load
+from kvfold.contexts.files.read import read
+from kvfold.contexts.session_record import Item, Message, SessionRecord, Turn
 from kvfold.errors import BudgetError, ContextFileError, KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.generation.length import check_length
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.hf.models import read_tokens, stock_generate
+from kvfold.hf.models import read_tokens, stock_generate, trained_length
 from kvfold.hf.user_text import content, segment_ids, segments
 from kvfold.methods.base import Method
 
-# Shares: of the budget that turns may go beyond it, and of the tokens that queued edits may free.
+# Shares: of the budget that turns may go beyond it, and of the tokens that queued drops may free.
 SLACK, QUEUED = 0.25, 0.1
-
-Role = Literal["user", "tool", "assistant"]
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message to append; without an `id`, the session numbers it ("m3" is its fourth)."""
-
-    text: str
-    role: Literal["user", "tool"] = "user"
-    id: str | None = None
-
-
-@dataclass(frozen=True)
-class Item:
-    """A message of a session: tokens `start` to `stop`, those of the chat template left out."""
-
-    id: str
-    role: Role
-    start: int
-    stop: int
-
-    @property
-    def tokens(self) -> int:
-        """Number of its tokens."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class SessionRecord:
-    """What happened in a session so far.
-
-    Args:
-        items: its messages in order.
-        queued: new texts of messages whose edit waits; empty for one that is dropped.
-        numbered: messages that were ever appended.
-        turns: questions that were answered.
-        compactions: turns whose end compressed the cache.
-    """
-
-    items: tuple[Item, ...] = ()
-    queued: dict[str, str] = field(default_factory=dict)
-    numbered: int = 0
-    turns: int = 0
-    compactions: int = 0
-
-    def item(self, name: str) -> Item:
-        """The message of an id; raises KvfoldError if there is none."""
-        found = next((each for each in self.items if each.id == name), None)
-        if found is None:
-            raise KvfoldError(f"there is no message {name!r} in this session")
-        return found
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn on its way: `cache` has read a part of `ids [1, N]`, all tokens up to the answer."""
-
-    cache: CompressedCache
-    ids: Tensor
-    items: tuple[Item, ...]
-    compacts: bool
 
 
 class Session:
@@ -109,8 +48,9 @@ class Session:
     Answers come on top of the budget until the next turn. One thread uses a session at a time;
     after any error it is as before.
 
-    Raises KvfoldError for methods with forwards of their own, and for caches that cannot be edited
-    (see `kvfold.cache.edits.Edits`); BudgetError for a budget that is no number of tokens.
+    Raises KvfoldError for methods with forwards of their own or that keep more than their budget,
+    for caches that cannot be edited (see `kvfold.cache.edits.Edits`), and for a context shorter
+    than the sinks that a method moves; BudgetError for a budget that is no number of tokens.
     """
 
     def __init__(self, context: Context, record: SessionRecord | None = None) -> None:
@@ -123,7 +63,18 @@ class Session:
             )
         if cache.budget is None or cache.budget.kind != "tokens":
             raise BudgetError(
-                f"a session is bounded by a number of tokens, not by {cache.budget}: write an int"
+                "a session is bounded by a number of tokens, and this cache has "
+                f"{'no budget' if cache.budget is None else cache.budget}: choose a method with a "
+                "budget, and write it as an int"
+            )
+        if stages.inexact or stages.prompt == "kept":
+            reason = stages.inexact or "the end of a turn evicts nothing"
+            raise KvfoldError(f"{cache.method} does not hold a session to its budget: {reason}")
+        sinks = stages.forced.sinks
+        if stages.positions == "reindex" and context.ids.shape[1] < sinks:
+            raise KvfoldError(
+                f"{cache.method} moves the keys of the first {sinks} tokens, which cannot be "
+                "edited: begin the session with a longer text"
             )
         context.check()
         check_editable(cache)
@@ -155,19 +106,22 @@ class Session:
         self,
         *messages: Message | str,
         max_new_tokens: int = 64,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
+        allow_longer: bool = False,
         **options: Any,
     ) -> Reply:
         """Appends a turn of `messages` and the model's answer to it, greedy by default.
 
         `stop` are strings that end the answer, `options` further ones of `model.generate`. Raises
-        as `open` does.
+        as `open` does, and KvfoldError for options that ask for several answers.
         """
         given = [each if isinstance(each, Message) else Message(each) for each in messages]
         check_one_answer(options)
-        turn = self.open(given)
+        turn = self.open(given, special_tokens=special_tokens, allow_longer=allow_longer)
         criteria = options.pop("stopping_criteria", None) or []
-        said = AnswerStream(self.context.tokenizer, turn.ids.shape[1], stop, _discard, Event())
+        prompt, strings = turn.ids.shape[1], stop_strings(stop)
+        said = AnswerStream(self.context.tokenizer, prompt, strings, discard, Event())
         with turn.cache.frozen():
             out = stock_generate(
                 self.context.model,
@@ -178,7 +132,7 @@ class Session:
                 max_new_tokens=max_new_tokens,
                 stopping_criteria=[*criteria, said],
             )
-        generated: list[int] = out[0, turn.ids.shape[1] :].tolist()
+        generated: list[int] = out[0, prompt:].tolist()
         self.close(turn, said.finish(generated))
         return said.reply(generated, end_tokens(self.context.model))
 
@@ -194,19 +148,23 @@ class Session:
         """A turn of `messages`, to generate an answer with; `close` appends it.
 
         The cache has read all but the turn's last token if it compacts, else nothing of the turn.
-        Generate inside `cache.frozen()`. Raises KvfoldError for no messages, an id that is taken, a
-        second turn if the chat template has none, and a session too long for the model.
+        Generate inside `cache.frozen()`. Raises KvfoldError for a turn without messages or tokens,
+        an id that is taken, a second turn if the chat template has none, and a session too long for
+        the model.
         """
-        ids, items = self._read_as(messages, special_tokens)
-        check_length(self.context.model, ids.shape[1], allow_longer)
+        record, ids, answer = self._with(messages, special_tokens)
         cache = copy.deepcopy(self.cache, {id(self.context.tokenizer): self.context.tokenizer})
-        compacts = self.crowded(ids.shape[1] - self.ids.shape[1])
-        if compacts:
+        length, new = ids.shape[1], ids.shape[1] - self.ids.shape[1]
+        if not new:
+            raise KvfoldError("the turn has no tokens")
+        check_length(self.context.model, length, allow_longer or self._longer)
+        if new > 1 and self.crowded(new):
             # Generation needs a token to read: the last one comes on top.
-            ended = ids[:, :-1]
-            length = ended.shape[1]
-            read_turn(self.context.model, cache, ended, None, length, prefill_chunk or length)
-        return Turn(cache, ids, items, compacts)
+            read_turn(
+                self.context.model, cache, ids[:, :-1], None, length - 1, prefill_chunk or length
+            )
+            record = replace(record, compactions=record.compactions + 1)
+        return Turn(cache, ids, record, answer)
 
     @torch.no_grad()
     def close(self, turn: Turn, answer: Sequence[int]) -> None:
@@ -221,102 +179,132 @@ class Session:
                 cache.crop(stop - cache.get_seq_length())
             elif cache.get_seq_length() < stop:
                 read_tokens(model, ids[:, cache.get_seq_length() :], cache, None)
-        before = self.record
-        number = before.numbered + len(turn.items)
-        answered = Item(f"m{number}", "assistant", turn.ids.shape[1], stop)
+        answered = Item(turn.answer, "assistant", turn.ids.shape[1], stop)
         self.context = replace(self.context, cache=cache, ids=ids)
         self.record = replace(
-            before,
-            items=(*before.items, *turn.items, answered),
-            numbered=number + 1,
-            turns=before.turns + 1,
-            compactions=before.compactions + turn.compacts,
+            turn.record, items=(*turn.record.items, answered), turns=turn.record.turns + 1
         )
 
     # --- edits ------------------------------------------------------------------------------
 
     def drop(self, *names: str, now: bool = False) -> None:
-        """Drops messages; their templates stay, as empty messages. Otherwise as `edit`."""
-        self.edit(dict.fromkeys(names, ""), now)
+        """Drops messages; their templates stay, as empty messages.
 
-    def shorten(self, name: str, text: str, now: bool = False) -> None:
-        """Replaces a message by a `text`; KvfoldError for an empty one, and otherwise as `edit`."""
-        if not text:
-            raise KvfoldError("the new text is empty: drop the message")
-        self.edit({name: text}, now)
-
-    def edit(self, texts: Mapping[str, str], now: bool = False) -> None:
-        """Gives messages new texts, which are read, by id; an empty one drops its message.
-
-        The edits wait until the queue frees enough, unless `now`. A message whose entries were all
-        evicted is dropped already, and its tokens keep their places. Raises KvfoldError for an id
-        that there is none of, for a new text of a message that was evicted, and as
-        `CompressedCache.replace`.
+        They wait until all that wait are a tenth of the tokens, unless `now`. A message whose
+        entries were all evicted is dropped already, and its tokens keep their places. Raises
+        KvfoldError for an id that there is none of.
         """
-        record = self.record
-        for name, text in texts.items():
-            item = record.item(name)
-            if text:
-                check_replaceable(self.cache)
-                self._check_held(item)
-        queued = record.queued | dict(texts)
-        edited = [each for each in record.items if each.id in queued]
-        if now or sum(each.tokens for each in edited) > QUEUED * self.ids.shape[1]:
-            self._apply(edited, queued)
-        else:
-            self.record = replace(record, queued=queued)
+        self.edit(names, {}, now)
 
-    def _apply(self, edited: Sequence[Item], texts: dict[str, str]) -> None:
-        """Edits items in one pass, the latest first: those before it stay where they are."""
-        context, items = self.context, {each.id: each for each in self.record.items}
-        for item in reversed(edited):
-            text, held = texts[item.id], holds(context.cache, (item.start, item.stop))
-            if not text:
-                del items[item.id]
-            if held:
-                new = self._tensor(self._ids_of(text)) if text else self.ids[:, :0]
-                context = _spliced(context, item, new)
-                moved = new.shape[1] - item.tokens
-                items = {name: _moved(each, item, moved) for name, each in items.items()}
-        self.context = context
-        self.record = replace(self.record, items=tuple(items.values()), queued={})
+    def shorten(self, name: str, text: str, special_tokens: bool = False) -> None:
+        """Replaces a message by a shorter `text`, which is read; drops that wait come with it.
 
-    def _check_held(self, item: Item) -> None:
+        Raises KvfoldError for an id that there is none of, for a text that is empty or longer than
+        the message, for a message whose entries were evicted, and as `CompressedCache.replace`.
+        """
+        self.edit((), {name: text}, special_tokens=special_tokens)
+
+    def edit(
+        self,
+        drop: Collection[str],
+        shorten: Mapping[str, str],
+        now: bool = False,
+        special_tokens: bool = False,
+    ) -> None:
+        """Drops messages and shortens others, by id, in one pass; as `drop` and `shorten`."""
+        texts = {
+            name: self._shorter(self.record.item(name), text, special_tokens)
+            for name, text in shorten.items()
+        }
+        for name in drop:
+            self.record.item(name)
+        before = self.record
+        self.record = replace(before, queued=tuple(dict.fromkeys([*before.queued, *drop])))
+        waiting = sum(each.tokens for each in before.items if each.id in self.record.queued)
+        if not (now or texts or waiting > QUEUED * self.ids.shape[1]):
+            return
+        try:
+            self._apply(texts)
+        except BaseException:
+            self.record = before
+            raise
+
+    def _shorter(self, item: Item, text: str, special_tokens: bool) -> list[int]:
+        """Token ids of the new text of a message; raises KvfoldError for one that cannot be."""
+        check_replaceable(self.cache)
+        ids = self._ids_of(text, special_tokens)
+        if not 0 < len(ids) <= item.tokens:
+            raise KvfoldError(
+                f"message {item.id!r} has {item.tokens} tokens, and its new text {len(ids)}: drop "
+                "it, and append a longer text as a message of its own"
+            )
         if not holds(self.cache, (item.start, item.stop)):
             raise KvfoldError(
                 f"nothing is left of message {item.id!r}, whose entries were evicted: append the "
                 "text as a message of its own"
             )
+        return ids
+
+    def _apply(self, texts: Mapping[str, list[int]]) -> None:
+        """Does all edits in one pass, the latest first, so that those before it stay in place."""
+        context, record = self.context, self.record
+        items = {each.id: each for each in record.items}
+        for item in reversed(record.items):
+            new = texts.get(item.id)
+            if new is None and item.id not in record.queued:
+                continue
+            held = item.tokens > 0 and holds(context.cache, (item.start, item.stop))
+            if item.id in record.queued:
+                new = None
+                del items[item.id]
+            if held:
+                context = _spliced(context, item, self._tensor(new or []))
+                moved = len(new or []) - item.tokens
+                items = {name: _moved(each, item, moved) for name, each in items.items()}
+        self.context = context
+        self.record = replace(record, items=tuple(items.values()), queued=())
 
     # --- tokens -----------------------------------------------------------------------------
 
-    def _read_as(
+    def _with(
         self, messages: Sequence[Message], special_tokens: bool
-    ) -> tuple[Tensor, tuple[Item, ...]]:
-        """Token ids `[1, N]` up to the answer to `messages`, and these as items."""
+    ) -> tuple[SessionRecord, Tensor, str]:
+        """The record with `messages`, token ids `[1, N]` up to the answer, and the answer's id."""
         if not messages:
             raise KvfoldError("a turn has at least one message")
-        frame, names = self.context.frame, {each.id for each in self.record.items}
-        opening = frame.between if self.record.turns else frame.separator
+        frame, record = self.context.frame, self.record
+        opening = frame.between if record.turns else frame.separator
         if opening is None:
             raise KvfoldError("the tokenizer's chat template has no second turn")
-        ids, items = self.ids[0].tolist(), []
+        names = {each.id for each in record.items}
+        for given in (each.id for each in messages if each.id is not None):
+            if given in names:
+                raise KvfoldError(f"the session has a message {given!r} already")
+            names.add(given)
+        ids = self.ids[0].tolist()
         for index, message in enumerate(messages):
             ids += self._ids_of(frame.separator if index else opening, True)
             text = self._ids_of(message.text, special_tokens)
-            name = message.id or f"m{self.record.numbered + index}"
-            if name in names:
-                raise KvfoldError(f"the session has a message {name!r} already")
+            name, number = (message.id, record.numbered) if message.id else record.name(names)
             names.add(name)
-            items.append(Item(name, message.role, len(ids), len(ids) + len(text)))
+            item = Item(name, message.role, len(ids), len(ids) + len(text))
+            record = replace(record, items=(*record.items, item), numbered=number)
             ids += text
-        return self._tensor(ids + self._ids_of(frame.after, True)), tuple(items)
+        answer, number = record.name(names)
+        whole = self._tensor(ids + self._ids_of(frame.after, True))
+        return replace(record, numbered=number), whole, answer
 
-    def _ids_of(self, text: str, special_tokens: bool = False) -> list[int]:
+    def _ids_of(self, text: str, special_tokens: bool) -> list[int]:
         """Token ids of a text that stands behind another one."""
         tokenizer = self.context.tokenizer
         parts = segments(tokenizer, content(text, special_tokens))
         return segment_ids(tokenizer, ["", *parts])
+
+    @property
+    def _longer(self) -> bool:
+        """True if the session is beyond the model's trained length already."""
+        longest = trained_length(self.context.model)
+        return longest is not None and self.ids.shape[1] > longest
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return self.ids.new_tensor([ids])
@@ -342,10 +330,6 @@ def _moved(item: Item, edited: Item, by: int) -> Item:
     """An item after another one, or itself, became `by` tokens longer."""
     start = item.start if item.start <= edited.start else item.start + by
     return replace(item, start=start, stop=item.stop if item.stop < edited.stop else item.stop + by)
-
-
-def _discard(piece: str) -> None:
-    """Sink for pieces of an answer that is not streamed."""
 
 
 def begin_session(
@@ -389,8 +373,10 @@ def load_session(
     """
     with opened(path) as file:
         saved = file.header.session
-    if saved is None:
-        raise ContextFileError(f"{path} holds a context, and no session: load it with kvfold.load")
+        if saved is None:
+            raise ContextFileError(
+                f"{path} holds a context, and no session: load it with kvfold.load"
+            )
+        context = read(file, model, tokenizer)
     items = tuple(Item(**dict(each)) for each in saved.items)
-    record = SessionRecord(**dict(saved) | {"items": items})
-    return Session(load(path, model, tokenizer), record)
+    return Session(context, SessionRecord(**dict(saved) | {"items": items}))

@@ -72,7 +72,9 @@ class Engine:
         )
         method = parse(settings.method)
         self.allowed_methods = (
-            None if settings.methods is None else _names(method, *settings.methods)
+            None
+            if settings.methods is None
+            else _names(method, settings.session_method, *settings.methods)
         )
         budget = settings.budget if method.takes_budget else None
         CompressedCache(model, method, budget, tokenizer=tokenizer)
@@ -293,7 +295,7 @@ class Engine:
             raise KvfoldError(
                 f"this server takes {', '.join(sorted(self.allowed_methods))}, not {method}"
             )
-        if named != self.settings.method:
+        if named not in (self.settings.method, self.settings.session_method):
             _check_no_files(method)
         return method
 

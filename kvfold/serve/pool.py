@@ -205,12 +205,16 @@ class Pool(Generic[Value]):
             self.to_memory += 1
             return held.value
         except ContextFileError as problem:
-            raise ApiError(
-                410, f"the file of {self.noun} {held.id!r} is gone or damaged: create it again"
-            ) from problem
+            raise self.gone(held) from problem
         finally:
             held.moving = False
             self._changed.notify_all()
+
+    def gone(self, held: Stored[Value]) -> ApiError:
+        """The error for a file that is missing or damaged."""
+        return ApiError(
+            410, f"the file of {self.noun} {held.id!r} is gone or damaged: create it again"
+        )
 
     def _make_room(self, size: int) -> None:
         """Reserves `size` bytes of memory: makes idle ones smaller or moves them to disk, or waits.

@@ -234,12 +234,12 @@ class SessionRequest(_Strict):
 
     text: Annotated[Text, Field(min_length=1)]
     id: ContextId | None = None
-    method: Name = "snapkv"
-    budget: Annotated[int, Field(gt=0, lt=2**53)] = 1024
+    method: Name | None = None
+    budget: Annotated[int, Field(gt=0, lt=2**53)] | None = None
 
 
 class SessionEdits(_Strict):
-    """`POST /v1/sessions/{id}/edits`: messages to drop, and new texts of others, by id."""
+    """`POST /v1/sessions/{id}/edits`: messages to drop, and shorter texts of others, by id."""
 
     drop: Annotated[list[MessageId], Field(fail_fast=True, max_length=MOST_ENTRIES)] = []
     shorten: Annotated[

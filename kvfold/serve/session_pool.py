@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from kvfold.contexts.session import Session
-from kvfold.errors import KvfoldError
+from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.serve.errors import ApiError
+from kvfold.serve.longest_prefix import PrefixKey
 from kvfold.serve.pool import Pool
 from kvfold.serve.stored import Stored
 
@@ -22,6 +24,23 @@ class SessionPool(Pool[Session]):
 
     noun, prefix = "session", "ses"
 
+    def add(
+        self,
+        value: Session,
+        name: str | None = None,
+        keys: Mapping[str, PrefixKey] | None = None,
+        file: Path | None = None,
+    ) -> Stored[Session]:
+        held = super().add(value, name, keys, file)
+        with self._changed:
+            if held.unwritten and held.idle:
+                held.readers = 1
+                try:
+                    self._keep(held)
+                finally:
+                    self._end_reading(held)
+        return held
+
     @contextmanager
     def changing(self, name: str, tokens: int) -> Iterator[Session]:
         """The session, in memory, which nobody else uses in the block.
@@ -30,56 +49,72 @@ class SessionPool(Pool[Session]):
         ApiError if it is missing, unreadable, too large, or in use.
         """
         with self._changed:
-            held = self._named(name)
-            reserved = self._taken(held, tokens)
+            held, claimed = self._claimed(name, tokens)
             self._held.move_to_end(name)
             try:
-                session = self._in_memory(held)
+                session = self._loaded(held)
             except BaseException:
-                self._free(reserved)
-                self._end_reading(held)
+                self._settle(held, claimed)
                 raise
         before = session.record
         try:
             yield session
         finally:
             with self._changed:
-                self._free(reserved)
                 if session.record is not before:
-                    self._note_change(held, session)
-                self._end_reading(held)
+                    held.note(session)
+                    held.unwritten = True
+                self._settle(held, claimed)
 
-    def _taken(self, held: Stored[Session], tokens: int) -> int:
-        """Bytes reserved for a change of `held`, which is in use from now on."""
+    def _claimed(self, name: str, tokens: int) -> tuple[Stored[Session], int]:
+        """The session, in use from now on, and the bytes reserved for it and a change of it."""
         while True:
-            while held.moving:
+            held = self._named(name)
+            if held.moving:
                 self._changed.wait()
+                continue
             if held.readers:
                 raise ApiError(
                     409,
-                    f"session {held.id!r} is in use: send one request after the other",
+                    f"session {name!r} is in use: send one request after the other",
                     code="session_in_use",
                 )
-            there, stats = held.value is not None, held.stats
-            growth = held.size + math.ceil(tokens * stats.nbytes_full / stats.seen)
-            needed = growth if there else growth + held.size
-            self._make_room(needed)
-            # Room is made with the lock released: it may be deleted, moved or in use by now.
-            if self._held.get(held.id) is held and held.idle and there == (held.value is not None):
-                break
-            self._free(needed)
-            self._named(held.id)
-        held.readers = 1
-        if not there:
-            self._free(held.size)  # for `_in_memory`, which takes it before the lock is released
-        return growth
+            size, there = held.size, held.value is not None
+            growth = size + math.ceil(tokens * held.stats.nbytes_full / held.stats.seen)
+            self._make_room(growth if there else growth + size)
+            # Room is made with the lock released: it may be deleted, changed or in use by now.
+            same = self._held.get(name) is held and held.idle
+            if same and held.size == size and there == (held.value is not None):
+                held.readers = 1
+                return held, growth + size
+            self._free(growth if there else growth + size)
 
-    def _note_change(self, held: Stored[Session], session: Session) -> None:
-        self.nbytes -= held.size
-        held.note(session)
-        self.nbytes += held.size
-        held.unwritten = True
-        if not self.folder.private:
+    def _loaded(self, held: Stored[Session]) -> Session:
+        """The session of `held`, within the memory that was claimed for it."""
+        if held.value is None:
+            assert held.file is not None
+            try:
+                with self._released():
+                    session = self.load(held.file)
+            except ContextFileError as problem:
+                raise self.gone(held) from problem
+            held.note(session)
+            self.to_memory += 1
+        assert held.value is not None
+        return held.value
+
+    def _settle(self, held: Stored[Session], claimed: int) -> None:
+        """Ends the use of `held`: its own bytes take the place of the claimed ones."""
+        try:
+            self.nbytes -= claimed - (0 if held.value is None else held.size)
+            if held.unwritten:
+                self._keep(held)
+        finally:
+            self._end_reading(held)
+
+    def _keep(self, held: Stored[Session]) -> None:
+        """Writes a session to a named folder; where that fails it stays in memory only."""
+        if held.value is not None and not self.folder.private:
             try:
                 self._write(held)
             except KvfoldError as problem:

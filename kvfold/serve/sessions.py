@@ -10,7 +10,8 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from kvfold.contexts.session import Message, Session, begin_session, load_session
+from kvfold.contexts.session import Session, begin_session, load_session
+from kvfold.contexts.session_record import Message
 from kvfold.errors import KvfoldError
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
@@ -49,7 +50,7 @@ class Sessions:
 
     def begin(self, request: SessionRequest, _: Put, cancelled: Event) -> Stored[Session]:
         """Reads a session's opening; raises ApiError for a text, method or budget refused."""
-        engine = self.engine
+        engine, settings = self.engine, self.engine.settings
         engine.start_job(cancelled)
         self.held.check_new(request.id)
         engine.opening(request.text)
@@ -58,11 +59,11 @@ class Sessions:
                 engine.model,
                 engine.tokenizer,
                 request.text,
-                engine.clients_method(request.method),
-                request.budget,
-                prefill_chunk=engine.settings.prefill_chunk,
-                special_tokens=engine.settings.special_tokens,
-                allow_longer=engine.settings.allow_longer,
+                engine.clients_method(request.method or settings.session_method),
+                request.budget or settings.session_budget,
+                prefill_chunk=settings.prefill_chunk,
+                special_tokens=settings.special_tokens,
+                allow_longer=settings.allow_longer,
             )
         engine.check_wanted()
         return self.held.add(session, request.id)
@@ -78,7 +79,7 @@ class Sessions:
         assert request.session_id is not None
         messages, new = self._messages(request.messages)
         sampling = SamplingParams.of(request)
-        most = new + (request.most_tokens or settings.answer_tokens)
+        most = new + engine.tokens_to_generate(new, request)
         with self.held.changing(request.session_id, most) as session, refusals():
             seen = session.ids.shape[1]
             turn = session.open(
@@ -110,10 +111,10 @@ class Sessions:
         """Drops and shortens messages; raises ApiError for edits refused, of which none is done."""
         engine = self.engine
         engine.start_job(cancelled)
-        texts = dict.fromkeys(edits.drop, "") | edits.shorten
-        new = sum(len(self._ids_of(text)) for text in texts.values())
+        new = sum(len(self._ids_of(text)) for text in edits.shorten.values())
+        special_tokens = engine.settings.special_tokens
         with self.held.changing(name, new) as session, refusals():
-            session.edit(texts, edits.now)
+            session.edit(edits.drop, edits.shorten, edits.now, special_tokens)
         return self.held.get(name)
 
     def _messages(self, given: Sequence[RequestMessage]) -> tuple[list[Message], int]:
@@ -131,6 +132,7 @@ class Sessions:
                 )
             messages.append(Message(one.text, one.role, one.tool_call_id))
             tokens += len(self._ids_of(one.text)) + around
+        self.engine.prompts.check_length(tokens)
         return messages, tokens
 
     def _ids_of(self, text: str) -> list[int]:

@@ -20,7 +20,9 @@ class ServerSettings:
         methods: further methods that a request may name; None: all.
         prefill_chunk: tokens read per forward.
         memory: bytes of all contexts in memory; beyond it, they move to `folder`.
-        session_memory: the same of all sessions.
+        session_method: method of sessions whose request names none.
+        session_budget: budget in tokens of sessions whose request names none.
+        session_memory: bytes of all sessions in memory; beyond it, they move to `folder`.
         shrink: smaller budget to which idle contexts shrink before any moves to disk; None: none.
         folder: where context files are found and kept; None: a temporary folder, removed at exit.
         contexts: contexts held, on disk included, and as many sessions.
@@ -47,6 +49,8 @@ class ServerSettings:
     methods: tuple[str, ...] | None = None
     prefill_chunk: int | None = 1024
     memory: int = 4 * 2**30
+    session_method: str = "snapkv"
+    session_budget: int = 1024
     session_memory: int = 2**30
     shrink: float | str | None = None
     folder: Path | None = None
@@ -69,6 +73,7 @@ class ServerSettings:
         for name in (
             "memory",
             "session_memory",
+            "session_budget",
             "contexts",
             "workers",
             "body",

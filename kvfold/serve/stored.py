@@ -12,7 +12,8 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.stats import Stats
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import stock_layers as others
-from kvfold.contexts.session import Session, SessionRecord
+from kvfold.contexts.session import Session
+from kvfold.contexts.session_record import SessionRecord
 from kvfold.serve.longest_prefix import PrefixKey
 
 Value = TypeVar("Value", Context, Session)

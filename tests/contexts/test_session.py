@@ -112,7 +112,7 @@ def test_a_dropped_message_equals_a_drop_of_its_tokens(new):
     for state, other in zip(session.cache.states, edited.states, strict=True):
         assert torch.equal(state.positions(), other.positions())
         torch.testing.assert_close(state.stored().dense(), other.stored().dense())
-    assert [each.id for each in session.record.items] == ["m1", "m2", "m3", "m4"]
+    assert [each.id for each in session.record.items] == ["m0", "m1", "m2", "m3"]
     for each in session.record.items:
         assert each.start == later[each.id].start - item.tokens
         assert each.tokens == later[each.id].tokens
@@ -122,7 +122,7 @@ def test_items_are_the_texts_of_their_messages(new, tokenizer):
     session = new("knorm", 500)
     session.ask(Message(text(0), "tool", "a"), Message(text(1), id="b"), max_new_tokens=4)
     session.ask(Message(text(2), id="c"), max_new_tokens=4)
-    session.shorten("a", text(3, 2), now=True)
+    session.shorten("a", text(3, 2))
     said = {
         each.id: tokenizer.decode(session.ids[0, each.start : each.stop])
         for each in session.record.items
@@ -153,9 +153,9 @@ def test_many_edits_in_one_pass_equal_single_ones(new):
         for turn in range(8):
             each.ask(Message(text(turn, 10), id=f"t{turn}"), max_new_tokens=4)
     session.drop("t5")
-    session.shorten("t2", text(9, 3), now=True)
+    session.shorten("t2", text(9, 3))
     other.drop("t5", now=True)
-    other.shorten("t2", text(9, 3), now=True)
+    other.shorten("t2", text(9, 3))
     assert torch.equal(session.ids, other.ids) and session.record.items == other.record.items
 
 
@@ -216,6 +216,10 @@ def test_what_was_evicted_is_dropped_already_and_cannot_be_shortened(new):
         ("snapkv", 0.5, BudgetError, "number of tokens"),
         ("full", None, BudgetError, "number of tokens"),
         ("snapkv + kivi:group=8", 60, KvfoldError, "encodes keys"),
+        ("triattention", 60, KvfoldError, "evicts nothing"),
+        ("knorm + every:interval=8,prompt=kept", 60, KvfoldError, "evicts nothing"),
+        ("d2o_official", 60, KvfoldError, "stay whole"),
+        ("streaming_llm:sinks=40", 90, KvfoldError, "longer text"),
     ],
 )
 def test_methods_that_cannot_hold_a_session_are_refused(new, method, budget, error, said):
@@ -232,8 +236,11 @@ def test_bad_input_is_refused(new, model, tokenizer, tmp_path):
         session.ask(Message("two", id="a"))
     with pytest.raises(KvfoldError, match="no message 'b'"):
         session.drop("b")
-    with pytest.raises(KvfoldError, match="drop the message"):
-        session.shorten("a", "")
+    for longer in ("", "two words"):
+        with pytest.raises(KvfoldError, match="message 'a' has 1 tokens, and its new text"):
+            session.shorten("a", longer)
+    with pytest.raises(KvfoldError, match="leave out num_beams"):
+        session.ask("two", num_beams=2)
     summing = new("h2o")
     summing.ask(Message("one", id="a"), max_new_tokens=2)
     with pytest.raises(KvfoldError, match="sums the attention"):
@@ -241,3 +248,53 @@ def test_bad_input_is_refused(new, model, tokenizer, tmp_path):
     kvfold.compress(model, tokenizer, QUESTION, "knorm", 20).save(tmp_path / "context")
     with pytest.raises(ContextFileError, match="no session"):
         kvfold.load_session(tmp_path / "context", model, tokenizer)
+
+
+def test_ids_of_the_session_keep_clear_of_given_ones(new):
+    session = new("knorm", 500)
+    session.ask(Message(text(0), id="m1"), Message(text(1)), max_new_tokens=2)
+    session.ask(text(2), Message(text(3), id="m5"), max_new_tokens=2)
+    names = [each.id for each in session.record.items]
+    assert len(set(names)) == len(names) == 6
+    session.drop("m1", now=True)
+    assert "m1" not in {each.id for each in session.record.items}
+
+
+def test_an_edit_that_fails_changes_nothing(new, model, monkeypatch):
+    session = new("knorm", 500)
+    for turn in range(3):
+        session.ask(Message(text(turn), id=f"t{turn}"), max_new_tokens=2)
+    context, record = session.context, session.record
+    monkeypatch.setattr(type(model), "forward", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.edit(["t0"], {"t2": text(9, 2)})
+    with pytest.raises(KvfoldError, match="no message"):
+        session.edit(["t0", "none"], {})
+    assert session.context is context and session.record is record
+
+
+def test_a_message_is_dropped_rather_than_shortened(new):
+    session = new("knorm", 500)
+    session.ask(Message(text(0, 3), id="a"), Message(text(1), id="b"), max_new_tokens=2)
+    session.drop("a")
+    before = session.ids.shape[1]
+    session.shorten("b", text(2, 4))
+    assert session.record.queued == () and session.ids.shape[1] == before - 3 - 6
+    assert session.record.items[0].id == "b"
+
+
+def test_a_stop_string_and_a_longer_session(new, model, tokenizer):
+    session = new("knorm", 500)
+    reply = session.ask(text(0), max_new_tokens=12)
+    again = new("knorm", 500).ask(text(0), max_new_tokens=12, stop=reply.text.split()[1])
+    assert again.text.split() == reply.text.split()[:1] and again.ended == "stop"
+    with pytest.raises(KvfoldError, match="allow_longer=True"):
+        session.ask(" ".join(["grass"] * 5000))
+    longer = " ".join(["grass"] * 5000)
+    begun = kvfold.begin_session(model, tokenizer, longer, "knorm", 5100, allow_longer=True)
+    assert begun.ask(text(0), max_new_tokens=2).tokens
+
+
+def test_a_turn_without_tokens_is_refused(new):
+    with pytest.raises(KvfoldError, match="no tokens"):
+        new().ask("")

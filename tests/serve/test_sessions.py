@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -112,7 +113,7 @@ def test_new_messages_only_and_by_header(server, model):
             "temperature": 0,
         }
         answered = server.http.post(
-            "/v1/chat/completions", json=body, headers={"X-Session-Id": session}
+            "/v1/chat/completions", json=body, headers={"X-Kvfold-Session": session}
         )
         assert said(answered) == alone.ask(text(index), max_new_tokens=ANSWER).text.strip()
         usage = answered.json()["usage"]
@@ -135,17 +136,19 @@ def test_edits_by_id(server):
         turn(server, session, tool(index))
     before = about(server, session)
     url = f"/v1/sessions/{session}/edits"
-    waiting = server.http.post(url, json={"drop": ["m1"]}).json()
+    waiting = server.http.post(url, json={"drop": ["m0"]}).json()
     assert waiting["tokens"] == before["tokens"]
-    assert [one["id"] for one in waiting["messages"] if one["queued"]] == ["m1"]
-    done = server.http.post(url, json={"shorten": {"call2": text(0, 5)}, "now": True}).json()
+    assert [one["id"] for one in waiting["messages"] if one["queued"]] == ["m0"]
+    done = server.http.post(url, json={"shorten": {"call2": text(0, 5)}}).json()
     assert done["tokens"] == before["tokens"] - 3 - 19
     names = {one["id"]: one["tokens"] for one in done["messages"]}
-    assert "m1" not in names and names["call2"] == 5
+    assert "m0" not in names and names["call2"] == 5
     assert_clean(server.http.post(url, json={"drop": ["call9"]}), 400, "no message 'call9'")
     assert_clean(server.http.post(url, json={}), 400, "name messages")
     both = {"drop": ["call3"], "shorten": {"call3": "less"}}
     assert_clean(server.http.post(url, json=both), 400, "not both")
+    longer = {"shorten": {"call3": text(0, 25)}}
+    assert_clean(server.http.post(url, json=longer), 400, "has 24 tokens")
     assert said(turn(server, session))
 
 
@@ -168,6 +171,7 @@ def test_the_list_and_deletion(server):
         ({"budget": 5}, "at least"),
         ({"budget": 0.5}, "budget"),
         ({"text": ""}, "text"),
+        ({"method": "d2o_official"}, "stay whole"),
     ],
 )
 def test_sessions_refused(server, body, named):
@@ -188,9 +192,13 @@ def test_turns_refused_leave_the_session(server):
     clash = server.http.post(
         "/v1/chat/completions",
         json={"model": NAME, "messages": [tool(1)], "session_id": session},
-        headers={"X-Session-Id": "other"},
+        headers={"X-Kvfold-Session": "other"},
     )
     assert_clean(clash, 400, "two pasts")
+    completion = {"model": NAME, "prompt": "a", "max_tokens": 1}
+    header = {"X-Kvfold-Session": session}
+    refused = server.http.post("/v1/completions", json=completion, headers=header)
+    assert_clean(refused, 400, "chat/completions")
     alone = {"model": NAME, "messages": [tool(1)]}
     assert_clean(server.http.post("/v1/chat/completions", json=alone), 400, "for sessions")
     assert about(server, session) == before
@@ -227,7 +235,7 @@ def test_fifty_sessions_under_a_memory_cap_answer_as_alone(model):
         sessions = [begin(server, text=text(index, 20 + index % 3)) for index in range(50)]
         pool: SessionPool = server.engine.sessions.held
         with ThreadPoolExecutor(8) as clients:
-            for index in range(4):
+            for index in range(2):
                 answered = clients.map(
                     lambda at: said(turn(server, at[1], tool(at[0]))),
                     [(index, session) for session in sessions],
@@ -242,10 +250,73 @@ def test_fifty_sessions_under_a_memory_cap_answer_as_alone(model):
         alone = kvfold.begin_session(
             model, word_tokenizer(), text(index, 20 + index % 3), "knorm", BUDGET
         )
-        for at in range(4):
+        for at in range(2):
             messages = [Message(text(at), "tool", f"call{at}"), Message(QUESTION)]
             reply = alone.ask(*messages, max_new_tokens=ANSWER)
         assert last[index] == reply.text.strip()
+
+
+def test_memory_is_counted_right_whatever_is_changed_and_moved(model):
+    one = size_of(kvfold.begin_session(model, word_tokenizer(), OPENING, "knorm", BUDGET))
+    with running(model, word_tokenizer(), session_memory=8 * one, workers=4, queue=100) as server:
+        names = [f"s{index}" for index in range(8)]
+        for name in names:
+            begin(server, id=name)
+
+        def worked(seed: int) -> None:
+            draw = random.Random(seed)
+            for _ in range(12):
+                name, kind = draw.choice(names), draw.randrange(4)
+                if kind == 0:
+                    edits = {"drop": [f"m{draw.randrange(9)}"], "now": draw.random() < 0.5}
+                    server.http.post(f"/v1/sessions/{name}/edits", json=edits)
+                elif kind == 1 and draw.random() < 0.5:
+                    server.http.delete(f"/v1/sessions/{name}")
+                    body = {"text": OPENING, "method": "knorm", "budget": BUDGET, "id": name}
+                    server.http.post("/v1/sessions", json=body)
+                else:
+                    messages = [{"role": "user", "content": text(draw.randrange(40))}]
+                    turn(server, name, *messages)
+
+        with ThreadPoolExecutor(8) as clients:
+            list(clients.map(worked, range(8)))
+        pool: SessionPool = server.engine.sessions.held
+        with pool._changed:
+            there = [held.value for held in pool._held.values() if held.value is not None]
+            assert all(held.idle for held in pool._held.values())
+        assert pool.nbytes == sum(map(size_of, there)) <= pool.memory
+
+
+def test_a_session_read_from_disk_needs_no_more_memory_than_was_claimed(model):
+    """Entries come back with more room for new ones than they had when they left."""
+    first = kvfold.begin_session(model, word_tokenizer(), OPENING, "knorm", 500)
+    size = size_of(first)
+    with running(model, word_tokenizer(), session_memory=size * 2 + 40_000) as server:
+        pool = server.engine.sessions.held
+        sessions = [begin(server, budget=500) for _ in range(4)]
+        for index in range(12):
+            answered = turn(server, sessions[index % 4], tool(index), max_tokens=1)
+            assert answered.status_code in (200, 413), answered.text
+        assert pool.nbytes <= pool.memory
+
+
+def test_a_save_that_fails_keeps_the_session_usable(model, tmp_path, monkeypatch):
+    with running(model, word_tokenizer(), folder=tmp_path / "kept") as server:
+        session = begin(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(kvfold.Session, "save", lambda *_: 1 / 0)
+            assert turn(server, session, tool(0)).status_code == 500
+        assert not about(server, session)["in_use"]
+        assert said(turn(server, session, tool(1)))
+
+
+def test_limits_of_a_text_hold_for_messages(model):
+    with running(model, word_tokenizer(), context_tokens=60) as server:
+        session = begin(server)
+        long = {"role": "tool", "content": text(0, 80)}
+        assert_clean(turn(server, session, long), 400, "takes 60")
+        assert_clean(turn(server, session, max_tokens=10**9), 400, "tokens are generated")
+        assert said(turn(server, session))
 
 
 def test_a_session_larger_than_the_memory_is_refused(model):
@@ -260,6 +331,7 @@ def test_what_a_kill_leaves_goes_on_after_the_last_turn(model, tmp_path):
     kept, copied = tmp_path / "kept", tmp_path / "copied"
     with running(model, word_tokenizer(), folder=kept) as server:
         session = begin(server)
+        assert (kept / "sessions" / f"{session}.kvfold").exists()
         for index in range(6):
             said(turn(server, session, tool(index)))
         server.http.post(f"/v1/sessions/{session}/edits", json={"drop": ["call5"], "now": True})

@@ -88,10 +88,10 @@ class SessionItem(HeaderPart):
 
 
 class SessionHeader(HeaderPart):
-    """Messages, queued edits and counts of a session."""
+    """Messages, queued drops and counts of a session."""
 
     items: list[SessionItem]
-    queued: dict[str, str]
+    queued: tuple[str, ...]
     numbered: int
     turns: int
     compactions: int

@@ -47,22 +47,32 @@ def load(
     tokenizer, RoPE, dtype or method; and what `CompressedCache` raises.
     """
     with opened(path) as file:
-        header, limit = file.header, file.header.budget
-        _check(file, model, tokenizer, heads)
-        cache = CompressedCache(
-            model,
-            _method(file),
-            None if limit is None else Budget(limit.kind, limit.amount),
-            tokenizer=tokenizer,
-            protect=header.protect,
-            seed=header.seed,
-        )
-        _fill(cache, file, model, heads or cache.ranks.own_heads)
-        if header.has_prefix:
-            cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)
-        cache.per_chunk = header.per_chunk
-        ids = file.tensor("ids").long()[None].to(model.device)
-        cache.phase.history = History(ids).compact()
+        return read(file, model, tokenizer, heads)
+
+
+def read(
+    file: ContextFile,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    heads: slice | None = None,
+) -> Context:
+    """The context of an open file; arguments and errors as for `load`."""
+    header, limit = file.header, file.header.budget
+    _check(file, model, tokenizer, heads)
+    cache = CompressedCache(
+        model,
+        _method(file),
+        None if limit is None else Budget(limit.kind, limit.amount),
+        tokenizer=tokenizer,
+        protect=header.protect,
+        seed=header.seed,
+    )
+    _fill(cache, file, model, heads or cache.ranks.own_heads)
+    if header.has_prefix:
+        cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)
+    cache.per_chunk = header.per_chunk
+    ids = file.tensor("ids").long()[None].to(model.device)
+    cache.phase.history = History(ids).compact()
     frame = PromptFrame(header.before, header.after, header.between)
     return Context(model, tokenizer, cache, frame, ids)
 

@@ -27,7 +27,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
 # Header that names a session, for clients that cannot add fields.
-SESSION = "x-session-id"
+SESSION = "x-kvfold-session"
 
 
 class EventStream(StreamingResponse):
@@ -59,8 +59,8 @@ def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
         if asked.model != engine.name:
             message = f"there is no model {asked.model!r}: this server has {engine.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        if isinstance(asked, ChatRequest):
-            asked = _in_session(asked, request.headers.get(SESSION))
+        if (named := request.headers.get(SESSION)) is not None:
+            asked = _in_session(asked, named)
         job = WorkerJob(engine.workers, partial(engine.answer, asked), request.scope[RESERVATION])
         # `AnswerStarted` comes once the request is checked: a refusal before still sets the status.
         started: AnswerStarted = await unless_gone(request, job, job.next())
@@ -90,9 +90,11 @@ def router(engine: Engine, metrics: ServerMetrics) -> APIRouter:
     return made
 
 
-def _in_session(asked: ChatRequest, named: str | None) -> ChatRequest:
+def _in_session(asked: ChatRequest | CompletionRequest, named: str) -> ChatRequest:
     """The request with the session of its header; raises ApiError for another id in the body."""
-    if named is None or named == asked.session_id:
+    if not isinstance(asked, ChatRequest):
+        raise ApiError(400, "sessions go on by /v1/chat/completions", param="session_id")
+    if named == asked.session_id:
         return asked
     if asked.session_id or asked.context_id:
         raise ApiError(400, f"the header {SESSION} and the body name two pasts", param="session_id")
