@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
-from kvfold.methods.stages.allocate.above import above
-from kvfold.methods.stages.select.forced import Forced
 from tests.helpers.caches import GREEDY, PADDED
 from tests.helpers.models import continuation, prompts
 from tests.helpers.scorers import random_scorer, scores_by_hand, zap_of
@@ -81,21 +78,6 @@ def test_later_tokens_are_judged_after_each_interval(tmp_path):
         counts.append(sum(len(head) for head in columns(reader.cache)[0][0]))
     assert counts[2] - counts[1] == counts[1] - counts[0] > 0
     assert counts[3] < counts[2] + 2 and counts[7] < counts[6] + 2
-
-
-def test_golden_scores():
-    forced = Forced(recent=2)
-    scores = [-5.0, -3.0, -6.0, -1.0, -4.5, 0.0, 0.0]
-
-    def left(count: int) -> int:
-        seen = SimpleNamespace(
-            positions=torch.arange(count)[None, None],
-            learned_scores=lambda: torch.tensor(scores[:count])[None, None],
-        )
-        return int(above(seen, threshold=-4.0, forced=forced))
-
-    # 0 and 2 go; with one token more 3 is judged, and stays; with one more 4 goes.
-    assert [left(5), left(6), left(7)] == [3, 4, 4]
 
 
 def test_thresholds_at_the_ends_keep_all_or_the_window(tmp_path):
