@@ -12,6 +12,7 @@ from kvfold.contexts.context import Context as Context
 from kvfold.contexts.context import compress as compress
 from kvfold.contexts.edits import join as join
 from kvfold.contexts.files.read import load as load
+from kvfold.contexts.pipeline import pipeline as pipeline
 from kvfold.contexts.session import Session as Session
 from kvfold.contexts.session import begin_session as begin_session
 from kvfold.contexts.session import load_session as load_session
@@ -31,9 +32,9 @@ from kvfold.fit.fit import FitResult as FitResult
 from kvfold.fit.fit import fit_scorer as fit_scorer
 from kvfold.fit.heads import HeadFit as HeadFit
 from kvfold.fit.heads import fit_heads as fit_heads
+from kvfold.generation.enabled import disable as disable
+from kvfold.generation.enabled import enable as enable
 from kvfold.generation.generate import generate as generate
-from kvfold.hf.attention import disable as disable
-from kvfold.hf.attention import enable as enable
 from kvfold.methods.adakv import AdaKV as AdaKV
 from kvfold.methods.auto import Auto as Auto
 from kvfold.methods.base import Across as Across

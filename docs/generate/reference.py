@@ -17,7 +17,7 @@ GROUPS = {
         "CompressedCache", "generate", "Budget", "Stats", "span", "enable", "disable",
         "bundled_model",
     ),
-    "Contexts": ("compress", "load", "join", "Context"),
+    "Contexts": ("compress", "load", "join", "Context", "pipeline"),
     "Sessions": ("begin_session", "load_session", "Session", "Message"),
     "Methods": (
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",

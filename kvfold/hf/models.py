@@ -113,8 +113,8 @@ def full_weight(weight: Tensor) -> Tensor:
 
 
 def stock_generate(model: Any, **options: Any) -> Any:
-    """The model's own `generate`."""
-    return model.generate(**options)
+    """The model's own `generate`, also where `kvfold.enable` has put another in its place."""
+    return getattr(model.generate, "stock", model.generate)(**options)
 
 
 @torch.no_grad()

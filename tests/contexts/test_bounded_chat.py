@@ -83,7 +83,8 @@ def logits(model: Any, cache: kvfold.CompressedCache) -> Tensor:
     "spec", sorted(name for name in kvfold.list_methods() if not of_one_model(name))
 )
 def test_two_hundred_turns_hold_their_size_with_every_method(tiny, tokenizer, spec):
-    spec = {"simlayerkv": "simlayerkv:window=32", "every": "snapkv + every"}.get(spec, spec)
+    composed = {"every": "snapkv + every", "match": "snapkv + match"}
+    spec = ({"simlayerkv": "simlayerkv:window=32"} | composed).get(spec, spec)
     context = compressed(tiny, tokenizer, spec)
     before, alone = held(context), logits(tiny, fork(context.cache))
     document = sizes(context.cache)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline of transformers that answers several questions about one compressed document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import Pipeline, PreTrainedModel
+
+from kvfold.contexts.context import compress
+from kvfold.errors import KvfoldError
+
+# Arguments of `compress`; all others are those of `Context.ask`.
+READING = ("method", "budget", "prefill_chunk", "protect", "seed")
+
+
+class ContextPipeline(Pipeline):
+    """`pipe(document, questions=[...])` gives `{"answers": [...], "stats": Stats}`.
+
+    The document is read and compressed once, and each question reads it alone. A list of documents
+    gives a list. `method`, `budget`, and options of `kvfold.compress` and `Context.ask`, are given
+    when the pipeline is made or called. Raises KvfoldError without a question, and what both raise.
+    """
+
+    def _sanitize_parameters(
+        self,
+        question: str | None = None,
+        questions: Sequence[str] | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        reading = {name: options.pop(name) for name in READING if name in options}
+        asked = [*(questions or []), *([] if question is None else [question])]
+        return reading, options | ({"asked": asked} if asked else {}), {}
+
+    def preprocess(self, document: str, **reading: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {"document": document} | reading
+
+    def _forward(  # type: ignore[override]
+        self, inputs: dict[str, Any], asked: Sequence[str] = (), **options: Any
+    ) -> dict[str, Any]:
+        if not asked:
+            raise KvfoldError("give the pipeline questions=[...], or a question=")
+        tokenizer: Any = self.tokenizer
+        context = compress(self.model, tokenizer, **inputs)
+        return {
+            "answers": [context.ask(question, **options) for question in asked],
+            "stats": context.stats(),
+        }
+
+    def postprocess(self, outputs: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return outputs
+
+
+def pipeline(model: PreTrainedModel, tokenizer: Any, **options: Any) -> ContextPipeline:
+    """A `ContextPipeline`; `options` hold for calls that do not say otherwise."""
+    return ContextPipeline(model=model, tokenizer=tokenizer, **options)

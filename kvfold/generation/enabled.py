@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold.enable(model, method, budget)`: plain `model.generate` with a compressed cache."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.budget import Budget
+from kvfold.cache.cache import CompressedCache
+from kvfold.errors import KvfoldError
+from kvfold.generation.generate import generate
+from kvfold.hf import attention
+from kvfold.hf.forward_hooks import preparing
+from kvfold.methods.base import Method
+
+# Options with which transformers makes a cache of its own.
+CACHES = ("cache_implementation", "cache_config")
+
+
+class Enabled:
+    """A model whose `generate` compresses, until `disable`, or until the `with` block ends."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        disable(self.model)
+
+
+class CompressedGenerate:
+    """A model's `generate`: each call makes a cache of its own, so that threads may call at once.
+
+    `stock` is the model's own; it answers calls that bring a cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, make: dict[str, Any], read: dict[str, Any]) -> None:
+        self.model, self.make, self.read = model, make, read
+        self.stock: Any = model.generate
+
+    def __call__(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
+        """What `model.generate` returns. Raises what `kvfold.generate` and `CompressedCache` do."""
+        if generation_config is not None:
+            options["generation_config"] = generation_config
+        if options.get("past_key_values") is not None:
+            return self.stock(inputs, **options)
+        given = [name for name in CACHES if options.get(name) is not None]
+        if given or options.get("use_cache") is False:
+            raise KvfoldError(
+                f"{', '.join(given) or 'use_cache=False'} asks for another cache than kvfold's, "
+                "which this model was enabled with: leave it out, or kvfold.disable(model)"
+            )
+        if inputs is not None:
+            options["input_ids"] = inputs
+        cache = CompressedCache(self.model, **self.make)
+        return generate(self.model, cache=cache, **self.read | options)
+
+
+def enable(
+    model: PreTrainedModel,
+    method: Method | str | None = None,
+    budget: Budget | float | str | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    prefill_chunk: int | None = None,
+    every: int | None = None,
+    seed: int = 0,
+) -> Enabled:
+    """Routes the model's attention through kvfold, where nothing changes without our cache.
+
+    With a `method`, plain `model.generate(**inputs)` compresses each prompt into a cache of its
+    own, as in a pipeline; `return_dict_in_generate=True` returns that cache as `past_key_values`.
+    Calls that bring a cache of their own stay as they are. `kvfold.disable(model)` ends it, or a
+    `with` block around it.
+
+    An attention implementation that kvfold does not build on (flash_attention_2, flex_attention)
+    gives way, with a warning, to SDPA, or to eager attention where the model has no SDPA.
+
+    Args:
+        method, budget, tokenizer, every, seed: as for `CompressedCache`.
+        prefill_chunk: as for `kvfold.generate`.
+
+    Raises UnsupportedModel for encoder-decoders and for models that compute attention themselves;
+    KvfoldError for options without a method; and what `CompressedCache` raises.
+    """
+    make: dict[str, Any] = {"budget": budget, "tokenizer": tokenizer, "every": every, "seed": seed}
+    if method is None:
+        if any((*make.values(), prefill_chunk)):
+            raise KvfoldError('name a method, too: kvfold.enable(model, "snapkv", 0.3)')
+        attention.enable(model)
+        return Enabled(model)
+    make["method"] = method
+    CompressedCache(model, **make)
+    with preparing:
+        _restore(model)
+        replaced: Any = CompressedGenerate(model, make, {"prefill_chunk": prefill_chunk})
+        model.generate = replaced
+    return Enabled(model)
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Gives the model back its `generate`, and the attention that it was loaded with."""
+    with preparing:
+        _restore(model)
+        attention.disable(model)
+
+
+def _restore(model: Any) -> None:
+    ours = model.__dict__.get("generate")
+    if isinstance(ours, CompressedGenerate):
+        del model.generate
+        if ours.stock != model.generate:
+            model.generate = ours.stock

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline: one document, several questions, a context's own answers."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvfold
+from kvfold import KvfoldError
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
+from tests.helpers.tokenizers import word_tokenizer
+
+OTHER = " ".join(DOCUMENT.split()[::-1][:6])
+
+
+def test_several_questions_of_one_document():
+    model, tokenizer = new_model(), word_tokenizer()
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "knorm", 40, prefill_chunk=32)
+    expected = [context.ask(each, max_new_tokens=6) for each in (QUESTION, OTHER)]
+    pipe = kvfold.pipeline(model, tokenizer, method="knorm", budget=40, prefill_chunk=32)
+    found = pipe(DOCUMENT, questions=[QUESTION, OTHER], max_new_tokens=6)
+    assert found["answers"] == expected
+    assert found["stats"] == context.stats()
+    several = pipe([DOCUMENT, DOCUMENT], question=QUESTION, max_new_tokens=6)
+    assert [one["answers"] for one in several] == [expected[:1]] * 2
+
+
+def test_options_of_a_call_replace_those_of_the_pipeline():
+    model, tokenizer = new_model(), word_tokenizer()
+    pipe = kvfold.pipeline(model, tokenizer, method="knorm", budget=40)
+    found = pipe(DOCUMENT, question=QUESTION, method="streaming_llm", budget=20, max_new_tokens=6)
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "streaming_llm", 20)
+    assert found["answers"] == [context.ask(QUESTION, max_new_tokens=6)]
+
+
+def test_a_document_without_question_is_refused():
+    pipe = kvfold.pipeline(new_model(), word_tokenizer(), method="knorm", budget=40)
+    with pytest.raises(KvfoldError, match="questions="):
+        pipe(DOCUMENT)

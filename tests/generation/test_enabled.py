@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain `model.generate` of an enabled model: an explicit cache's answers, from any thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, pipeline
+
+import kvfold
+from kvfold import CompressedCache, KvfoldError
+from tests.helpers.caches import GREEDY
+from tests.helpers.contexts import DOCUMENT
+from tests.helpers.models import build, prompts
+from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.truth import stock_cache
+
+
+@pytest.fixture
+def model() -> Any:
+    return build("llama", torch.float64)
+
+
+def explicit(model: Any, ids: Any, mask: Any, method: str, budget: Any, **options: Any) -> Any:
+    cache = CompressedCache(model, method, budget)
+    return kvfold.generate(model, ids, cache=cache, attention_mask=mask, **GREEDY | options)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"), [("snapkv:window=8", 20), ("h2o", 0.3), ("kivi:group=8", None)]
+)
+@pytest.mark.parametrize("lengths", [(64,), (64, 40, 52)])
+def test_an_enabled_model_answers_as_an_explicit_cache(model, method, budget, lengths):
+    ids, mask = prompts(lengths)
+    expected = explicit(model, ids, mask, method, budget)
+    kvfold.enable(model, method, budget)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+    config = GenerationConfig(**GREEDY)
+    assert torch.equal(
+        model.generate(inputs=ids, attention_mask=mask, generation_config=config), expected
+    )
+
+
+def test_options_of_the_cache_and_of_generate(model):
+    ids, mask = prompts((64,))
+    expected = explicit(
+        model, ids, mask, "knorm + every:interval=4", 20, prefill_chunk=16, num_beams=2
+    )
+    kvfold.enable(model, "knorm", 20, every=4, prefill_chunk=16)
+    got = model.generate(
+        ids, attention_mask=mask, num_beams=2, return_dict_in_generate=True, **GREEDY
+    )
+    assert torch.equal(got.sequences, expected)
+    assert isinstance(got.past_key_values, CompressedCache)
+    assert got.past_key_values.stats().kept_fraction < 0.5
+
+
+def test_two_threads_at_once(model):
+    texts = [prompts((length,)) for length in (64, 50, 40, 33)]
+    expected = [explicit(model, ids, mask, "snapkv:window=8", 20) for ids, mask in texts]
+    kvfold.enable(model, "snapkv:window=8", 20)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(
+                lambda text: model.generate(text[0], attention_mask=text[1], **GREEDY), texts * 3
+            )
+        )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected * 3, strict=True))
+
+
+def test_a_disabled_model_is_stock_bit_for_bit(model):
+    ids, mask = prompts((64, 40))
+    options = {"output_logits": True, "return_dict_in_generate": True} | GREEDY
+    expected = model.generate(ids, attention_mask=mask, **options)
+    with kvfold.enable(model, "snapkv:window=8", 20):
+        assert "generate" in vars(model)
+    assert "generate" not in vars(model)
+    found = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(
+        torch.equal(one, other) for one, other in zip(found.logits, expected.logits, strict=True)
+    )
+
+
+def test_enabling_again_replaces_the_method(model):
+    ids, mask = prompts((64,))
+    kvfold.enable(model, "streaming_llm", 20)
+    kvfold.enable(model, "snapkv:window=8", 20)
+    assert torch.equal(
+        model.generate(ids, attention_mask=mask, **GREEDY),
+        explicit(model, ids, mask, "snapkv:window=8", 20),
+    )
+    kvfold.disable(model)
+    assert "generate" not in vars(model)
+
+
+def test_calls_with_a_cache_of_their_own_stay_stock(model):
+    ids, mask = prompts((64,))
+    expected = model.generate(
+        ids, attention_mask=mask, past_key_values=stock_cache(model), **GREEDY
+    )
+    kvfold.enable(model, "streaming_llm", 10)
+    found = model.generate(ids, attention_mask=mask, past_key_values=stock_cache(model), **GREEDY)
+    assert torch.equal(found, expected)
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    found = kvfold.generate(model, ids, cache=cache, attention_mask=mask, **GREEDY)
+    assert torch.equal(found, explicit(model, ids, mask, "snapkv:window=8", 20))
+
+
+def test_transformers_text_generation_pipeline(model):
+    tokenizer = word_tokenizer()
+    ids = tokenizer(DOCUMENT, return_tensors="pt").input_ids
+    small = build("llama", torch.float64, vocab_size=len(tokenizer))
+    expected = tokenizer.decode(explicit(small, ids, torch.ones_like(ids), "knorm", 40)[0])
+    pipe = pipeline("text-generation", model=small, tokenizer=tokenizer)
+    with kvfold.enable(small, "knorm", 40):
+        found = pipe(DOCUMENT, return_full_text=True, **GREEDY)[0]["generated_text"]
+    assert found.split()[-5:] == expected.split()[-5:]
+
+
+def test_what_does_not_go_together_is_refused(model):
+    ids, mask = prompts((64,))
+    with pytest.raises(KvfoldError, match="name a method"):
+        kvfold.enable(model, budget=0.3)
+    with pytest.raises(KvfoldError, match="needs a budget"):
+        kvfold.enable(model, "snapkv")
+    assert "generate" not in vars(model)
+    kvfold.enable(model, "snapkv:window=8", 20)
+    for options in ({"cache_implementation": "static"}, {"use_cache": False}):
+        with pytest.raises(KvfoldError, match="another cache"):
+            model.generate(ids, attention_mask=mask, **options, **GREEDY)
+    with pytest.raises(KvfoldError, match="input_ids"):
+        model.generate(**GREEDY)
