@@ -32,11 +32,12 @@ class Match(Method):
 
     `target="whole"` fits the attention output with all else in view; `"block"` the text's alone, as
     published, which lowers its own error and often not that of the output. `bias="head"` gives all
-    entries of a KV head one bias, `"none"` none: such contexts go into vLLM. `values="kept"` leaves
-    the values. Errors on held-out reference queries, and guards, are in `stats()`. `ridge=0` means
-    0.001 with a bias per entry and 0.01 without; with `target="whole"` a smaller one lets values
-    explode. Entries of a text's opening are kept as they are. A later turn is fitted by its own
-    queries. Raises KvfoldError for options out of range.
+    entries of a head one bias; `"none"`, with `target="block"`, none: such contexts go into vLLM.
+    `values="kept"` leaves the values. Errors on held-out reference queries, and guards, are in
+    `stats()`. `ridge=0` means 0.01 with a bias per head and 0.001 else; with `target="whole"` a
+    smaller one lets values explode. A text's opening is kept as it is, and a later turn is fitted
+    by its own queries. Raises KvfoldError for options out of range, and for `bias="none"` with
+    values fitted to the whole output, which overshoot.
     Different from the released code: true non-negative weights, and the ridge.
     Source: Zweiger et al., section 3; adamzweiger/compaction `compaction/algorithms/`.
     """
@@ -54,6 +55,11 @@ class Match(Method):
     def __post_init__(self) -> None:
         if self.queries < 64 or self.ridge < 0 or self.hold < 0:
             raise KvfoldError("match takes at least 64 queries, and ridge and hold from 0 on")
+        if self.bias == "none" and self.values == "fit" and self.target == "whole":
+            raise KvfoldError(
+                "match: without a bias, values fitted to the whole output overshoot, and the cache "
+                "gets worse: choose target=block"
+            )
 
     def stages(self) -> Stages:
         raise IllegalComposition(
@@ -62,7 +68,7 @@ class Match(Method):
         )
 
     def brings(self) -> Stages:
-        ridge = self.ridge or (1e-3 if self.bias == "entry" else 1e-2)
+        ridge = self.ridge or (1e-2 if self.bias == "head" else 1e-3)
         refit = Matching(self.target, self.bias, self.values == "fit", ridge, self.hold)
         repeated = self.references == "repeat"
         return Stages(needs=Needs(references=ReferencesNeed(self.queries, repeated)), refit=refit)

@@ -205,13 +205,17 @@ def test_contexts_are_saved_and_made_for_several_budgets(tmp_path):
 
 def test_only_contexts_without_biases_go_into_vllm(tmp_path):
     model, tokenizer = new_model(), word_tokenizer()
-    for options, version in (("bias=none", "1"), ("bias=head", "2"), ("bias=entry", "2")):
+    for options, version in (
+        ("bias=none,target=block", "1"),
+        ("bias=head", "2"),
+        ("bias=entry", "2"),
+    ):
         context = kvfold.compress(model, tokenizer, DOCUMENT, f"{SNAPKV}:{options}", 20)
         context.save(tmp_path / "a.kvfold")
         with safe_open(tmp_path / "a.kvfold", "pt") as file:
             assert file.metadata()["kvfold_context"] == version
         with opened(tmp_path / "a.kvfold") as file:
-            if options == "bias=none":
+            if options.startswith("bias=none"):
                 check_plain(file)
                 continue
             with pytest.raises(KvfoldError, match="compress the document with match:bias=none"):
@@ -222,7 +226,7 @@ def test_biases_count_in_a_budget_of_bytes():
     model = build("llama")
     ids, _ = prompts(ALONE)
     held = {}
-    for spec in ("snapkv:window=8", SNAPKV, "snapkv:window=8 + match:bias=none"):
+    for spec in ("snapkv:window=8", SNAPKV, "snapkv:window=8 + match:bias=none,target=block"):
         cache = kvfold.CompressedCache(model, spec, "24KB")
         Reader(model, cache)(ids)
         held[spec] = cache.stats()
@@ -252,6 +256,11 @@ def test_what_cannot_be_refitted_is_refused(spec, reason):
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(KvfoldError, match="match takes at least 64 queries"):
         parse(f"snapkv + match:{options}")
+
+
+def test_values_without_biases_are_fitted_to_the_block_only():
+    with pytest.raises(KvfoldError, match="choose target=block"):
+        parse("snapkv + match:bias=none")
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "deepseek_v3"])

@@ -62,7 +62,7 @@ def check_plain(file: ContextFile) -> None:
     if has_bias(header):
         raise KvfoldError(
             f"{header.method} gives entries an attention bias, which vLLM's pages have no place "
-            "for: compress the document with match:bias=none"
+            "for: compress the document with match:bias=none,target=block"
         )
     for saved in header.layers:
         foreign = set(saved.by_head) - PLAIN[saved.store] - set(BY_HEAD)
