@@ -80,10 +80,7 @@ def enable(
     An attention implementation that kvfold does not build on (flash_attention_2, flex_attention)
     gives way, with a warning, to SDPA, or to eager attention where the model has no SDPA.
 
-    Args:
-        method, budget, tokenizer, every, seed: as for `CompressedCache`.
-        prefill_chunk: as for `kvfold.generate`.
-
+    `prefill_chunk` is that of `kvfold.generate`, all other options are those of `CompressedCache`.
     Raises UnsupportedModel for encoder-decoders and for models that compute attention themselves;
     KvfoldError for options without a method; and what `CompressedCache` raises.
     """
