@@ -113,8 +113,8 @@ def full_weight(weight: Tensor) -> Tensor:
 
 
 def stock_generate(model: Any, **options: Any) -> Any:
-    """The model's own `generate`, also where `kvfold.enable` has put another in its place."""
-    return getattr(model.generate, "stock", model.generate)(**options)
+    """The `generate` of the model's class, also where the model was given another."""
+    return type(model).generate(model, **options)
 
 
 @torch.no_grad()
