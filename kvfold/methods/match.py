@@ -43,7 +43,7 @@ class Match(Method):
     """
 
     takes_budget: ClassVar[bool] = False
-    by_head: ClassVar[bool] = True
+    by_head: ClassVar[bool] = False  # its report is of all heads together
     target: Target = "whole"  # the output with all else in view, or the text's alone
     bias: BiasPer = "entry"  # a bias for each entry, one for a head, none
     values: Literal["fit", "kept"] = "fit"  # fitted, or as they were
