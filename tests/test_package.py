@@ -90,7 +90,7 @@ def test_links_are_alive_in_the_sdist(sdist: dict[str, str]) -> None:
 def test_the_sdist_has_tests_benchmarks_and_examples(sdist: dict[str, str]) -> None:
     wanted = ["CITATION.cff", "LICENSE", "Makefile", "pyproject.toml", "tests/test_package.py"]
     assert set(wanted) <= set(sdist)
-    tests = "tests", "tests_pages", "tests_real", "tests_vllm"
+    tests = "tests", "tests_lmcache", "tests_pages", "tests_real", "tests_vllm"
     for folder in ("benchmarks", "docs", "examples", "real_model", *tests, "training"):
         there = [path for path in (ROOT / folder).rglob("*.*") if path.suffix in {".py", ".md"}]
         assert {path.relative_to(ROOT).as_posix() for path in there} <= set(sdist)

@@ -22,7 +22,13 @@ GROUPS = {
     "Methods": (
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
         "ChunkSumsNeed", "Observation", "Forced", "Measured", "Across", "fit_scorer", "FitResult",
-        "fit_filters", "FilterFit", "fit_heads", "HeadFit", "fit_curve", "CurveFit",
+        "fit_filters", "FilterFit", "fit_heads", "HeadFit", "fit_curve", "CurveFit", "fit_codec",
+        "CodecFit",
+    ),
+    "Policies": (
+        "policies.policy", "policies.Policy", "policies.PolicyNeeds", "policies.Prefill",
+        "policies.Rope", "policies.Kept", "policies.split_heads", "policies.sharing_loss",
+        "policies.SharingLoss", "policies.lmcache.LMCacheEdit",
     ),
     "Evaluation": ("evaluate", "check", "CheckResult"),
     "Errors": (

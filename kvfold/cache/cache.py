@@ -26,11 +26,11 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward
 from kvfold.cache.phase import Phase
+from kvfold.cache.plan import checked_budget
 from kvfold.cache.shrink import check_nested
 from kvfold.cache.spans import spans_of
 from kvfold.cache.state import LayerState
 from kvfold.cache.stats import Stats
-from kvfold.cache.tensor_parallel import ranks_of
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.forward_hooks import ToldOfForwards
@@ -80,20 +80,19 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
             check_nested(self.method)
         self.protect = spans_of(protect)
         setup.check_tokenizer(self.method, tokenizer)
-        self.ranks = ranks_of(model)
+        self.ranks = setup.ranks_of(model)
         stages = setup.stages_of(self.method, self.protect, self.ranks, model)
-        self.budget = setup.checked_budget(self.method, budget, stages.forced.least)
+        self.budget = checked_budget(self.method, budget, stages.forced.least)
         layers = stock_layers(model)
         trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
         setup.prepare(model, trial)
-        self.phase, self.binding = Phase(), ModelBinding(model)
+        self.phase, self.binding = Phase(), ModelBinding(model, tokenizer)
         self.dropping_length = dropping_length(model)
         shared = setup.Shared(self.phase, Waiting(), self.binding)
         setup.put_compressed_layers(
             layers, model, stages, self.budget, seed, self.ranks, shared, keep_scores
         )
         super().__init__(layers=layers)
-        self.tokenizer = tokenizer
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
@@ -169,7 +168,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     @torch.compiler.disable
     def forward_begins(self, ids: Tensor | None) -> None:
-        """Raises KvfoldError if the last forward failed after layers had stored its tokens."""
+        """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and `check_adapters`."""
+        self.binding.check_adapters()
         if self.needs_ids:
             self.phase.expect(ids)
         self._forward.begin(self.get_seq_length(), self._is_level)
@@ -313,7 +313,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self.phase.reset()
         self.states[0].waiting.reset()
         self.per_chunk = None
-        self._before_freezing = None
+        self._before_freezing = self.rope_deltas = self.binding.adapters = None
         self._forward.close()
         self.binding.answered()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvfold.budget import Budget
 from kvfold.cache import setup
+from kvfold.cache.plan import checked_budget
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method
 
@@ -28,7 +29,7 @@ def take_over(
     check_observed(cache.method, method)
     model = cache.states[0].rotation.model
     stages = setup.stages_of(method, cache.protect, cache.ranks, model)
-    made = setup.checked_budget(method, budget, stages.forced.least)
+    made = checked_budget(method, budget, stages.forced.least)
     for state in cache.states:
         setup.check_layer(stages, state.rotation, state.projection)
     fits = setup.Fits.of(stages, model, len(cache.states))

@@ -171,7 +171,7 @@ def check_editable(cache: CompressedCache) -> None:
             f"let go of single tokens: {REREAD}"
         )
     encode = cache.method.stages().encode
-    if encode is not None and not encode.raw:
+    if encode is not None and not (encode.raw or encode.standalone):
         raise KvfoldError(
             f"{cache.method} encodes keys, which cannot be rotated to other positions: {REREAD}"
         )

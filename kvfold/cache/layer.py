@@ -24,8 +24,6 @@ from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.observe import (
     add_maxima,
     add_moments,
-    add_query_moments,
-    add_to_chunks,
     check_positions,
     norms_of_outputs,
     observation_at,
@@ -33,8 +31,8 @@ from kvfold.cache.observe import (
     settle_chunks,
 )
 from kvfold.cache.phase import ReconstructionForward
-from kvfold.cache.prefill import end_prefill, size_and_evict
-from kvfold.cache.references import add_references, add_repeated
+from kvfold.cache.prefill import end_prefill, end_with, note_piece, size_and_evict
+from kvfold.cache.references import add_repeated
 from kvfold.cache.rounds import note_token
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
@@ -253,18 +251,17 @@ class CompressedLayer(CacheLayerMixin):
             add_moments(state, call.sums, call.squares)
         step = phase.step(seen, new)
         if step != "decode":
-            add_query_moments(state, call)
-            add_to_chunks(state, call)
-            add_references(state, call)
+            note_piece(state, call)
         if step == "prefill":
             state.query_window.add(call, state.sequence)
         elif step == "prefill end":
-            settle_chunks(state, end=True)
-            end_prefill(state, observation_of(state, call))
+            end_with(state, call)
         elif stages.decode == "hold" and stages.score is not None:
             evict_after_token(state, call)
         elif stages.decode == "every":
             note_token(state, call)
+            if stages.encode is not None and not state.stored().is_dense:
+                encode_due(state, decoding=True)
         elif state.late:
             state.late = False
             size_and_evict(state, observation_of(state, call))

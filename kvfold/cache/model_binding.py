@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from kvfold.attention import handshake
-from kvfold.errors import UnsupportedModel
+from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.hf.adapters import active_adapters
 from kvfold.hf.attention import is_routed
 from kvfold.hf.models import text_config
 
 
 class ModelBinding:
-    """The model of a cache, and the state of its handshake: `waiting` until attention has run."""
+    """The model and tokenizer of a cache; the handshake is `waiting` until attention has run."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
         self.modules = frozenset(id(module) for module in model.modules())
         self.name = type(model).__name__
         self.config = text_config(model)
+        self.tokenizer = tokenizer
         self.waiting = False
+        self.adapters: tuple[str, ...] | None = None
+        self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
 
     def refusal(self) -> UnsupportedModel:
         """Error for a module of another model."""
@@ -30,13 +35,29 @@ class ModelBinding:
         """Called before a layer hands out keys; `first`: it is the first layer of a forward.
 
         Raises UnsupportedModel if another attention took the last keys or would take these, or if
-        the layers are not `level`: they hold different numbers of tokens.
+        the layers are not `level`: they hold different numbers of tokens; and as `check_adapters`.
         """
+        if first:
+            self.check_adapters()
         lost = first and self.config is not None and not is_routed(self.config)
         if self.waiting or lost or not level:
             handshake.forget()
             self.check_answered(lost=True)
         self.waiting = True
+
+    def check_adapters(self) -> None:
+        """Raises KvfoldError if other adapters are switched on than when the cache was read."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            return
+        active = active_adapters(model)
+        if self.adapters is not None and self.adapters != active:
+            raise KvfoldError(
+                f"this cache was read {_under(self.adapters)}, and the model now runs "
+                f"{_under(active)}, which would read these entries wrongly: switch back, or make a "
+                "new cache"
+            )
+        self.adapters = active
 
     def check_answered(self, lost: bool = False) -> None:
         """Raises UnsupportedModel if another attention took a layer's keys, or they are `lost`."""
@@ -52,9 +73,19 @@ class ModelBinding:
         self.waiting = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"modules": frozenset(), "name": self.name, "config": None, "waiting": False}
+        gone: dict[str, Any] = {
+            "modules": frozenset(),
+            "config": None,
+            "waiting": False,
+            "_model": None,
+        }
+        return vars(self) | gone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelBinding:
         other = object.__new__(ModelBinding)
         other.__dict__.update(self.__dict__)
         return other
+
+
+def _under(adapters: tuple[str, ...]) -> str:
+    return f"under the adapter {', '.join(adapters)}" if adapters else "without an adapter"

@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.models import read_tokens
+from kvfold.hf.recurrent import note_restarts
+from kvfold.hf.rope_deltas import left_alone
 
 METHOD, BUDGET = "local_window", 4
 FORWARDS = (6, 1, 2)  # tokens: a prompt that is evicted from, a decode step, a later turn
@@ -46,16 +48,17 @@ def _read(model: PreTrainedModel, cache: Cache) -> None:
     devices = [model.device] if model.device.type == "cuda" else []
     try:
         # Dropout of a model that is being trained draws numbers that are the user's.
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), left_alone(model):
             for tokens in FORWARDS:
                 ids = torch.ones((1, tokens), dtype=torch.long, device=model.device)
                 read_tokens(model, ids, cache, None)
+            note_restarts(model)
     except (KvfoldError, torch.OutOfMemoryError):
         raise
     except Exception as problem:
         raise UnsupportedModel(
-            f"{name} cannot read on with a cache that holds fewer entries than it has seen: "
-            f"{problem}"
+            f"{name} cannot read text alone, with a cache that holds fewer entries than it has "
+            f"seen: {problem}"
         ) from problem
     seen = {x.get_seq_length() for x in cache.layers if isinstance(x, CompressedLayer)}
     if seen != {sum(FORWARDS)}:

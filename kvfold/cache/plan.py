@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvfold.budget import Budget
 from kvfold.cache.tensor_parallel import Ranks
-from kvfold.methods.base import Across, Measured, Stages
+from kvfold.errors import BudgetError
+from kvfold.methods.base import Across, Measured, Method, Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.rounding import raised
 from kvfold.store.encoding import EntrySize
@@ -22,7 +23,8 @@ class Plan:
 
     `shared`: other layers of the model attend to its entries as well. `caches_latents`: entries
     become keys inside a forward only. `ranks` share its KV heads. `keep_scores`: scores stay with
-    the entries that an eviction keeps.
+    the entries that an eviction keeps. `choose_only`: a prefill's eviction notes its choice in the
+    state, and moves no entry.
     """
 
     stages: Stages
@@ -34,6 +36,7 @@ class Plan:
     caches_latents: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     keep_scores: bool = False
+    choose_only: bool = False
 
     def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:
         """Entries per KV head that a row of `tokens` may keep, summed over all layers."""
@@ -74,3 +77,27 @@ def with_forced_room(counts: list[Tensor], least: Tensor, free: Tensor) -> list[
     by_row = torch.stack(counts, -1).tolist()
     rows = zip(by_row, least.tolist(), free.tolist(), strict=True)
     return list(torch.tensor([raised(*row) for row in rows], device=free.device).T)
+
+
+def checked_budget(
+    method: Method, budget: Budget | float | str | None, least: int
+) -> Budget | None:
+    """The budget of a method that keeps `least` entries per KV head at any budget.
+
+    Raises BudgetError for one that is missing, superfluous, or below that.
+    """
+    if method.takes_budget and budget is None:
+        raise BudgetError(
+            f'{method} needs a budget: the part to keep (0.2), tokens (512) or a size ("2GiB")'
+        )
+    if not method.takes_budget and budget is not None:
+        raise BudgetError(f"{method} takes no budget: leave it out")
+    if budget is None:
+        return None
+    made = Budget.of(budget)
+    if made.kind == "tokens" and made.amount < least:
+        raise BudgetError(
+            f"{method} always keeps {least} entries per KV head (sinks, window, protected spans), "
+            f"the budget is {int(made.amount)}: raise it to at least {least}"
+        )
+    return made

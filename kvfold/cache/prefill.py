@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfold.attention.call import AttentionCall
 from kvfold.budget import Budget
 from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
+from kvfold.cache.observe import add_query_moments, add_to_chunks, observation_of, settle_chunks
 from kvfold.cache.plan import with_forced_room
-from kvfold.cache.references import refitted
+from kvfold.cache.references import add_references, refitted
 from kvfold.cache.sizes import even_size, size_of
 from kvfold.cache.state import LayerState, alive
 from kvfold.cache.waiting import EvictionDue
@@ -32,6 +34,19 @@ from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import top
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
+
+
+def note_piece(state: LayerState, call: AttentionCall) -> None:
+    """Notes what the method reads of each piece of a prefill, window queries and sums aside."""
+    add_query_moments(state, call)
+    add_to_chunks(state, call)
+    add_references(state, call)
+
+
+def end_with(state: LayerState, call: AttentionCall) -> None:
+    """Ends the prefill with its last call; see `end_prefill`."""
+    settle_chunks(state, end=True)
+    end_prefill(state, observation_of(state, call))
 
 
 def end_prefill(state: LayerState, observation: Observation) -> None:
@@ -91,6 +106,8 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
         state.head_sizes = counts
     if state.plan.stages.prompt == "counted":
         evict(state, observation, counts)
+    elif state.plan.stages.encode is not None:
+        _encode_all(state, observation)
     state.reconstruction_scores = None
     state.reference_queries.forget()
     state.settled = state.seen
@@ -149,6 +166,9 @@ def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
     if stages.decode == "every" and stages.sizes == "fixed" and stages.heads is not None:
         state.settle_heads(stored, (chosen.slots >= 0).sum(-1))
     _note_error(state, observation, chosen.slots)
+    if state.plan.choose_only:
+        state.chosen = chosen
+        return
     _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)
     _keep(state, observation, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
 
@@ -268,7 +288,7 @@ def _keep_ragged(
     """
     encode, store = state.plan.stages.encode or Encode(), state.stored()
     _check_heads(state, observation)
-    if not store.is_dense and not encode.raw:
+    if store.encoded and (changed is None or not encode.standalone):
         store.keep(slots)
     else:
         columns = None if _is_everything(state, slots) else store.columns

@@ -68,7 +68,7 @@ def refitted(
     for latents.
     """
     refit, store = state.plan.stages.refit, state.stored()
-    if refit is None or store.fixed is not None:
+    if refit is None or store.encoded:
         return None
     if observation.keys.shape[1] != store.keys.shape[1]:
         raise UnsupportedModel(

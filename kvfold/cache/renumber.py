@@ -224,7 +224,9 @@ def _stored(
 ) -> Store:
     """A store of the same kind with the entries at `slots`, in their `columns [B, H, T]`."""
     if isinstance(old, RaggedStore):
-        return RaggedStore(keys, values, columns, slots, old.encode, bias)
+        made = RaggedStore(keys, values, columns, slots, old.encode, bias)
+        made.encode_due(decoding=False)
+        return made
     store = DenseStore(keys, values)
     if bias is not None:
         store.set_bias(bias)

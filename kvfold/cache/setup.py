@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -24,14 +27,15 @@ from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.cache.waiting import Waiting
-from kvfold.errors import BudgetError, KvfoldError, ScorerFileError, UnsupportedModel
+from kvfold.errors import KvfoldError, ScorerFileError, UnsupportedModel
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, kv_heads, shares_entries, text_config
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.scorer_file import read_fitted
-from kvfold.hf.stock_layers import is_compressible, stock_layers
+from kvfold.hf.stock_layers import is_compressible, is_recurrent, stock_layers
+from kvfold.hf.versions import PARALLEL_FROM
 from kvfold.methods.base import Across, Method, Stages
 from kvfold.methods.fitted import FittedFile, FittedHeads, FittedScorer, LayerScores
 from kvfold.methods.stages.allocate.parts import Curve
@@ -53,6 +57,36 @@ def check_tokenizer(method: Method, tokenizer: Any) -> None:
             f"{method} lets the model repeat the text, in words of its chat template: "
             "give the cache tokenizer=, and use kvfold.compress or kvfold.generate"
         )
+
+
+def ranks_of(model: PreTrainedModel) -> Ranks:
+    """The model's KV heads that this process holds.
+
+    Raises UnsupportedModel if ranks would not hold equally many heads of their own.
+    """
+    size, name = getattr(model, "tp_size", None) or 1, type(model).__name__
+    if size == 1:
+        return Ranks()
+    heads = getattr(text_config(model), "num_key_value_heads", None)
+    reason = None
+    if Version(transformers.__version__) < PARALLEL_FROM:
+        reason = f"is shared out by transformers before {PARALLEL_FROM}"
+    elif dist.get_world_size() != size:
+        reason = "is not shared out among all processes"
+    elif caches_latents(model):
+        reason = "caches latents, which every rank holds whole"
+    elif any(is_recurrent(layer) for layer in stock_layers(model)):
+        reason = "has recurrent layers, whose states have no KV heads"
+    elif not isinstance(heads, int):
+        reason = "does not say how many KV heads it has"
+    elif heads % size:
+        reason = f"has {heads} KV heads, not a multiple of {size}"
+    if reason is not None:
+        raise UnsupportedModel(
+            f"{name} {reason}: {size} ranks cannot share it by its heads, load it in one process"
+        )
+    assert isinstance(heads, int)
+    return Ranks(dist.get_rank(), size, heads)
 
 
 def stages_of(
@@ -83,30 +117,6 @@ def with_parts(stages: Stages, model: PreTrainedModel) -> Stages:
     curve.check(need.file, layers, kv_heads(model))
     share = partial(allocate.share, parts=curve)
     return replace(stages, allocate=replace(allocate, share=share, per_head=curve.per_head))
-
-
-def checked_budget(
-    method: Method, budget: Budget | float | str | None, least: int
-) -> Budget | None:
-    """The budget of a method that keeps `least` entries per KV head at any budget.
-
-    Raises BudgetError for one that is missing, superfluous, or below that.
-    """
-    if method.takes_budget and budget is None:
-        raise BudgetError(
-            f'{method} needs a budget: the part to keep (0.2), tokens (512) or a size ("2GiB")'
-        )
-    if not method.takes_budget and budget is not None:
-        raise BudgetError(f"{method} takes no budget: leave it out")
-    if budget is None:
-        return None
-    made = Budget.of(budget)
-    if made.kind == "tokens" and made.amount < least:
-        raise BudgetError(
-            f"{method} always keeps {least} entries per KV head (sinks, window, protected spans), "
-            f"the budget is {int(made.amount)}: raise it to at least {least}"
-        )
-    return made
 
 
 def prepare(model: PreTrainedModel, make_trial: Callable[[], Cache]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvfold.budget import Budget
 from kvfold.cache import setup
 from kvfold.cache.observe import observation_of_stored
+from kvfold.cache.plan import checked_budget
 from kvfold.cache.prefill import bring_to_budget
 from kvfold.cache.sizes import even_size, size_of
 from kvfold.cache.state import LayerState
@@ -38,10 +39,10 @@ def shrunk(cache: CompressedCache, budget: Budget | float | str) -> CompressedCa
     stages = setup.stages_of(
         cache.method, cache.protect, cache.ranks, cache.states[0].rotation.model
     )
-    made = setup.checked_budget(cache.method, budget, stages.forced.least)
+    made = checked_budget(cache.method, budget, stages.forced.least)
     assert made is not None
     by_kept = cache.ranks.joining(_by_kept_scores(cache.method.stages(), stages))
-    other = copy.deepcopy(cache, {id(cache.tokenizer): cache.tokenizer})
+    other = copy.deepcopy(cache)
     other.budget = made
     plans = [replace(state.plan, budget=made) for state in other.states]
     observed = [(state, _observation(state)) for state in other.states]

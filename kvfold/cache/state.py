@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +19,18 @@ from kvfold.cache.reference_queries import ReferenceQueries
 from kvfold.cache.running_moments import RunningMoments
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.waiting import Waiting
-from kvfold.hf.output_projection import OutputProjection
-from kvfold.hf.rotation import Rotation
 from kvfold.kernels.gather import pick
 from kvfold.methods.fitted import LayerScores
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.select.choose import Chosen
 from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from kvfold.store.reindexed_sinks import ReindexedSinks
+
+if TYPE_CHECKING:  # a layer without a model brings a RoPE and weights of its own
+    from kvfold.hf.output_projection import OutputProjection
+    from kvfold.hf.rotation import Rotation
 
 # Numbers of entries that an eviction leaves behind, and what stands for an entry without one: for
 # padding, holes, and entries that were added later.
@@ -75,6 +79,7 @@ class LayerState:
     surplus: int | None = None  # entries above capacity; None: not as many in all heads
     error: Tensor | None = None  # of the layer's output: predicted, measured
     refit: Tensor | None = None  # report of the last refit, see `Refitted`
+    chosen: Chosen | None = None  # with `choose_only`; None if every entry stays
     late: bool = False  # evicts at the first generated token (decode="once")
     over_budget: bool = False  # the forced set was larger than the budget
     query_window: QueryWindow = field(init=False)

@@ -17,15 +17,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
-from packaging.version import Version
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvfold.errors import KvfoldError, UnsupportedModel
-from kvfold.hf.models import caches_latents, text_config
-from kvfold.hf.stock_layers import is_recurrent, stock_layers
-from kvfold.hf.versions import PARALLEL_FROM
 from kvfold.methods.base import Across, Heads, Measured, Method, Stages
 from kvfold.methods.observation import Observation
 
@@ -189,33 +183,3 @@ class Ranks:
         dist.destroy_process_group(group)
         if problem[0] is not None:
             raise problem[0]
-
-
-def ranks_of(model: PreTrainedModel) -> Ranks:
-    """The model's KV heads that this process holds.
-
-    Raises UnsupportedModel if ranks would not hold equally many heads of their own.
-    """
-    size, name = getattr(model, "tp_size", None) or 1, type(model).__name__
-    if size == 1:
-        return Ranks()
-    heads = getattr(text_config(model), "num_key_value_heads", None)
-    reason = None
-    if Version(transformers.__version__) < PARALLEL_FROM:
-        reason = f"is shared out by transformers before {PARALLEL_FROM}"
-    elif torch.distributed.get_world_size() != size:
-        reason = "is not shared out among all processes"
-    elif caches_latents(model):
-        reason = "caches latents, which every rank holds whole"
-    elif any(is_recurrent(layer) for layer in stock_layers(model)):
-        reason = "has recurrent layers, whose states have no KV heads"
-    elif not isinstance(heads, int):
-        reason = "does not say how many KV heads it has"
-    elif heads % size:
-        reason = f"has {heads} KV heads, not a multiple of {size}"
-    if reason is not None:
-        raise UnsupportedModel(
-            f"{name} {reason}: {size} ranks cannot share it by its heads, load it in one process"
-        )
-    assert isinstance(heads, int)
-    return Ranks(torch.distributed.get_rank(), size, heads)

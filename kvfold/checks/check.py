@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.bench.machine import MachineSetup, commit
 from kvfold.budget import Budget
-from kvfold.cache.setup import checked_budget
+from kvfold.cache.plan import checked_budget
 from kvfold.checks.batches import batched
 from kvfold.checks.certify import certificate, halves
 from kvfold.checks.encoded import SYSTEM, EncodedPrompt, encode, encode_attack

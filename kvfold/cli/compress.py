@@ -18,6 +18,7 @@ from kvfold.cli.console import kept_per_layer, progress, size, stats_json, table
 from kvfold.cli.options import (
     BUDGET_HELP,
     AllowLonger,
+    CodecText,
     Compress,
     Encoding,
     Json,
@@ -69,6 +70,7 @@ def command(
         bool,
         typer.Option("--keep-scores", help="Keep scores, by which the context can shrink later."),
     ] = False,
+    codec: CodecText = None,
     encoding: Encoding = "utf-8",
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the document read per forward.")
@@ -93,6 +95,7 @@ def command(
     with notes.status("importing torch and transformers"):
         import kvfold
         from kvfold.cache.shrink import check_nested
+        from kvfold.codecs.codec import codec_of
         from kvfold.contexts.context import check_reusable
         from kvfold.generation.generate import check_per_chunk
         from kvfold.jobs.compress import CompressOptions
@@ -104,8 +107,18 @@ def command(
         check_per_chunk(chosen, prefill_chunk)
     if keep_scores:
         check_nested(chosen)
+    if codec is not None:
+        codec_of(codec)
     options = CompressOptions(
-        chosen, limit, prefill_chunk, compress, seed, special_tokens, allow_longer, keep_scores
+        chosen,
+        limit,
+        prefill_chunk,
+        compress,
+        seed,
+        special_tokens,
+        allow_longer,
+        keep_scores,
+        codec,
     )
     if budgets is not None:
         if len(documents) > 1 or ray is not None or budget is not None:
@@ -149,7 +162,7 @@ def _compress_one(
     network, tokenizer = load(model, loading, among_ranks=True)
     with progress(notes) as bar, _watched(network, bar):
         context = options.compressed(network, tokenizer, text)
-    context.save(path)
+    context.save(path, codec=options.codec)
     ranks = context.cache.ranks
     if ranks.rank > 0:
         return

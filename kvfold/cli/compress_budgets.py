@@ -69,7 +69,7 @@ def compress_to_budgets(
             keep_scores=options.keep_scores,
         )
         for file, context in zip(paths_of(path, list(budgets)), contexts, strict=True):
-            context.save(file)
+            context.save(file, codec=options.codec)
             made.append({"file": file, "bytes": file.stat().st_size, "stats": context.stats()})
     if as_json:
         print_json([{**each, "stats": stats_json(each["stats"])} for each in made])

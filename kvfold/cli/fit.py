@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold fit`: fits a scorer of one model on texts, for `zap`, `qfilter`, `duo` and `curve`."""
+"""`kvfold fit`: fits on texts what methods of one model read, or a codec of its context files."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ def command(
             'with another method in front: "snapkv + curve".'
         ),
     ] = "kvzip",
+    codec: Annotated[
+        str | None, typer.Option(help="kvtc: the basis of a codec of context files, no scorer.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The scorer's file.")] = Path(
         "scorer.safetensors"
     ),
@@ -58,7 +61,7 @@ def command(
     *,
     loading: Loading,
 ) -> None:
-    """Fit on your own model what zap, qfilter, duo or curve reads; use it as zap:file=FILE."""
+    """Fit on your own model what zap, qfilter, duo, curve or a codec reads: zap:file=FILE."""
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         from kvfold.fit.fit import FitResult, fit_scorer
@@ -67,6 +70,9 @@ def command(
         from kvfold.fit.target import target_method
     # Refused here, before a large model is loaded.
     fit: Callable[..., FitResult | OtherFit]
+    if codec not in (None, "kvtc"):
+        raise KvfoldError(f"kvtc is the codec that is fitted, not {codec}")
+    scorer = codec or scorer
     other = other_fit(scorer)
     if other is not None:
         if resume:
@@ -99,7 +105,8 @@ def command(
 def _print_other(result: OtherFit, method: str) -> None:
     out = console()
     out.print(f"{result.report}; {result.numbers:,} numbers from {result.texts} passages")
-    out.print(f"{result.path}: use it as --method {method}:file={result.path}", soft_wrap=True)
+    option = "codec" if method == "kvtc" else "method"
+    out.print(f"{result.path}: use it as --{option} {method}:file={result.path}", soft_wrap=True)
 
 
 def _print(result: FitResult) -> None:

@@ -26,6 +26,10 @@ ModelName = Annotated[str, typer.Argument(help='A folder, a hub id, or "bundled"
 MethodText = Annotated[str, typer.Option(help='A name of `kvfold methods`, or "snapkv:window=16".')]
 BUDGET_HELP = 'Entries to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'
 BudgetText = Annotated[str | None, typer.Option(help=BUDGET_HELP)]
+CodecText = Annotated[
+    str | None,
+    typer.Option(help='Codec of context files: zstd, or "kvtc:file=BASIS,ratio=16".'),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Encoding = Annotated[str, typer.Option(help="Encoding of text files.")]
 SpecialTokens = Annotated[
@@ -222,7 +226,7 @@ def checked(
     large model.
     """
     from kvfold.budget import Budget
-    from kvfold.cache.setup import checked_budget
+    from kvfold.cache.plan import checked_budget
     from kvfold.methods.base import parse
     from kvfold.methods.every import in_rounds
 

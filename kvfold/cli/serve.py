@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvfold.cli.console import size
-from kvfold.cli.options import AllowLonger, ModelName, SpecialTokens, checked, loading, with_options
+from kvfold.cli.options import (
+    AllowLonger,
+    CodecText,
+    ModelName,
+    SpecialTokens,
+    checked,
+    loading,
+    with_options,
+)
 from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, errors
@@ -66,6 +74,7 @@ def command(
         str | None,
         typer.Option(help="Budget to which idle contexts shrink before any goes to disk."),
     ] = None,
+    codec: CodecText = None,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -166,6 +175,7 @@ def command(
         session_memory=int(Budget.bytes(session_memory).amount),
         shrink=shrink,
         folder=folder,
+        codec=codec,
         contexts=contexts,
         workers=workers,
         queue=queue,

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.cache.cache import CompressedCache
+from kvfold.generation.generate import generate
+
 # Decoders write this for a character some of whose bytes are in tokens still to come.
 INCOMPLETE = "\ufffd"
 
@@ -39,6 +42,35 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
     """Ids of the tokens that end an answer of this model; empty if it has none."""
     end = model.generation_config.eos_token_id
     return [] if end is None else end if isinstance(end, list) else [end]
+
+
+def without_end(model: PreTrainedModel, tokens: Sequence[int]) -> list[int]:
+    """`tokens` without the end token, which the chat template puts before the next turn."""
+    return list(tokens[:-1] if tokens and tokens[-1] in end_tokens(model) else tokens)
+
+
+def generate_answer(
+    model: PreTrainedModel,
+    cache: CompressedCache,
+    asked: Tensor,
+    answer: AnswerStream,
+    options: dict[str, Any],
+) -> list[int]:
+    """Generated tokens after `asked [1, N]`, all tokens so far; greedy unless `options` say so.
+
+    `cache` has read some of them, but not the last. `options` are those of `model.generate`.
+    """
+    criteria = [*(options.get("stopping_criteria") or []), answer]
+    out = generate(
+        model,
+        asked,
+        cache=cache,
+        attention_mask=torch.ones_like(asked),
+        allow_longer=True,  # checked when the turn was made
+        **({"do_sample": False} | options | {"stopping_criteria": criteria}),
+    )
+    tokens: list[int] = out[0, asked.shape[1] :].tolist()
+    return tokens
 
 
 class AnswerStream:

@@ -15,11 +15,10 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.stats import Stats
-from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
+from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, generate_answer, without_end
 from kvfold.errors import KvfoldError
 from kvfold.generation.length import check_length
 from kvfold.hf.chat_template import token_ids
-from kvfold.hf.models import stock_generate, trained_length
 from kvfold.hf.user_text import content
 
 if TYPE_CHECKING:
@@ -189,14 +188,14 @@ class Chat:
     ) -> Reply:
         """The answer to the question's tokens `asked [1, n]`, streamed to `put`."""
         check_one_answer(options)
-        ids, start = self.ids, self.reader.get_seq_length()
+        model, ids, start = self.context.model, self.ids, self.reader.get_seq_length()
         asked = torch.cat([ids, asked], 1)
         answer = AnswerStream(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
         try:
             generated = self._generate_ids(asked, answer, options)
             tokens = answer.finish(generated)
             if keep and not cancelled.is_set():
-                said = torch.tensor([self._without_end(tokens)], device=asked.device)
+                said = torch.tensor([without_end(model, tokens)], device=asked.device)
                 ids = torch.cat([asked, said.to(asked.dtype)], 1)
             self._sync_reader(ids)
         except BaseException:
@@ -207,7 +206,7 @@ class Chat:
         if ids is not self.ids:
             self._before_turns.append(self.ids.shape[1])
             self.ids = ids
-        return answer.reply(generated, self._end_tokens())
+        return answer.reply(generated, end_tokens(model))
 
     def _question_ids(self, question: str, answer_prefix: str, special_tokens: bool) -> Tensor:
         """Token ids `[1, n]` of a question and the answer's prefix, inside the chat template."""
@@ -221,32 +220,14 @@ class Chat:
 
     def _check_length(self, asked: Tensor, allow_longer: bool) -> None:
         """Raises KvfoldError beyond the trained length, unless the document alone is beyond it."""
-        longest = trained_length(self.context.model)
-        already = longest is not None and self.context.ids.shape[1] > longest
-        tokens = self.ids.shape[1] + asked.shape[1]
-        check_length(self.context.model, tokens, allow_longer or already)
+        tokens, document = self.ids.shape[1] + asked.shape[1], self.context.ids.shape[1]
+        check_length(self.context.model, tokens, allow_longer, document)
 
     def _generate_ids(
         self, asked: Tensor, answer: AnswerStream, options: dict[str, Any]
     ) -> list[int]:
         """Generated tokens after `asked [1, N]`, all tokens of the conversation."""
-        criteria = [*(options.pop("stopping_criteria", None) or []), answer]
-        out = stock_generate(
-            self.context.model,
-            input_ids=asked,
-            attention_mask=torch.ones_like(asked),
-            past_key_values=self.reader,
-            **({"do_sample": False} | options | {"stopping_criteria": criteria}),
-        )
-        tokens: list[int] = out[0, asked.shape[1] :].tolist()
-        return tokens
-
-    def _without_end(self, tokens: list[int]) -> list[int]:
-        """`tokens` without the end token, which the template puts before the next turn."""
-        return tokens[:-1] if tokens and tokens[-1] in self._end_tokens() else tokens
-
-    def _end_tokens(self) -> list[int]:
-        return end_tokens(self.context.model)
+        return generate_answer(self.context.model, self.reader, asked, answer, options)
 
     def _new_reader(self) -> CompressedCache:
         """A cache that reads the turns: a fork of the context's."""

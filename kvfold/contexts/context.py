@@ -119,11 +119,15 @@ class Context:
         """
         return edits.appended(self, text, allow_longer)
 
-    def save(self, path: str | Path) -> None:
-        """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`."""
+    def save(self, path: str | Path, *, codec: str | None = None) -> None:
+        """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`.
+
+        `codec` makes it smaller: "zstd" loses nothing, "kvtc:file=BASIS,ratio=16" codes keys and
+        values in a basis of the model, which `kvfold fit --codec kvtc` writes.
+        """
         from kvfold.contexts.files.write import save
 
-        save(self, path)
+        save(self, path, codec=codec)
 
 
 def compress(
@@ -226,10 +230,10 @@ def _prompt(
     cache: CompressedCache, document: str, special_tokens: bool, device: torch.device
 ) -> tuple[PromptFrame, Tensor]:
     """Chat template parts around a document, and the tokens `[1, N]` to read of both."""
-    frame = PromptFrame.of(cache.tokenizer)
+    frame = PromptFrame.of(cache.binding.tokenizer)
     if cache.reconstruction is not None:
         frame = frame.opened_with(cache.reconstruction.instruction)
-    ids = token_ids(cache.tokenizer, frame.before, content(document, special_tokens))
+    ids = token_ids(cache.binding.tokenizer, frame.before, content(document, special_tokens))
     return frame, ids.to(device)
 
 

@@ -74,7 +74,7 @@ def appended(context: Context, text: str, allow_longer: bool) -> Context:
         raise KvfoldError("there is nothing to append: the text is empty")
     ids = torch.cat([context.ids, new], 1)
     check_length(context.model, ids.shape[1], allow_longer)
-    cache = copy.deepcopy(context.cache, {id(context.tokenizer): context.tokenizer})
+    cache = copy.deepcopy(context.cache)
     read_turn(context.model, cache, ids, None, ids.shape[1], ids.shape[1])
     return replace(context, cache=cache, ids=ids)
 
@@ -143,7 +143,7 @@ def _reread(cache: CompressedCache, span: Span, new: int, ids: Tensor) -> Compre
         state.rotation.model,
         cache.method,
         cache.budget,
-        tokenizer=cache.tokenizer,
+        tokenizer=cache.binding.tokenizer,
         protect=[place for each in cache.protect for place in by.spans(each)],
         seed=cache.seed,
         keep_scores=state.plan.keep_scores,

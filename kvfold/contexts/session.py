@@ -24,7 +24,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.edits import check_editable, check_replaceable, dropped, holds
 from kvfold.cache.edits import replaced as spliced
 from kvfold.cache.stats import Stats
-from kvfold.contexts.answer import AnswerStream, Reply, end_tokens
+from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, generate_answer, without_end
 from kvfold.contexts.chat import check_one_answer, discard, stop_strings
 from kvfold.contexts.context import Context, compress
 from kvfold.contexts.files.format import SessionHeader, opened
@@ -34,7 +34,7 @@ from kvfold.errors import BudgetError, ContextFileError, KvfoldError
 from kvfold.generation.generate import read_turn
 from kvfold.generation.length import check_length
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.hf.models import read_tokens, stock_generate, trained_length
+from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import content, segment_ids, segments
 from kvfold.methods.base import Method
 
@@ -119,22 +119,13 @@ class Session:
         given = [each if isinstance(each, Message) else Message(each) for each in messages]
         check_one_answer(options)
         turn = self.open(given, special_tokens=special_tokens, allow_longer=allow_longer)
-        criteria = options.pop("stopping_criteria", None) or []
-        prompt, strings = turn.ids.shape[1], stop_strings(stop)
+        model, prompt, strings = self.context.model, turn.ids.shape[1], stop_strings(stop)
         said = AnswerStream(self.context.tokenizer, prompt, strings, discard, Event())
+        options |= {"max_new_tokens": max_new_tokens}
         with turn.cache.frozen():
-            out = stock_generate(
-                self.context.model,
-                input_ids=turn.ids,
-                attention_mask=torch.ones_like(turn.ids),
-                past_key_values=turn.cache,
-                **({"do_sample": False} | options),
-                max_new_tokens=max_new_tokens,
-                stopping_criteria=[*criteria, said],
-            )
-        generated: list[int] = out[0, prompt:].tolist()
+            generated = generate_answer(model, turn.cache, turn.ids, said, options)
         self.close(turn, said.finish(generated))
-        return said.reply(generated, end_tokens(self.context.model))
+        return said.reply(generated, end_tokens(model))
 
     @torch.no_grad()
     def open(
@@ -153,11 +144,11 @@ class Session:
         the model.
         """
         record, ids, answer = self._with(messages, special_tokens)
-        cache = copy.deepcopy(self.cache, {id(self.context.tokenizer): self.context.tokenizer})
+        cache = copy.deepcopy(self.cache)
         length, new = ids.shape[1], ids.shape[1] - self.ids.shape[1]
         if not new:
             raise KvfoldError("the turn has no tokens")
-        check_length(self.context.model, length, allow_longer or self._longer)
+        check_length(self.context.model, length, allow_longer, length - new)
         if new > 1 and self.crowded(new):
             # Generation needs a token to read: the last one comes on top.
             read_turn(
@@ -169,9 +160,7 @@ class Session:
     @torch.no_grad()
     def close(self, turn: Turn, answer: Sequence[int]) -> None:
         """Appends a turn and its `answer`, of which the cache has read all tokens but the last."""
-        model, ends = self.context.model, end_tokens(self.context.model)
-        # The template writes the end token, before the next turn.
-        said = list(answer[:-1] if answer and answer[-1] in ends else answer)
+        model, said = self.context.model, without_end(self.context.model, answer)
         ids = torch.cat([turn.ids, turn.ids.new_tensor([said])], 1) if said else turn.ids
         cache, stop = turn.cache, ids.shape[1]
         with cache.frozen():
@@ -299,12 +288,6 @@ class Session:
         tokenizer = self.context.tokenizer
         parts = segments(tokenizer, content(text, special_tokens))
         return segment_ids(tokenizer, ["", *parts])
-
-    @property
-    def _longer(self) -> bool:
-        """True if the session is beyond the model's trained length already."""
-        longest = trained_length(self.context.model)
-        return longest is not None and self.ids.shape[1] > longest
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return self.ids.new_tensor([ids])

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvfold fit` fits beside the scorers of `zap`, by the method that reads it."""
+"""What `kvfold fit` fits beside the scorers of `zap`, by the method or codec that reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+from kvfold.fit.codec import CodecFit, fit_codec
 from kvfold.fit.curves import PUBLISHED, CurveFit, fit_curve, ranking_method
 from kvfold.fit.filters import FilterFit, fit_filters
 from kvfold.fit.heads import HeadFit, fit_heads
 
-OtherFit = FilterFit | HeadFit | CurveFit
+OtherFit = FilterFit | HeadFit | CurveFit | CodecFit
 # (model, tokenizer, texts, out, *, note) → result
-OTHERS: dict[str, Callable[..., OtherFit]] = {"qfilter": fit_filters, "duo": fit_heads}
+OTHERS: dict[str, Callable[..., OtherFit]] = {
+    "qfilter": fit_filters,
+    "duo": fit_heads,
+    "kvtc": fit_codec,
+}
 
 
 def other_fit(scorer: str) -> Callable[..., OtherFit] | None:

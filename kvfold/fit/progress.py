@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from kvfold.contexts.files.write import replacing
 from kvfold.errors import KvfoldError
 from kvfold.fit.sums import RidgeSums
-from kvfold.hf.identity import digest, model_header
+from kvfold.hf.header import digest
+from kvfold.hf.identity import model_header
 
 if TYPE_CHECKING:
     from kvfold.fit.fit import Features

@@ -15,6 +15,7 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.generate import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import caches_latents
+from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 
 LEAST_TOKENS = 64  # of a text
@@ -22,15 +23,17 @@ LEAST_TOKENS = 64  # of a text
 
 @dataclass(frozen=True)
 class LayerRead:
-    """One layer after a text: queries `[Hq, T, D]`, keys `[H, T, D]`, both after RoPE.
+    """One layer after a text: queries `[Hq, T, D]`, keys `[H, T, D]`, both after RoPE, and values.
 
-    `scale` is that of the layer's logits, `rotation` its RoPE.
+    `scale` is that of the layer's logits, `rotation` its RoPE, `projection` its W_o.
     """
 
     queries: Tensor
     keys: Tensor
+    values: Tensor
     scale: float
     rotation: Rotation
+    projection: OutputProjection
 
 
 def check_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], least: int) -> None:
@@ -68,9 +71,12 @@ def layers_read(
         for state in cache.states:
             attended = state.query_window.attended
             assert attended is not None
+            keys, values = state.stored().dense()
             yield LayerRead(
                 attended.query[0],
-                state.stored().dense()[0][0],
+                keys[0],
+                values[0],
                 attended.logits["scale"],
                 state.rotation,
+                state.projection,
             )

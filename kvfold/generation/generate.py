@@ -25,6 +25,7 @@ from kvfold.generation.reconstruct import reconstruct
 from kvfold.generation.resume import IdsRead, Resumption, Reuse, resumption
 from kvfold.generation.static.decode import check_compiled, decode_compiled
 from kvfold.hf.models import read_tokens, stock_generate
+from kvfold.hf.recurrent import restarts
 from kvfold.hf.versions import check_assisted
 from kvfold.methods.base import Method
 
@@ -130,6 +131,8 @@ def _read_ahead(
         check_pieces(cache.method, chunk, stop)
     elif _must_read_first(model, cache, total, new):
         stop, chunk = total - 1, total
+    elif restarts(model) and (seen > 0 or chunk < total):
+        stop = total - 1  # token by token
     elif per_chunk:
         stop = [seen, *_ends(seen, total, chunk)][-2]
     elif chunk < total - seen:
@@ -259,7 +262,15 @@ def _read(
     stop: int,
     chunk: int,
 ) -> None:
-    """Fills the cache with columns `start` to `stop`, `chunk` at a time."""
+    """Fills the cache with columns `start` to `stop`, `chunk` at a time.
+
+    Raises KvfoldError for padding after the first piece where tokens are read one by one.
+    """
+    if restarts(model) and mask is not None and bool((mask[:, start + chunk : stop] == 0).any()):
+        raise KvfoldError(
+            f"{type(model).__name__} reads token by token after the first piece, and would not "
+            "skip padding there: leave out prefill_chunk="
+        )
     for begin in range(start, stop, chunk):
         end = min(begin + chunk, stop)
         covered = None if mask is None else mask[:, :end]
@@ -309,6 +320,11 @@ def _assisted(
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
     cache, last = resumed.cache, input_ids.shape[1] - 1
     check_assisted()
+    if restarts(model):
+        raise KvfoldError(
+            f"recurrent layers of {type(model).__name__} begin anew in a forward of several "
+            "tokens, by which assisted decoding checks its drafts: leave it out"
+        )
     check_read_ahead(model, resumed, options)
     if resumed.own_forwards:
         check_pieces(cache.method, chunk, last)

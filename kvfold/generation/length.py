@@ -11,14 +11,18 @@ from kvfold.errors import KvfoldError
 from kvfold.hf.models import has_position_table, trained_length
 
 
-def check_length(model: PreTrainedModel, tokens: int, allow_longer: bool) -> None:
+def check_length(
+    model: PreTrainedModel, tokens: int, allow_longer: bool, document: int = 0
+) -> None:
     """Raises KvfoldError for more `tokens` than the model was trained on.
 
-    `allow_longer` lets them pass, where the model has positions for them at all.
+    `allow_longer` lets them pass, where the model has positions for them at all, and so does a
+    `document` of more tokens, which was read before.
     """
     most = trained_length(model)
     if most is None or tokens <= most:
         return
+    allow_longer = allow_longer or document > most
     told = f"the text has {tokens} tokens, and {type(model).__name__} reads at most {most}"
     if has_position_table(model):
         raise KvfoldError(f"{told}, for which it has learned positions: shorten the text")

@@ -41,7 +41,7 @@ def reconstruct(
     Raises KvfoldError for a row without the method's instruction, and for a file of head scores
     that cannot be read or is another model's.
     """
-    how, tokenizer = cache.reconstruction, cache.tokenizer
+    how, tokenizer = cache.reconstruction, cache.binding.tokenizer
     assert how is not None and tokenizer is not None
     frame = PromptFrame.of(tokenizer)
     opening = token_ids(tokenizer, frame.opened_with(how.instruction).before)[0]
@@ -122,7 +122,7 @@ def _repeat(
     cache.phase.repeating = repeating = ReconstructionForward(mask.shape[1], scored, how.rms)
     try:
         with cache.frozen(), _weighing_queries(cache, repeating):
-            read_tokens(model, new, cache, padded)
+            read_tokens(model, new, cache, padded, at_once=True)
             cache.crop(-longest)
     finally:
         cache.phase.repeating = None

@@ -18,14 +18,14 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.forward_hooks import preparing, unwatch
-from kvfold.hf.models import text_config
+from kvfold.hf.models import takes_cache, text_config
 from kvfold.kernels.logits import LogitOptions
 
 # The name over each delegate: "sdpa" or "flash" in a name would mean more to transformers.
 NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
 
 # Attention implementations with which routed models were loaded
-_loaded: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.WeakKeyDictionary()
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -60,7 +60,8 @@ def enable(model: PreTrainedModel) -> None:
 
     An implementation that kvfold does not build on (flash_attention_2, flex_attention) gives way,
     with a warning, to SDPA, or to eager attention where the model has no SDPA. Raises
-    UnsupportedModel for encoder-decoders and for models that compute attention themselves.
+    UnsupportedModel for encoder-decoders, for models that compute attention themselves, and for
+    those whose forward takes no cache.
     """
     with preparing:
         if not is_enabled(model):
@@ -76,6 +77,8 @@ def _route(model: PreTrainedModel) -> None:
             f"{name} computes attention itself instead of using transformers' attention interface, "
             "so kvfold cannot observe its attention"
         )
+    if isinstance(model, PreTrainedModel) and not takes_cache(model):
+        raise UnsupportedModel(f"{name}'s forward takes no past_key_values: no cache reaches it")
     loaded = text_config(model)._attn_implementation
     kind = _stand_in(model, loaded)
     if kind != loaded:
@@ -84,8 +87,21 @@ def _route(model: PreTrainedModel) -> None:
             "instead",
             stacklevel=5,  # whoever makes the cache
         )
-    model.set_attn_implementation(NAMES[kind])
-    _loaded[model] = loaded
+    before = {"": model.config._attn_implementation} | _of_decoder(model, loaded)
+    model.set_attn_implementation({"": NAMES[kind]} | _of_decoder(model, NAMES[kind]))
+    _loaded[model] = before
+
+
+def _of_decoder(model: PreTrainedModel, name: str) -> dict[str, str]:
+    """The attention `name` for the decoder's configuration: encoders of images keep their own.
+
+    A decoder that is not a direct part of the model shares its with all that surrounds it.
+    """
+    config, decoder = model.config, text_config(model)
+    if decoder is config:
+        return dict.fromkeys(config.sub_configs, name)
+    own = [key for key in config.sub_configs if getattr(config, key, None) is decoder]
+    return dict.fromkeys(own or config.sub_configs, name)
 
 
 def disable(model: PreTrainedModel) -> None:

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that tell a cache of a model's forwards, as one may fail after the last attention."""
+"""Hooks that tell a cache of a model's forwards, as one may fail after the last attention.
+
+They also give the model the `rope_deltas` of the cache that reads, and keep them for it.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kvfold.hf import rope_deltas
+
 
 class ToldOfForwards(ABC):
     """A cache that is told of the forwards that read into it."""
+
+    rope_deltas: rope_deltas.Deltas | None = None  # of its text; None before that has any
+
+    @abstractmethod
+    def get_seq_length(self) -> int:
+        """Columns read."""
 
     @abstractmethod
     def forward_begins(self, ids: Tensor | None) -> None:
@@ -39,6 +51,12 @@ def watch(model: nn.Module) -> None:
             model.register_forward_pre_hook(_begins, with_kwargs=True),
             model.register_forward_hook(_returned, with_kwargs=True),
         ]
+        holders = rope_deltas.holders(model)
+        if holders:
+            _watched[model] += [
+                model.register_forward_pre_hook(partial(_give, holders), with_kwargs=True),
+                model.register_forward_hook(partial(_keep, holders), with_kwargs=True),
+            ]
 
 
 def unwatch(model: nn.Module) -> None:
@@ -57,6 +75,26 @@ def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) 
     cache = kwargs.get("past_key_values")
     if isinstance(cache, ToldOfForwards):
         cache.forward_returned(_ids(args, kwargs))
+
+
+def _give(
+    holders: tuple[nn.Module, ...], model: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> None:
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, ToldOfForwards):
+        return
+    begins = cache.get_seq_length() == 0
+    # `generate` computes the deltas of a text that begins before its first forward.
+    if not begins or kwargs.get("position_ids") is None:
+        rope_deltas.put(holders, None if begins else cache.rope_deltas)
+
+
+def _keep(
+    holders: tuple[nn.Module, ...], model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, ToldOfForwards):
+        cache.rope_deltas = rope_deltas.taken(holders)
 
 
 def _ids(args: Any, kwargs: dict[str, Any]) -> Tensor | None:

@@ -15,10 +15,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvfold.hf.adapters import active_adapters
+from kvfold.hf.header import ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
 from kvfold.hf.rotation import rope_of
 
@@ -47,35 +48,7 @@ FIELDS = (
     "qk_nope_head_dim",
     "v_head_dim",
 )
-# Elements of each weight in the checksum, and relative tolerance of RoPE frequencies.
-SAMPLE, CLOSE = 64, 1e-5
-
-
-class HeaderPart(BaseModel):
-    """Part of a file's header."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelHeader(HeaderPart):
-    """The model that read the document; compared by `model_differences`."""
-
-    name: str
-    config: dict[str, Any]
-    config_hash: str
-    weights: str
-    vocabulary: str
-
-
-class RopeHeader(HeaderPart):
-    """RoPE of the stored keys; its frequencies are tensors of the file.
-
-    `moved`: positions by which keys were rotated beyond their original positions.
-    """
-
-    parameters: dict[str, Any]
-    scaling: dict[str, float]
-    moved: int
+SAMPLE = 64  # elements of each weight in the checksum
 
 
 def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
@@ -89,25 +62,14 @@ def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
         name=type(model).__name__,
         config=kept,
         config_hash=digest(json.dumps(kept, sort_keys=True)),
-        weights=checksum(model.named_parameters()),
+        weights=checksum(model.named_parameters())
+        + "".join(f"+{a}" for a in active_adapters(model)),
         vocabulary="" if tokenizer is None else _vocabulary(tokenizer),
     )
 
 
 def _vocabulary(tokenizer: Any) -> str:
     return digest(json.dumps(sorted(tokenizer.get_vocab().items())))
-
-
-def digest(text: str) -> str:
-    """Checksum of a text: BLAKE2b, 16 bytes, hexadecimal."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Checksum of a CPU tensor's dtype, shape and bytes."""
-    made = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=16)
-    made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return made.hexdigest()
 
 
 def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -126,45 +88,3 @@ def rope_header(model: PreTrainedModel) -> tuple[RopeHeader, dict[str, Tensor]]:
     parameters, frequencies, scaling = rope_of(model)
     parameters = json.loads(json.dumps(parameters))
     return RopeHeader(parameters=parameters, scaling=scaling, moved=0), frequencies
-
-
-def model_differences(here: ModelHeader, there: ModelHeader, weights: bool) -> list[str]:
-    """Differences between this model and the file's, in words; `weights` compares these, too."""
-    found = differences(here.config, there.config)
-    if here.name != there.name:
-        found.insert(0, f"a {here.name} here, a {there.name} in the file")
-    if not found and weights and here.weights != there.weights:
-        found.append("the same configuration, but other weights")
-    if "" not in (here.vocabulary, there.vocabulary) and here.vocabulary != there.vocabulary:
-        found.append("another vocabulary of the tokenizer")
-    return found
-
-
-def rope_differences(
-    here: RopeHeader, there: RopeHeader, mine: dict[str, Tensor], theirs: dict[str, Tensor]
-) -> list[str]:
-    """Differences between this model's RoPE and the file's, in words.
-
-    `mine` and `theirs` are the frequencies by name.
-    """
-    found = differences(here.parameters, there.parameters)
-    found += differences(here.scaling, there.scaling, " of the attention")
-    same = mine.keys() == theirs.keys() and all(
-        mine[name].shape == theirs[name].shape
-        and torch.allclose(mine[name].cpu().float(), theirs[name].float(), rtol=CLOSE, atol=0)
-        for name in mine
-    )
-    if not found and not same:
-        found.append("other frequencies")
-    if there.moved:
-        found.append(f"keys moved by {there.moved} positions in the file")
-    return found
-
-
-def differences(here: dict[str, Any], there: dict[str, Any], of: str = "") -> list[str]:
-    """Settings that differ, in words, with both values; `of` follows each name."""
-    return [
-        f"{name}{of} {here.get(name)!r} here, {there.get(name)!r} in the file"
-        for name in sorted(here.keys() | there.keys())
-        if here.get(name) != there.get(name)
-    ]

@@ -3,25 +3,36 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.errors import UnsupportedModel
+from kvfold.hf import rope_deltas
+from kvfold.hf.forward_hooks import ToldOfForwards
+from kvfold.hf.recurrent import restarts
 from kvfold.hf.versions import TELLS_CACHE_FROM
 
 # Model types whose `generate` starts over with a cache of its own past this configured length.
 DROPS_CACHE = ("phi3", "phimoe", "phi4_multimodal", "phi4mm")
+# Model types that drop the positions that their `generate` counts.
+COUNT_THEMSELVES = ("kosmos-2.5",)
 
 
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of the decoder that generates text."""
     return model.config.get_text_config(decoder=True)
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """True if the model's forward takes a cache; without, `generate` loses one (Evolla)."""
+    return "past_key_values" in inspect.signature(type(model).forward).parameters
 
 
 def shares_entries(model: PreTrainedModel) -> bool:
@@ -113,22 +124,64 @@ def full_weight(weight: Tensor) -> Tensor:
 
 
 def stock_generate(model: Any, **options: Any) -> Any:
-    """The `generate` of the model's class, also where the model was given another."""
+    """The `generate` of the model's class, also where the model was given another.
+
+    It counts positions by the `rope_deltas` of the cache that it continues.
+    """
+    cache = options.get("past_key_values")
+    if isinstance(cache, ToldOfForwards) and cache.get_seq_length() > 0:
+        rope_deltas.put(rope_deltas.holders(model), cache.rope_deltas)
     return type(model).generate(model, **options)
+
+
+def is_counted_by_generate(model: PreTrainedModel) -> bool:
+    """True if `generate` counts positions from 0 and gives them to the model's forward.
+
+    Left to themselves, some models count from elsewhere (RoBERTa), or anew in each forward (Bamba).
+    Those that count images their own way (Qwen2-VL) are left to it, and `COUNT_THEMSELVES`.
+    """
+    count = "_prepare_position_ids_for_generation"
+    own = getattr(type(model), count, None) is not getattr(GenerationMixin, count, None)
+    if own or model.config.model_type in COUNT_THEMSELVES:
+        return False
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 @torch.no_grad()
 def read_tokens(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: Cache,
+    mask: Tensor | None,
+    *,
+    at_once: bool = False,
+) -> None:
+    """A forward that only fills the cache; `mask [B, N]` covers everything read so far.
+
+    Models whose recurrent layers would begin anew go on token by token, unless `at_once`.
+    """
+    seen, new = cache.get_seq_length(), input_ids.shape[1]
+    one_by_one = seen > 0 and not at_once and restarts(model)
+    for piece in input_ids.split(1 if one_by_one else new, 1):
+        seen += piece.shape[1]
+        _read_piece(model, piece, cache, None if mask is None else mask[:, :seen])
+
+
+def _read_piece(
     model: PreTrainedModel, input_ids: Tensor, cache: Cache, mask: Tensor | None
 ) -> None:
-    """One forward that only fills the cache; `mask [B, N]` covers everything read so far."""
-    position_ids = None
+    """One forward, at the positions that `generate` would give."""
+    new, position_ids = input_ids.shape[1], {}
     if mask is not None:
-        position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -new:]
+        position_ids["position_ids"] = positions + rope_deltas.offset(cache)
+    elif is_counted_by_generate(model):
+        seen = cache.get_seq_length()
+        position_ids["position_ids"] = torch.arange(seen, seen + new, device=input_ids.device)[None]
     model(
         input_ids=input_ids,
         attention_mask=mask,
-        position_ids=position_ids,
+        **position_ids,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,

@@ -1,59 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of `kvfold fit`: safetensors with the model's identity in the metadata.
-
-Names of tensors: the fields of the kind, such as `Scorer`, and `rope.<name>`, the RoPE frequencies
-of the model.
-"""
+"""Files of `kvfold fit`: fitted numbers, and the identity of the model that they are for."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from pydantic import Field, ValidationError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.errors import ScorerFileError
-from kvfold.hf.identity import (
-    HeaderPart,
-    ModelHeader,
-    RopeHeader,
-    digest,
-    digest_of,
-    model_differences,
-    model_header,
-    rope_differences,
-    rope_header,
+from kvfold.hf.fitted_numbers import (
+    CHECKSUM,
+    FORMAT,
+    HEADER,
+    VERSION,
+    Kind,
+    ScorerHeader,
+    how_to_fit,
+    read_kind,
+    read_scorer_file,
 )
+from kvfold.hf.header import digest, digest_of, model_differences, rope_differences
+from kvfold.hf.identity import model_header, rope_header
 from kvfold.methods.fitted import Fitted
-
-VERSION = "1"  # incremented when a file of one version would be misread by the other
-FORMAT, HEADER, CHECKSUM = "kvfold_scorer", "header", "checksum"
-Kind = TypeVar("Kind", bound=Fitted)
-
-
-class ScorerHeader(HeaderPart):
-    """Header of a file of `kvfold fit`: the model, and how the numbers were fitted.
-
-    `target` is the method whose scores were learned, or that the numbers are for, `texts` the
-    number of texts read, `report` the fit's measurements, `checksums` those of each tensor.
-    """
-
-    written_by: str
-    target: str
-    texts: int
-    dtype: str
-    model: ModelHeader
-    rope: RopeHeader
-    report: dict[str, Any] = Field(default_factory=dict)
-    checksums: dict[str, str] = Field(default_factory=dict)
 
 
 def write_fitted(path: Path, fitted: Fitted, model: PreTrainedModel, **about: Any) -> None:
@@ -75,83 +46,21 @@ def write_fitted(path: Path, fitted: Fitted, model: PreTrainedModel, **about: An
     save_file(tensors, path, {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)})
 
 
-def read_table(path: str | Path) -> Tensor:
-    """Numbers `[L, H]` of a text table, a line for each layer, clipped to 0 … 1.
-
-    Raises ScorerFileError if it cannot be read as such. Source: mit-han-lab/duo-attention,
-    `full_attention_heads.tsv`.
-    """
-    try:
-        lines = Path(path).read_text("utf-8").splitlines()
-        table = torch.tensor([[float(word) for word in line.split()] for line in lines if line])
-    except (OSError, ValueError) as problem:
-        raise ScorerFileError(
-            f"cannot read {path} as a table of heads ({problem}): give a line for each layer, a "
-            "number from 0 to 1 for each KV head"
-        ) from problem
-    if table.dim() != 2 or not bool(table.isfinite().all()):
-        raise ScorerFileError(f"{path} is no table of finite numbers: a line for each layer")
-    return table.clamp(0, 1)
-
-
 def read_fitted(path: str | Path, model: PreTrainedModel, kind: type[Kind]) -> Kind:
     """What a file holds that was fitted for `model`; a text table names no model.
 
-    Raises ScorerFileError if the file is damaged, of another version or another `kind`, and, naming
-    what differs, if it was fitted for another model, RoPE or dtype.
+    Raises ScorerFileError as `read_kind` does, and, naming what differs, if the file was fitted for
+    another model, RoPE or dtype.
     """
-    if Path(path).suffix in kind.tables:
-        return kind(*[read_table(path)])
-    header, tensors = read_scorer_file(path)
-    names = [field.name for field in dataclasses.fields(kind)]
-    fit = f"`{kind.command} --out FILE`, and name it, {kind.method}:file=FILE"
-    if not set(names) <= tensors.keys():
-        raise ScorerFileError(
-            f"{path} was fitted from {header.target}, and is no file for {kind.method}: {fit}"
-        )
-    reason = _difference(header, tensors, model)
+    fitted, _ = read_kind(path, kind)
+    reason = None
+    if Path(path).suffix not in kind.tables:
+        reason = _difference(*read_scorer_file(path), model)
     if reason is not None:
-        raise ScorerFileError(f"{path} was fitted for {reason}: fit one for this model, {fit}")
-    return kind(*(tensors[name] for name in names))
-
-
-def read_scorer_file(path: str | Path) -> tuple[ScorerHeader, dict[str, Tensor]]:
-    """Header and tensors of a file of `kvfold fit`; raises ScorerFileError if it is damaged."""
-    try:
-        state = Path(path).stat()
-        return _read(str(path), state.st_mtime_ns, state.st_size)
-    except (OSError, SafetensorError) as problem:
         raise ScorerFileError(
-            f"cannot read {path} as a fitted scorer ({problem}): `kvfold fit` writes such files"
-        ) from problem
-
-
-@lru_cache(maxsize=8)
-def _read(path: str, modified: int, size: int) -> tuple[ScorerHeader, dict[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-    if FORMAT not in metadata:
-        raise ScorerFileError(f"{path} is a safetensors file, but no fitted scorer of kvfold")
-    if metadata[FORMAT] != VERSION:
-        raise ScorerFileError(
-            f"{path} has format version {metadata[FORMAT]!r}, and this kvfold reads {VERSION!r}: "
-            "update kvfold, or fit the scorer again"
+            f"{path} was fitted for {reason}: fit one for this model, {how_to_fit(kind)}"
         )
-    text = metadata.get(HEADER, "")
-    if digest(VERSION + text) != metadata.get(CHECKSUM):
-        raise _damaged(path, "its header was altered")
-    try:
-        header = ScorerHeader.model_validate(json.loads(text))
-    except (ValidationError, ValueError, RecursionError) as problem:
-        raise _damaged(path, "its header does not have this version's fields") from problem
-    if header.checksums != {name: digest_of(tensor) for name, tensor in tensors.items()}:
-        raise _damaged(path, "its tensors were altered")
-    return header, tensors
-
-
-def _damaged(path: str, how: str) -> ScorerFileError:
-    return ScorerFileError(f"{path} is damaged, {how}: take another copy, or fit the scorer again")
+    return fitted
 
 
 def _difference(

@@ -37,10 +37,18 @@ def stock_layers(model: PreTrainedModel) -> list[Any]:
                 "which kvfold does not know"
             )
     if not any(is_compressible(layer) for layer in layers):
-        raise UnsupportedModel(
-            f"no layer of {type(model).__name__} attends to its whole past: nothing to compress"
-        )
+        raise UnsupportedModel(_nothing_to_compress(type(model).__name__, layers))
     return layers
+
+
+def _nothing_to_compress(name: str, layers: list[Any]) -> str:
+    if not all(hasattr(layer, "sliding_window") for layer in layers):
+        return f"no layer of {name} attends to its whole past: nothing to compress"
+    window = max(layer.sliding_window for layer in layers)
+    return (
+        f"all layers of {name} slide, and hold {window} tokens at most: nothing to compress; use "
+        "the model without kvfold"
+    )
 
 
 def is_compressible(layer: Any) -> bool:

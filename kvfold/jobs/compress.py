@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.cache.stats import Stats
+from kvfold.codecs.codec import codec_of, spelled
 from kvfold.contexts import context
 from kvfold.contexts.files.format import Header, read_header
 from kvfold.contexts.files.read import check_model
@@ -33,6 +34,7 @@ class CompressOptions:
     special_tokens: bool = False
     allow_longer: bool = False
     keep_scores: bool = False
+    codec: str | None = None
 
     def compressed(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
@@ -58,11 +60,13 @@ def check_options(path: Path, options: CompressOptions) -> None:
     header = read_header(path)
     limit = None if header.budget is None else Budget(header.budget.kind, header.budget.amount)
     chunk = options.prefill_chunk if options.compress == "per_chunk" else None
+    codec = None if options.codec is None else spelled(codec_of(options.codec))
     for option, found, wanted in (
         ("method", header.method, spelled_out(options.method)),
         ("budget", limit, options.budget),
         ("seed", header.seed, options.seed),
         ("per_chunk", header.per_chunk, chunk),
+        ("codec", header.codec and header.codec.codec, codec),
     ):
         if found != wanted:
             raise KvfoldError(
@@ -127,7 +131,7 @@ def compress_document(
     """Compresses a document and writes its file; a failure is returned in `why`, not raised."""
     try:
         made = job.options.compressed(model, tokenizer, job.text)
-        made.save(job.path)
+        made.save(job.path, codec=job.options.codec)
     except (KvfoldError, RuntimeError) as problem:
         # RuntimeError covers out of memory: the other documents may be shorter.
         return CompressResult(job.path, None, str(problem).partition("\n")[0])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
 from kvfold.kernels.logits import LogitOptions
-from kvfold.kernels.static_quantized import both_packed
+from kvfold.kernels.per_token import RotatedKeys
+from kvfold.kernels.static_quantized import both_alone, both_packed
 from kvfold.kernels.varlen import attend_to_rows_varlen
 from kvfold.kernels.views import BLOCK, Flat, PartView, RaggedView
 
@@ -58,10 +59,13 @@ def attend_to_segments(
         if plain and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
     even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
-    if even and stored.bias is None and both_packed(stored) is not None:
+    if even and stored.bias is None:
         size = stored.values.tail.shape[-1]
-        if packed_path(query, value_size=size, masked=False) == "triton":
+        in_triton = packed_path(query, value_size=size, masked=False) == "triton"
+        if in_triton and both_packed(stored) is not None:
             return _one_step_of_packed(query, stored, options)
+        if in_triton and both_alone(stored) is not None:
+            return _one_step_of_per_token(query, stored, options)
     if even and plain:
         return _one_step_even(query, stored, scale)
     return _in_blocks(query, stored, mask, options)
@@ -122,8 +126,7 @@ def _one_step_even(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     """Output `[B, Hq, 1, Dv]` over segments of one length, as batched products."""
     batch, query_heads, _, size = query.shape
     grouped = (query * scale).reshape(len(stored.keys.gaps), -1, size)
-    logits = [grouped @ keys.transpose(1, 2) for keys in stored.keys.rectangles()]
-    joined = torch.cat(logits, -1)
+    joined = torch.cat(_products_even(grouped, stored.keys), -1)
     if stored.bias is not None:
         joined = joined + torch.cat(stored.bias.rectangles(), 1).transpose(1, 2)
     weights = _softmax(joined, None).to(query.dtype)
@@ -133,6 +136,13 @@ def _one_step_even(query: Tensor, stored: RaggedView, scale: float) -> Tensor:
     for of_piece, piece in zip(of_new, values[1:], strict=True):
         mixed = torch.baddbmm(mixed, of_piece, piece)
     return mixed.view(batch, query_heads, 1, -1)
+
+
+def _products_even(query: Tensor, keys: PartView) -> list[Tensor]:
+    """Products `[R, G, ·]` of `query [R, G, D]` with keys of R segments of one length."""
+    if isinstance(keys.encoded, RotatedKeys) and keys.encoded.even:
+        return [keys.encoded.products(query), query @ keys.newest.transpose(1, 2)]
+    return [query @ piece.transpose(1, 2) for piece in keys.rectangles()]
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,6 +196,22 @@ def _one_step_of_packed(query: Tensor, stored: RaggedView, options: LogitOptions
     )
     newest = _attended(rows, new_keys, new_values, None, scale, softcap)
     return _joined(query, packed, newest, options.get("sink_logits"))
+
+
+def _one_step_of_per_token(query: Tensor, stored: RaggedView, options: LogitOptions) -> Tensor:
+    """As `_one_step_of_packed`, over entries that were quantized one by one."""
+    from kvfold.kernels.triton.per_token import attend_to_per_token
+
+    parts = both_alone(stored)
+    assert parts is not None
+    keys, values = parts
+    scale, softcap = options["scale"], options.get("softcap")
+    rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
+    splits = keys.codes.splits
+    quantized = attend_to_per_token(rows, keys, values, scale, softcap, splits=splits)
+    raw = keys.raw_beside(stored.keys), values.raw_beside(stored.values)
+    newest = _attended(rows, *raw, None, scale, softcap)
+    return _joined(query, quantized, newest, options.get("sink_logits"))
 
 
 @lru_cache(maxsize=16)

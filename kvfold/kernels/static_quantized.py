@@ -10,13 +10,16 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from kvfold.kernels import per_token_products
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.packing import PackedKeys, PackedValues, dequantize
+from kvfold.kernels.per_token import PerTokenEncoded, RotatedKeys, TokenValues
 from kvfold.kernels.single_query import softmax_beside
-from kvfold.kernels.views import RaggedView
+from kvfold.kernels.views import PartView, RaggedView
 
 # The `backend` argument of torch.compile: a compiler's name, or the compiler
 Backend = str | Callable[..., Any]
+Quantized = PackedKeys | PackedValues | PerTokenEncoded
 
 
 def both_packed(stored: RaggedView) -> tuple[PackedKeys, PackedValues] | None:
@@ -27,39 +30,48 @@ def both_packed(stored: RaggedView) -> tuple[PackedKeys, PackedValues] | None:
     return None
 
 
-def reads_packed(stored: RaggedView) -> bool:
-    """True if keys and values are packed, all segments are equally long, and on a CPU."""
-    both = both_packed(stored)
-    if both is None:
-        return False
-    keys, values = both
+def both_alone(stored: RaggedView) -> tuple[RotatedKeys, TokenValues] | None:
+    """Keys and values that were quantized one by one; None unless both were."""
+    keys, values = stored.keys.encoded, stored.values.encoded
+    if isinstance(keys, RotatedKeys) and isinstance(values, TokenValues):
+        return keys, values
+    return None
+
+
+def reads_quantized(stored: RaggedView) -> bool:
+    """True if keys and values are quantized, all segments are equally long, and on a CPU."""
+    even = stored.keys.even and stored.values.even and stored.keys.tail.device.type == "cpu"
+    packed, alone = both_packed(stored), both_alone(stored)
     # torch.compile specializes on sizes 0 and 1: a graph with them serves no other length.
-    enough = keys.lengths[0] > keys.group and values.lengths[0] > 1
-    even = stored.keys.even and stored.values.even
-    return enough and even and stored.keys.tail.device.type == "cpu"
+    if packed is not None:
+        keys, values = packed
+        return even and keys.lengths[0] > keys.group and values.lengths[0] > 1
+    return even and alone is not None and alone[0].even and alone[0].codes.lengths[0] > 1
 
 
-def attend_to_packed_segments(
+def attend_to_quantized_segments(
     query: Tensor,
     stored: RaggedView,
     *,
     backend: Backend,
     **options: Unpack[LogitOptions],
 ) -> Tensor:
-    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`; needs `reads_packed(stored)`.
+    """Attention output `[B, Hq, 1, Dv]` of `query [B, Hq, 1, D]`; needs `reads_quantized(stored)`.
 
-    `backend` compiles the products with packed entries, once for all lengths.
+    `backend` compiles the products with quantized entries, once for all lengths. Whole entries of a
+    segment come after its quantized ones.
     """
-    both = both_packed(stored)
+    both = both_packed(stored) or both_alone(stored)
     assert both is not None
     keys, values = both
-    segments, packed = len(keys.lengths), values.lengths[0]
+    segments = len(keys.lengths)
     grouped = (query * options["scale"]).reshape(segments, -1, query.shape[-1])
-    products = _compiled(_products_with_keys, keys.bits, keys.group, backend)
+    asked = keys.asked(grouped) if isinstance(keys, RotatedKeys) else grouped
+    of_keys = _compiled(*_products_with(keys), backend)
     logits = torch.cat(
         [
-            products(grouped, *_tensors(keys, segments)),
-            grouped @ stored.keys.newest.transpose(1, 2),
+            of_keys(asked, *_tensors(keys, segments)).to(query.dtype),
+            grouped @ _raw(keys, stored.keys).transpose(1, 2),
         ],
         -1,
     )
@@ -67,17 +79,35 @@ def attend_to_packed_segments(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     weights = softmax_beside(logits, options.get("sink_logits")).to(query.dtype)
-    sums = _compiled(_sum_of_values, values.bits, values.group, backend)
-    of_packed = weights[..., :packed].contiguous()
-    torch._dynamo.maybe_mark_dynamic(of_packed, 2)
-    mixed = sums(of_packed, *_tensors(values, segments)).to(query.dtype)
-    mixed = torch.baddbmm(mixed, weights[..., packed:], stored.values.newest)
-    return mixed.view(*query.shape[:3], -1)
+    raw = _raw(values, stored.values)
+    of_quantized, of_raw = weights.split([weights.shape[-1] - raw.shape[1], raw.shape[1]], -1)
+    of_quantized = of_quantized.contiguous()
+    torch._dynamo.maybe_mark_dynamic(of_quantized, 2)
+    sums = _compiled(*_products_with(values), backend)
+    mixed = sums(of_quantized, *_tensors(values, segments)).to(query.dtype)
+    return torch.baddbmm(mixed, of_raw, raw).view(*query.shape[:3], -1)
 
 
-def _tensors(packed: PackedKeys | PackedValues, segments: int) -> list[Tensor]:
-    """Words, scale and minimum `[segments, …, …]`, the second axis marked as dynamic."""
-    tensors = [rows.view(segments, -1, rows.shape[1]) for rows in packed.tensors()]
+def _products_with(encoded: Quantized) -> tuple[Callable[..., Tensor], tuple[int, ...]]:
+    """The function of products with keys, or of sums of values, and its constants."""
+    if isinstance(encoded, PerTokenEncoded):
+        of_keys, of_values = per_token_products.products_with_keys, per_token_products.sum_of_values
+        return of_keys if isinstance(encoded, RotatedKeys) else of_values, (encoded.bits,)
+    of_packed = _products_with_keys if isinstance(encoded, PackedKeys) else _sum_of_values
+    return of_packed, (encoded.bits, encoded.group)
+
+
+def _raw(encoded: Quantized, part: PartView) -> Tensor:
+    """Entries `[segments, n, D]` that are not quantized."""
+    return encoded.raw_beside(part) if isinstance(encoded, PerTokenEncoded) else part.newest
+
+
+def _tensors(encoded: Quantized, segments: int) -> list[Tensor]:
+    """Codes and scales `[segments, …, …]`, the second axis marked as dynamic."""
+    flat = encoded.tensors()
+    if isinstance(encoded, PerTokenEncoded):
+        flat = [encoded.codes.rows, encoded.scales.rows]
+    tensors = [rows.view(segments, -1, rows.shape[1]) for rows in flat]
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 1)
     return tensors
@@ -85,10 +115,10 @@ def _tensors(packed: PackedKeys | PackedValues, segments: int) -> list[Tensor]:
 
 @lru_cache(maxsize=64)
 def _compiled(
-    function: Callable[..., Tensor], bits: int, group: int, backend: Backend
+    function: Callable[..., Tensor], constants: tuple[int, ...], backend: Backend
 ) -> Callable[..., Tensor]:
     def with_constants(*tensors: Tensor) -> Tensor:
-        return function(*tensors, bits, group)
+        return function(*tensors, *constants)
 
     return torch.compile(with_constants, backend=backend)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Fitted:
     """Numbers of one model, for each of its layers and KV heads.
 
-    The fields of a subclass are float32 tensors, and those of its files. `method` reads them,
+    The fields of a subclass are tensors, and those of its files. `method` reads them,
     `command` fits them, and `bundled` is the file of the bundled model. `tables` are suffixes of
     text files that are read too, for a kind of one tensor `[L, H]`.
     """

@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 class ContextPool(Pool[Context]):
     """A pool of contexts, by the keys of their tokens, and of their texts where these are known.
 
-    With `shrink`, a budget, idle contexts that keep scores shrink to it before any moves to disk; a
-    file that is there already holds the larger one, which is what comes back.
+    Files are written with `codec`. With `shrink`, a budget, idle contexts that keep scores shrink
+    to it before any moves to disk; a file that is there already holds the larger one, which is what
+    comes back.
     """
 
     noun, prefix = "context", "ctx"
@@ -35,9 +36,10 @@ class ContextPool(Pool[Context]):
         memory: int,
         most: int,
         shrink: float | str | None = None,
+        codec: str | None = None,
     ) -> None:
         super().__init__(load, folder, memory, most)
-        self.shrink = shrink
+        self.shrink, self.codec = shrink, codec
 
     def longest(self, kind: str, data: bytes) -> Stored[Context] | None:
         """The context whose key of `kind` is the longest proper prefix of `data`."""
@@ -47,6 +49,9 @@ class ContextPool(Pool[Context]):
 
     def _keys(self, value: Context) -> dict[str, PrefixKey]:
         return {TOKENS: key_of_tokens(value.ids[0].tolist())}
+
+    def _save(self, value: Context, file: Path) -> None:
+        value.save(file, codec=self.codec)
 
     def _made_smaller(self, movable: list[Stored[Context]]) -> bool:
         large = [held for held in movable if not held.shrunk]

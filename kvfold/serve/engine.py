@@ -24,6 +24,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import end_turn, fork, fork_within
 from kvfold.cache.shrink import is_nested
 from kvfold.contexts.context import Context
+from kvfold.contexts.files.coding import Coding
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
 from kvfold.hf.models import text_config, trained_length
@@ -78,6 +79,8 @@ class Engine:
         )
         budget = settings.budget if method.takes_budget else None
         CompressedCache(model, method, budget, tokenizer=tokenizer)
+        if settings.codec is not None:
+            Coding.of(settings.codec, model)
         self._of_thread = local()
         self._hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         self.abandoned_tokens = 0
@@ -88,6 +91,7 @@ class Engine:
             settings.memory,
             settings.contexts,
             settings.shrink,
+            settings.codec,
         )
         self.sessions = Sessions(self)
 

@@ -151,7 +151,7 @@ class Pool(Generic[Value]):
                 for held in self._held.values():
                     if held.value is not None and held.unwritten:
                         try:
-                            held.value.save(self.folder.file(held.id))
+                            self._save(held.value, self.folder.file(held.id))
                         except KvfoldError as problem:
                             log.error("%s %s is lost: %s", self.noun, held.id, problem)
         self.folder.close()
@@ -187,34 +187,36 @@ class Pool(Generic[Value]):
             self._changed.wait()
         if held.value is not None:
             return held.value
-        assert held.file is not None
         held.moving = True
         try:
             while held.value is None:
                 self._make_room(held.size)
                 reserved = held.size
                 try:
-                    with self._released():
-                        value = self.load(held.file)
-                        held.size = size_of(value)
+                    value = self._from_file(held)
+                    held.size = size_of(value)
                     if held.size <= reserved:
                         held.stats, held.shrunk = value.stats(), False
                         held.value, reserved = value, reserved - held.size
                 finally:
                     self._free(reserved)
-            self.to_memory += 1
             return held.value
-        except ContextFileError as problem:
-            raise self.gone(held) from problem
         finally:
             held.moving = False
             self._changed.notify_all()
 
-    def gone(self, held: Stored[Value]) -> ApiError:
-        """The error for a file that is missing or damaged."""
-        return ApiError(
-            410, f"the file of {self.noun} {held.id!r} is gone or damaged: create it again"
-        )
+    def _from_file(self, held: Stored[Value]) -> Value:
+        """The value of a file, read with the lock released; raises ApiError for a damaged one."""
+        assert held.file is not None
+        try:
+            with self._released():
+                value = self.load(held.file)
+        except ContextFileError as problem:
+            raise ApiError(
+                410, f"the file of {self.noun} {held.id!r} is gone or damaged: create it again"
+            ) from problem
+        self.to_memory += 1
+        return value
 
     def _make_room(self, size: int) -> None:
         """Reserves `size` bytes of memory: makes idle ones smaller or moves them to disk, or waits.
@@ -253,6 +255,9 @@ class Pool(Generic[Value]):
         """Prefix keys of a value, by kind."""
         return {}
 
+    def _save(self, value: Value, file: Path) -> None:
+        value.save(file)
+
     def _made_smaller(self, movable: list[Stored[Value]]) -> bool:
         """Makes one of `movable` smaller in memory; False if none can be."""
         return False
@@ -280,7 +285,7 @@ class Pool(Generic[Value]):
         assert held.value is not None
         file = self.folder.file(held.id)
         with self._released():
-            held.value.save(file)
+            self._save(held.value, file)
         held.file, held.unwritten = file, False
 
     def _end_reading(self, held: Stored[Value]) -> None:

@@ -126,20 +126,25 @@ class ModelList(BaseModel):
     data: list[ModelInfo]
 
 
-class ContextInfo(BaseModel):
-    """A stored context; `kept`: fraction of entries kept, `bytes`: its size in memory."""
+class StoredInfo(BaseModel):
+    """What the server holds by id; `bytes`: its size in memory."""
 
     id: str
-    object: Literal["context"] = "context"
     created: int
     model: str
     method: str
     budget: str
     tokens: int
-    kept: float
     bytes: int
     bytes_full: int
     place: Literal["memory", "disk"]
+
+
+class ContextInfo(StoredInfo):
+    """A stored context; `kept`: fraction of entries kept."""
+
+    object: Literal["context"] = "context"
+    kept: float
     readers: int
 
 
@@ -174,20 +179,11 @@ class SessionMessage(BaseModel):
     queued: bool
 
 
-class SessionInfo(BaseModel):
-    """A session; `entries`: kept per KV head on average, `bytes`: its size in memory."""
+class SessionInfo(StoredInfo):
+    """A session; `entries`: kept per KV head on average."""
 
-    id: str
     object: Literal["session"] = "session"
-    created: int
-    model: str
-    method: str
-    budget: str
-    tokens: int
     entries: float
-    bytes: int
-    bytes_full: int
-    place: Literal["memory", "disk"]
     in_use: bool
     turns: int
     compactions: int

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvfold.contexts.session import Session
-from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.errors import KvfoldError
 from kvfold.serve.errors import ApiError
 from kvfold.serve.longest_prefix import PrefixKey
 from kvfold.serve.pool import Pool
@@ -52,10 +52,13 @@ class SessionPool(Pool[Session]):
             held, claimed = self._claimed(name, tokens)
             self._held.move_to_end(name)
             try:
-                session = self._loaded(held)
+                if held.value is None:
+                    held.note(self._from_file(held))
             except BaseException:
                 self._settle(held, claimed)
                 raise
+        session = held.value
+        assert session is not None
         before = session.record
         try:
             yield session
@@ -88,20 +91,6 @@ class SessionPool(Pool[Session]):
                 held.readers = 1
                 return held, growth + size
             self._free(growth if there else growth + size)
-
-    def _loaded(self, held: Stored[Session]) -> Session:
-        """The session of `held`, within the memory that was claimed for it."""
-        if held.value is None:
-            assert held.file is not None
-            try:
-                with self._released():
-                    session = self.load(held.file)
-            except ContextFileError as problem:
-                raise self.gone(held) from problem
-            held.note(session)
-            self.to_memory += 1
-        assert held.value is not None
-        return held.value
 
     def _settle(self, held: Stored[Session], claimed: int) -> None:
         """Ends the use of `held`: its own bytes take the place of the claimed ones."""

@@ -25,6 +25,7 @@ class ServerSettings:
         session_memory: bytes of all sessions in memory; beyond it, they move to `folder`.
         shrink: smaller budget to which idle contexts shrink before any moves to disk; None: none.
         folder: where context files are found and kept; None: a temporary folder, removed at exit.
+        codec: of contexts' files; None: tensors as they are.
         contexts: contexts held, on disk included, and as many sessions.
         workers: requests computed at a time, each in a thread.
         queue: requests that may wait for a worker.
@@ -54,6 +55,7 @@ class ServerSettings:
     session_memory: int = 2**30
     shrink: float | str | None = None
     folder: Path | None = None
+    codec: str | None = None
     contexts: int = 1000
     workers: int = 1
     queue: int = 64

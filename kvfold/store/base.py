@@ -48,6 +48,11 @@ class Store(ABC):
         return False
 
     @property
+    def encoded(self) -> bool:
+        """True if entries are encoded, so that what is kept of them cannot be changed."""
+        return False
+
+    @property
     def bias(self) -> Tensor | None:
         """Additive attention bias of the entries `[B, H, T]`, float32; None: no entry has one."""
         return None

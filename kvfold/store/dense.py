@@ -41,6 +41,13 @@ class DenseStore(Store):
         self.dead, self.holes = 0, False
 
     @classmethod
+    def sharing(cls, keys: Tensor, values: Tensor) -> DenseStore:
+        """A store of someone else's entries, which it neither copies nor writes to."""
+        store = cls(keys[:, :, :0], values[:, :, :0])
+        store._keys, store._values = SharedBuffer(keys), SharedBuffer(values)
+        return store
+
+    @classmethod
     def from_named(cls, parts: Named, heads: int, dead: int) -> DenseStore:
         """Copy from the tensors of `named`; `dead` slots of each head are holes."""
         tensors = {

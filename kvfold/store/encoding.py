@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Encode`: the rule by which a ragged store encodes its oldest entries; this one keeps them raw.
 
-Subclasses quantize (KIVI), prune channels (ThinK) or pair layers (MiniCache).
+Subclasses quantize (KIVI, TurboQuant), prune channels (ThinK) or pair layers (MiniCache).
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ class Encode:
     """Storage of a layer's oldest entries; this class keeps them raw, in whole blocks.
 
     Counts are of a segment's oldest entries; newer ones stay raw in the tail. `raw`: true if the
-    oldest entries are raw too, so that later prefills may evict them. `pairs`: true if two layers
-    are encoded together.
+    oldest entries are raw too, so that later prefills may evict them. `standalone`: true if each
+    entry is encoded by itself, so that any may be evicted. `pairs`: true if two layers are encoded
+    together.
     """
 
     raw: ClassVar[bool] = True
+    standalone: ClassVar[bool] = False
     pairs: ClassVar[bool] = False
 
     def of_layer(self, layer: int, layers: int) -> Encode | None:
@@ -98,8 +100,8 @@ class Encode:
         """
         return Flat.of(segments)
 
-    def values(self, segments: list[Tensor]) -> Encoded:
-        """Encoded values of each segment `[n, Dv]`."""
+    def values(self, segments: list[Tensor], earlier: Encoded | None = None) -> Encoded:
+        """Encoded values of each segment `[n, Dv]`, to be appended to `earlier`."""
         return Flat.of(segments)
 
     def keys_from(self, parts: Named, size: int) -> Encoded:

@@ -66,7 +66,7 @@ class Packing(Encode):
     ) -> Encoded:
         return PackedKeys.of(segments, self.key_bits, self.group)
 
-    def values(self, segments: list[Tensor]) -> Encoded:
+    def values(self, segments: list[Tensor], earlier: Encoded | None = None) -> Encoded:
         return PackedValues.of(segments, self.value_bits, self.group)
 
     def keys_from(self, parts: Named, size: int) -> Encoded:

@@ -194,9 +194,14 @@ class RaggedStore(Store):
         return self.encode.pairs
 
     @property
+    def encoded(self) -> bool:
+        """True if entries are encoded, or will be."""
+        return not self.encode.raw
+
+    @property
     def fixed(self) -> Tensor | None:
-        """Bool mask `[B, H, T]` of entries whose key or value is encoded; None if all are raw."""
-        if self.encode.raw:
+        """Bool mask `[B, H, T]` of entries whose key or value is encoded; None if any may leave."""
+        if self.encode.raw or self.encode.standalone:
             return None
         views = (self._keys.view(), self._values.view())
         lengths = [views[0].length(i) for i in range(len(self._counts))]
@@ -219,7 +224,7 @@ class RaggedStore(Store):
     def keep(self, slots: Tensor) -> None:
         """Evicts all entries but those at `slots [B, H, K]`, −1 for holes.
 
-        All encoded entries must be among them.
+        All encoded entries must be among them, unless each stands alone.
         """
         length = self.length
         complete = self._columns is None and slots.shape[-1] == length and bool((slots >= 0).all())
@@ -265,7 +270,7 @@ class RaggedStore(Store):
         if first or any(map(len, keys)):
             self._keys.accept(self.encode.keys(keys, seen, self._keys.encoded))
         if first or any(map(len, values)):
-            self._values.accept(self.encode.values(values))
+            self._values.accept(self.encode.values(values, self._values.encoded))
         return any(map(len, keys + values))
 
     def encode_with(self, second: RaggedStore, decoding: bool) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvfold.kernels.per_token import PerTokenEncoded
 from kvfold.kernels.views import Encoded, Named, PartView
 from kvfold.store.buffer import GrowingBuffer
 from kvfold.store.shared_buffer import SharedBuffer
@@ -97,13 +98,25 @@ class Part:
         self.tail.crop(count)
 
     def keep(self, slots: Tensor, length: int) -> None:
-        """Keeps all encoded entries, and of the tail those at `slots [B, H, K]`.
+        """Keeps the entries at `slots [B, H, K]`, and all encoded ones that do not stand alone.
 
         Slots count in `rectangle(length)`.
         """
+        if isinstance(self.encoded, PerTokenEncoded):
+            stay = self._encoded_at(slots, length)
+            if [len(entries) for entries in stay] != self.encoded.lengths:
+                self.encoded = self.encoded.kept(stay)
         first = torch.tensor(self.gaps, device=slots.device).view(*slots.shape[:2], 1)
         in_tail = slots - length + self.tail.length
         self._take(self.tail.rows, torch.where((slots >= 0) & (in_tail >= first), in_tail, -1))
+
+    def _encoded_at(self, slots: Tensor, length: int) -> list[Tensor]:
+        """Indices among the encoded entries of each segment of those at `slots [B, H, K]`."""
+        assert self.encoded is not None
+        seen, lengths = self.view(), self.encoded.lengths
+        found = zip(slots.flatten(0, 1), lengths, strict=True)
+        indices = [at - (length - seen.length(i)) for i, (at, _) in enumerate(found)]
+        return [at[(at >= 0) & (at < n)] for at, n in zip(indices, lengths, strict=True)]
 
     @property
     def own_length(self) -> int:

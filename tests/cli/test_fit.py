@@ -49,6 +49,19 @@ def test_heads_are_scored_and_used(book, tmp_path):
     assert 0.4 < context.stats().kept_fraction <= 0.5
 
 
+def test_a_codec_is_fitted_and_used(book, tmp_path):
+    basis, out = tmp_path / "codec.safetensors", tmp_path / "book.kvfold"
+    options = ["--codec", "kvtc", "--passages", "4", "--words", "80", "--out", str(basis)]
+    found = run_json("fit", "bundled", str(book), *options)
+    assert found["ranks"] == [512, 512] and max(found["left_out"]) < 1e-3
+    sizes = {}
+    for codec in ("zstd", f"kvtc:file={basis},ratio=4"):
+        options = ["--method", "full", "--codec", codec, "--out", str(out)]
+        sizes[codec] = run_json("compress", "bundled", str(book), *options)["bytes"]
+        assert run_json("ask", "bundled", str(out), "What?", "--max-new-tokens", "3")
+    assert min(sizes.values()) < 0.3 * sizes["zstd"]
+
+
 def test_a_curve_is_fitted_and_used(book, tmp_path):
     out, score = tmp_path / "curve.safetensors", "snapkv:window=8"
     options = ["--scorer", f"{score} + curve", "--passages", "4", "--words", "80"]
@@ -65,6 +78,8 @@ def test_a_curve_is_fitted_and_used(book, tmp_path):
         (["--scorer", "kivi + curve"], "a method that scores"),
         (["--scorer", "curve", "--resume"], "leave --resume out"),
         (["--scorer", "qfilter", "--resume"], "leave --resume out"),
+        (["--codec", "gzip"], "kvtc is the codec that is fitted"),
+        (["--codec", "kvtc", "--resume"], "leave --resume out"),
         (["--scorer", "snapkv"], "choose kvzip or kvzip_plus"),
         (["--out", "nowhere/a"], "no folder nowhere"),
         (["--words", "9000"], "none has 9000 words"),

@@ -11,10 +11,12 @@ import torch
 
 import kvfold
 from kvfold import KvfoldError
+from kvfold.cache.fork import fork
 from kvfold.contexts.answer import AnswerStream
 from tests.helpers.chats import compressed, expected
 from tests.helpers.contexts import QUESTION, new_model
-from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.longrope import longrope, notices_drops
+from tests.helpers.tokenizers import PROMPT, WORDS, word_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +155,22 @@ def test_penalties_see_the_document(model, tokenizer):
     context = kvfold.compress(model, tokenizer, document, "snapkv", 40)
     answer = context.ask("here", max_new_tokens=5, no_repeat_ngram_size=1)
     assert set(answer.split()) <= {"green", "sky", "blue", "we", "go"}
+
+
+@notices_drops
+def test_questions_on_both_sides_of_the_length_at_which_rope_changes(tokenizer):
+    """`generate` of such a model would drop the cache when a text passes that length (Phi-3)."""
+    model = longrope()
+    for words in (16, 40):
+        document = " ".join(WORDS[i % 9] for i in range(words))
+        context = kvfold.compress(model, tokenizer, document, "snapkv:window=4", 12)
+        reader, tokens = fork(context.cache), []
+        new = tokenizer(f"\n\n{QUESTION}\n", return_tensors="pt").input_ids
+        for _ in range(4):  # by the model's own forwards
+            with torch.no_grad():
+                new = model(new, past_key_values=reader).logits[:, -1:].argmax(-1)
+            tokens.append(int(new))
+        expected = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        assert context.ask(QUESTION, max_new_tokens=4) == expected
+    with pytest.raises(kvfold.UnsupportedModel, match="changes its rotary frequencies"):
+        kvfold.compress(model, tokenizer, PROMPT[:100], "full").ask(QUESTION, max_new_tokens=40)

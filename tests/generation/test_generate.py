@@ -30,8 +30,8 @@ from tests.helpers.caches import (
     kept,
     positions,
 )
-from tests.helpers.models import build, continuation, prompts
-from tests.helpers.truth import Reader, stock_cache
+from tests.helpers.models import COUNTING_OTHERWISE, build, continuation, prompts
+from tests.helpers.truth import Reader, stock_cache, worst
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,19 @@ def test_chunks_equal_one_shot_in_unusual_families(name):
     options = {"attention_mask": mask, "prefill_chunk": 10, **GREEDY}
     assert torch.equal(kvfold.generate(model, ids, cache=pieces, **options), expected)
     assert positions(pieces) == positions(whole)
+
+
+@pytest.mark.parametrize("name", COUNTING_OTHERWISE)
+def test_chunks_are_read_at_the_positions_that_generate_counts(name):
+    """These models' forwards count from elsewhere, or from 0 in every piece, if left to it."""
+    ids, model = prompts(ALONE)[0], build(name, torch.float64)
+    options = {"return_dict_in_generate": True, "output_logits": True, **GREEDY}
+    logits = []
+    for chunk in (None, 10):
+        cache = compressed(model, "snapkv:window=8")
+        made = kvfold.generate(model, ids, cache=cache, prefill_chunk=chunk, **options)
+        logits.append(torch.stack(made.logits, 1))
+    assert worst(*logits) <= 1e-4  # recurrent layers compute in float32
 
 
 MODES = {

@@ -20,6 +20,7 @@ ALONE, PADDED = (64,), (64, 53, 24)
 DENSE = ["snapkv:window=8", "pyramidkv:window=8", "knorm", "full"]
 ENCODED = [
     "snapkv:window=8 + kivi:group=8,residual=8",
+    "snapkv:window=8 + turboquant:residual=8,sinks=2",
     "think:queries=8,recent=8",
     "minicache:block=8",
 ]

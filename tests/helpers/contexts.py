@@ -15,7 +15,7 @@ from torch import Tensor
 import kvfold
 from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files.format import CHECKSUM, FORMAT, HEADER, VERSION
-from kvfold.hf.identity import digest
+from kvfold.hf.header import digest
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.models import build
@@ -24,6 +24,7 @@ from tests.helpers.tokenizers import WORDS
 DOCUMENT = " ".join(WORDS[i % 7] if i % 5 else WORDS[i % 9] for i in range(150))
 QUESTION = "the sky is"
 KIVI = "kivi:bits=4,group=8,residual=32"
+TURBO = "turboquant:residual=8"
 # Specification, budget, store of the last layer.
 KINDS = {
     "full": (None, DenseStore),
@@ -36,6 +37,8 @@ KINDS = {
     "adakv": (40, RaggedStore),
     KIVI: (None, RaggedStore),
     f"snapkv + {KIVI}": (80, RaggedStore),
+    TURBO: (None, RaggedStore),
+    f"adakv + {TURBO}": (80, RaggedStore),
     "think": (None, RaggedStore),
     "minicache": (None, RaggedStore),
     "streaming_llm_original:decode=append + minicache": (40, RaggedStore),

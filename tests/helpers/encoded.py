@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.views import Flat
 from kvfold.store.paired import Pairing
 from kvfold.store.pruned import PrunedKeys
@@ -35,6 +36,8 @@ ENCODERS = {
     "flat": Flat.of,
     **{f"keys{b}": lambda x, b=b: PackedKeys.of(x, b, GROUP) for b in (2, 4, 8)},
     **{f"values{b}": lambda x, b=b: PackedValues.of(x, b, GROUP) for b in (2, 4, 8)},
+    **{f"turned{b}": lambda x, b=b: RotatedKeys.of(x, b, True, [0] * len(x)) for b in (2, 3, 4, 8)},
+    **{f"alone{b}": lambda x, b=b: TokenValues.of(x, b, [0] * len(x)) for b in (2, 3, 4)},
     "pruned": of_pruned,
     "first": lambda x: Pairing().pair(x, partners_of(x))[0],
     "second": lambda x: Pairing().pair(partners_of(x), x)[1],

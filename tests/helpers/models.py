@@ -17,6 +17,8 @@ EAGER = ("gemma2", "gpt_oss")  # softcap and sinks: their sdpa path does not exi
 WITHOUT_INTERFACE = ("falcon", "gptj", "bloom", "mpt")  # attention written out in the model file
 # Keys, values or masks are changed between cache and attention, or the cache is one of their own.
 WITHOUT_OUR_CACHE = ("diffllama", "doge", "jetmoe", "minimax")
+# Their own positions begin elsewhere, or anew in each forward.
+COUNTING_OTHERWISE = ("bamba", "roberta")
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -104,6 +106,32 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", _LINEAR),
+    "jamba": (
+        "JambaConfig",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "ministral": (
+        "MinistralConfig",
+        {"head_dim": 8, "sliding_window": 16, "layer_types": _SHARED_KEYS["layer_types"][:4]},
+    ),
+    "bamba": (
+        "BambaConfig",
+        {
+            "attn_layer_indices": [1, 3],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "roberta": ("RobertaConfig", {"is_decoder": True}),
     "diffllama": ("DiffLlamaConfig", {}),
     "doge": ("DogeConfig", {}),
     "jetmoe": (
@@ -141,14 +169,14 @@ def build(
     model = AutoModelForCausalLM.from_config(
         config(name, **changes), attn_implementation=attention, experts_implementation="eager"
     )
-    _sharpen(model, seed)
+    sharpen(model, seed)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval()
 
 
 @torch.no_grad()
-def _sharpen(model: PreTrainedModel, seed: int) -> None:
+def sharpen(model: PreTrainedModel, seed: int) -> None:
     """Replaces the usual tiny weights: with those all attention is uniform, whatever is evicted."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
@@ -162,7 +190,7 @@ def _sharpen(model: PreTrainedModel, seed: int) -> None:
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     name: partial(build, name)
     for name in _CONFIGS
-    if name not in WITHOUT_INTERFACE + WITHOUT_OUR_CACHE
+    if name not in WITHOUT_INTERFACE + WITHOUT_OUR_CACHE + COUNTING_OTHERWISE
 }
 
 

@@ -33,8 +33,8 @@ class Reader:
         self.started = False
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Logits `[B, S, V]` of the new tokens `ids [B, S]`."""
+    def __call__(self, ids: Tensor, **inputs: Tensor) -> Tensor:
+        """Logits `[B, S, V]` of the new tokens `ids [B, S]`; `inputs` go with them (images)."""
         padding: dict[str, Tensor] = {}
         if self.mask is not None:
             if self.started:
@@ -42,7 +42,8 @@ class Reader:
             positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             padding = {"attention_mask": self.mask, "position_ids": positions}
         self.started = True
-        return self.model(ids, past_key_values=self.cache, use_cache=True, **padding).logits
+        inputs = padding | inputs
+        return self.model(ids, past_key_values=self.cache, use_cache=True, **inputs).logits
 
 
 class MaskedDense(Reader):
@@ -89,11 +90,11 @@ class MaskedDense(Reader):
             return self.own[-1]
         return int(module.layer_idx)
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, **inputs: Tensor) -> Tensor:
         global _running
         _running = self
         try:
-            return super().__call__(ids)
+            return super().__call__(ids, **inputs)
         finally:
             _running = None
 
@@ -112,7 +113,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -121,18 +122,21 @@ def attention(
     """Softmax attention in float64, from scratch."""
     heads, columns = key.shape[1:3]
     groups = query.shape[1] // heads
+    if attention_mask is None:  # of an image's patches, all see all
+        attention_mask = query.new_zeros(1, 1, 1, columns)
     allowed = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-    gone = _running.gone(module, heads, columns) if _running else None
+    running = _running if hasattr(module, "layer_idx") else None
+    gone = running.gone(module, heads, columns) if running else None
     if gone is not None:
         allowed = allowed & ~gone.repeat_interleave(groups, 1)[:, :, None]
-        if _running.move is not None:
-            key = _running.move(key, gone)
+        if running.move is not None:
+            key = running.move(key, gone)
     keys = key.double().repeat_interleave(groups, 1)
     values = value.double().repeat_interleave(groups, 1)
     logits = torch.einsum("bhsd,bhnd->bhsn", query.double(), keys) * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    bias = _running.added(module, heads, columns) if _running else None
+    bias = running.added(module, heads, columns) if running else None
     if bias is not None:
         logits = logits + bias.double().repeat_interleave(groups, 1)[:, :, None]
     logits = logits.masked_fill(~allowed, -torch.inf)

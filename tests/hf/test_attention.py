@@ -11,7 +11,8 @@ import transformers
 
 import kvfold
 from kvfold import CompressedCache, UnsupportedModel
-from kvfold.hf.attention import attention_name
+from kvfold.hf.attention import NAMES, attention_name
+from tests.helpers import image_models
 from tests.helpers.caches import GREEDY
 from tests.helpers.models import build, config, continuation, prompts
 from tests.helpers.truth import Reader, stock_cache
@@ -45,6 +46,18 @@ def test_a_disabled_model_attends_as_it_was_loaded(model):
         kvfold.enable(model)
     kvfold.disable(model)
     assert model.config._attn_implementation == "flex_attention"
+
+
+def test_the_image_encoder_keeps_the_attention_it_was_loaded_with():
+    model = image_models.build("llava")
+    model.set_attn_implementation({"vision_config": "eager"})
+    kvfold.enable(model)
+    assert model.config.text_config._attn_implementation == NAMES["sdpa"]
+    assert model.config.vision_config._attn_implementation == "eager"
+    kvfold.disable(model)
+    for part in (model.config, model.config.text_config):
+        assert part._attn_implementation == "sdpa"
+    assert model.config.vision_config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])

@@ -35,7 +35,7 @@ def test_models_that_would_be_answered_wrongly_are_refused_when_a_cache_is_made(
     model = build(name)
     before = model.config._attn_implementation
     for spec in ("knorm", "h2o", "knorm"):
-        with pytest.raises(UnsupportedModel, match=r"cannot tell what|cannot read on"):
+        with pytest.raises(UnsupportedModel, match=r"cannot tell what|cannot read"):
             CompressedCache(model, spec, 20)
     assert model.config._attn_implementation == before
 
@@ -82,5 +82,19 @@ def test_encoder_decoders_are_refused():
 
 
 def test_a_model_whose_layers_all_slide_is_refused():
-    with pytest.raises(UnsupportedModel, match="nothing to compress"):
-        CompressedCache(build("mistral", sliding_window=16), "snapkv", 64)
+    model = build("mistral", sliding_window=16)
+    with pytest.raises(UnsupportedModel, match=r"slide, and hold 16 tokens.* nothing to compress"):
+        CompressedCache(model, "snapkv", 64)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_whose_forward_takes_no_cache_is_refused(model, monkeypatch):
+    """`generate` goes on as if such a model had its cache, and its answers are wrong."""
+
+    def forward(self, input_ids=None, **kwargs):
+        raise AssertionError("it was run")
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(UnsupportedModel, match="takes no past_key_values"):
+        CompressedCache(model, "snapkv", 64)
+    assert model.config._attn_implementation == "sdpa"

@@ -20,7 +20,8 @@ def poison(monkeypatch):
     def poisoned(allocate):
         def allocated(*args, **kwargs):
             out = allocate(*args, **kwargs)
-            return out.fill_(torch.nan if out.is_floating_point() else -1234567)
+            whole = 201 if out.dtype == torch.uint8 else -1234567
+            return out.fill_(torch.nan if out.is_floating_point() else whole)
 
         return allocated
 

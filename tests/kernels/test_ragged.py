@@ -13,6 +13,7 @@ import kvfold
 from kvfold.kernels import ragged as kernel
 from kvfold.kernels import varlen
 from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.ragged import QUERIES, attend_to_segments
 from kvfold.kernels.views import BLOCK, Encoded, Flat, PartView, RaggedView
 from tests.helpers.caches import same
@@ -222,6 +223,34 @@ def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkey
     got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE, **given)
     hidden = later(1).expand(BATCH, HEADS * 4, -1, -1)
     assert_close(got, dense(query, *whole, hidden, **given), 5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_what_was_quantized_alone_is_attended_to_as_it_is(sinks, options, monkeypatch):
+    """Triton interpreted: nothing is decoded; sinks and the newest entries are raw."""
+    for elsewhere in ("_in_blocks", "_one_step_even"):
+        monkeypatch.setattr(kernel, elsewhere, None)
+    given = {"softcap": options.get("softcap")}
+    if "sink_logits" in options:
+        given["sink_logits"] = options["sink_logits"][: HEADS * 4].float()
+    query = noise(BATCH, HEADS * 4, 1, 16, seed=99, dtype=torch.float32)
+    first, old, whole, parts = [sinks] * BATCH * HEADS, 50, [], []
+    for seed, encode in (
+        (1, lambda old: RotatedKeys.of(old, 4, True, first)),
+        (50, lambda old: TokenValues.of(old, 4, first)),
+    ):
+        rows = [noise(67, 16, seed=seed + i, dtype=torch.float32) for i in range(BATCH * HEADS)]
+        encoded = encode([each[:old] for each in rows])
+        whole.append([torch.cat([encoded.segment(i), r[old:]]) for i, r in enumerate(rows)])
+        parts.append(replace(view(rows, [67 - old] * len(rows)), encoded=encoded))
+    for kind in (RotatedKeys, TokenValues):
+        monkeypatch.setattr(kind, "decoded", None)
+    got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE, **given)
+    hidden = later(1).expand(BATCH, HEADS * 4, -1, -1)
+    assert_close(got, dense(query, *whole, hidden, **given), 1e-5)
 
 
 @pytest.mark.parametrize("path", ["triton", "varlen"])

@@ -72,6 +72,9 @@ CASES = [
     ("kivi", torch.float32, 0.22),
     ("snapkv + kivi:bits=4", torch.bfloat16, 0.09),
     ("adakv + kivi:bits=4", torch.bfloat16, 0.09),
+    ("turboquant", torch.bfloat16, 0.30),
+    ("turboquant:keys=3,values=2,end_layers=0", torch.float32, 0.12),
+    ("snapkv + turboquant", torch.bfloat16, 0.09),
     ("minicache", torch.bfloat16, 0.83),
     ("minicache", torch.float32, 0.83),
     ("think", torch.bfloat16, 0.82),
@@ -127,6 +130,26 @@ def test_kivi_after_eviction_costs_its_formula():
     assert stats.nbytes == pytest.approx(expected, rel=0.001)
 
 
+def alone(entries: int, keys: int, values: int, width: int) -> int:
+    """A length, a scale and a minimum for each but 4 + 32 entries, and room; a head and layer."""
+    whole, codes = 36 + ROOM, -(-SIZE * keys // 8) + 2 + -(-SIZE * values // 8) + 4
+    return (entries - 36) * codes + whole * 2 * SIZE * width
+
+
+@DTYPES
+@pytest.mark.parametrize(("keys", "values"), [(2, 2), (3, 4), (4, 3), (4, 4), (8, 4)])
+def test_turboquant_costs_its_formula(keys, values, dtype):
+    _, stats = filled(f"turboquant:keys={keys},values={values},end_layers=0", dtype)
+    assert stats.nbytes == SEGMENTS * alone(TOKENS, keys, values, dtype.itemsize)
+    assert stats.position_bytes == stats.state_bytes == 0
+
+
+def test_turboquant_after_eviction_costs_its_formula():
+    _, stats = filled("snapkv + turboquant", torch.bfloat16)
+    stored = SEGMENTS * (alone(KEPT, 4, 4, 2) + KEPT * INDEX)
+    assert stats.nbytes - stats.state_bytes == stored
+
+
 def pruned(width: int) -> int:
     """40 % of the channels less, rounded down, in all keys but the last 32; the rest is named."""
     left = SIZE - floor(0.4 * SIZE)
@@ -154,7 +177,9 @@ def test_minicache_costs_its_formula(dtype):
     assert stats.nbytes == pytest.approx(paired(dtype.itemsize), rel=0.001)
 
 
-@pytest.mark.parametrize("spec", ["adakv", "kivi", "snapkv + kivi:bits=4", "minicache", "think"])
+@pytest.mark.parametrize(
+    "spec", ["adakv", "kivi", "snapkv + kivi:bits=4", "turboquant", "minicache", "think"]
+)
 def test_a_long_question_is_given_back(spec):
     """300 tokens are read and taken back: the room that was made for them goes too."""
     cache, before = filled(spec, torch.float32)
@@ -169,7 +194,17 @@ def test_a_long_question_is_given_back(spec):
 
 @torch.no_grad()
 @DTYPES
-@pytest.mark.parametrize("spec", ["snapkv + kivi:bits=4", "adakv + kivi:bits=2", "snapkv", "adakv"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "snapkv + kivi:bits=4",
+        "adakv + kivi:bits=2",
+        "snapkv + turboquant",
+        "adakv + turboquant_k8v4",
+        "snapkv",
+        "adakv",
+    ],
+)
 def test_a_budget_in_bytes_is_kept_and_used(spec, dtype):
     """A third of the full cache: packed entries, of which more fit, fill it as well."""
     amount = full(torch.finfo(dtype).bits // 8) // 3

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from kvfold import KvfoldError
 from kvfold.contexts.files import write
-from kvfold.hf.identity import digest
+from kvfold.hf.header import digest
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import TOKENS, token_bytes
 from kvfold.serve.errors import ApiError

@@ -15,6 +15,7 @@ import torch
 
 import kvfold
 from kvfold.cache.layer import CompressedLayer
+from kvfold.contexts.files.format import read_header
 from kvfold.serve.errors import ApiError
 from kvfold.serve.stored import size_of
 from tests.helpers.chats import storages
@@ -81,7 +82,9 @@ def test_a_context_is_written_once(holder, made, monkeypatch):
     contexts, saves = holder(1.5), []
     whole = kvfold.Context.save
     monkeypatch.setattr(
-        kvfold.Context, "save", lambda self, path: (saves.append(path.name), whole(self, path))
+        kvfold.Context,
+        "save",
+        lambda self, path, codec: (saves.append(path.name), whole(self, path)),
     )
     for i in range(2):
         contexts.add(made[i], f"c{i}")
@@ -158,11 +161,22 @@ def test_a_context_that_is_read_goes_when_its_readers_end(holder, made):
     contexts.add(made[0], "c0")
 
 
+def test_files_have_the_codec_of_the_pool(holder, made):
+    contexts = holder(1.5)
+    contexts.codec = "zstd"
+    for i in range(2):
+        contexts.add(made[i], f"c{i}")
+    header = read_header(contexts.get("c0").file)
+    assert header.codec is not None and header.codec.codec == "zstd"
+    with contexts.reading("c0") as context:
+        assert torch.equal(context.ids, made[0].ids)
+
+
 def test_a_context_deleted_while_it_is_written_leaves_nothing(holder, made, monkeypatch):
     contexts, writing, go = holder(1.5), Event(), Event()
     whole = kvfold.Context.save
 
-    def slowly(self: Any, path: Path) -> None:
+    def slowly(self: Any, path: Path, codec: str | None) -> None:
         writing.set()
         assert go.wait(10)
         whole(self, path)

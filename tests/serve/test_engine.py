@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from kvfold.errors import KvfoldError
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.serving import CHAT, NAME, assert_clean, braked, chat, head, running, send, until
 from tests.helpers.tokenizers import word_tokenizer
@@ -158,3 +159,12 @@ def test_the_grace_ends(model):
         server.server.stop()
         assert_clean(running_one.result(), 503, "stopping")
         assert brake.forwards < 2900
+
+
+@pytest.mark.parametrize("codec", ["gzip", "kvtc:file=missing.safetensors"])
+def test_a_codec_that_cannot_be_is_refused_at_the_start(model, codec):
+    with (
+        pytest.raises(KvfoldError, match=r"no codec 'gzip'|cannot read missing.safetensors"),
+        running(model, word_tokenizer(), codec=codec),
+    ):
+        pass

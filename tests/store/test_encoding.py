@@ -10,6 +10,7 @@ from kvfold import KvfoldError, parse
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.store.encoding import Encode
 from kvfold.store.paired import Pairing
+from kvfold.store.per_token import Quantizing
 from kvfold.store.pruned import Pruning
 from kvfold.store.quantized import Packing
 from tests.helpers.encoded import EVERY, GROUP, SIZE, assert_same, decoded, entries
@@ -95,6 +96,13 @@ def test_nothing_at_all_is_encoded_and_extended(encode):
         ("kivi:bits=2,group=16,residual=32", Packing(2, 2, 16, 32), 0),
         ("kivi:value_bits=8", Packing(4, 8, 32, 128), 0),
         ("kivi:bits=8,key_bits=2", Packing(2, 8, 32, 128), 0),
+        ("turboquant", Quantizing(4, 4, True, 4, 32, 0), 0),
+        ("turboquant_4bit", Quantizing(4, 4, True, 4, 32, 0), 0),
+        ("turboquant_k8v4", Quantizing(8, 4, True, 4, 32, 0), 0),
+        ("turboquant_k3v4", Quantizing(3, 4, True, 4, 32, 2), 0),
+        ("turboquant_3bit", Quantizing(3, 3, True, 4, 32, 2), 0),
+        ("turboquant:values=2,sinks=1", Quantizing(4, 2, True, 1, 32, 2), 0),
+        ("turboquant_3bit:end_layers=0,correct=false", Quantizing(3, 3, False, 4, 32, 0), 0),
         ("think", Pruning(0.4, 32, 32), 32),
         ("think:ratio=0.5,recent=0,queries=8", Pruning(0.5, 0, 8), 8),
         ("minicache", Pairing(0.6, 0.05, 0.5, 64), 0),
@@ -115,6 +123,10 @@ def test_a_method_names_how_entries_are_stored(spec, encode, window):
     [
         ("kivi:bits=3", "bits, not 3"),
         ("kivi:residual=100", "not 100"),
+        ("turboquant:keys=5", "or 8 for FP8, not 5"),
+        ("turboquant:values=8", "2, 3 or 4 bits, not 8"),
+        ("turboquant:sinks=-1", "sinks is 0 or more, not -1"),
+        ("turboquant:end_layers=-2", "end_layers is 0 or more, not -2"),
         ("think:ratio=1", "not 1.0"),
         ("minicache:t=2", "not 2.0"),
         ("minicache:block=0", "not 0"),

@@ -8,6 +8,9 @@ Names of tensors:
     rope.<name>                     RoPE frequencies
     prefix                          leading tokens kept beside the budget [1], KVzip's
     ids                             the document's tokens [N], int32
+    codec.<keys|values>.<part>      all layers' keys or values, coded by `codecs/kvtc.py`
+
+With a codec, all but the last are compressed: uint8 frames, whose shapes the header has.
 
 Entry i of a head is token `ids[positions[i]]` (in ragged stores `ids[columns[i]]`), or `ids[i]` if
 the layer has no such tensor, as nothing was evicted.
@@ -21,18 +24,26 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvfold.codecs.basis import Scope
+from kvfold.codecs.symbols import Compressor, decompressed_tensor
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.hf.identity import HeaderPart, ModelHeader, RopeHeader, digest, digest_of
+from kvfold.hf.header import (
+    HeaderPart,
+    ModelHeader,
+    RopeHeader,
+    digest,
+    digest_of,
+)
 
-# Incremented when a file of one version would be misread by the other. Files with biases of entries
-# are BIASED, and all others stay as they were.
-VERSION, BIASED = "1", "2"
+# Incremented when a file of one version would be misread by the other. Files with a codec are
+# CODED, those with biases of entries BIASED, and all others stay as they were.
+VERSION, BIASED, CODED = VERSIONS = "1", "2", "3"
 # Keys of the safetensors metadata.
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
 
@@ -97,6 +108,45 @@ class SessionHeader(HeaderPart):
     compactions: int
 
 
+Step = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class StreamHeader(HeaderPart):
+    """A compressed tensor."""
+
+    dtype: Literal[
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    ]
+    shape: list[NonNegativeInt]
+
+
+class EntriesHeader(HeaderPart):
+    """Keys and values in `steps` of a basis, whose digest is `basis`; see `codecs/kvtc.py`."""
+
+    basis: str
+    scope: Scope
+    steps: tuple[Step, Step]
+
+
+class CodecHeader(HeaderPart):
+    """How tensors are coded, by `codec`; `entries` is None for one that loses nothing."""
+
+    codec: str
+    compressor: Compressor
+    streams: dict[str, StreamHeader]
+    entries: EntriesHeader | None
+
+
 class Header(HeaderPart):
     """Header of a context file.
 
@@ -115,6 +165,7 @@ class Header(HeaderPart):
         checksums: of each stored tensor's dtype, shape and bytes.
         origins: modules of registered methods that are not kvfold's own, by method.
         session: None for a context that is no session.
+        codec: None for tensors as they are.
     """
 
     written_by: str
@@ -138,6 +189,7 @@ class Header(HeaderPart):
     checksums: dict[str, str]
     origins: dict[str, str] = Field(default_factory=dict)
     session: SessionHeader | None = None
+    codec: CodecHeader | None = None
 
 
 def merged_over_ranks(
@@ -166,12 +218,12 @@ def merged_over_ranks(
 def metadata(header: Header) -> dict[str, str]:
     """The header as safetensors metadata."""
     # Left out if empty: such a file is the same as before the fields existed.
-    optional = {"origins": header.origins, "session": header.session}
+    optional = {"origins": header.origins, "session": header.session, "codec": header.codec}
     empty: dict[str, Any] = {name: True for name, value in optional.items() if not value}
     if all(layer.next_round is None for layer in header.layers):
         empty["layers"] = {"__all__": {"turn_end", "next_round"}}
     text = header.model_dump_json(exclude=empty)
-    version = BIASED if has_bias(header) else VERSION
+    version = CODED if header.codec else BIASED if has_bias(header) else VERSION
     return {FORMAT: version, HEADER: text, CHECKSUM: digest(version + text)}
 
 
@@ -201,7 +253,11 @@ class ContextFile:
         tensor: Tensor = self._file.get_tensor(name)
         if digest_of(tensor) != self.header.checksums[name]:
             raise self.damaged(f"{name} was altered")
-        return tensor
+        codec = self.header.codec
+        if codec is None or name not in codec.streams:
+            return tensor
+        stream = codec.streams[name]
+        return decompressed_tensor(tensor, stream.dtype, stream.shape, codec.compressor)
 
     def check(self) -> None:
         """Reads all tensors; raises ContextFileError if one is damaged."""
@@ -218,10 +274,10 @@ class ContextFile:
         if FORMAT not in found:
             raise ContextFileError(f"{self.path} is a safetensors file, but no context of kvfold")
         version = found[FORMAT]
-        if version not in (VERSION, BIASED):
+        if version not in VERSIONS:
             raise ContextFileError(
                 f"{self.path} has format version {version!r}, and this kvfold reads "
-                f"{VERSION!r} and {BIASED!r}: update kvfold, or compress the document again"
+                f"{', '.join(VERSIONS)}: update kvfold, or compress the document again"
             )
         text = found.get(HEADER, "")
         if digest(version + text) != found.get(CHECKSUM):

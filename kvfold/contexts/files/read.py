@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,16 +18,13 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
+from kvfold.contexts.files.coding import decoded
 from kvfold.contexts.files.format import ContextFile, LayerHeader, StockLayerHeader, opened
 from kvfold.contexts.files.layers import SavedLayer, kept
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
-from kvfold.hf.identity import (
-    model_differences,
-    model_header,
-    rope_differences,
-    rope_header,
-)
+from kvfold.hf.header import model_differences, rope_differences
+from kvfold.hf.identity import model_header, rope_header
 from kvfold.hf.models import layer_device
 from kvfold.kernels.views import Named
 from kvfold.methods.base import Method, parse, spelled_out
@@ -148,7 +147,7 @@ def _check_origins(file: ContextFile) -> None:
 def _fill(
     cache: CompressedCache, file: ContextFile, model: PreTrainedModel, heads: slice | None
 ) -> None:
-    header = file.header
+    header, coded = file.header, decoded(file, cache)
     by_index: dict[int, LayerHeader | StockLayerHeader] = {p.index: p for p in header.layers}
     by_index |= {p.index: p for p in header.others}
     if sorted(by_index) != list(range(len(cache.layers))):
@@ -163,7 +162,7 @@ def _fill(
             chosen = range(len(saved.kept))[heads or slice(None)]
             if not chosen:
                 raise ContextFileError(f"{file.path} has {len(saved.kept)} heads, none in {heads}")
-            by_head, whole = _tensors(file, f"layers.{index}.", saved, chosen, device)
+            by_head, whole = _tensors(file, f"layers.{index}.", saved, chosen, device, coded)
             layers.restore(layer, SavedLayer(saved, by_head, whole))
             if kept(layer) != [saved.kept[head] for head in chosen]:
                 raise file.damaged(f"layer {index} stores other counts than its header lists")
@@ -193,10 +192,18 @@ def _tensors(
     saved: LayerHeader | StockLayerHeader,
     heads: range,
     device: torch.device,
+    coded: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Named, dict[str, Tensor]]:
-    """A layer's tensors on its device: those per KV head, and those of all heads."""
+    """A layer's tensors on its device: those per KV head, and those of all heads.
+
+    `coded` are those that a codec holds.
+    """
+
+    def tensor(name: str) -> Tensor:
+        return coded[name] if name in coded else file.tensor(name)
+
     by_head = {
-        name: [file.tensor(f"{prefix}{name}.{head}").to(device) for head in heads]
+        name: [tensor(f"{prefix}{name}.{head}").to(device) for head in heads]
         for name in saved.by_head
     }
     return by_head, {name: file.tensor(f"{prefix}{name}").to(device) for name in saved.whole}

@@ -24,6 +24,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
+from kvfold.contexts.files.coding import Coding
 from kvfold.contexts.files.format import (
     BudgetHeader,
     Header,
@@ -34,15 +35,11 @@ from kvfold.contexts.files.format import (
     metadata,
 )
 from kvfold.errors import KvfoldError
-from kvfold.hf.identity import (
-    ModelHeader,
-    RopeHeader,
-    digest_of,
-    model_header,
-    rope_header,
-)
+from kvfold.hf.header import ModelHeader, RopeHeader, digest_of
+from kvfold.hf.identity import model_header, rope_header
 from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
+from kvfold.store.per_token import Quantizing
 from kvfold.store.quantized import Packing
 
 if TYPE_CHECKING:
@@ -94,15 +91,23 @@ class RankPart:
     tensors: FileTensors
 
 
-def save(context: Context, path: str | Path, session: SessionHeader | None = None) -> None:
+def save(
+    context: Context,
+    path: str | Path,
+    session: SessionHeader | None = None,
+    codec: str | None = None,
+) -> None:
     """Writes `context` to `path` atomically; `session` if it is a session's.
+
+    `codec` is one of `codecs/codec.py`; None: tensors as they are.
 
     A process killed meanwhile leaves the old file intact, and a file `.<name>.<random>.tmp`. Under
     tensor parallelism all ranks call this, and the first one writes the entries of all. Raises
     KvfoldError if the cache is empty, in the middle of a turn, has several rows, or its method is
-    not registered; and if the file cannot be written.
+    not registered; for a codec that cannot be; and if the file cannot be written.
     """
     cache = context.cache
+    coding = None if codec is None else Coding.of(codec, context.model)
     _check(cache)
     context.check()
     tensors = FileTensors(cache.ranks.own_heads)
@@ -114,7 +119,7 @@ def save(context: Context, path: str | Path, session: SessionHeader | None = Non
     tensors.add("", {}, whole)
     tensors.add("rope.", {}, frequencies)
     model = model_header(context.model, context.tokenizer)
-    write = partial(_write, context, Path(path), model, rope, session)
+    write = partial(_write, context, Path(path), model, rope, session, coding)
     cache.ranks.on_first(RankPart(headers, tensors), write)
 
 
@@ -124,6 +129,7 @@ def _write(
     model: ModelHeader,
     rope: RopeHeader,
     session: SessionHeader | None,
+    coding: Coding | None,
     by_rank: list[RankPart],
 ) -> None:
     """Writes the parts of all ranks, `by_rank` in rank order."""
@@ -132,6 +138,10 @@ def _write(
     headers = [
         merged_over_ranks(of_ranks) for of_ranks in zip(*(s.headers for s in by_rank), strict=True)
     ]
+    same_as = {name: other for s in by_rank for name, other in s.tensors.same_as.items()}
+    coded = None
+    if coding is not None:
+        stored, same_as, coded = coding.encode(cache, stored, same_as, headers)
     header = Header(
         written_by=kvfold.__version__,
         method=spelled_out(cache.method),
@@ -150,10 +160,11 @@ def _write(
         has_prefix=cache.phase.prefix is not None,
         layers=[header for header in headers if isinstance(header, LayerHeader)],
         others=[header for header in headers if isinstance(header, StockLayerHeader)],
-        same_as={name: other for s in by_rank for name, other in s.tensors.same_as.items()},
+        same_as=same_as,
         checksums={name: digest_of(tensor) for name, tensor in stored.items()},
         origins=origins(cache.method),
         session=session,
+        codec=coded,
     )
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))
@@ -218,4 +229,6 @@ def _layers(
 
 def _bits(cache: CompressedCache) -> tuple[int, int] | None:
     encode = cache.method.stages().encode
-    return (encode.key_bits, encode.value_bits) if isinstance(encode, Packing) else None
+    if isinstance(encode, Packing | Quantizing):
+        return encode.key_bits, encode.value_bits
+    return None

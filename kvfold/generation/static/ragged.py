@@ -15,7 +15,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.generation.static.layer import StaticLayer
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.ragged import attend_to_segments
-from kvfold.kernels.static_quantized import Backend, attend_to_packed_segments, reads_packed
+from kvfold.kernels.static_quantized import Backend, attend_to_quantized_segments, reads_quantized
 from kvfold.store.ragged import RaggedStore
 
 # CUDA graphs cannot replay an operation with side effects; older versions of torch lack the tag.
@@ -84,8 +84,10 @@ class StaticRagged(StaticLayer):
         keys, values = layer.update(call.key, call.value)
         stored = self.store.segments()
         tokens = self._newest_tokens() if self.padded else None
-        if tokens is None and stored.bias is None and reads_packed(stored):
-            out = attend_to_packed_segments(call.query, stored, backend=self.backend, **call.logits)
+        if tokens is None and stored.bias is None and reads_quantized(stored):
+            out = attend_to_quantized_segments(
+                call.query, stored, backend=self.backend, **call.logits
+            )
         else:
             mask = None if tokens is None else tokens[:, None, None]
             out = attend_to_segments(call.query, stored, mask, **call.logits)

@@ -97,7 +97,8 @@ def _check_one_by_one(stages: Stages) -> None:
             "an allocation per head is made when a prefill ends, so it does not go with a method "
             "that evicts while decoding: choose decode=append where it is offered"
         )
-    if stages.evicts_while_decoding and stages.encode is not None:
+    alone = stages.encode is None or (stages.decode == "every" and stages.encode.standalone)
+    if stages.evicts_while_decoding and not alone:
         raise IllegalComposition(
             "encoded entries cannot be evicted one by one, so an encoding cannot follow a "
             "method that evicts while decoding: choose decode=append where it is offered"

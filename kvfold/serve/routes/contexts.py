@@ -19,7 +19,7 @@ from kvfold.serve.limits import RESERVATION
 from kvfold.serve.request_schemas import CONTEXT_ID, ContextRequest
 from kvfold.serve.response_schemas import ContextDeleted, ContextDetail, ContextInfo, ContextList
 from kvfold.serve.routes.hangup import unless_gone
-from kvfold.serve.routes.pages import AFTER, LIMIT, NAME, page
+from kvfold.serve.routes.pages import AFTER, LIMIT, NAME, page, stored_fields
 from kvfold.serve.stored import Stored
 from kvfold.serve.worker_threads import WorkerJob
 
@@ -80,20 +80,11 @@ def router(engine: Engine) -> APIRouter:
 
 
 def _detail(held: Stored[Context], model: str) -> ContextDetail:
-    stats = held.stats
     return ContextDetail(
-        id=held.id,
-        created=held.created,
-        model=model,
-        method=stats.method,
-        budget=stats.budget,
-        tokens=stats.seen,
-        kept=stats.kept_fraction,
-        bytes=held.size,
-        bytes_full=stats.nbytes_full,
-        place=held.place,
+        **stored_fields(held, model),
+        kept=held.stats.kept_fraction,
         readers=held.readers,
-        kept_per_layer=[rows[0] for rows in stats.kept],
+        kept_per_layer=[rows[0] for rows in held.stats.kept],
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Path, Query
 
@@ -23,6 +23,21 @@ def page(pool: Pool[Value], limit: int, after: str | None) -> tuple[list[Stored[
         first = _age(pool.get(after))
         held = [one for one in held if _age(one) > first]
     return held[:limit], len(held) > limit
+
+
+def stored_fields(held: Stored[Value], model: str) -> dict[str, Any]:
+    """The fields of `StoredInfo`."""
+    return {
+        "id": held.id,
+        "created": held.created,
+        "model": model,
+        "method": held.stats.method,
+        "budget": held.stats.budget,
+        "tokens": held.stats.seen,
+        "bytes": held.size,
+        "bytes_full": held.stats.nbytes_full,
+        "place": held.place,
+    }
 
 
 def _age(held: Stored[Value]) -> tuple[int, str]:

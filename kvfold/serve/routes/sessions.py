@@ -22,7 +22,7 @@ from kvfold.serve.response_schemas import (
     SessionMessage,
 )
 from kvfold.serve.routes.hangup import unless_gone
-from kvfold.serve.routes.pages import AFTER, LIMIT, NAME, page
+from kvfold.serve.routes.pages import AFTER, LIMIT, NAME, page, stored_fields
 from kvfold.serve.stored import Stored
 from kvfold.serve.worker_threads import WorkerJob
 
@@ -69,19 +69,11 @@ def router(engine: Engine) -> APIRouter:
 
 
 def _detail(held: Stored[Session], model: str) -> SessionDetail:
-    stats, record = held.stats, held.record
+    record = held.record
     assert record is not None
     return SessionDetail(
-        id=held.id,
-        created=held.created,
-        model=model,
-        method=stats.method,
-        budget=stats.budget,
-        tokens=stats.seen,
-        entries=stats.mean_kept,
-        bytes=held.size,
-        bytes_full=stats.nbytes_full,
-        place=held.place,
+        **stored_fields(held, model),
+        entries=held.stats.mean_kept,
         in_use=held.readers > 0,
         turns=record.turns,
         compactions=record.compactions,

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.contexts.files.format import ContextFile
 from kvfold.errors import ContextFileError, KvfoldError, UnsupportedModel
-from kvfold.hf.identity import FIELDS, differences, digest, rope_differences, rope_header
+from kvfold.hf.header import differences, digest, rope_differences
+from kvfold.hf.identity import FIELDS, rope_header
 from kvfold.hf.models import shares_entries, text_config
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import is_compressible, stock_layers

@@ -13,7 +13,7 @@ import torch
 from kvfold.contexts.files.format import ContextFile, Header, opened
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import PromptFrame
-from kvfold.hf.identity import digest
+from kvfold.hf.header import digest
 from kvfold.serve.context_folder import SUFFIX
 from kvfold.serve.request_schemas import CONTEXT_ID
 from kvfold.serve.vllm.equalize import EntryCounts, voted, votes

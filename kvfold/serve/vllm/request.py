@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import ContextFileError, KvfoldError
-from kvfold.hf.identity import digest
+from kvfold.hf.header import digest
 from kvfold.serve.vllm.placeholders import ServedContext
 
 # Key of vLLM's `kv_transfer_params` that names a context.

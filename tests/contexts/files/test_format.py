@@ -30,8 +30,8 @@ def test_every_method_is_spelled_out_so_that_it_can_be_read():
 
 
 def test_another_version_is_refused(model, tokenizer, saved, tmp_path):
-    path = rewritten(tmp_path / "a.kvfold", saved, version="3")
-    with pytest.raises(ContextFileError, match="format version '3', and this kvfold reads '1' and"):
+    path = rewritten(tmp_path / "a.kvfold", saved, version="4")
+    with pytest.raises(ContextFileError, match="format version '4', and this kvfold reads 1, 2, 3"):
         kvfold.load(path, model, tokenizer)
 
 

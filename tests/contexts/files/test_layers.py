@@ -13,10 +13,10 @@ import kvfold
 from kvfold import ContextFileError
 from kvfold.contexts.files import format as files_format
 from kvfold.contexts.files.format import read_header
-from tests.helpers.contexts import KIVI, compressed
+from tests.helpers.contexts import KIVI, TURBO, compressed
 
 
-@pytest.mark.parametrize("spec", ["snapkv", "adakv", KIVI, "think", "minicache"])
+@pytest.mark.parametrize("spec", ["snapkv", "adakv", KIVI, TURBO, "think", "minicache"])
 def test_some_heads_are_loaded_alone(model, tokenizer, tmp_path, spec):
     context = compressed(model, tokenizer, spec)
     context.save(tmp_path / "a.kvfold")

@@ -17,6 +17,7 @@ from tests.helpers.contexts import (
     KINDS,
     KIVI,
     QUESTION,
+    TURBO,
     assert_same,
     compressed,
     new_model,
@@ -63,7 +64,7 @@ def test_what_is_saved_comes_back_and_goes_on(model, tokenizer, tmp_path, spec):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes_come_back_bit_for_bit(tokenizer, tmp_path, dtype):
     model = new_model(dtype=dtype)
-    for spec in ("snapkv", "adakv", KIVI, "minicache"):
+    for spec in ("snapkv", "adakv", KIVI, TURBO, "minicache"):
         context = compressed(model, tokenizer, spec)
         context.save(tmp_path / "a.kvfold")
         assert_same(kvfold.load(tmp_path / "a.kvfold", model, tokenizer).cache, context.cache)

@@ -86,8 +86,9 @@ def test_every_method_decodes_the_same_or_is_refused(model):
         stages = caches[0].method.stages()
         if stages.decode == "hold":
             evicting.add(repr((stages.score, stages.merge_one)))
-    # Beside those that evict: one for rectangles, one for segments, two products with packed ones.
-    assert graphs() == 4 + len(evicting)
+    # Beside those that evict: one for rectangles, one for segments, two products with packed ones;
+    # of those quantized one by one, products with keys of 4 and of 8 bits, and with values.
+    assert graphs() == 4 + 3 + len(evicting)
     assert set(refusing) == {"cam", "streaming", "rounds"}
 
 
@@ -194,7 +195,7 @@ def test_questions_to_a_frozen_cache_are_answered_and_taken_back(model):
 @BATCHES
 @pytest.mark.parametrize(
     "specs",
-    [DENSE, [RAGGED, "adakv:window=4", ENCODED[1]], ["d2o"] * 2],
+    [DENSE, [RAGGED, "adakv:window=4", ENCODED[2]], ["d2o"] * 2],
     ids=["dense", "segments", "d2o"],
 )
 def test_one_graph_serves_all_caches(model, specs, lengths):

@@ -39,7 +39,9 @@ def model():
     return small("llama")
 
 
-@pytest.mark.parametrize("spec", ["kivi:group=8,residual=8", *ENCODED[1:]])
+@pytest.mark.parametrize(
+    "spec", ["kivi:group=8,residual=8", "turboquant:residual=8,sinks=2", *ENCODED[2:]]
+)
 def test_nothing_may_be_encoded_when_decoding_begins(model, spec):
     ids = prompts((6,))[0]
     caches = [CompressedCache(model, spec) for _ in range(2)]

@@ -23,6 +23,7 @@ class Chosen:
     slots: Tensor  # [B, H, K], ascending, −1 for holes
     over_budget: bool  # True if more entries are forced than the budget allows
     scores: Tensor  # [B, H, T], of all entries, forced or not
+    forced: Tensor  # bool [B, H, T], entries that stay whatever their score
 
 
 def choose(
@@ -67,7 +68,7 @@ def choose(
         slots = stages.select(observation, scores, forced, positions, counts)
     else:
         slots = top(with_forced(scores, forced, positions), counts)
-    return Chosen(slots, over, scores)
+    return Chosen(slots, over, scores, forced)
 
 
 def leaving(

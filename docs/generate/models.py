@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/models.md: `python docs/generate/models.py RECORDS [CLASS ...]`.
+
+Runs the six checks of `model_checks.py` on every class, or on those named, and adds a line of JSON
+for each to RECORDS; classes that have one are left out, so that a run can be resumed. The page's
+block is then written anew from all records.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+from model_checks import CHECKS, REFUSED, RIGHT, UNTOLD, WRONG, Outcome, check
+from tiny_models import architectures
+
+PAGE = Path(__file__).parents[1] / "models.md"
+BEGIN, END = "<!-- made by docs/generate/models.py: begin -->", "<!-- end -->"
+SIGNS = {RIGHT: "✓", REFUSED: "refused", WRONG: "✗", UNTOLD: "–"}
+Outcomes = Mapping[str, Outcome]
+
+
+def main() -> None:
+    """Checks what has no record, and writes the page."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    records, names = Path(sys.argv[1]), sys.argv[2:] or list(architectures())
+    known = dict(_read(records))
+    for name in names:
+        if name not in known:
+            known[name] = check(name)
+            _add(records, name, known[name])
+            print(name, *(f"{of}: {o.verdict}" for of, o in known[name].items()), flush=True)
+            gc.collect()
+    text = PAGE.read_text("utf-8")
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{block(known)}\n\n{END}{tail}", "utf-8")
+
+
+def block(known: Mapping[str, Outcomes]) -> str:
+    """The tables, as Markdown."""
+    run = {name: of for name, of in known.items() if "cache" not in of}
+    right = [name for name, of in run.items() if all(o.verdict == RIGHT for o in of.values())]
+    unmade = {n: of["cache"] for n, of in known.items() if "cache" in of}
+    refused = {n: o for n, o in unmade.items() if o.verdict == REFUSED}
+    others = [n for n in unmade if n not in refused]
+    parts = [
+        f"Of {len(known)} classes in transformers {transformers.__version__}, {len(run)} take a "
+        f"cache, {len(right)} of them right in all six checks; {len(refused)} are refused when the "
+        f"cache is made; {len(others)} could not be measured.",
+        "### Checked",
+        f"| class | {' | '.join(CHECKS)} | where not |",
+        "|---|" + "---|" * (len(CHECKS) + 1),
+    ]
+    rows = [row(name, of) for name, of in sorted(run.items())]
+    parts[2:] = ["\n".join([*parts[2:], *rows])]
+    parts += ["### Refused", _grouped(refused)]
+    without = "No tiny configuration of these runs here, without kvfold either"
+    parts += ["### Not measured", f"{without}: {', '.join(sorted(others))}."]
+    return "\n\n".join(parts)
+
+
+def row(name: str, outcomes: Outcomes) -> str:
+    """A class's row of the table of checks."""
+    signs = " | ".join(SIGNS[outcomes[of].verdict] for of in CHECKS)
+    whys = [f"{of}: {reason(name, o)}" for of, o in outcomes.items() if o.verdict != RIGHT]
+    return f"| {name} | {signs} | {'; '.join(whys)} |"
+
+
+def reason(name: str, outcome: Outcome) -> str:
+    """Why an outcome is not right, in words that other classes share."""
+    general = re.sub(rf"{name}(\.forward\(\))?", "the model", outcome.why)
+    return re.sub(r"layer \d+", "a layer", general).replace("|", "\\|")
+
+
+def _grouped(outcomes: Mapping[str, Outcome]) -> str:
+    """A table of reasons and the classes that share each."""
+    of: dict[str, list[str]] = {}
+    for name, outcome in outcomes.items():
+        of.setdefault(reason(name, outcome), []).append(name)
+    rows = [f"| {why} | {', '.join(sorted(names))} |" for why, names in sorted(of.items())]
+    return "\n".join(["| reason | classes |", "|---|---|", *rows])
+
+
+def _read(records: Path) -> Iterator[tuple[str, Outcomes]]:
+    for line in records.read_text("utf-8").splitlines() if records.is_file() else []:
+        record = json.loads(line)
+        yield record["class"], {of: Outcome(**o) for of, o in record["outcomes"].items()}
+
+
+def _add(records: Path, name: str, outcomes: Outcomes) -> None:
+    records.parent.mkdir(parents=True, exist_ok=True)
+    with records.open("a", encoding="utf-8") as file:
+        line = {"class": name, "outcomes": {of: asdict(o) for of, o in outcomes.items()}}
+        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The basis in which a model's keys and values are coded: their principal directions.
+
+Errors count by what they do: `weights` of channels scale keys by their queries' size, and values by
+W_o's columns over the size of what they are added to. Directions are those of scaled numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.methods.fitted import Fitted
+
+# "joint": one vector for all layers and heads of a token; "head": one for each KV head.
+Scope = Literal["joint", "head"]
+
+
+@dataclass(frozen=True, eq=False)
+class Basis(Fitted):
+    """Means, weights and directions of keys before RoPE, and of values.
+
+    `p` numbers of consecutive layers make a block, so that its covariance stays small.
+
+    Args:
+        key_means, value_means: `[L, H, D]`.
+        key_weights, value_weights: `[L, H, D]`.
+        key_directions, value_directions: `[blocks, p, R]`, float16, orthonormal.
+        key_head_directions, value_head_directions: `[L, H, D, D]`, of each KV head alone.
+    """
+
+    method: ClassVar[str] = "kvtc"
+    command: ClassVar[str] = "kvfold fit MODEL TEXTS --codec kvtc"
+    bundled: ClassVar[str] = "codec.safetensors"
+    key_means: Tensor
+    key_weights: Tensor
+    key_directions: Tensor
+    key_head_directions: Tensor
+    value_means: Tensor
+    value_weights: Tensor
+    value_directions: Tensor
+    value_head_directions: Tensor
+
+    @property
+    def keys(self) -> Transform:
+        """The transform of keys."""
+        return Transform(
+            self.key_means, self.key_weights, self.key_directions, self.key_head_directions
+        )
+
+    @property
+    def values(self) -> Transform:
+        """The transform of values."""
+        return Transform(
+            self.value_means, self.value_weights, self.value_directions, self.value_head_directions
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """To the coefficients of a basis, and back; fields as of `Basis`."""
+
+    means: Tensor
+    weights: Tensor
+    directions: Tensor
+    head_directions: Tensor
+
+    def forward(self, heads: Sequence[Tensor], scope: Scope) -> list[Tensor]:
+        """Coefficients `[streams, n]` of entries `[n, D]` of each KV head, layer by layer.
+
+        One tensor for each block of layers, or for each head.
+        """
+        if scope == "head":
+            return [
+                directions.T @ scaled.T
+                for scaled, directions in zip(self._scaled(heads), self._of_heads(), strict=True)
+            ]
+        together = torch.cat(list(self._scaled(heads)), -1)
+        parts = together.split(self.directions.shape[1], -1)
+        return [of.float().T @ part.T for part, of in zip(parts, self.directions, strict=True)]
+
+    def back(
+        self, coefficients: Sequence[Tensor], scope: Scope, dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """Entries `[n, D]` of each KV head, float32, from coefficients `[streams, n]`.
+
+        Products of a joint basis are in `dtype`: in bfloat16, they are several times as fast.
+        """
+        size = self.means.shape[-1]
+        if scope == "head":
+            parts = zip(coefficients, self._of_heads(), strict=True)
+            scaled = [(directions @ found).T for found, directions in parts]
+        else:
+            blocks = zip(coefficients, self.directions, strict=True)
+            together = [(of.to(dtype) @ found.to(dtype)).T for found, of in blocks]
+            scaled = [head for block in together for head in block.split(size, -1)]
+        means, weights = self.means.flatten(0, 1), self.weights.flatten(0, 1)
+        return [
+            each.float() / weight + mean
+            for each, weight, mean in zip(scaled, weights, means, strict=True)
+        ]
+
+    def streams(self, counts: Sequence[int], scope: Scope) -> list[tuple[int, int]]:
+        """Rows and columns of the coefficients of `forward`, for heads of `counts` entries."""
+        blocks, _, rank = self.directions.shape
+        if scope == "head":
+            return [(self.means.shape[-1], count) for count in counts]
+        return [(rank, counts[0])] * blocks
+
+    def _scaled(self, heads: Sequence[Tensor]) -> Iterator[Tensor]:
+        means, weights = self.means.flatten(0, 1), self.weights.flatten(0, 1)
+        for head, mean, weight in zip(heads, means, weights, strict=True):
+            yield (head.float() - mean) * weight
+
+    def _of_heads(self) -> Tensor:
+        return self.head_directions.flatten(0, 1)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transform coding of keys and values (KVTC): principal directions, one step, entropy coding.
+
+Coefficients of all directions are rounded to multiples of one step, which spends bits where the
+variance is: a direction below the step costs nothing. The step is found for each context, so that
+its file has the size that was asked for.
+Source: Staniszewski and Łańcucki (arXiv 2511.01815), who choose bits by dynamic programming and
+scale each token; weights of channels and the coding of small symbols are kvfold's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.codecs import symbols
+from kvfold.codecs.basis import Scope, Transform
+from kvfold.codecs.symbols import CodedStreams, Compressor
+from kvfold.errors import KvfoldError
+
+KEYS_SHARE = 1 / 3  # of the bytes: values take the rest, as their errors cost more
+ROUNDS = 12  # halvings of the logarithm of the step's range
+FINEST, COARSEST = 2.0**-14, 2.0**6  # steps, in standard deviations of the largest coefficient
+
+
+@dataclass(frozen=True)
+class CodedSide:
+    """Coded keys or values: `streams` in steps of `step`."""
+
+    streams: CodedStreams
+    step: float
+
+
+def encode(
+    heads: Sequence[Tensor], transform: Transform, scope: Scope, nbytes: float, by: Compressor
+) -> CodedSide | None:
+    """Codes keys or values `[n, D]` of each KV head in at most `nbytes`; None if they are too few.
+
+    Each stream takes two bytes, which is much for a short text. Raises KvfoldError for numbers that
+    are not finite.
+    """
+    coefficients = transform.forward(heads, scope)
+    filled = [each for each in coefficients if each.numel()]
+    deviation = max((float(each.square().mean(-1).max()) for each in filled), default=1.0) ** 0.5
+    peak = max((float(each.abs().max()) for each in filled), default=0.0)
+    if not math.isfinite(deviation + peak):
+        raise KvfoldError('keys or values are not finite: save the context with codec="zstd"')
+
+    def at(step: float) -> CodedStreams:
+        rounded = ((each / step).round() for each in coefficients)
+        return symbols.encode([stream for each in rounded for stream in each], by)
+
+    # A symbol is at most MOST.
+    fine = max(FINEST * (deviation or 1.0), peak / symbols.MOST)
+    coarse = max(COARSEST * (deviation or 1.0), fine)
+    step = _finest_fitting(lambda step: at(step).nbytes <= nbytes, fine, coarse)
+    return None if step is None else CodedSide(at(step), step)
+
+
+def _finest_fitting(fits: Callable[[float], bool], fine: float, coarse: float) -> float | None:
+    """The finest step, within the search's precision, whose streams fit; None if none does."""
+    if fits(fine):
+        return fine
+    if not fits(coarse):
+        return None
+    for _ in range(ROUNDS):
+        middle = (fine * coarse) ** 0.5
+        if fits(middle):
+            coarse = middle
+        else:
+            fine = middle
+    return coarse
+
+
+def decode(
+    coded: CodedSide,
+    transform: Transform,
+    scope: Scope,
+    counts: Sequence[int],
+    by: Compressor,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Keys or values `[n, D]` of each KV head, float32; `counts` are the heads' entries.
+
+    Products are in bfloat16 if that is `dtype`, the model's, else in float32. Raises
+    ContextFileError for streams that do not fit these entries.
+    """
+    shapes = transform.streams(counts, scope)
+    coefficients = [torch.zeros(shape) for shape in shapes]
+    rows = [row for each in coefficients for row in each]
+    lengths = [columns for streams, columns in shapes for _ in range(streams)]
+    for number, stream in symbols.decode(coded.streams, lengths, by):
+        torch.mul(stream, coded.step, out=rows[number])
+    products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return transform.back(coefficients, scope, products)

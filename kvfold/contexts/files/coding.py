@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs of context files: the tensors that they take, and back, keys turned to position 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.layer import CompressedLayer
+from kvfold.codecs import kvtc
+from kvfold.codecs.basis import Basis, Scope
+from kvfold.codecs.codec import Kvtc, codec_of, spelled
+from kvfold.codecs.symbols import CodedStreams, Compressor, compressed_tensor, compressor
+from kvfold.contexts.files.format import (
+    CodecHeader,
+    ContextFile,
+    EntriesHeader,
+    LayerHeader,
+    StockLayerHeader,
+    StreamHeader,
+)
+from kvfold.errors import ContextFileError, KvfoldError, ScorerFileError
+from kvfold.hf.fitted_numbers import digest_of_file
+from kvfold.hf.models import caches_latents, layer_device
+from kvfold.hf.scorer_file import read_fitted
+from kvfold.store.dense import DenseStore
+
+SIDES = ("keys", "values")
+PARTS = ("peaks", "sizes", "data")  # of coded streams
+
+
+class CodedHead(NamedTuple):
+    """A KV head whose keys and values are coded: `names` of both, columns and positions `[n]`."""
+
+    layer: int
+    names: tuple[str, str]
+    columns: Tensor
+    positions: Tensor
+
+
+Encoded = tuple[dict[str, Tensor], dict[str, str], CodecHeader]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """A codec with the basis that it names, whose digest is `digest`."""
+
+    compressor: Compressor
+    kvtc: Kvtc | None = None
+    basis: Basis | None = None
+    digest: str = ""
+
+    @classmethod
+    def of(cls, codec: str, model: PreTrainedModel) -> Coding:
+        """A codec for contexts of a model; raises KvfoldError, and ScorerFileError for its file."""
+        chosen = codec_of(codec)
+        if chosen is None:
+            return cls(compressor())
+        basis = read_fitted(chosen.file, model, Basis)
+        return cls(compressor(), chosen, basis, digest_of_file(chosen.file))
+
+    def encode(
+        self,
+        cache: CompressedCache,
+        stored: Mapping[str, Tensor],
+        same_as: Mapping[str, str],
+        headers: Sequence[LayerHeader | StockLayerHeader],
+    ) -> Encoded:
+        """Tensors of a file, names of those stored once, and the codec's header.
+
+        Raises KvfoldError for entries that this codec cannot hold.
+        """
+        kept, same, made = dict(stored), dict(same_as), dict[str, Tensor]()
+        found = None if self.kvtc is None else self._entries(cache, stored, same_as, headers)
+        entries = None
+        if found is not None:
+            entries, made, coded = found
+            same = {name: other for name, other in same.items() if name not in coded}
+            kept = {name: tensor for name, tensor in stored.items() if name not in coded}
+        streams = {
+            name: StreamHeader.model_validate(
+                {"dtype": _name(tensor.dtype), "shape": list(tensor.shape)}
+            )
+            for name, tensor in kept.items()
+        }
+        made |= {name: compressed_tensor(each, self.compressor) for name, each in kept.items()}
+        header = CodecHeader(
+            codec=spelled(self.kvtc), compressor=self.compressor, streams=streams, entries=entries
+        )
+        return made, same, header
+
+    def _entries(
+        self,
+        cache: CompressedCache,
+        stored: Mapping[str, Tensor],
+        same_as: Mapping[str, str],
+        headers: Sequence[LayerHeader | StockLayerHeader],
+    ) -> tuple[EntriesHeader, dict[str, Tensor], set[str]] | None:
+        """The header and streams of keys and values, and the names of the tensors in them.
+
+        None for a text too short for its codes to be smaller.
+        """
+        assert self.kvtc is not None and self.basis is not None
+        layers = [header for header in headers if isinstance(header, LayerHeader)]
+        _check(layers, cache.states[0].rotation.model)
+
+        def tensor(name: str) -> Tensor:
+            return stored[same_as.get(name, name)]
+
+        heads = list(_heads(layers, tensor))
+        scope, seen = _scope(heads), cache.get_seq_length()
+        whole = _whole(heads, self.kvtc.sinks, seen - self.kvtc.window)
+        made, steps = dict[str, Tensor](), []
+        shares = (kvtc.KEYS_SHARE, 1 - kvtc.KEYS_SHARE)
+        numbers = sum(int((~each).sum()) for each in whole) * 2 * self.basis.key_means.shape[-1]
+        for side, (name, share) in enumerate(zip(SIDES, shares, strict=True)):
+            given = [tensor(head.names[side]) for head in heads]
+            rest = [each[~kept] for each, kept in zip(given, whole, strict=True)]
+            if name == "keys":
+                rest = list(_turned(cache, heads, whole, rest, back=True))
+            transform = getattr(self.basis, name)
+            room = share * 2 * numbers / self.kvtc.ratio
+            coded = kvtc.encode(rest, transform, scope, room, self.compressor)
+            if coded is None:
+                return None
+            made |= {f"codec.{name}.{part}": getattr(coded.streams, part) for part in PARTS}
+            edges = [each[kept] for each, kept in zip(given, whole, strict=True)]
+            made[f"codec.{name}.whole"] = torch.cat(edges)
+            steps.append(coded.step)
+        header = EntriesHeader(basis=self.digest, scope=scope, steps=(steps[0], steps[1]))
+        return header, made, {name for head in heads for name in head.names}
+
+
+def decoded(file: ContextFile, cache: CompressedCache) -> dict[str, Tensor]:
+    """Keys and values that a file's codec holds, by their names; none without such a codec.
+
+    Raises ContextFileError without the basis that the file names, beside it or where it was, and
+    for entries that do not fit the model or the codec.
+    """
+    codec = file.header.codec
+    if codec is None or codec.entries is None:
+        return {}
+    try:
+        return _decoded(file, cache, codec, codec.entries)
+    except (LookupError, RuntimeError, TypeError, ValueError) as problem:
+        raise file.damaged(f"its codec does not fit its entries ({problem})") from problem
+
+
+def _decoded(
+    file: ContextFile, cache: CompressedCache, codec: CodecHeader, entries: EntriesHeader
+) -> dict[str, Tensor]:
+    chosen = _kvtc(file, codec)
+    basis = _basis(file, chosen.file, entries.basis, cache.states[0].rotation.model)
+    heads = list(_heads(file.header.layers, file.tensor))
+    whole = _whole(heads, chosen.sinks, file.header.seen - chosen.window)
+    dtype, found = getattr(torch, file.header.dtype), dict[str, Tensor]()
+    for side, (name, step) in enumerate(zip(SIDES, entries.steps, strict=True)):
+        parts = [file.tensor(f"codec.{name}.{part}") for part in PARTS]
+        coded, transform = kvtc.CodedSide(CodedStreams(*parts), step), getattr(basis, name)
+        counts = [int((~kept).sum()) for kept in whole]
+        rest = kvtc.decode(coded, transform, entries.scope, counts, codec.compressor, dtype)
+        if name == "keys":
+            rest = list(_turned(cache, heads, whole, rest, back=False))
+        edges = file.tensor(f"codec.{name}.whole").split([int(kept.sum()) for kept in whole])
+        for head, each, edge, kept in zip(heads, rest, edges, whole, strict=True):
+            found[head.names[side]] = _merged(each, edge, kept, dtype)
+    return found
+
+
+def _merged(rest: Tensor, edge: Tensor, whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """Entries `[n, D]`: `edge` where they are `whole [n]`, `rest` elsewhere."""
+    made = torch.empty(len(whole), rest.shape[-1], dtype=dtype)
+    made[~whole], made[whole] = rest.to(dtype), edge
+    return made
+
+
+def _heads(layers: Sequence[LayerHeader], tensor: Callable[[str], Tensor]) -> Iterator[CodedHead]:
+    """KV heads of all layers, with columns as `format.py` says, without ragged stores' tails."""
+    for layer in layers:
+        prefix, dense = f"layers.{layer.index}.", layer.store == DenseStore.kind
+        part, listed = ("", "positions") if dense else (".rows", "columns")
+        for head in range(len(layer.kept)):
+            names = (f"{prefix}keys{part}.{head}", f"{prefix}values{part}.{head}")
+            columns = torch.arange(layer.seen)
+            if listed in layer.by_head:
+                newest = columns[layer.first_new : layer.first_new + layer.new]
+                columns = tensor(f"{prefix}{listed}.{head}").long()
+                columns = columns if dense else torch.cat([columns, newest])
+            raw = 0 if dense else len(tensor(f"{prefix}keys.tail.{head}"))
+            columns = columns[: len(columns) - raw]
+            positions = columns.clamp(min=0)
+            if "moves" in layer.by_head:
+                moves = tensor(f"{prefix}moves.{head}").long()[: len(positions)]
+                positions[: len(moves)] += moves
+            yield CodedHead(layer.index, names, columns, positions)
+
+
+def _check(layers: Sequence[LayerHeader], model: PreTrainedModel) -> None:
+    """Raises KvfoldError for entries that kvtc cannot hold."""
+    names = {name for layer in layers for name in (*layer.by_head, *layer.whole)}
+    reason = None
+    if caches_latents(model):
+        reason = f"{type(model).__name__} caches latents, and the basis is for keys and values"
+    elif "valid" in names:
+        reason = "the document was read with padding"
+    elif any("keys" not in layer.by_head and "keys.rows" not in layer.by_head for layer in layers):
+        reason = "its entries are encoded already"
+    if reason is not None:
+        raise KvfoldError(f'{reason}: save it with codec="zstd"')
+
+
+def _scope(heads: Sequence[CodedHead]) -> Scope:
+    """All heads together if they keep the same tokens."""
+    first = heads[0].columns
+    return "joint" if all(torch.equal(head.columns, first) for head in heads) else "head"
+
+
+def _whole(heads: Sequence[CodedHead], sinks: int, window: int) -> list[Tensor]:
+    """Entries of each head that stay whole: columns below `sinks`, and from `window` on."""
+    return [(head.columns < sinks) | (head.columns >= window) for head in heads]
+
+
+def _turned(
+    cache: CompressedCache,
+    heads: Sequence[CodedHead],
+    whole: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    back: bool,
+) -> Iterator[Tensor]:
+    """Keys `[n, D]` of each head's coded entries turned by their positions, or back; float32."""
+    of_layers = {
+        index: layer.state.rotation
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, CompressedLayer)
+    }
+    for head, kept, each in zip(heads, whole, keys, strict=True):
+        rotation = of_layers[head.layer]
+        device = layer_device(rotation.model, head.layer)
+        at = head.positions[~kept][None].to(device)
+        rotated = rotation(each.float()[None, None].to(device), -at if back else at)
+        yield rotated[0, 0].cpu()
+
+
+def _kvtc(file: ContextFile, codec: CodecHeader) -> Kvtc:
+    try:
+        chosen = codec_of(codec.codec)
+    except KvfoldError as problem:
+        raise ContextFileError(f"{file.path}: {problem}") from problem
+    if chosen is None:
+        raise file.damaged("its codec has no basis")
+    return chosen
+
+
+def _basis(file: ContextFile, named: str, digest: str, model: PreTrainedModel) -> Basis:
+    """The basis that a file names, beside it or where it was when the context was saved.
+
+    Raises ContextFileError for another one or none.
+    """
+    told = f"{file.path} is coded in the basis {named} ({digest[:8]})"
+    places = [
+        place for place in (file.path.parent / Path(named).name, Path(named)) if place.exists()
+    ]
+    if not places:
+        raise ContextFileError(f"{told}, which is not there: put a copy of it beside the context")
+    try:
+        for place in places:
+            if digest_of_file(place) == digest:
+                return read_fitted(place, model, Basis)
+    except ScorerFileError as problem:
+        raise ContextFileError(f"{told}: {problem}") from problem
+    raise ContextFileError(f"{told}, and {places[0]} is another basis: put a copy of it there")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

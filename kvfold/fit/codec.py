@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold.fit_codec`: the principal directions of a model's keys and values, for `codec="kvtc"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.codecs.basis import Basis
+from kvfold.errors import UnsupportedModel
+from kvfold.fit.fitted_file import weights_of, write_fit
+from kvfold.fit.queries import LayerRead, check_texts, layers_read
+from kvfold.hf.chat_template import PromptFrame, token_ids
+
+LEAST_TEXTS = 2  # one to fit, one to report on
+HELD_OUT = 6  # every sixth text is reported on
+SINKS = 4  # first tokens of a text, whose keys and values are like no others
+MOST_NUMBERS = 6144  # of the layers of one block: a covariance of 300 MB
+ENERGY = 0.9875  # of scaled keys and values, in the directions that are kept, if they are more than
+FEW = 1024
+SIDES = ("key", "value")
+
+
+@dataclass(frozen=True)
+class CodecFit:
+    """A fitted basis: its file, and how much of held-out keys and values it can hold.
+
+    `ranks` are the directions of keys and of values, `left_out` the parts of their energy, as the
+    codec weighs it, that lie in no direction; of `texts`, those held out are `held_out`. `numbers`
+    is the basis's size, `share` that as part of the model's weights.
+    """
+
+    path: Path
+    texts: int
+    held_out: int
+    numbers: int
+    share: float
+    ranks: tuple[int, int]
+    left_out: tuple[float, float]
+
+    @property
+    def report(self) -> str:
+        """What the fit measured, in words."""
+        (keys, values), (of_keys, of_values) = self.left_out, self.ranks
+        return (
+            f"{of_keys} directions of keys and {of_values} of values leave out {keys:.1%} and "
+            f"{values:.1%} of {self.held_out} held-out passages"
+        )
+
+
+def fit_codec(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: str | Path,
+    *,
+    note: Callable[[str], None] = lambda line: None,
+) -> CodecFit:
+    """Fits the basis of `codec="kvtc:file=…"`: directions of keys before RoPE, and of values.
+
+    Keys are scaled by the root mean square of their head's queries, values by the norm of W_o's
+    column over that of the residual stream. Each text is read once, and then gone: products are
+    added up. Every sixth text is held out. `note` is called with a line of progress after each.
+
+    Raises KvfoldError for fewer than two texts, and for a text of less than 64 tokens;
+    UnsupportedModel for a model that caches latents, whose keys cannot be rotated back, whose W_o
+    cannot be read, or whose layers differ in their KV heads.
+    Source: Staniszewski and Łańcucki, section 3 (arXiv 2511.01815); the scales are kvfold's.
+    """
+    check_texts(tokenizer, texts, LEAST_TEXTS)
+    apart = set(range(HELD_OUT - 1, len(texts), HELD_OUT)) or {len(texts) - 1}
+    held_out = [text for number, text in enumerate(texts) if number in apart]
+    fitted = [text for number, text in enumerate(texts) if number not in apart]
+    sums: Sums | None = None
+    for number, text in enumerate(fitted):
+        layers = list(layers_read(model, tokenizer, text))
+        if sums is None:
+            norms = _residual_norms(model, tokenizer, text)
+            sums = Sums.like(layers, norms[[each.rotation.layer for each in layers]])
+        sums.add(layers)
+        note(f"{number + 1} of {len(texts)} passages")
+    assert sums is not None
+    note("principal directions")
+    basis = sums.basis()
+    energy = torch.zeros(2, 2, dtype=torch.float64)
+    for number, text in enumerate(held_out, len(fitted) + 1):
+        energy += _energy(basis, list(layers_read(model, tokenizer, text)))
+        note(f"{number} of {len(texts)} passages")
+    keys, values = (1 - energy[:, 0] / energy[:, 1]).tolist()
+    result = CodecFit(
+        Path(out),
+        len(texts),
+        len(held_out),
+        basis.numbers,
+        basis.numbers / weights_of(model),
+        (basis.key_directions.shape[-1], basis.value_directions.shape[-1]),
+        (keys, values),
+    )
+    report = {"ranks": result.ranks, "left_out": result.left_out, "held_out": len(held_out)}
+    write_fit(result.path, basis, model, target=Basis.method, texts=len(texts), report=report)
+    return result
+
+
+@dataclass
+class Sums:
+    """Sums over tokens, float64; of keys `[0]` and values `[1]`.
+
+    Args:
+        totals: `[2, L·H·D]`.
+        products: `[2, blocks, p, p]` of the numbers of each block of layers.
+        queries: squares of queries `[L, H, D]`, over the heads of a group.
+        outputs: norms of W_o's columns over the residual stream's `[L, H, D]`.
+        tokens: their number.
+    """
+
+    totals: Tensor
+    products: Tensor
+    queries: Tensor
+    outputs: Tensor
+    tokens: int = 0
+
+    @classmethod
+    def like(cls, layers: Sequence[LayerRead], residual: Tensor) -> Sums:
+        """No tokens yet, of a model with such layers, whose residual norms are `residual [L]`.
+
+        Raises UnsupportedModel for layers that differ in their KV heads.
+        """
+        shapes = {(*each.keys.shape[::2], *each.values.shape[::2]) for each in layers}
+        heads, size, *of_values = shapes.pop()
+        if shapes or of_values != [heads, size]:
+            raise UnsupportedModel(
+                "the layers, or keys and values, differ in their heads, and one basis is for all: "
+                'save contexts of this model with codec="zstd"'
+            )
+        count = len(layers)
+        together = next(
+            n
+            for n in range(count, 0, -1)
+            if count % n == 0 and (n == 1 or n * heads * size <= MOST_NUMBERS)
+        )
+        block = together * heads * size
+        columns = torch.eye(size).expand(1, heads, size, size)
+        norms = [
+            each.projection.norms(columns.to(each.values.device), "l2", len(each.queries))[0]
+            for each in layers
+        ]
+        outputs = torch.stack(
+            [each.cpu().unflatten(0, (heads, -1)).square().sum(1).sqrt() for each in norms]
+        )
+        return cls(
+            torch.zeros(2, count * heads * size, dtype=torch.float64),
+            torch.zeros(2, count // together, block, block, dtype=torch.float64),
+            torch.zeros(count, heads, size, dtype=torch.float64),
+            (outputs / residual[:, None, None]).double(),
+        )
+
+    def add(self, layers: Sequence[LayerRead]) -> None:
+        """Adds the tokens of a text."""
+        tokens = layers[0].keys.shape[1] - SINKS
+        for side, numbers in enumerate(_numbers(layers)):
+            self.totals[side] += numbers.double().sum(0)
+            for block, part in enumerate(numbers.split(self.products.shape[-1], -1)):
+                self.products[side, block] += part.T @ part
+        for layer, each in enumerate(layers):
+            squares = each.queries[:, SINKS:].float().square().sum(1).cpu()
+            self.queries[layer] += squares.unflatten(0, (len(each.keys), -1)).sum(1)
+        self.tokens += tokens
+
+    def basis(self) -> Basis:
+        """The basis of all tokens so far."""
+        found = dict[str, Tensor]()
+        for side, name in enumerate(SIDES):
+            weights = self.outputs if side else (self.queries / self.tokens).sqrt()
+            weights = (weights / weights.mean()).clamp(min=1e-3).float()
+            means = self.totals[side] / self.tokens
+            of_blocks = means.view(self.products.shape[1], -1)
+            outer = of_blocks[:, :, None] * of_blocks[:, None]
+            scales = weights.view(len(of_blocks), -1)
+            scaled = (self.products[side] / self.tokens - outer).float()
+            scaled *= scales[:, :, None] * scales[:, None]
+            found |= {
+                f"{name}_means": means.view(weights.shape).float(),
+                f"{name}_weights": weights,
+                f"{name}_directions": _directions(scaled).half(),
+                f"{name}_head_directions": _of_heads(scaled, weights.shape),
+            }
+        return Basis(**found)
+
+
+def _directions(covariances: Tensor) -> Tensor:
+    """The directions `[blocks, p, R]` that hold `ENERGY` of each block, and at least a `FEW`."""
+    values, vectors = torch.linalg.eigh(covariances)
+    held: Tensor = values.flip(-1).clamp(min=0).cumsum(-1)
+    rank = int((held < ENERGY * held[:, -1:]).sum(-1).max()) + 1
+    directions: Tensor = vectors.flip(-1)[..., : max(rank, FEW)]
+    return directions
+
+
+def _of_heads(covariances: Tensor, shape: Sequence[int]) -> Tensor:
+    """All directions `[L, H, D, D]` of each KV head alone."""
+    layers, heads, size = shape
+    parts = covariances.unflatten(1, (-1, size)).unflatten(3, (-1, size))
+    own = parts.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [blocks, heads of a block, D, D]
+    directions: Tensor = torch.linalg.eigh(own).eigenvectors.flip(-1)
+    return directions.reshape(layers, heads, size, size)
+
+
+def _numbers(layers: Sequence[LayerRead]) -> Iterator[Tensor]:
+    """Keys before RoPE, and values, of a text behind its sinks: `[n, L·H·D]`, float32."""
+    keys = []
+    for each in layers:
+        each.rotation.check_reversible()
+        back = -torch.arange(each.keys.shape[1], device=each.keys.device)[None]
+        keys.append(each.rotation(each.keys[None].float(), back)[0])
+    for entries in (keys, [each.values.float() for each in layers]):
+        yield torch.cat([e[:, SINKS:].transpose(0, 1).flatten(1).cpu() for e in entries], -1)
+
+
+@torch.no_grad()
+def _residual_norms(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
+) -> Tensor:
+    """Root mean squares `[L]` of the residual stream before each layer, behind a text's sinks."""
+    ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
+    states = model.get_decoder()(input_ids=ids, output_hidden_states=True, use_cache=False)
+    before = [each[0, SINKS:].float() for each in states.hidden_states[:-1]]
+    return torch.stack([each.square().mean().sqrt().cpu() for each in before])
+
+
+def _energy(basis: Basis, layers: Sequence[LayerRead]) -> Tensor:
+    """Energies `[2, 2]` of keys and of values of a text: in the directions, and all."""
+    found = []
+    for transform, numbers in zip((basis.keys, basis.values), _numbers(layers), strict=True):
+        heads = numbers.split(transform.means.shape[-1], -1)
+        inside = sum(float(each.square().sum()) for each in transform.forward(heads, "joint"))
+        scaled = (numbers - transform.means.flatten()) * transform.weights.flatten()
+        found.append([inside, float(scaled.square().sum())])
+    return torch.tensor(found, dtype=torch.float64)

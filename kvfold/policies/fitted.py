@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fitted numbers of a method, read for an engine: without a model to compare the file with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.errors import ScorerFileError
+from kvfold.hf.fitted_numbers import how_to_fit, read_kind
+from kvfold.methods.base import Across, Stages
+from kvfold.methods.fitted import FittedFile
+from kvfold.methods.stages.allocate.parts import Curve
+from kvfold.policies.prefill import Prefill
+
+
+def fitted_in(need: FittedFile | None, prefill: Prefill) -> Any:
+    """What the file holds, None without a need.
+
+    Raises ScorerFileError for a file that is not named, damaged, or of other numbers of layers, KV
+    heads or RoPE frequencies. Weights cannot be compared: name the file of the engine's model.
+    """
+    if need is None:
+        return None
+    if need.file == "none":
+        raise ScorerFileError(
+            f"{need.kind.method} needs a file that was fitted for the engine's model: "
+            f"{how_to_fit(need.kind)}"
+        )
+    fitted, frequencies = read_kind(need.file, need.kind)
+    _check_rope(need.file, frequencies, prefill)
+    return fitted
+
+
+def with_parts(stages: Stages, prefill: Prefill) -> Stages:
+    """The stages, with the parts of heads or layers that their file holds."""
+    allocate = stages.allocate
+    if not isinstance(allocate, Across) or allocate.parts is None:
+        return stages
+    need = allocate.parts
+    parts: Curve = fitted_in(need, prefill) if isinstance(need, FittedFile) else need.read()
+    parts.check(need.file, prefill.layers, prefill.heads)
+    share = partial(allocate.share, parts=parts)
+    return replace(stages, allocate=replace(allocate, share=share, per_head=parts.per_head))
+
+
+def check_shape(need: FittedFile | None, fitted: Any, prefill: Prefill) -> None:
+    """Raises ScorerFileError unless the numbers are those of the engine's layers and KV heads."""
+    if need is None:
+        return
+    wanted = (prefill.layers, prefill.heads)
+    first = next(iter(fitted.tensors.values()))
+    if tuple(first.shape[:2]) != wanted:
+        raise ScorerFileError(
+            f"{need.file} is of {first.shape[0]} layers of {first.shape[1]} KV heads, and the "
+            f"entries are of {wanted[0]} layers of {wanted[1]}"
+        )
+
+
+def _check_rope(file: str, frequencies: list[Tensor], prefill: Prefill) -> None:
+    """Raises ScorerFileError if the engine's RoPE is none of the file's."""
+    if prefill.rope is None or not frequencies:
+        return
+    own = prefill.rope.frequencies.cpu().float()
+    if not any(f.shape == own.shape and torch.allclose(f.float(), own) for f in frequencies):
+        raise ScorerFileError(f"{file} was fitted for a model with other RoPE frequencies")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache's own prefill eviction over an engine's tensors, which chooses and moves nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.attention.call import AttentionCall
+from kvfold.budget import Budget
+from kvfold.cache.observe import add_moments, observation_of
+from kvfold.cache.phase import Phase
+from kvfold.cache.plan import Plan
+from kvfold.cache.prefill import end_with, note_piece, size_and_evict
+from kvfold.cache.sequence import LogicalSequence
+from kvfold.cache.state import LayerState
+from kvfold.cache.waiting import Waiting
+from kvfold.errors import KvfoldError
+from kvfold.kernels.column_sums import attend_with_moments
+from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
+from kvfold.methods.base import Stages
+from kvfold.methods.observation import OutputNorm
+from kvfold.policies.fitted import check_shape, fitted_in, with_parts
+from kvfold.policies.prefill import Prefill
+from kvfold.store.dense import DenseStore
+
+
+def chosen_in(
+    stages: Stages, budget: Budget | None, prefill: Prefill, seed: int
+) -> list[LayerState]:
+    """Layer states whose `chosen` tells what the eviction at the prefill's end keeps.
+
+    Raises KvfoldError as the stages do.
+    """
+    states = _states(with_parts(stages, prefill), budget, prefill, seed)
+    for layer, state in enumerate(states):
+        keys, values = prefill.keys[layer][None], prefill.values[layer][None]
+        state.store = DenseStore.sharing(keys, values)
+        state.sequence = LogicalSequence(prefill.tokens)
+        logits = prefill.logits_of(layer)
+        call = AttentionCall(prefill.queries_of(layer), keys, values, logits)
+        if stages.needs.column_sums:
+            squares = stages.needs.column_squares
+            sums = attend_with_moments(*call[:3], None, squares=squares, **logits)
+            add_moments(state, *sums[1:])
+        note_piece(state, call)
+        end_with(state, call)
+        if state.late:  # at the first generated token, of which nothing is read
+            size_and_evict(state, observation_of(state, call))
+    return states
+
+
+def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) -> list[LayerState]:
+    needs, count = stages.needs, prefill.layers
+    scorer, heads = (fitted_in(each, prefill) for each in (needs.scorer, needs.fitted_heads))
+    check_shape(needs.scorer, scorer, prefill)
+    check_shape(needs.fitted_heads, heads, prefill)
+    ids = None if prefill.token_ids is None else prefill.token_ids[None]
+    # `until`: a window of one query is a prefill's too.
+    phase, waiting = Phase(until=prefill.tokens, incoming=ids), Waiting[LayerState]()
+    rope: Any = prefill.rope
+    return [
+        LayerState(
+            Plan(stages, budget, layer, count, seed, choose_only=True),
+            phase,
+            waiting,
+            rope,
+            _projection(prefill, layer),
+            None if scorer is None else scorer.of_layer(layer),
+            None if heads is None else heads.of_layer(layer),
+        )
+        for layer in range(count)
+    ]
+
+
+def _projection(prefill: Prefill, layer: int) -> Any:
+    weights = prefill.output_weights
+    return None if weights is None else OutputWeight(weights[layer])
+
+
+@dataclass(frozen=True, eq=False)
+class OutputWeight:
+    """W_o `[Dm, Hq·Dv]` of one layer."""
+
+    weight: Tensor
+
+    def norms(self, values: Tensor, kind: OutputNorm, query_heads: int) -> Tensor:
+        """Norms `[B, Hq, T]`, float32, of `values [B, H, T, Dv]` that each query head projects."""
+        wanted = query_heads * values.shape[3]
+        if self.weight.dim() != 2 or self.weight.shape[1] != wanted:
+            raise KvfoldError(
+                f"output weights {list(self.weight.shape)} of {query_heads} query heads of size "
+                f"{values.shape[3]}: give [Dm, {wanted}] for each layer"
+            )
+        by_head = self.weight.unflatten(1, (query_heads, -1)).transpose(0, 1)
+        return l1_norms(values, by_head) if kind == "l1" else l2_norms(values, gram(by_head))

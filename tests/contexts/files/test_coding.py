@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files with a codec: what comes back, keys before RoPE as the projection gave them, refusals."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import ContextFileError, KvfoldError, ScorerFileError
+from kvfold.contexts.files.coding import CodedHead, _turned
+from kvfold.contexts.files.format import read_header
+from tests.fit.test_fit import texts
+from tests.helpers.contexts import (
+    DOCUMENT,
+    KINDS,
+    KIVI,
+    QUESTION,
+    assert_same,
+    compressed,
+    new_model,
+)
+
+CODABLE = ["full", "snapkv", "d2o", "streaming_llm", "kvzip", "adakv"]
+
+
+@pytest.fixture(scope="module")
+def basis(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("basis") / "basis.safetensors"
+    kvfold.fit_codec(model, tokenizer, texts(4), path)
+    return path
+
+
+@pytest.mark.parametrize("spec", KINDS)
+def test_zstd_loses_nothing(model, tokenizer, tmp_path, spec):
+    context = compressed(model, tokenizer, spec)
+    context.save(tmp_path / "coded", codec="zstd")
+    loaded = kvfold.load(tmp_path / "coded", model, tokenizer)
+    assert_same(loaded.cache, context.cache)
+    assert loaded.ask(QUESTION) == context.ask(QUESTION)
+
+
+@pytest.mark.parametrize("spec", CODABLE)
+def test_kvtc_gives_back_near_keys_and_values_of_the_same_tokens(
+    model, tokenizer, tmp_path, basis, spec
+):
+    context = compressed(model, tokenizer, spec)
+    context.save(tmp_path / "coded", codec=f"kvtc:file={basis},ratio=2,window=8")
+    loaded = kvfold.load(tmp_path / "coded", model, tokenizer)
+    seen = context.ids.shape[1]
+    for layer, (given, found) in enumerate(
+        zip(context.cache.states, loaded.cache.states, strict=True)
+    ):
+        columns = context.cache.positions(layer)
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(columns[0], loaded.cache.positions(layer)[0], strict=True)
+        )
+        at = given.columns()
+        whole = (at < 4) | (at >= seen - 8)
+        for a, b in zip(given.stored().dense(), found.stored().dense(), strict=True):
+            assert torch.equal(a[whole], b[whole])
+            error = float((a - b).norm() / a.norm())
+            assert 0 < error < 0.25
+    assert loaded.ask(QUESTION, max_new_tokens=5)
+
+
+def test_a_low_ratio_is_near_exact(model, tokenizer, tmp_path, basis):
+    context = compressed(model, tokenizer, "full")
+    context.save(tmp_path / "coded", codec=f"kvtc:file={basis},ratio=1")
+    loaded = kvfold.load(tmp_path / "coded", model, tokenizer)
+    for given, found in zip(context.cache.states, loaded.cache.states, strict=True):
+        for a, b in zip(given.stored().dense(), found.stored().dense(), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-2 * float(a.abs().max()), rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_keys_are_coded_as_they_were_before_rope(tokenizer, family):
+    model = new_model(family)
+    found = []
+    name = "k_norm" if family == "qwen3" else "k_proj"
+    for layer in model.model.layers:
+        module = getattr(layer.self_attn, name)
+        module.register_forward_hook(lambda module, given, out: found.append(out[0]))
+    cache = kvfold.compress(model, tokenizer, DOCUMENT, "full").cache
+    found = found[-len(cache.states) :]  # of the last forward
+    for layer, state in enumerate(cache.states):
+        keys = state.stored().keys[0]
+        before = found[layer].reshape(keys.shape[1], *keys.shape[::2]).transpose(0, 1)
+        at = torch.arange(keys.shape[1])
+        heads = [CodedHead(layer, ("", ""), at, at) for _ in keys]
+        none = [at < 0] * len(heads)
+        for mine, theirs in zip(
+            _turned(cache, heads, none, list(keys), back=True), before, strict=True
+        ):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+def test_a_smaller_ratio_takes_fewer_bytes_and_says_so_in_the_file(
+    model, tokenizer, tmp_path, basis
+):
+    context, sizes = compressed(model, tokenizer, "full"), []
+    for ratio in (2, 4, 6):
+        context.save(tmp_path / "a", codec=f"kvtc:file={basis},ratio={ratio}")
+        header = read_header(tmp_path / "a")
+        assert header.codec.codec == f"kvtc:file={basis},ratio={ratio}.0,sinks=4,window=16"
+        sizes.append((tmp_path / "a").stat().st_size)
+    assert sizes == sorted(sizes, reverse=True)
+    context.save(tmp_path / "a")
+    assert read_header(tmp_path / "a").codec is None
+
+
+def test_what_was_read_since_stays_whole(model, tokenizer, tmp_path, basis):
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "kvzip", 40)
+    longer = context.append(" the grass is green the sky is blue")
+    longer.save(tmp_path / "coded", codec=f"kvtc:file={basis},ratio=3")
+    loaded = kvfold.load(tmp_path / "coded", model, tokenizer)
+    assert loaded.cache.stats().kept == longer.cache.stats().kept
+    assert torch.equal(loaded.ids, longer.ids) and loaded.ask(QUESTION)
+
+
+def test_a_missing_another_or_a_damaged_basis_is_refused(model, tokenizer, tmp_path, basis):
+    own = tmp_path / "own.safetensors"
+    shutil.copy(basis, own)
+    path = tmp_path / "coded"
+    compressed(model, tokenizer, "full").save(path, codec=f"kvtc:file={own}")
+    kvfold.load(path, model, tokenizer)
+    own.unlink()
+    with pytest.raises(ContextFileError, match=r"own.safetensors .* is not there: put a copy"):
+        kvfold.load(path, model, tokenizer)
+    kvfold.fit_codec(model, tokenizer, texts(5), own)
+    with pytest.raises(ContextFileError, match="is another basis"):
+        kvfold.load(path, model, tokenizer)
+    own.write_bytes(basis.read_bytes()[:-100])
+    with pytest.raises(ContextFileError, match="cannot read"):
+        kvfold.load(path, model, tokenizer)
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.copy(path, tmp_path / "elsewhere" / "coded")
+    shutil.copy(basis, tmp_path / "elsewhere" / "own.safetensors")
+    kvfold.load(moved, model, tokenizer)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "kvtc"])
+def test_every_damage_is_refused(model, tokenizer, tmp_path, basis, codec):
+    text = codec if codec == "zstd" else f"kvtc:file={basis}"
+    path, rng = tmp_path / "coded", random.Random(0)
+    compressed(model, tokenizer, "kvzip").save(path, codec=text)
+    whole = path.read_bytes()
+    for number in range(40):
+        place = rng.randrange(len(whole))
+        flipped = bytes([whole[place] ^ 1 << rng.randrange(8)])
+        cut, turned = whole[:place], whole[:place] + flipped + whole[place + 1 :]
+        path.write_bytes(cut if number % 2 else turned)
+        with pytest.raises(ContextFileError):
+            kvfold.load(path, model, tokenizer)
+
+
+@pytest.mark.parametrize("spec", [KIVI, "think", "minicache", "turboquant"])
+def test_entries_that_are_encoded_already_are_refused(model, tokenizer, tmp_path, basis, spec):
+    context = kvfold.compress(model, tokenizer, DOCUMENT, spec)
+    with pytest.raises(KvfoldError, match='encoded already: save it with codec="zstd"'):
+        context.save(tmp_path / "coded", codec=f"kvtc:file={basis}")
+    assert not (tmp_path / "coded").exists()
+
+
+@pytest.mark.parametrize(
+    "spec", ["full", "snapkv", "kvzip", "snapkv + reindex", "finch", "streaming_llm"]
+)
+def test_keys_that_were_moved_come_back_where_they_are(model, tokenizer, tmp_path, basis, spec):
+    moved = kvfold.compress(model, tokenizer, DOCUMENT, spec, None if spec == "full" else 40)
+    if spec in ("full", "snapkv", "kvzip"):
+        moved = moved.drop((8, 20))
+    moved.save(tmp_path / "coded", codec=f"kvtc:file={basis},ratio=1")
+    loaded = kvfold.load(tmp_path / "coded", model, tokenizer)
+    for given, found in zip(moved.cache.states, loaded.cache.states, strict=True):
+        keys = given.stored().dense()[0]
+        error = (keys - found.stored().dense()[0]).abs().max()
+        assert error < 8e-2 * float(keys.abs().max())
+
+
+def test_a_basis_of_another_model_is_refused(tokenizer, tmp_path, basis):
+    other = new_model(hidden_size=48)
+    context = kvfold.compress(other, tokenizer, DOCUMENT, "full")
+    with pytest.raises(ScorerFileError, match="another model"):
+        context.save(tmp_path / "coded", codec=f"kvtc:file={basis}")
+    with pytest.raises(ScorerFileError, match="cannot read"):
+        context.save(tmp_path / "coded", codec=f"kvtc:file={tmp_path / 'none'}")
+    assert not (tmp_path / "coded").exists()

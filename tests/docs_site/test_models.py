@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`docs/models.md` says what the checks of `docs/generate/model_checks.py` find."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+MUCH_USED = (
+    "LlamaForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "MistralForCausalLM",
+    "MinistralForCausalLM",
+    "MixtralForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Phi3ForCausalLM",
+    "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "JambaForCausalLM",
+    "LlavaForConditionalGeneration",
+    "SmolLM3ForCausalLM",
+    "GraniteForCausalLM",
+    "Olmo2ForCausalLM",
+    "Kosmos2_5ForConditionalGeneration",  # counts positions itself
+)
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[ModuleType]:
+    """The script that writes the page; its modules are forgotten afterwards."""
+    folder, known = DOCS / "generate", set(sys.modules)
+    sys.path.insert(0, str(folder))
+    yield import_module("models")
+    sys.path.remove(str(folder))
+    for path in folder.glob("*.py"):
+        if path.stem not in known:
+            sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.parametrize("name", MUCH_USED)
+def test_the_page_has_what_a_fresh_run_finds(models: ModuleType, name: str) -> None:
+    assert models.row(name, models.check(name)) in (DOCS / "models.md").read_text("utf-8")
+
+
+def test_refused_classes_are_listed_with_the_reason(models: ModuleType) -> None:
+    page = (DOCS / "models.md").read_text("utf-8")
+    for name in ("FalconForCausalLM", "T5ForConditionalGeneration", "MambaForCausalLM"):
+        (outcome,) = models.check(name).values()
+        assert outcome.verdict == models.REFUSED
+        (line,) = [line for line in page.splitlines() if models.reason(name, outcome) in line]
+        assert name in line.rpartition("|")[0].split("|")[-1]
+
+
+def test_the_page_lists_every_class_once(models: ModuleType) -> None:
+    page = (DOCS / "models.md").read_text("utf-8")
+    block = page.partition(models.BEGIN)[2].partition(models.END)[0]
+    words = block.replace("|", " ").replace(",", " ").replace(".", " ").split()
+    listed = [word for word in words if word in models.architectures()]
+    assert sorted(listed) == sorted(models.architectures())

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fit_codec: the principal directions of numpy on what hooks read, and their weights; refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvfold
+from kvfold import KvfoldError, UnsupportedModel, fit_codec
+from kvfold.codecs.basis import Basis
+from kvfold.fit import codec
+from kvfold.hf.chat_template import PromptFrame, token_ids
+from kvfold.hf.scorer_file import read_fitted
+from tests.fit.test_fit import texts
+from tests.helpers.models import build
+
+SINKS = codec.SINKS
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Any:
+    return kvfold.bundled_model()
+
+
+@torch.no_grad()
+def read_by_hand(model: Any, tokenizer: Any, text: str) -> dict[str, np.ndarray]:
+    """Outputs `[T, L, heads, D]` of projections, and the residual stream `[T, L, M]`; float64."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in ("q", "k", "v", "x")}
+    handles = []
+    for layer in model.model.layers:
+        for name in "qkv":
+            module = getattr(layer.self_attn, f"{name}_proj")
+            hook = lambda module, given, out, name=name: found[name].append(out[0])  # noqa: E731
+            handles.append(module.register_forward_hook(hook))
+        hook = lambda module, given: found["x"].append(given[0][0])  # noqa: E731
+        handles.append(layer.register_forward_pre_hook(hook))
+    model(token_ids(tokenizer, PromptFrame.of(tokenizer).before, text))
+    for handle in handles:
+        handle.remove()
+    size = model.config.head_dim
+    rows = {name: torch.stack(each, 1).double() for name, each in found.items()}
+    return {n: (r if n == "x" else r.unflatten(-1, (-1, size))).numpy() for n, r in rows.items()}
+
+
+def test_directions_are_the_principal_ones_of_numpy(bundled, tmp_path):
+    model, tokenizer = bundled
+    given, lines = texts(4), []
+    result = fit_codec(model, tokenizer, given, tmp_path / "a", note=lines.append)
+    assert lines[-1] == "4 of 4 passages" and result.held_out == 1
+    basis = read_fitted(tmp_path / "a", model, Basis)
+    read = [read_by_hand(model, tokenizer, text) for text in given[:3]]
+    keys, values = (np.concatenate([each[n][SINKS:] for each in read]) for n in "kv")
+    layers, heads, size = keys.shape[1:]
+    residual = np.sqrt(np.square(read[0]["x"][SINKS:]).mean((0, 2)))
+    for name, rows in (("key", keys), ("value", values)):
+        weights = getattr(basis, f"{name}_weights").double().numpy()
+        means = getattr(basis, f"{name}_means").numpy()
+        np.testing.assert_allclose(means, rows.mean(0), atol=1e-4)
+        if name == "value":
+            w_o = np.stack(
+                [
+                    each.self_attn.o_proj.weight.detach().double().numpy()
+                    for each in model.model.layers
+                ]
+            )
+            squares = np.square(w_o).sum(1).reshape(layers, heads, -1, size).sum(2)
+            expected = np.sqrt(squares) / residual[:, None, None]
+            np.testing.assert_allclose(weights, expected / expected.mean(), rtol=1e-3)
+        scaled = ((rows - rows.mean(0)) * weights).reshape(len(rows), -1)
+        energy = np.square(scaled @ getattr(basis, f"{name}_directions")[0].double().numpy()).sum(0)
+        best = np.linalg.svd(scaled, compute_uv=False) ** 2
+        np.testing.assert_allclose(np.cumsum(energy)[:50], np.cumsum(best)[:50], rtol=2e-3)
+        own = getattr(basis, f"{name}_head_directions")[2, 1].double().numpy()
+        one = scaled.reshape(len(rows), layers, heads, size)[:, 2, 1]
+        best = np.linalg.svd(one, compute_uv=False) ** 2
+        np.testing.assert_allclose(np.square(one @ own).sum(0)[:8], best[:8], rtol=1e-3)
+        np.testing.assert_allclose(own.T @ own, np.eye(size), atol=1e-5)
+
+
+def test_weights_of_keys_are_the_sizes_of_queries(bundled, tmp_path):
+    model, tokenizer = bundled
+    fit_codec(model, tokenizer, texts(3), tmp_path / "a")
+    weights = read_fitted(tmp_path / "a", model, Basis).key_weights.double()
+    read = [read_by_hand(model, tokenizer, text)["q"][SINKS:] for text in texts(3)[:2]]
+    queries = np.concatenate(read)
+    layers, heads, size = weights.shape
+    squares = np.square(queries).reshape(len(queries), layers, heads, -1, size).mean(0).sum(2)
+    pairs = weights.square().numpy().reshape(layers, heads, 2, -1).sum(2)  # RoPE turns these
+    expected = squares.reshape(layers, heads, 2, -1).sum(2)
+    np.testing.assert_allclose(pairs / pairs.mean(), expected / expected.mean(), rtol=1e-3)
+
+
+def test_layers_are_taken_in_blocks_where_they_are_many(bundled, tmp_path, monkeypatch):
+    model, tokenizer = bundled
+    monkeypatch.setattr(codec, "MOST_NUMBERS", 2 * 128)
+    fit_codec(model, tokenizer, texts(3), tmp_path / "a")
+    basis = read_fitted(tmp_path / "a", model, Basis)
+    assert basis.key_directions.shape == (2, 256, 256)
+    context = kvfold.compress(model, tokenizer, texts(1)[0] * 6, "full")
+    context.save(tmp_path / "b", codec=f"kvtc:file={tmp_path / 'a'},ratio=2")
+    loaded = kvfold.load(tmp_path / "b", model, tokenizer)
+    for given, found in zip(context.cache.states, loaded.cache.states, strict=True):
+        for a, b in zip(given.stored().dense(), found.stored().dense(), strict=True):
+            assert (a - b).norm() < 0.1 * a.norm()
+
+
+def test_equal_texts_are_held_out_by_their_number(bundled, tmp_path):
+    result = fit_codec(*bundled, texts(1) * 7, tmp_path / "a")
+    assert (result.texts, result.held_out) == (7, 1)
+
+
+def test_what_cannot_be_fitted_is_refused(bundled, tmp_path):
+    model, tokenizer = bundled
+    with pytest.raises(KvfoldError, match="too few"):
+        fit_codec(model, tokenizer, texts(1), tmp_path / "a")
+    with pytest.raises(KvfoldError, match="text 1 is too short"):
+        fit_codec(model, tokenizer, [texts(1)[0], "short"], tmp_path / "a")
+    latents = build("deepseek_v3")
+    with pytest.raises(UnsupportedModel, match="latents"):
+        fit_codec(latents, tokenizer, texts(2), tmp_path / "a")
+    assert not (tmp_path / "a").exists()

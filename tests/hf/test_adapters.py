@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEFT adapters: a cache goes on under those it was read under, and under no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import CompressedCache, ContextFileError, KvfoldError
+from kvfold.hf.adapters import active_adapters
+from tests.helpers.contexts import DOCUMENT, QUESTION
+from tests.helpers.models import build, continuation, prompts
+from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.truth import Reader, stock_cache
+
+peft = pytest.importorskip("peft")
+SPEC = "snapkv:window=8"
+
+
+def adapted() -> Any:
+    """A model with the adapters "law" and "code", of which the first is on."""
+    model = build("llama")
+    torch.manual_seed(1)
+    for name in ("law", "code"):
+        made = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model.add_adapter(made, name)
+    model.set_adapter("law")
+    return model.eval()
+
+
+SWITCHES = {
+    "under the adapter code": lambda model: model.set_adapter("code"),
+    "without an adapter": lambda model: model.disable_adapters(),
+    "under the adapter law, code": lambda model: model.set_adapter(["law", "code"]),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_model_without_adapters_has_none(family):
+    assert active_adapters(build(family)) == ()
+
+
+@pytest.mark.parametrize("now", SWITCHES)
+def test_another_adapter_is_refused_and_the_first_one_goes_on(now):
+    model, ids = adapted(), prompts((64,))[0]
+    cache = CompressedCache(model, SPEC, 1.0)
+    stock = Reader(adapted(), stock_cache(model))
+    reader = Reader(model, cache)
+    assert torch.equal(reader(ids), stock(ids))
+    SWITCHES[now](model)
+    with pytest.raises(KvfoldError, match=f"under the adapter law, and the model now runs {now}"):
+        reader(continuation(1, 1))
+    with pytest.raises(KvfoldError, match=now):
+        kvfold.generate(model, torch.cat([ids, continuation(1, 3)], 1), cache=cache)
+    fresh = CompressedCache(model, SPEC, 20)
+    Reader(model, fresh)(ids)
+    model.enable_adapters()
+    model.set_adapter("law")
+    assert torch.equal(reader(continuation(1, 5)), stock(continuation(1, 5)))
+
+
+def test_an_adapter_loaded_in_mid_chat_is_refused():
+    model, ids = build("llama"), prompts((64,))[0]
+    reader = Reader(model, CompressedCache(model, SPEC, 20))
+    reader(ids)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]), "late")
+    with pytest.raises(KvfoldError, match=r"without an adapter, and .* under the adapter late"):
+        reader(continuation(1, 1))
+    model.disable_adapters()
+    reader(continuation(1, 1))
+
+
+def test_adapters_of_peft_s_own_model_are_told_apart():
+    model, ids = build("llama"), prompts((64,))[0]
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    cache = CompressedCache(wrapped, SPEC, 20)
+    with torch.no_grad():
+        wrapped(input_ids=ids, past_key_values=cache)
+        with wrapped.disable_adapter(), pytest.raises(KvfoldError, match="without an adapter"):
+            wrapped(input_ids=continuation(1, 1), past_key_values=cache)
+
+
+def test_a_context_file_is_of_the_adapters_it_was_made_under(tmp_path):
+    model, tokenizer = adapted(), word_tokenizer()
+    context = kvfold.compress(model, tokenizer, DOCUMENT, SPEC, 40)
+    expected = context.ask(QUESTION, max_new_tokens=4)
+    context.save(tmp_path / "law.kvfold")
+    loaded = kvfold.load(tmp_path / "law.kvfold", model, tokenizer)
+    assert loaded.ask(QUESTION, max_new_tokens=4) == expected
+    model.set_adapter("code")
+    with pytest.raises(ContextFileError, match="other weights"):
+        kvfold.load(tmp_path / "law.kvfold", model, tokenizer)
+    with pytest.raises(KvfoldError, match="under the adapter law"):
+        context.ask(QUESTION, max_new_tokens=4)

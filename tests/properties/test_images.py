@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that read images: stock with budget to spare, masked dense after eviction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvfold
+from kvfold import CompressedCache, KvfoldError
+from tests.helpers.caches import BATCHES
+from tests.helpers.image_models import FAMILIES, FIRST, IMAGE, TOKENS, build, prompt, row
+from tests.helpers.models import continuation
+from tests.helpers.truth import MaskedDense, Reader, stock_cache, worst
+
+SPEC = "snapkv:window=8"
+GREEDY = {
+    "do_sample": False,
+    "max_new_tokens": 6,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
+
+
+def logits(made: Any) -> Tensor:
+    """Logits `[B, S, V]` of generated tokens."""
+    return torch.stack(made.logits, 1)
+
+
+def without(given: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {k: v for k, v in given.items() if k not in names}
+
+
+@BATCHES
+@EVERY_FAMILY
+def test_with_budget_to_spare_a_first_turn_with_an_image_is_stock(name, lengths):
+    given, model = prompt(name, lengths), build(name)
+    expected = logits(model.generate(**given, **GREEDY))
+    blank = given | {"pixel_values": torch.zeros_like(given["pixel_values"])}
+    assert worst(logits(build(name).generate(**blank, **GREEDY)), expected) > 0.3
+    cache = CompressedCache(model, SPEC, 1.0)
+    assert torch.equal(logits(kvfold.generate(model, cache=cache, **given, **GREEDY)), expected)
+    cache = CompressedCache(model, SPEC, 1.0)
+    made = model.generate(past_key_values=cache, **given, **GREEDY)
+    assert torch.equal(logits(made), expected)
+
+
+@BATCHES
+@EVERY_FAMILY
+def test_after_eviction_text_and_images_are_masked_dense(name, lengths):
+    given, model = prompt(name, lengths), build(name)
+    ids, mask = given["input_ids"], given["attention_mask"]
+    inputs = without(given, "input_ids", "attention_mask")
+    truth, cache = MaskedDense(build(name)), CompressedCache(model, SPEC, 20)
+    plain = Reader(build(name), stock_cache(model))
+    readers = [truth, Reader(model, cache), plain]
+    for reader in readers:
+        reader(ids, attention_mask=mask, **inputs)
+    truth.hide(cache)
+    off, effect = [], []
+    for step in [*continuation(len(ids), 5).split(1, 1), continuation(len(ids), 9, seed=4)]:
+        mask = torch.cat([mask, torch.ones_like(step)], 1)
+        inputs = {"attention_mask": mask}
+        if name == "qwen2_5_vl":  # an image of 2 × 2 tokens takes as many positions as it is wide
+            places = (mask.cumsum(-1) - 1)[:, -step.shape[1] :] - 2
+            inputs["position_ids"] = places.expand(3, -1, -1)
+        expected, got, everything = (reader(step, **inputs) for reader in readers)
+        off.append(worst(got, expected))
+        effect.append(worst(everything, expected))
+    assert max(off) <= 1e-6
+    assert min(effect) > 0.05
+
+
+@EVERY_FAMILY
+def test_a_padded_row_with_an_image_is_the_row_alone(name):
+    given, model = prompt(name), build(name)
+    together = kvfold.generate(model, cache=CompressedCache(model, SPEC, 20), **given, **GREEDY)
+    for index, expected in enumerate(logits(together)):
+        alone = row(given, index)
+        made = kvfold.generate(model, cache=CompressedCache(model, SPEC, 20), **alone, **GREEDY)
+        assert worst(logits(made)[0], expected) <= 1e-6
+
+
+@EVERY_FAMILY
+def test_an_image_is_not_read_in_pieces(name):
+    given, model = prompt(name), build(name)
+    cache = CompressedCache(model, SPEC, 20)
+    with pytest.raises(KvfoldError, match=r"pixel_values.*leave out prefill_chunk="):
+        kvfold.generate(model, cache=cache, prefill_chunk=10, **given, **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+@EVERY_FAMILY
+def test_tokens_of_an_image_can_be_protected(name):
+    given, model = prompt(name, (64,)), build(name)
+    span = (FIRST, FIRST + TOKENS)
+    cache = CompressedCache(model, SPEC, 20, protect=[span])
+    kvfold.generate(model, cache=cache, **given, **GREEDY)
+    for layer in range(len(cache.states)):
+        for head in cache.positions(layer)[0]:
+            assert set(range(*span)) <= set(head.tolist())
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@BATCHES
+@EVERY_FAMILY
+def test_a_chat_about_an_image_goes_on_after_other_texts(name, lengths, chunk):
+    """A model may keep one text's offset of positions, that of the image it has read last."""
+    given, model = prompt(name, lengths), build(name)
+    caches = [CompressedCache(model, "full") for _ in range(2)]
+    first = kvfold.generate(model, cache=caches[0], **given, **GREEDY).sequences
+    other = continuation(2, 40, seed=5)
+    kvfold.generate(model, other, cache=caches[1], max_new_tokens=2)
+    CompressedCache(build(name), SPEC, 20)
+    ids = torch.cat([first, continuation(len(first), 9)], 1)
+    new = torch.ones(len(ids), ids.shape[1] - 64, dtype=torch.long)
+    mask = torch.cat([given["attention_mask"], new], 1)
+    inputs = without(given, "input_ids", "attention_mask")
+    for kinds in ("mm_token_type_ids", "token_type_ids"):
+        if kinds in inputs:
+            inputs[kinds] = (ids == IMAGE).long()
+    whole = build(name).generate(input_ids=ids, attention_mask=mask, **inputs, **GREEDY)
+    options = {"attention_mask": mask, "prefill_chunk": chunk, **GREEDY}
+    made = kvfold.generate(model, ids, cache=caches[0], **options)
+    assert worst(logits(made), logits(whole)) <= 1e-6
+
+
+def test_a_cache_can_be_made_after_a_batch_with_images():
+    """The trial of a model begins a text of its own, and leaves the offset of the last one."""
+    model, given = build("qwen2_5_vl"), prompt("qwen2_5_vl")
+    model.generate(**given, max_new_tokens=1)
+    before = model.model.rope_deltas
+    CompressedCache(model, SPEC, 20)
+    assert model.model.rope_deltas is before
