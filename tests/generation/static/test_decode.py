@@ -87,8 +87,8 @@ def test_every_method_decodes_the_same_or_is_refused(model):
         if stages.decode == "hold":
             evicting.add(repr((stages.score, stages.merge_one)))
     # Beside those that evict: one for rectangles, one for segments, two products with packed ones;
-    # of those quantized one by one, products with keys of 4 and of 8 bits, and with values.
-    assert graphs() == 4 + 3 + len(evicting)
+    # of those quantized one by one, products with keys of 3, 4 and 8 bits, with values of 3 and 4.
+    assert graphs() == 4 + 3 + 2 + len(evicting)
     assert set(refusing) == {"cam", "streaming", "rounds"}
 
 
