@@ -53,14 +53,22 @@ def rows(sample: SampleResult) -> Iterator[dict[str, Any]]:
         }
 
 
-def write(samples: Iterable[SampleResult], out: Path) -> None:
-    """Writes the file; equal samples give equal bytes."""
+def write(
+    samples: Iterable[SampleResult], out: Path, before: Iterable[dict[str, Any]] = ()
+) -> None:
+    """Writes the file, beginning with the rows `before`; equal samples give equal bytes."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="")
     writer.writeheader()
+    writer.writerows(before)
     for sample in samples:
         writer.writerows(rows(sample))
     out.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Rows of a published file."""
+    return list(csv.DictReader(io.StringIO(gzip.decompress(file.read_bytes()).decode())))
 
 
 def main(folder: Path, out: Path) -> None:

@@ -5,7 +5,9 @@
 
 Writes records, samples, report, picture and README.md into docs/results, and the first lines of
 README.md. A run that goes on, or was stopped, is published as far as it is: the samples that every
-method of the picture has met. The pages say what is lacking. Equal samples give equal files.
+method of the picture has met. Tasks and lengths that FOLDER has no samples of stay as published, so
+that steps can run on several machines. The pages say what is lacking. Equal samples give equal
+files.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import compact_samples
 import real_page
@@ -26,14 +29,16 @@ import real_picture
 
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.eval.run.run_folder import SAMPLES, samples_file, summarize, write_records
+from kvfold.eval.run.run_folder import RECORDS, SAMPLES, samples_file, summarize, write_records
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import select
 from kvfold.report import write
 from kvfold.report.board import boards
+from kvfold.report.load import load_results
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).parent / "real_leaderboard.sh"
+SAMPLE_ROWS = "samples.csv.gz"
 
 
 def planned() -> list[real_page.Planned]:
@@ -87,6 +92,26 @@ def named(results: Sequence[CellResult]) -> list[CellResult]:
     return [renamed(result) for result in results]
 
 
+def unit(cell: EvalCell) -> real_page.Unit:
+    """Task, length and protocol of a cell."""
+    return real_page.Unit(cell.task, cell.length, cell.protocol.question_aware)
+
+
+def published(
+    out: Path, besides: Set[real_page.Unit]
+) -> tuple[list[CellResult], list[dict[str, Any]]]:
+    """Records and rows of samples that `out` holds of other units than `besides`."""
+    if not (out / RECORDS).is_file():
+        return [], []
+    results = load_results([out / RECORDS])
+    rows = compact_samples.read(out / SAMPLE_ROWS)
+    names = {(one.task, str(one.length or ""), str(int(one.aware))) for one in besides}
+    return (
+        [result for result in results if unit(result.cell) not in besides],
+        [row for row in rows if (row["task"], row["length"], row["question_aware"]) not in names],
+    )
+
+
 def publish(folder: Path, root: Path = ROOT) -> None:
     """Writes the files below `root`; the run's `folder` is read as a copy, as it may still grow."""
     out = root / "docs" / "results"
@@ -95,7 +120,9 @@ def publish(folder: Path, root: Path = ROOT) -> None:
         shutil.copy(folder / SAMPLES, copied)
         samples = settled(samples_file(copied).load().records)
         results = named(summarize(samples))
-        compact_samples.write(samples, out / "samples.csv.gz")
+        before, rows = published(out, {unit(result.cell) for result in results})
+        results = [*before, *results]
+        compact_samples.write(samples, out / SAMPLE_ROWS, rows)
         for path in write.write(results, copied / "pages").paths:
             if path.name in ("index.html", "report.md", "tasks.md") or path.match("needles-*.png"):
                 shutil.copy(path, out)

@@ -278,6 +278,31 @@ def test_a_run_is_published_while_it_goes_on(
     assert not [text for text in texts if "/home/someone" in text]
 
 
+def test_other_tasks_than_the_runs_stay_as_published(
+    publishing: ModuleType, run: Path, checkout: Path, tmp_path: Path
+) -> None:
+    """Two folders of a task each, published one by one: the records and rows of both."""
+    out, other = checkout / "docs" / "results", tmp_path / "other"
+    publishing.publish(run, checkout)
+    first = (out / "records.jsonl").read_text(encoding="utf-8")
+    lines = [sample(name, kept, 0, True) for name, kept in (("full", None), ("kvzip", "0.2"))]
+    cells = [line.cell.model_copy(update={"task": "ruler_niah_single_1"}) for line in lines]
+    other.mkdir()
+    samples_file(other).add(
+        [line.model_copy(update={"cell": cell}) for line, cell in zip(lines, cells, strict=True)]
+    )
+
+    publishing.publish(other, checkout)
+
+    assert (out / "records.jsonl").read_text(encoding="utf-8").startswith(first)
+    found = {(one.cell.task, one.cell.method): one for one in load_results([out / "records.jsonl"])}
+    assert len(found) == 5 and found["ruler_niah_single_1", "kvzip"].samples == 1
+    rows = list(
+        csv.DictReader(io.StringIO(gzip.decompress((out / "samples.csv.gz").read_bytes()).decode()))
+    )
+    assert len(rows) == 14 and [row["task"][-1] for row in rows] == ["2"] * 12 + ["1"] * 2
+
+
 def test_samples_that_some_methods_have_not_met_yet_are_left_out(publishing: ModuleType) -> None:
     done = [
         sample(method, budget, index, True)
