@@ -22,8 +22,8 @@ from kvfold.eval.tasks import tasks
 
 CHARACTERS = 200
 COLUMNS = (
-    "task", "length", "question_aware", "method", "budget", "index", "text", "turn", "score",
-    "tokens", "ended", "kept", "prediction", "error",
+    "task", "length", "question_aware", "data", "method", "budget", "index", "text", "turn",
+    "score", "tokens", "ended", "kept", "prediction", "error",
 )  # fmt: skip
 
 
@@ -34,6 +34,7 @@ def rows(sample: SampleResult) -> Iterator[dict[str, Any]]:
         "task": cell.task,
         "length": cell.length,
         "question_aware": int(cell.protocol.question_aware),
+        "data": ";".join(cell.data),
         "method": cell.method,
         "budget": cell.budget,
         "index": sample.index,

@@ -30,11 +30,12 @@ FILE = "samples.csv.gz"
 
 @dataclass(frozen=True)
 class Unit:
-    """A task at one length under one protocol."""
+    """A task at one length under one protocol, from one source of samples."""
 
     task: str
     length: str
     aware: bool
+    data: str
 
     @property
     def scored(self) -> bool:
@@ -55,7 +56,7 @@ def load(folder: Path) -> Samples:
         for row in csv.DictReader(file):
             if row["error"]:
                 continue
-            unit = Unit(row["task"], row["length"], row["question_aware"] == "1")
+            unit = Unit(row["task"], row["length"], row["question_aware"] == "1", row["data"])
             name = f"{row['method']}@{row['budget']}" if row["budget"] else row["method"]
             weight = 1.0 if unit.scored else float(row["tokens"])
             answers = found[unit].setdefault(name, {}).setdefault(int(row["index"]), [])

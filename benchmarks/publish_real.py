@@ -5,8 +5,8 @@
 
 Writes records, samples, report, picture and README.md into docs/results, and the first lines of
 README.md. A run that goes on, or was stopped, is published as far as it is: the samples that every
-method of the picture has met. Tasks and lengths that FOLDER has no samples of stay as published, so
-that steps can run on several machines. The pages say what is lacking. Equal samples give equal
+method of the picture has met. Cells that FOLDER lacks, or has fewer samples of, stay as published,
+so that steps can run on several machines. The pages say what is lacking. Equal samples give equal
 files.
 """
 
@@ -19,9 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import compact_samples
 import real_page
@@ -92,24 +91,32 @@ def named(results: Sequence[CellResult]) -> list[CellResult]:
     return [renamed(result) for result in results]
 
 
-def unit(cell: EvalCell) -> real_page.Unit:
-    """Task, length and protocol of a cell."""
-    return real_page.Unit(cell.task, cell.length, cell.protocol.question_aware)
+# A cell as a row of published samples has it, but for its sample.
+Key = tuple[str, ...]
+KEY = ("task", "length", "question_aware", "data", "method", "budget")
 
 
-def published(
-    out: Path, besides: Set[real_page.Unit]
-) -> tuple[list[CellResult], list[dict[str, Any]]]:
-    """Records and rows of samples that `out` holds of other units than `besides`."""
-    if not (out / RECORDS).is_file():
-        return [], []
-    results = load_results([out / RECORDS])
-    rows = compact_samples.read(out / SAMPLE_ROWS)
-    names = {(one.task, str(one.length or ""), str(int(one.aware))) for one in besides}
-    return (
-        [result for result in results if unit(result.cell) not in besides],
-        [row for row in rows if (row["task"], row["length"], row["question_aware"]) not in names],
-    )
+def key(cell: EvalCell) -> Key:
+    """The published columns of a cell."""
+    told = cell.task, cell.length, int(cell.protocol.question_aware), ";".join(cell.data)
+    return tuple("" if one is None else str(one) for one in (*told, cell.method, cell.budget))
+
+
+def merged(
+    results: Sequence[CellResult], out: Path
+) -> tuple[list[CellResult], list[dict[str, str]], set[Key]]:
+    """Records of the run and those `out` holds, of each cell the one with more samples, the run's
+    if as many; also the rows of samples that stay, and the cells whose samples are the run's."""
+    before: Sequence[CellResult] = []
+    if (out / RECORDS).is_file():
+        before = load_results([out / RECORDS])
+    counts = {key(result.cell): result.samples for result in before}
+    ours = [one for one in results if one.samples >= counts.get(key(one.cell), 0)]
+    replaced = {key(one.cell) for one in ours}
+    stay = [one for one in before if key(one.cell) not in replaced]
+    rows = compact_samples.read(out / SAMPLE_ROWS) if stay else []
+    rows = [row for row in rows if tuple(row[name] for name in KEY) not in replaced]
+    return [*stay, *ours], rows, replaced
 
 
 def publish(folder: Path, root: Path = ROOT) -> None:
@@ -120,9 +127,9 @@ def publish(folder: Path, root: Path = ROOT) -> None:
         shutil.copy(folder / SAMPLES, copied)
         samples = settled(samples_file(copied).load().records)
         results = named(summarize(samples))
-        before, rows = published(out, {unit(result.cell) for result in results})
-        results = [*before, *results]
-        compact_samples.write(samples, out / SAMPLE_ROWS, rows)
+        results, rows, ours = merged(results, out)
+        fresh = [sample for sample in samples if key(sample.cell) in ours]
+        compact_samples.write(fresh, out / SAMPLE_ROWS, rows)
         for path in write.write(results, copied / "pages").paths:
             if path.name in ("index.html", "report.md", "tasks.md") or path.match("needles-*.png"):
                 shutil.copy(path, out)

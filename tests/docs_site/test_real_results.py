@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -278,29 +279,39 @@ def test_a_run_is_published_while_it_goes_on(
     assert not [text for text in texts if "/home/someone" in text]
 
 
-def test_other_tasks_than_the_runs_stay_as_published(
+def test_cells_of_several_runs_are_published_beside_each_other(
     publishing: ModuleType, run: Path, checkout: Path, tmp_path: Path
 ) -> None:
-    """Two folders of a task each, published one by one: the records and rows of both."""
+    """More samples replace fewer, fewer do not; what one run lacks stays as the other has it."""
     out, other = checkout / "docs" / "results", tmp_path / "other"
-    publishing.publish(run, checkout)
-    first = (out / "records.jsonl").read_text(encoding="utf-8")
-    lines = [sample(name, kept, 0, True) for name, kept in (("full", None), ("kvzip", "0.2"))]
-    cells = [line.cell.model_copy(update={"task": "ruler_niah_single_1"}) for line in lines]
+    lines = [
+        sample(method, budget, index, not budget)
+        for index in range(6)
+        for method, budget in (("full", None), ("kvzip", "0.2"))
+    ]
+    needle = {"task": "ruler_niah_single_1"}
+    lines[10:] = [
+        line.model_copy(update={"cell": line.cell.model_copy(update=needle)}) for line in lines[10:]
+    ]
     other.mkdir()
-    samples_file(other).add(
-        [line.model_copy(update={"cell": cell}) for line, cell in zip(lines, cells, strict=True)]
-    )
+    samples_file(other).add(lines)
 
+    publishing.publish(run, checkout)
     publishing.publish(other, checkout)
+    publishing.publish(run, checkout)
 
-    assert (out / "records.jsonl").read_text(encoding="utf-8").startswith(first)
-    found = {(one.cell.task, one.cell.method): one for one in load_results([out / "records.jsonl"])}
-    assert len(found) == 5 and found["ruler_niah_single_1", "kvzip"].samples == 1
-    rows = list(
-        csv.DictReader(io.StringIO(gzip.decompress((out / "samples.csv.gz").read_bytes()).decode()))
+    found = {
+        (one.cell.task[-1], one.cell.method): (one.samples, one.score.value)
+        for one in load_results([out / "records.jsonl"])
+    }
+    assert found == {
+        ("2", "full"): (5, 100.0), ("2", "kvzip"): (5, 0.0), ("2", "h2o"): (4, 0.0),
+        ("1", "full"): (1, 100.0), ("1", "kvzip"): (1, 0.0),
+    }  # fmt: skip
+    rows = csv.DictReader(
+        io.StringIO(gzip.decompress((out / "samples.csv.gz").read_bytes()).decode())
     )
-    assert len(rows) == 14 and [row["task"][-1] for row in rows] == ["2"] * 12 + ["1"] * 2
+    assert Counter(row["method"] for row in rows) == {"full": 6, "kvzip": 6, "h2o": 4}
 
 
 def test_samples_that_some_methods_have_not_met_yet_are_left_out(publishing: ModuleType) -> None:
