@@ -41,7 +41,7 @@ def evicts_one(state: LayerState, new: int) -> bool:
     if new > 1 or state.surplus != 1:
         return False
     stages, phase, valid = state.plan.stages, state.phase, state.sequence.valid
-    if stages.decode != "hold" or phase.frozen or phase.layerwise:
+    if not stages.evicts_each_token or phase.frozen or phase.layerwise:
         return False
     if phase.step(state.sequence.seen, new) != "decode":
         return False
