@@ -11,7 +11,6 @@ import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -159,18 +158,6 @@ class Stages:
     def evicts_while_decoding(self) -> bool:
         """True if a layer stays near its size however long the answer is."""
         return self.decode in ("hold", "every")
-
-    @cached_property  # asked at every step
-    def evicts_each_token(self) -> bool:
-        """True if each generated token evicts as with decode="hold": rounds of 1 do, if they can.
-
-        They cannot where a round reads queries of the answer, or does what "hold" refuses.
-        """
-        if self.decode != "every" or self.every > 1:
-            return self.decode == "hold"
-        others = self.heads, self.select, self.encode, self.refit, self.needs.query_moments
-        as_if_held = self.prompt == "counted" and self.positions != "consecutive"
-        return not (self.needs.window or self.agree or any(others)) and as_if_held
 
     @property
     def runs_own_forwards(self) -> bool:
