@@ -61,12 +61,14 @@ def check_options(path: Path, options: CompressOptions) -> None:
     limit = None if header.budget is None else Budget(header.budget.kind, header.budget.amount)
     chunk = options.prefill_chunk if options.compress == "per_chunk" else None
     codec = None if options.codec is None else spelled(codec_of(options.codec))
+    scores = any("scores" in layer.by_head for layer in header.layers)
     for option, found, wanted in (
         ("method", header.method, spelled_out(options.method)),
         ("budget", limit, options.budget),
         ("seed", header.seed, options.seed),
         ("per_chunk", header.per_chunk, chunk),
         ("codec", header.codec and header.codec.codec, codec),
+        ("keep_scores", scores, options.keep_scores),
     ):
         if found != wanted:
             raise KvfoldError(

@@ -70,6 +70,7 @@ def test_each_file_is_that_of_its_document_alone(folder: Path) -> None:
         (("--method", "snapkv:window=8", "--budget", "20"), "seen instead of 20 tokens"),
         ((*HOW, "--seed", "1"), "seed 0 instead of 1"),
         ((*HOW, "--prefill-chunk", "64", "--compress", "per_chunk"), "per_chunk None instead"),
+        ((*HOW, "--keep-scores"), "keep_scores False instead of True"),
         ((*HOW, "--dtype", "bfloat16"), "holds float32"),
     ],
 )
