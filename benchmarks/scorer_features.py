@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fitted scorer gains from more features: `scorer_features.py MODEL TEXT.md ...`.
+
+Ridge regression as in `kvfold fit`, on passages that it would draw: from what a cache stores of an
+entry, from the input of the attention module (KVzap's features), from both, and from what is stored
+of the entry and its neighbours. Passages that chose projections and penalty are not reported on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.fit.fit import PENALTIES, PROJECTIONS, Features, parts_of
+from kvfold.fit.held_out import BUDGETS, HeldOut, compare, mean_of
+from kvfold.fit.passages import drawn
+from kvfold.fit.sums import RidgeSums
+from kvfold.fit.target import ScoredText, scored, target_method
+from kvfold.loading import Loading, load
+
+# A text's stored entries and inputs [L, T, D_model] → features [L, H, T, F], the last of them 1.
+Kind = Callable[[ScoredText, Tensor], Tensor]
+Read = tuple[ScoredText, Tensor]
+
+
+def stored(text: ScoredText, inputs: Tensor) -> Tensor:
+    """Un-rotated key, value and their norms."""
+    return text.features
+
+
+def inputs_alone(text: ScoredText, inputs: Tensor) -> Tensor:
+    """Input of the attention module, and its norm."""
+    made = torch.cat([inputs, inputs.norm(dim=-1, keepdim=True)], -1)[:, None]
+    return torch.cat([made.expand(-1, text.features.shape[1], -1, -1), text.features[..., -1:]], -1)
+
+
+def both(text: ScoredText, inputs: Tensor) -> Tensor:
+    """Input of the attention module, and what is stored."""
+    return torch.cat([inputs_alone(text, inputs)[..., :-1], text.features], -1)
+
+
+def neighbours(text: ScoredText, inputs: Tensor) -> Tensor:
+    """What is stored of the entry, of the one before and of the one behind."""
+    own = text.features[..., :-1]
+    return torch.cat([own.roll(1, 2), own.roll(-1, 2), text.features], -1)
+
+
+KINDS: dict[str, Kind] = {
+    "stored": stored,
+    "attention input": inputs_alone,
+    "attention input and stored": both,
+    "stored, with neighbours": neighbours,
+}
+
+
+def read(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passages: Sequence[str]
+) -> Iterator[Read]:
+    """Each passage's entries with KVzip's scores, and the inputs of all attention modules."""
+    method, taken = target_method("kvzip"), list[list[Tensor]]()
+
+    def take(layer: int) -> Callable[..., None]:
+        return lambda module, given, named: taken[layer].append(named["hidden_states"][0].float())
+
+    attention = [each.self_attn for each in model.get_decoder().layers]
+    hooks = [
+        module.register_forward_pre_hook(take(layer), with_kwargs=True)
+        for layer, module in enumerate(attention)
+    ]
+    for passage in passages:
+        taken[:] = [[] for _ in attention]
+        text = scored(model, tokenizer, passage, method)
+        tokens = text.features.shape[2]  # what is repeated comes behind them
+        yield text, torch.stack([torch.cat(each)[:tokens] for each in taken])
+    for hook in hooks:
+        hook.remove()
+
+
+def fitted(kind: Kind, parts: tuple[list[Read], ...]) -> tuple[int, HeldOut]:
+    """Number of projections that was chosen, and the comparison on the passages of the report."""
+
+    def made(part: list[Read]) -> Iterator[ScoredText]:
+        return (replace(text, features=kind(text, inputs)) for text, inputs in part)
+
+    learned, choosing, reporting = parts
+    features = Features.of_first(next(made(learned)), seed=0)
+    layers, heads, size = features.scales.shape
+    sums = RidgeSums.empty(layers * heads, size + max(PROJECTIONS))
+    for text in made(learned):
+        targets = text.targets
+        for layer in range(layers):
+            sums.add(layer * heads, features.of_layer(text, layer), targets[layer])
+    found = {}
+    for projections, penalty in itertools.product(PROJECTIONS, PENALTIES):
+        chosen = torch.arange(size + projections)
+        weights = sums.solve(chosen, penalty, free=size - 1).unflatten(0, (layers, heads))
+
+        def of(part: list[Read], weights: Tensor = weights, chosen: Tensor = chosen) -> HeldOut:
+            return mean_of(
+                [compare(features.expected(text, weights, chosen), text) for text in made(part)]
+            )
+
+        found[projections, penalty] = of(choosing).mean_overlap, of
+    best = max(found, key=lambda key: found[key][0])
+    return best[0], found[best][1](reporting)
+
+
+def main(
+    model: str,
+    texts: list[Path],
+    passages: Annotated[int, typer.Option()] = 24,
+    words: Annotated[int, typer.Option()] = 400,
+) -> None:
+    """Prints a row for each kind of features."""
+    network, tokenizer = load(model, Loading())
+    made = drawn([path.read_text(encoding="utf-8") for path in texts], passages, words, 0)
+    with torch.no_grad():
+        parts = tuple(list(read(network, tokenizer, part)) for part in parts_of(made))
+        table = Table("features", "projections", *map(str, BUDGETS), "mass", "squared error")
+        for name, kind in KINDS.items():
+            projections, held_out = fitted(kind, parts)
+            overlaps = [f"{held_out.overlap[part]:.3f}" for part in BUDGETS]
+            mass = f"{held_out.mass[BUDGETS[-1]]:.3f}"
+            table.add_row(name, str(projections), *overlaps, mass, f"{held_out.loss:.3f}")
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
