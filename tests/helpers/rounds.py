@@ -15,7 +15,10 @@ from tests.helpers.by_hand import (
     Head,
     Layer,
     assert_holds,
+    best,
     distinct_prompts,
+    newest,
+    pooled,
     prompt_read,
     read_by_kvfold,
 )
@@ -42,6 +45,41 @@ def per_full_head(rule: Callable[[Head], list[int]]) -> Callable[[ByHand], None]
                 head.keep(rule(head))
 
     return round_of
+
+
+def unlike(head: Head) -> list[int]:
+    """KeyDiff: the keys least like the mean direction."""
+    unit = head.keys / head.keys.norm(dim=-1, keepdim=True)
+    return best(-(unit @ unit.mean(0)), SMALL)
+
+
+def of_all_pairs(
+    keys: torch.Tensor, threshold: float, retain: bool, spare_first: bool
+) -> torch.Tensor:
+    """Mean cosines `[T]` of one head's keys `[T, D]`, from the matrix, pair by pair (R-KV)."""
+    units = keys.double() / (keys.double().norm(dim=-1, keepdim=True) + 1e-8)
+    cosines = units @ units.T
+    for i in range(len(keys)):
+        cosines[i, i] = 0
+    for i in range(len(keys) if retain else 0):
+        copies = [j for j in range(len(keys)) if cosines[i, j] > threshold]
+        if copies or spare_first:
+            cosines[i, max(copies, default=0)] = 0
+    return cosines.sum(0) / len(keys)
+
+
+def important(head: Head) -> torch.Tensor:
+    """Pooled attention to the entries before the window, by the largest logit of a group."""
+    largest = torch.stack(list(head.logits)).amax(0)[:, :-WINDOW]
+    asked = torch.stack([row.softmax(-1) for row in largest]).mean(0)
+    return torch.tensor(pooled(asked.tolist(), 7, "max"), dtype=torch.float64)
+
+
+def important_and_new(head: Head, lam: float, spare_first: bool) -> list[int]:
+    """R-KV: the window, and the best by the two terms."""
+    repeated = of_all_pairs(head.keys, 0.5, True, spare_first).softmax(-1)[:-WINDOW]
+    scores = lam * important(head) - (1 - lam) * repeated
+    return sorted(scores.topk(SMALL - WINDOW).indices.tolist()) + newest(head, WINDOW)
 
 
 def window_of_each(one: ByHand) -> None:

@@ -37,6 +37,7 @@ from tests.helpers.by_hand import (
 )
 from tests.helpers.caches import (
     ALONE,
+    BATCHES,
     PADDED,
     counted_bytes,
     decode,
@@ -50,7 +51,7 @@ from tests.helpers.caches import (
 from tests.helpers.contexts import assert_same, new_model
 from tests.helpers.exactness import against_truth
 from tests.helpers.models import build, continuation, prompts
-from tests.helpers.rounds import assert_each_round, per_full_head
+from tests.helpers.rounds import assert_each_round, per_full_head, unlike
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
 
@@ -138,11 +139,6 @@ def test_golden_sets(spec, golden):
 
 
 # --- by hand, in float64 -----------------------------------------------------------------------
-
-
-def unlike(head: Head) -> list[int]:
-    unit = head.keys / head.keys.norm(dim=-1, keepdim=True)
-    return best(-(unit @ unit.mean(0)), SMALL)
 
 
 BY_HAND: dict[str, Callable[[Head], list[int]]] = {
@@ -377,7 +373,9 @@ def test_tokens_read_while_frozen_go_at_the_next_step_that_is_due(model):
     assert sizes == [SMALL, SMALL + 1, SMALL + 2, SMALL, SMALL + 1]
 
 
-@pytest.mark.parametrize("spec", [KNORM, SNAPKV, "adakv:window=8", "triattention:centre=running"])
+@pytest.mark.parametrize(
+    "spec", [one for one in TEN if one != H2O] + ["triattention:centre=running"]
+)
 def test_a_crop_goes_back_to_the_last_round(model, spec):
     reader = start(model, every(spec, 16))
     decode(reader, 18)
@@ -417,6 +415,24 @@ def test_after_a_crop_tokens_are_counted_as_if_the_cropped_ones_had_never_come(
         assert positions(reader.cache) == positions(straight.cache)
 
 
+@BATCHES
+@EACH
+def test_in_mid_answer_copies_and_forks_go_on_bit_for_bit(model, spec, lengths):
+    reader = start(model, every(spec), lengths)
+    decode(reader, 4)
+    mask = reader.mask
+    twin, branch = Reader(model, copy.deepcopy(reader.cache), mask), fork(reader.cache)
+    forked = Reader(model, branch, mask)
+    twin.started = forked.started = True
+    with reader.cache.frozen():
+        unbounded = decode(reader, 7)
+        reader.cache.crop(-7)
+    reader.mask = mask
+    assert same(decode(forked, 7), unbounded)
+    assert same(decode(reader, 11), decode(twin, 11))
+    assert positions(reader.cache) == positions(twin.cache)
+
+
 @pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8"])
 def test_a_fork_evicts_nothing(model, spec):
     reader = start(model, every(spec))
@@ -454,6 +470,7 @@ def test_rows_take_their_queries_and_sizes_along(model, spec, interval):
     [
         *(SNAPKV, "adakv:window=8", H2O, f"{KNORM} + adakv", "d2o:decode=append"),
         *("rkv", "triattention", "triattention:centre=running"),
+        *("keydiff", "snapkv_decode", "chunkkv:window=8", "expected_attention"),
     ],
 )
 def test_a_saved_answer_goes_on_as_it_would_have(spec, interval, generated, tmp_path: Path):

@@ -16,15 +16,12 @@ from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     PADDED,
     SHAPES,
-    WINDOW,
-    Head,
     Layer,
     assert_prefill,
-    newest,
-    pooled,
 )
 from tests.helpers.observations import observe, observed
-from tests.helpers.rounds import assert_each_round, last_queries, per_full_head
+from tests.helpers.rounds import assert_each_round, last_queries, of_all_pairs, per_full_head
+from tests.helpers.rounds import important_and_new as important_and_new_by_hand
 
 # Eight keys; the fourth and the seventh are copies of each other, the others of none.
 COPIED = [-0.187485, -0.064080, -0.091921, -0.084238, -0.174986, -0.199725, -0.165827, -0.094295]
@@ -62,19 +59,6 @@ def test_scores_of_the_released_code(left):
     assert set(halves[0, 0, left : left + 6].topk(3).indices.tolist()) == {0, 1, 4}
 
 
-def of_all_pairs(keys: Tensor, threshold: float, retain: bool, spare_first: bool) -> Tensor:
-    """Mean cosines `[T]` of one head's keys `[T, D]`, from the matrix, pair by pair."""
-    units = keys.double() / (keys.double().norm(dim=-1, keepdim=True) + 1e-8)
-    cosines = units @ units.T
-    for i in range(len(keys)):
-        cosines[i, i] = 0
-    for i in range(len(keys) if retain else 0):
-        copies = [j for j in range(len(keys)) if cosines[i, j] > threshold]
-        if copies or spare_first:
-            cosines[i, max(copies, default=0)] = 0
-    return cosines.sum(0) / len(keys)
-
-
 @pytest.mark.parametrize("retain", [True, False])
 @pytest.mark.parametrize("spare_first", [True, False])
 def test_tiles_are_the_matrix_of_all_pairs(retain, spare_first, monkeypatch):
@@ -90,16 +74,6 @@ def test_tiles_are_the_matrix_of_all_pairs(retain, spare_first, monkeypatch):
             )
 
 
-def by_hand(head: Head, lam: float, spare_first: bool) -> list[int]:
-    """The window, and the best by the two terms."""
-    largest = torch.stack(list(head.logits)).amax(0)[:, :-WINDOW]
-    asked = torch.stack([row.softmax(-1) for row in largest]).mean(0)
-    important = torch.tensor(pooled(asked.tolist(), 7, "max"), dtype=torch.float64)
-    repeated = of_all_pairs(head.keys, 0.5, True, spare_first).softmax(-1)[:-WINDOW]
-    scores = lam * important - (1 - lam) * repeated
-    return sorted(scores.topk(SMALL - WINDOW).indices.tolist()) + newest(head, WINDOW)
-
-
 NAMES = pytest.mark.parametrize(
     ("name", "lam", "spare_first"), [("rkv", 0.1, False), ("rkv_official", 0.07, True)]
 )
@@ -111,7 +85,10 @@ def test_prompts_by_hand(name, lam, spare_first, heads, lengths):
     def keep(layers: list[Layer]) -> list[list[list[int]]]:
         for layer in layers:
             last_queries(layer)
-        return [[by_hand(head, lam, spare_first) for head in layer.heads] for layer in layers]
+        return [
+            [important_and_new_by_hand(head, lam, spare_first) for head in layer.heads]
+            for layer in layers
+        ]
 
     assert_prefill(name, SMALL, heads, lengths, keep)
 
@@ -120,7 +97,7 @@ def test_prompts_by_hand(name, lam, spare_first, heads, lengths):
 @pytest.mark.parametrize("interval", [3, 10])
 @pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
 def test_rounds_by_hand(name, lam, spare_first, lengths, interval):
-    rule = per_full_head(lambda head: by_hand(head, lam, spare_first))
+    rule = per_full_head(lambda head: important_and_new_by_hand(head, lam, spare_first))
     assert_each_round(f"{name} + every:interval={interval}", rule, lengths, interval)
 
 
