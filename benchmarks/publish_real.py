@@ -134,7 +134,7 @@ def publish(folder: Path, root: Path = ROOT) -> None:
             if path.name in ("index.html", "report.md", "tasks.md") or path.match("needles-*.png"):
                 shutil.copy(path, out)
     write_records(out, results)
-    real_picture.draw(boards(results), out / real_picture.FILE)
+    real_picture.draw(boards(real_page.core(results)), out / real_picture.FILE)
     (out / "README.md").write_text(real_page.page(results, planned()), encoding="utf-8")
     front = root / "README.md"
     front.write_text(real_page.readme(front.read_text("utf-8"), results), encoding="utf-8")

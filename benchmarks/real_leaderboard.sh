@@ -26,24 +26,26 @@ fi
 if [ -f $fitted-filters.safetensors ]; then fits=$fits,qfilter:file=$fitted-filters.safetensors; fi
 if [ -f $fitted-heads.safetensors ]; then fits=$fits,duo:file=$fitted-heads.safetensors; fi
 
-# All methods and presets of texts of $1 tokens. SimLayerKV's window is an eighth of the length, as
-# its 1024 is of the 8 k of its models.
+# SimLayerKV's window is an eighth of the shortest texts, as its 1024 is of the 8 k of its models.
+lazy="simlayerkv:window=128"
+
+# All methods and presets.
 all() {
-    local lazy="simlayerkv:window=$(($1 / 8))" preset
-    for preset in llama2 llama3 mistral qwen; do
-        lazy="$lazy,simlayerkv_$preset:window=$(($1 / 8))"
-    done
+    local preset
+    for preset in llama2 llama3 mistral qwen; do lazy="$lazy,simlayerkv_$preset:window=128"; done
     echo "full,kivi,kivi:bits=4,think,minicache,pyramidinfer,auto,dbudgetkv,dbudgetkv_literal,$lazy,\
 snapkv,snapkv_official,snapkv_kvpress,pyramidkv,pyramidkv_official,adakv,pyramidkv + adakv,\
 d2o,d2o_official,h2o,h2o + merge,cam,roco,kvzip,kvzip:level=uniform,tova,keydiff,knorm,cur,dropkv,\
 chunkkv,local_window,streaming_llm_original,snapkv + kivi:bits=4,kvzip_plus,expected_attention,\
 expected_attention_ada,compactor,compactor_official,lagkv,criticalkv,leverage,non_causal,nacl,finch,\
-rkv,scissorhands$fits"
+rkv,scissorhands,turboquant,turboquant_3bit,snapkv + turboquant,kvzip + turboquant,\
+kvzip + kivi:bits=4,kvzip:score=rms,floor=0.25,kvzip + match,kvzip:score=rms,floor=0.25 + match,\
+snapkv + match,kvzip:demote=0.25$fits"
 }
 
 # The best of each kind, for the steps that take long.
 best() {
-    echo "full,dbudgetkv,simlayerkv:window=$(($1 / 8)),snapkv,pyramidkv,pyramidkv + adakv,d2o,h2o,\
+    echo "full,dbudgetkv,$lazy,snapkv,pyramidkv,pyramidkv + adakv,d2o,h2o,\
 kvzip,kvzip:level=uniform,keydiff,compactor,expected_attention$zap"
 }
 
@@ -65,23 +67,24 @@ step() {
 
 needles=ruler_niah_single_1,ruler_niah_single_2
 hidden=(--haystack "$book" --answer-tokens 16)
-methods=$(all 1024) step needles "${hidden[@]}" --tasks $needles --lengths 1024
+methods=$(all) step needles "${hidden[@]}" --tasks $needles --lengths 1024
 for text in "$book" ${TEXTS:+"$TEXTS"/*}; do
-    methods=$(best 512) views=agnostic samples=20 step texts --tasks continuation --lengths 512 \
+    methods=$(best) views=agnostic samples=20 step texts --tasks continuation --lengths 512 \
         --data "$text"
 done
-methods=$(best 1024) views=agnostic step recall "${hidden[@]}" --tasks profile_form --lengths 1024
-methods=$(best 1024) views=agnostic budgets=0.3,0.1 step turns "${hidden[@]}" \
+methods=$(best) views=agnostic budgets=0.3,0.2,0.1 step recall "${hidden[@]}" \
+    --tasks profile_form --lengths 1024
+methods=$(best) views=agnostic budgets=0.2,0.1 step turns "${hidden[@]}" \
     --tasks profile_conversation --lengths 1024
-methods=$(best 2048) step longer "${hidden[@]}" --tasks $needles --lengths 2048
-methods=$(best 1024) step uuids --haystack "$book" --tasks ruler_niah_single_3 --lengths 1024 \
-    --answer-tokens 48
+methods=$(best) step longer "${hidden[@]}" --tasks $needles --lengths 2048
+methods=$(best) budgets=0.3,0.2,0.1 step uuids --haystack "$book" \
+    --tasks ruler_niah_single_3 --lengths 1024 --answer-tokens 48
 for length in 4096 7168; do
-    methods=$(best $length) budgets=0.3,0.1 samples=20 batch=4 step far "${hidden[@]}" \
+    methods=$(best) budgets=0.2,0.1 samples=20 batch=4 step far "${hidden[@]}" \
         --tasks ruler_niah_single_1 --lengths $length
 done
 if [ -n "${LONGBENCH:-}" ]; then
     shots=longbench_trec,longbench_triviaqa,longbench_samsum
-    methods=$(best 4096) budgets=0.3,0.1 batch=4 step shots --tasks $shots --data "$LONGBENCH" \
+    methods=$(best) budgets=0.2,0.1 batch=4 step shots --tasks $shots --data "$LONGBENCH" \
         --max-length 7680
 fi

@@ -31,7 +31,8 @@ READING = """\
 - **score** is in percent with its 95 % interval; **− full** the difference to the full cache on
   the same samples, ≈ if its interval holds zero; **kept** the entries asked for and those
   measured, and **bytes** theirs, over the full cache's. With the question in view the two are
-  measured after the answer and grow with it. A mean weighs tasks equally.
+  measured after the answer and grow with it. A mean is over the two needles at 1024 tokens,
+  which every method is run on; the other tasks stand task by task.
   [Evaluation](../evaluation.md) has the rest.
 - **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
   `streaming_llm` keeps sinks and the newest tokens.
@@ -53,6 +54,10 @@ OTHERS = """\
 BEGIN, END = "<!-- made by benchmarks/publish_real.py -->", "<!-- end -->"
 
 
+# Tasks and length that all methods and budgets are run on: their means are the picture.
+CORE = {("ruler_niah_single_1", 1024), ("ruler_niah_single_2", 1024)}
+
+
 class Unit(NamedTuple):
     """A task at a length in tokens, None for a benchmark's own rows, under a protocol."""
 
@@ -69,6 +74,13 @@ class Planned(NamedTuple):
     scored: bool = True
 
 
+def core(results: Sequence[CellResult]) -> list[CellResult]:
+    """Records that means are made of: of the needles that every method is run on, and losses."""
+    return [
+        one for one in results if one.lower_is_better or (one.cell.task, one.cell.length) in CORE
+    ]
+
+
 def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
     """docs/results/README.md; also of a part of the planned records, or of none."""
     parts = [f"# Results of a really trained model, {MODEL}"]
@@ -78,7 +90,7 @@ def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
     if claimed := summary(results):
         parts += [claimed, f"![score against bytes]({real_picture.FILE})"]
     parts += _progress(results, planned)
-    found = {board.question_aware: board for board in boards(results)}
+    found = {board.question_aware: board for board in boards(core(results))}
     for aware, when in WHEN.items():
         parts.append(f"## {when[0].upper()}{when[1:]}")
         parts += _board(found[aware]) if aware in found else []
@@ -102,7 +114,7 @@ def readme(text: str, results: Sequence[CellResult]) -> str:
 
 def summary(results: Sequence[CellResult]) -> str:
     """What a fifth of the cache answers, for each protocol; empty without such records."""
-    claims = [f"- {claim}" for board in boards(results) for claim in _claim(board)]
+    claims = [f"- {claim}" for board in boards(core(results)) for claim in _claim(board)]
     return "\n".join([f"On {MODEL}, at a fifth of the cache:", "", *claims]) if claims else ""
 
 

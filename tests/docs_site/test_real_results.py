@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 FRONT = "# kvfold\n\n<!-- made by benchmarks/publish_real.py -->\n<!-- end -->\n\nmore\n"
 BEFORE, VIEW = "before the question is known", "with the question in view"
+NOISE, NOVEL = "ruler_niah_single_1", "ruler_niah_single_2"  # which all methods are run on
 SEVERAL = {"kvzip", "pyramidkv", "snapkv", "d2o", "h2o", "streaming_llm"}  # lines of the picture
 NARROW, SMALLEST = 390, 11  # pixels of a small screen, and of a letter on it
 
@@ -50,7 +51,7 @@ def measured() -> list[CellResult]:
     """Two protocols: the full cache, three methods at a fifth and at half, one without a budget."""
     results = []
     for aware in (False, True):
-        for task in ("a", "b"):
+        for task in (NOISE, NOVEL):
             known = {
                 "task": task,
                 "aware": aware,
@@ -186,15 +187,27 @@ def test_every_table_names_its_haystack(publishing: ModuleType) -> None:
 
     assert len(found) == 6
     for header, above in found:
-        assert above == "Haystack: book.txt (a, b)." or " haystack |" in header
+        assert above == f"Haystack: book.txt ({NOISE}, {NOVEL})." or " haystack |" in header
 
 
 def test_a_method_that_lacks_a_task_is_in_no_mean(publishing: ModuleType) -> None:
-    late = made("tova", "0.2", (99.0, 1.0), (1.0, 0.0, 2.0), task="a", haystack="book.txt")
+    late = made("tova", "0.2", (99.0, 1.0), (1.0, 0.0, 2.0), task=NOISE, haystack="book.txt")
     page = publishing.real_page.page([*measured(), late], [])
 
     assert "Not on every task, and so in no mean: `tova`." in page
     assert "| tova" not in page
+
+
+def test_means_are_of_the_needles_that_every_method_is_run_on(publishing: ModuleType) -> None:
+    """Another length with one method neither changes the means nor leaves the others out."""
+    known = {"task": NOISE, "length": 2048, "haystack": "book.txt", "metric": "string_match_all"}
+    longer = [made(score=(50.0, 1.0), **known), made("kvzip", "0.2", (40.0, 1.0), **known)]
+    real = publishing.real_page
+
+    assert real.summary([*measured(), *longer]) == real.summary(measured())
+    page, without = (real.page(each, []) for each in ([*measured(), *longer], measured()))
+    (row,) = set(page.splitlines()) - set(without.splitlines())
+    assert row.startswith(f"| `{NOISE}` | 2048 | book.txt | 100 | 50.0 | 40.0 |")
 
 
 def test_what_has_not_been_run_is_named(publishing: ModuleType) -> None:
@@ -202,13 +215,13 @@ def test_what_has_not_been_run_is_named(publishing: ModuleType) -> None:
         real = publishing.real_page
         return real.Planned(real.Unit(task, 1024, False), samples, scored)
 
-    plan = [planned("a", 100), planned("b", 140), planned("c", 10), planned("d", 10, False)]
+    plan = [planned(NOISE, 100), planned(NOVEL, 140), planned("c", 10), planned("d", 10, False)]
     page = publishing.real_page.page(measured(), plan)
     (rows,) = (part for part in page.split("\n\n") if "not run yet" in part)
 
     assert "1 of 4 planned runs are done" in page
-    assert "| `a` | 1024 | book.txt | 100 | 98.0 | 91.0 |" in rows
-    assert "| `b` | 1024 | book.txt | 100 of 140 | 98.0 | 91.0 |" in rows
+    assert f"| `{NOISE}` | 1024 | book.txt | 100 | 98.0 | 91.0 |" in rows
+    assert f"| `{NOVEL}` | 1024 | book.txt | 100 of 140 | 98.0 | 91.0 |" in rows
     assert "| `c` | 1024 |  | not run yet |" in rows
     assert "`d`" not in rows  # its score is a perplexity
     assert "planned runs" not in publishing.real_page.page(measured(), plan[:1])
