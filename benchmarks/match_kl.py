@@ -71,13 +71,14 @@ class Document:
     questions: list[Tensor]
 
     @classmethod
-    def of(cls, tokenizer: Any, book: str, tokens: int, seed: int) -> Document:
-        """A passage of `book`, about `tokens` long."""
+    def of(cls, tokenizer: Any, book: str, tokens: int, seed: int, between: str = ". ") -> Document:
+        """A passage of `book`, about `tokens` long; needles stand where `between` parts it."""
         rng = random.Random(seed)
-        start = book.index(". ", rng.randrange(len(book) // 4, len(book) * 3 // 4)) + 2
+        begin = book.index(between, rng.randrange(len(book) // 4, len(book) * 3 // 4))
+        start = begin + len(between)
         ids = tokenizer(book[start : start + 8 * tokens], add_special_tokens=False).input_ids
         own = tokens - 100  # needles and the introduction take about 100
-        sentences = tokenizer.decode(ids[:own]).split(". ")
+        sentences = tokenizer.decode(ids[:own]).split(between)
         keys = rng.sample(KEYS, 3)
         for key in keys:
             number = rng.randrange(1000000, 9999999)
@@ -88,7 +89,7 @@ class Document:
             torch.tensor([tokenizer(text, add_special_tokens=False).input_ids]) for text in asked
         ]
         following = torch.tensor([ids[own : own + 100]])
-        return cls(INTRODUCTION + ". ".join(sentences), following, questions)
+        return cls(INTRODUCTION + between.join(sentences), following, questions)
 
 
 @torch.no_grad()
@@ -106,15 +107,17 @@ class Judge:
     answers: list[Tensor]
 
     @classmethod
+    @torch.no_grad()
     def of(cls, model: Any, cache: kvfold.CompressedCache, document: Document) -> Judge:
         """The full cache's predictions."""
         answers = []
         for question in document.questions:
-            ids = question
-            for _ in range(9):
-                newest = read_on(model, cache, ids)[-1:].argmax(-1)
-                ids = torch.cat([ids, newest[None]], 1)
-            answers.append(ids)
+            ids, own = question, fork(cache)
+            logits = model(ids, past_key_values=own, use_cache=True).logits
+            for _ in range(8):
+                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+                logits = model(ids[:, -1:], past_key_values=own, use_cache=True).logits
+            answers.append(torch.cat([ids, logits[:, -1:].argmax(-1)], 1))
         return cls(read_on(model, cache, document.following), answers)
 
     def __call__(

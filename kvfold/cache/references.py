@@ -18,6 +18,7 @@ from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_
 from kvfold.methods.observation import Observation, ReferencesNeed
 from kvfold.methods.stages.refit.base import Compaction, References
 
+TOGETHER = 128  # tokens whose queries look at their own part together
 HIDDEN = 2**62  # column of entries that a part does not show
 
 
@@ -35,28 +36,47 @@ def add_repeated(state: LayerState, call: AttentionCall, counted: Tensor | None)
     needs, repeating, new = state.plan.stages.needs, state.phase.repeating, call.query.shape[2]
     if needs.references is None or not needs.repeats_references or repeating is None:
         return
-    stride = -(-repeating.text // _most(needs.references, call.query, call.key))
-    chosen = torch.arange(0, new, stride, device=call.query.device)
+    most = _most(needs.references, call.query, call.key)
+    chosen = _evenly(new, most * new // repeating.text, call.query.device)
     rows, heads = call.key.shape[:2]
     groups = call.query.shape[1] // heads
     queries = _by_token(call.query[:, :, chosen], heads)
     real = torch.ones(rows, new, dtype=torch.bool, device=chosen.device)
     real = real if counted is None else counted
-    columns = torch.arange(new, device=chosen.device).masked_fill(~real, HIDDEN)
-    own = attend_to_part(
-        queries,
-        call.key[:, :, -new:],
-        call.value[:, :, -new:],
-        columns=columns[:, None],
-        until=chosen.repeat_interleave(groups).expand(rows, 1, -1),
-        scale=call.logits["scale"],
-        softcap=call.logits.get("softcap"),
-    )
+    own = _own(call, queries, chosen, real)
     observation = Observation(call.key, call.value, state.positions(), **call.logits)
     rest = joined_parts([own, *_beside(state, observation, queries)])
     real = real[:, chosen].repeat_interleave(groups, 1)
     made = References(queries, rest.out, rest.mass, real, groups)
     state.reference_queries.repeated.append(made)
+
+
+def _own(call: AttentionCall, queries: Tensor, chosen: Tensor, real: Tensor) -> PartOutput:
+    """What `queries [B, H, n, D]` of the newest tokens `chosen` see of these tokens.
+
+    A query sees none behind its own, so that a few queries at a time take half of the products.
+    """
+    rows, new = real.shape
+    groups = queries.shape[2] // len(chosen)
+    columns = torch.arange(new, device=chosen.device).masked_fill(~real, HIDDEN)[:, None]
+    parts = []
+    for few, tokens in zip(
+        queries.split(TOGETHER * groups, 2), chosen.split(TOGETHER), strict=True
+    ):
+        end = int(tokens[-1]) + 1
+        keys, values = (each[:, :, -new:][:, :, :end] for each in (call.key, call.value))
+        part = attend_to_part(
+            few,
+            keys,
+            values,
+            columns=columns[..., :end],
+            until=tokens.repeat_interleave(groups).expand(rows, 1, -1),
+            scale=call.logits["scale"],
+            softcap=call.logits.get("softcap"),
+        )
+        parts.append(part)
+    outs, masses = zip(*parts, strict=True)
+    return PartOutput(torch.cat(outs, 2), torch.cat(masses, 2))
 
 
 def refitted(
@@ -158,3 +178,9 @@ def _by_token(query: Tensor, heads: int) -> Tensor:
 def _most(need: ReferencesNeed, query: Tensor, keys: Tensor) -> int:
     """Most tokens whose queries are kept, of all query heads of a KV head."""
     return max(1, need.queries * keys.shape[1] // query.shape[1])
+
+
+def _evenly(count: int, most: int, device: torch.device) -> Tensor:
+    """At most `most` of `count` tokens, and at least one."""
+    few = min(count, max(1, most))
+    return torch.arange(few, device=device) * count // few

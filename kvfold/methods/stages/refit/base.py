@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from kvfold.errors import IllegalComposition
 
 if TYPE_CHECKING:
     from kvfold.methods.base import Stages
+
+HELD = 8  # every 8th reference token judges the fit, and takes no part in it
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,27 @@ class References:
     rest_mass: Tensor  # [B, H, n]
     real: Tensor  # [B, n]
     groups: int  # G
+
+    def rows(self) -> Iterator[RowReferences]:
+        """Those of each row, without padding, the ones that judge the fit last."""
+        for row, real in enumerate(self.real):
+            index = real.nonzero()[:, 0]
+            token = torch.arange(len(index), device=index.device) // self.groups
+            judges = token % HELD == HELD - 1
+            order = torch.cat([index[~judges], index[judges]])
+            queries, rest, mass = (
+                each[row][:, order] for each in (self.queries, self.rest, self.rest_mass)
+            )
+            yield RowReferences(queries, rest, mass, int(judges.sum()))
+
+
+class RowReferences(NamedTuple):
+    """References of one row; the last `judges` ones judge the fit."""
+
+    queries: Tensor  # [H, n, D]
+    rest: Tensor  # [H, n, Dv]
+    rest_mass: Tensor  # [H, n]
+    judges: int
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least squares by normal equations: non-negative, or with ridge towards a start."""
+"""Least squares by normal equations: non-negative, or with ridge towards a start.
+
+Several problems at once, `[…]`: an unknown that a problem lacks has zeros for its row and column.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +14,53 @@ EXCHANGES = 10  # most exchanges, per unknown: a bound that is not reached
 
 
 def largest_eigenvalue(normal: Tensor) -> Tensor:
-    """Largest eigenvalue of a symmetric matrix `[t, t]` without negative entries, nearly."""
-    top = torch.ones_like(normal[0]) if len(normal) else normal.new_zeros(0)
+    """Largest eigenvalues `[…]` of symmetric matrices `[…, t, t]` without negative ones, nearly."""
+    top = torch.ones_like(normal[..., :1])
     for _ in range(20):
-        top = torch.nn.functional.normalize(normal @ top, dim=0)
-    return top @ normal @ top
+        top = torch.nn.functional.normalize(normal @ top, dim=-2)
+    return (top * (normal @ top)).sum((-1, -2))
 
 
-def nonnegative(normal: Tensor, toward: Tensor) -> Tensor:
-    """Weights w ≥ 0 `[t]` that minimize ½ wᵀAw − bᵀw; A is `normal [t, t]`, b `toward [t]`.
+def nonnegative(normal: Tensor, toward: Tensor, real: Tensor) -> Tensor:
+    """Weights w ≥ 0 `[H, t]` that minimize ½ wᵀAw − bᵀw, 0 where `real [H, t]` is False.
 
-    Block principal pivoting, float64: unknowns of the wrong sign change sides together, and one by
-    one where that makes no progress. Source: Kim and Park, SIAM J. Sci. Comput. 33(6), algorithm 2.
+    A is `normal [H, t, t]`, b `toward [H, t]`. Block principal pivoting, float64: unknowns of the
+    wrong sign change sides together, and one by one where that makes no progress. Source: Kim and
+    Park, SIAM J. Sci. Comput. 33(6), algorithm 2.
     """
-    count = len(normal)
-    jitter = 1e-12 * normal.diagonal().mean().clamp(min=torch.finfo(normal.dtype).tiny)
-    normal = normal + jitter * torch.eye(count, dtype=normal.dtype, device=normal.device)
-    free = torch.ones(count, dtype=torch.bool, device=normal.device)
-    best, tries, slack = count + 1, TRIES, 1e-10 * toward.abs().amax()
-    weights = torch.zeros_like(toward)
+    heads, count = toward.shape
+    diagonal = normal.diagonal(dim1=-2, dim2=-1).sum(-1) / real.sum(-1).clamp(min=1)
+    jitter = 1e-12 * diagonal.clamp(min=torch.finfo(normal.dtype).tiny)
+    one = torch.eye(count, dtype=normal.dtype, device=normal.device)
+    normal = normal + jitter[:, None, None] * one
+    free, weights = real.clone(), torch.zeros_like(toward)
+    best = torch.full((heads,), count + 1, device=normal.device)
+    tries = torch.full_like(best, TRIES)
+    slack = 1e-10 * toward.abs().amax(-1, keepdim=True) if count else 0.0
+    index = torch.arange(count, device=normal.device)
     for _ in range(EXCHANGES * count):
-        weights = torch.zeros_like(toward)
-        factor = torch.linalg.cholesky(normal[free][:, free])
-        weights[free] = torch.cholesky_solve(toward[free, None], factor)[:, 0]
-        slope = normal @ weights - toward
-        wrong = (free & (weights < 0)) | (~free & (slope < -slack))
-        found = int(wrong.sum())
-        if found == 0:
+        both = free[:, :, None] & free[:, None]
+        factor = torch.linalg.cholesky(torch.where(both, normal, one))
+        weights = torch.cholesky_solve((toward * free)[..., None], factor)[..., 0]
+        slope = (normal @ weights[..., None])[..., 0] - toward
+        wrong = real & torch.where(free, weights < 0, slope < -slack)
+        found = wrong.sum(-1)
+        if not bool(found.any()):
             break
-        if found < best:
-            best, tries = found, TRIES
-        elif tries > 0:
-            tries -= 1
-        else:
-            last = wrong.nonzero()[-1]
-            wrong = torch.zeros_like(wrong).index_fill_(0, last, True)
-        free = free ^ wrong
+        better = found < best
+        single = ~better & (tries == 0)
+        best = torch.where(better, found, best)
+        tries = torch.where(better, TRIES, (tries - 1).clamp(min=0))
+        last = (wrong * index).amax(-1, keepdim=True)
+        free = free ^ (wrong & (~single[:, None] | (index == last)))
     return weights.clamp(min=0)
 
 
 def ridge_towards(start: Tensor, normal: Tensor, toward: Tensor, ridge: Tensor) -> Tensor:
-    """C `[t, Dv]` that minimizes ‖XC − Y‖² + ridge·‖C − start‖².
+    """C `[…, t, Dv]` that minimizes ‖XC − Y‖² + ridge·‖C − start‖², with a `ridge […]` above 0.
 
-    `normal` is XᵀX `[t, t]`, `toward` is Xᵀ(Y − X·start) `[t, Dv]`.
+    `normal` is XᵀX `[…, t, t]`, `toward` is Xᵀ(Y − X·start) `[…, t, Dv]`.
     """
-    held = normal + ridge * torch.eye(len(normal), dtype=normal.dtype, device=normal.device)
+    held = normal.clone()
+    held.diagonal(dim1=-2, dim2=-1).add_(ridge[..., None])
     return start + torch.cholesky_solve(toward, torch.linalg.cholesky(held))

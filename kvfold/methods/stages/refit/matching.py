@@ -11,6 +11,7 @@ output are known, it gives the whole output O at the total mass Z.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from kvfold.kernels.partial_attention import (
     largest_logits,
     part_logits,
 )
-from kvfold.methods.stages.refit.base import Compaction, Refitted
+from kvfold.methods.stages.refit.base import Compaction, Refitted, RowReferences
 from kvfold.methods.stages.refit.least_squares import (
     largest_eigenvalue,
     nonnegative,
@@ -34,19 +35,20 @@ from kvfold.methods.stages.refit.least_squares import (
 
 Target = Literal["whole", "block"]
 BiasPer = Literal["entry", "head", "none"]
-HELD = 8  # every 8th reference token judges the fit, and takes no part in it
 LONGEST = 4  # values get no longer than so many times the longest one
+SAFE = 1e-4  # ridge or hold from which products in float32 are exact enough
+MOST_LOGITS = 2**24  # of heads that are fitted together
 LEAST = 1e-12  # smallest weight; an entry with it is without effect
 
 
 class Queries(NamedTuple):
-    """Targets of one KV head's reference queries."""
+    """Targets of the reference queries of KV heads, `[H, …]`."""
 
-    logits: Tensor  # [n, t], of kept entries
-    block: PartOutput  # Y [n, Dv] and L [n]
+    logits: Tensor  # [H, n, t], of kept entries, −∞ where a head has fewer
+    block: PartOutput  # Y [H, n, Dv] and L [H, n]
     rest: PartOutput
     whole: PartOutput  # O and Z
-    largest: Tensor  # [n], of each query's logits in the block
+    largest: Tensor  # [H, n], of each query's logits in the block
 
     @classmethod
     def of(
@@ -56,19 +58,19 @@ class Queries(NamedTuple):
         largest = block.mass if largest is None else largest
         return cls(logits, block, rest, joined_parts([block, rest]), largest)
 
-    def at(self, rows: Tensor) -> Queries:
-        """Those where `rows [n]` is true."""
+    def at(self, rows: slice) -> Queries:
+        """Those of some queries, as views."""
         block, rest, whole = (
-            PartOutput(part.out[rows], part.mass[rows])
+            PartOutput(part.out[:, rows], part.mass[:, rows])
             for part in (self.block, self.rest, self.whole)
         )
-        return Queries(self.logits[rows], block, rest, whole, self.largest[rows])
+        return Queries(self.logits[:, rows], block, rest, whole, self.largest[:, rows])
 
     def wrong(self, values: Tensor, bias: Tensor) -> Tensor:
-        """Squared error of the whole output, of kept `values [t, Dv]` and `bias [t]`."""
-        logits = self.logits + bias
+        """Squared error of the whole output, of kept `values [H, t, Dv]` and `bias [H, t]`."""
+        logits = self.logits + bias[:, None]
         mass = logits.logsumexp(-1)
-        out = (logits - mass.clamp(min=-1e30)[:, None]).exp() @ values
+        out = (logits - mass.clamp(min=-1e30)[..., None]).exp() @ values
         now = joined_parts([PartOutput(out, mass), self.rest])
         return (now.out - self.whole.out).double().square().sum()
 
@@ -95,137 +97,172 @@ class Matching:
         return self.bias != "none"
 
     def __call__(self, given: Compaction) -> Refitted:
-        """New values and biases, KV head by KV head."""
+        """New values and biases; KV heads of about as many kept entries are fitted together."""
         values, slots = take(given.values, given.slots), given.slots
         bias = torch.zeros(slots.shape, device=slots.device)
         if given.bias is not None:
             bias = pick(given.bias, slots, 0)
+        most = torch.finfo(values.dtype).max
         report = torch.zeros(len(slots), 4, device=slots.device)
-        for row in range(slots.shape[0]):
+        for row, references in enumerate(given.references.rows()):
+            mine = (slots[row] >= 0) & given.block[row].gather(1, slots[row].clamp(min=0))
             sums = torch.zeros(3, dtype=torch.float64, device=slots.device)
-            for head in range(slots.shape[1]):
-                kept = slots[row, head]
-                mine = (kept >= 0) & given.block[row, head][kept.clamp(min=0)]
-                fitted = self._of_head(given, row, head, kept[mine])
-                most = torch.finfo(values.dtype).max
-                values[row, head, mine] = fitted.values.clamp(-most, most).to(values.dtype)
-                bias[row, head, mine] += fitted.bias
+            for heads in _together(mine.sum(-1).tolist(), references.queries.shape[1]):
+                fitted = self._of_heads(given, row, references, heads, mine[heads])
+                found = fitted.values.clamp(-most, most).to(values.dtype)
+                for head, now, added in zip(heads, found, fitted.bias, strict=True):
+                    at = mine[head].nonzero()[:, 0]
+                    values[row, head, at] = now[: len(at)]
+                    bias[row, head, at] += added[: len(at)]
                 sums += fitted.sums
                 report[row, 2] += fitted.guarded
                 report[row, 3] += (fitted.bias <= torch.tensor(LEAST).log() + 1e-3).sum()
             report[row, :2] = (sums[:2] / sums[2]).sqrt().float()
         return Refitted(values, bias if self.gives_bias or given.bias is not None else None, report)
 
-    def _of_head(self, given: Compaction, row: int, head: int, kept: Tensor) -> FittedHead:
-        """The fit of one KV head's entries at slots `kept [t]`."""
-        block, references = given.block[row, head], given.references
-        real = references.real[row]
-        keys = given.keys[row, head]
-        values = given.values[row, head].to(references.queries.dtype)
-        old = None if given.bias is None else given.bias[row, head]
-        of_block, of_kept = (None if old is None else old[which] for which in (block, kept))
-        scale, softcap = given.scale, given.softcap
-        query = references.queries[row, head][real]
-        rest = PartOutput(references.rest[row, head][real], references.rest_mass[row, head][real])
-        whole = attend_to_part(
-            query, keys[block], values[block], bias=of_block, scale=scale, softcap=softcap
-        )
-        largest = None
-        if self.target == "block":
-            largest = largest_logits(
-                query, keys[block], bias=of_block, scale=scale, softcap=softcap
+    def _of_heads(
+        self, given: Compaction, row: int, references: RowReferences, heads: list[int], mine: Tensor
+    ) -> FittedHeads:
+        """The fit of some KV heads' entries, those of their slots where `mine [H, K]`."""
+        scale, softcap, old = given.scale, given.softcap, given.bias
+        # A head's own entries first.
+        first = mine.sort(dim=-1, descending=True, stable=True).indices
+        first = first[:, : int(mine.sum(-1).max())]
+        real, kept = mine.gather(1, first), given.slots[row, heads].gather(1, first).clamp(min=0)
+        queries = references.queries[heads]
+        wholes, largest, longest = [], [], []
+        for head, query in zip(heads, queries, strict=True):
+            block = given.block[row, head]
+            keys, values = given.keys[row, head][block], given.values[row, head][block]
+            beside = None if old is None else old[row, head][block]
+            wholes.append(
+                attend_to_part(
+                    query, keys, values.to(query.dtype), bias=beside, scale=scale, softcap=softcap
+                )
             )
-        logits = part_logits(query, keys[kept], of_kept, scale, softcap)
-        targets = Queries.of(logits, whole, rest, largest)
-        token = torch.arange(len(query), device=query.device) // references.groups
-        judges = token % HELD == HELD - 1
-        longest = values[kept].new_zeros(1, 1) if not len(kept) else values[block]
-        longest = longest.double().norm(dim=-1).amax()
-        return self.fitted(targets, judges, values[kept], longest)
+            if self.target == "block":
+                found = largest_logits(query, keys, bias=beside, scale=scale, softcap=softcap)
+                largest.append(found)
+            norms = values.double().norm(dim=-1)
+            longest.append(norms.amax() if len(norms) else norms.new_zeros(()))
+        whole = PartOutput(*map(torch.stack, zip(*wholes, strict=True)))
+        rest = PartOutput(references.rest[heads], references.rest_mass[heads])
+        of_kept = None if old is None else old[row, heads].gather(1, kept)
+        keys = given.keys[row, heads].gather(1, _wide(kept, given.keys))
+        logits = part_logits(queries, keys, of_kept, scale, softcap)
+        logits = logits if bool(real.all()) else logits.masked_fill(~real[:, None], -torch.inf)
+        targets = Queries.of(logits, whole, rest, torch.stack(largest) if largest else None)
+        values = given.values[row, heads].gather(1, _wide(kept, given.values)).to(logits.dtype)
+        return self.fitted(targets, references.judges, real, values, torch.stack(longest))
 
     def fitted(
-        self, targets: Queries, judges: Tensor, values: Tensor, longest: Tensor
-    ) -> FittedHead:
-        """The fit of kept `values [t, Dv]` to queries, but for those of `judges [n]`.
+        self, targets: Queries, judges: int, real: Tensor, values: Tensor, longest: Tensor
+    ) -> FittedHeads:
+        """The fit of kept `values [H, t, Dv]` to queries, but for the last `judges` ones.
 
-        `longest` is the norm of the longest value of the block.
+        `real [H, t]` is False where a head has no entry; `longest [H]` are the norms of the blocks'
+        longest values.
         """
-        fit, held = targets.at(~judges), targets.at(judges)
-        nothing = values.new_zeros(len(values))
-        bias, new, guarded = nothing, values, False
-        if len(values) and len(fit.logits):
-            bias = self.biases(fit)
+        count = targets.logits.shape[1] - judges
+        fit, held = targets.at(slice(count)), targets.at(slice(count, None))
+        nothing = values.new_zeros(values.shape[:2])
+        bias, new, guarded = nothing, values, 0
+        if real.shape[1] and count:
+            bias = self.biases(fit, real)
             if self.fit_values:
                 new, guarded = self.values(fit, values, bias, LONGEST * longest)
         norm = held.whole.out.double().square().sum()
         sums = torch.stack([held.wrong(values, nothing), held.wrong(new, bias), norm])
-        return FittedHead(new, bias, guarded, sums)
+        return FittedHeads(new, bias, guarded, sums)
 
-    def biases(self, fit: Queries) -> Tensor:
-        """Biases `[t]` that give kept entries the block's mass; 0 without any.
+    def biases(self, fit: Queries, real: Tensor) -> Tensor:
+        """Biases `[H, t]` that give kept entries the block's mass; 0 without any.
 
         A row is the relative error of a query's mass, weighed by its mass over that of its largest
         logit, as published; with the target `whole` by what such an error does to the output, to
         first order: the block's share times ‖Y − O‖.
         """
-        count = fit.logits.shape[1]
+        heads, _, count = fit.logits.shape
         if self.bias == "none":
-            return fit.logits.new_zeros(count)
+            return fit.logits.new_zeros(heads, count)
         if self.target == "whole":
             share = (fit.block.mass - fit.whole.mass).exp()
             matters = share * (fit.block.out - fit.whole.out).double().norm(dim=-1)
         else:
             matters = (fit.block.mass - fit.largest).double().exp()
-        if not bool(matters.any()):  # the block's mass changes nothing
-            return fit.logits.new_zeros(count)
-        matters = (matters / matters.amax()).to(fit.logits.dtype)
-        scaled = (fit.logits - fit.block.mass[:, None]).exp() * matters[:, None]
+        most = matters.amax(-1, keepdim=True)
+        matters = (matters / most.clamp(min=1e-300)).to(fit.logits.dtype)
+        scaled = (fit.logits - fit.block.mass[..., None]).exp_().mul_(matters[..., None])
         if self.bias == "head":
-            total = scaled.double().sum(-1)
-            weight: Tensor = (total @ matters.double()) / (total @ total).clamp(min=1e-300)
-            return weight.clamp(min=LEAST).log().to(fit.logits.dtype).expand(count)
-        exact = scaled if self.hold >= 1e-4 and count <= 512 else scaled.double()
-        normal = (exact.T @ exact).double()
-        held = self.hold * largest_eigenvalue(normal)
-        # In terms of what weights of 1 leave missing, which is exact where that is nothing.
-        missing = (exact.T @ (matters.to(exact.dtype) - exact.sum(-1))).double()
-        toward = normal.sum(-1) + held + missing
-        held_normal = normal + held * torch.eye(count, dtype=normal.dtype, device=normal.device)
-        return nonnegative(held_normal, toward).clamp(min=LEAST).log().to(fit.logits.dtype)
+            total, of_mass = scaled.double().sum(-1), matters.double()
+            weight = (total * of_mass).sum(-1) / total.square().sum(-1).clamp(min=1e-300)
+            weights = weight[:, None].expand(heads, count)
+        else:
+            exact = scaled if self.hold >= SAFE else scaled.double()
+            normal = (exact.mT @ exact).double()
+            held = self.hold * largest_eigenvalue(normal)
+            # In terms of what weights of 1 leave missing, which is exact where that is nothing.
+            missing = matters.to(exact.dtype) - exact.sum(-1)
+            toward = normal.sum(-1) + held[:, None]
+            toward += (exact.mT @ missing[..., None]).double()[..., 0]
+            normal.diagonal(dim1=-2, dim2=-1).add_(held[:, None])
+            weights = nonnegative(normal, toward, real)
+        without = ~real | (most == 0)  # no entry, or a mass that changes nothing
+        bias: Tensor = weights.clamp(min=LEAST).log().masked_fill(without, 0)
+        return bias.to(fit.logits.dtype)
 
-    def values(
-        self, fit: Queries, kept: Tensor, bias: Tensor, bound: Tensor
-    ) -> tuple[Tensor, bool]:
-        """Values `[t, Dv]` by ridge towards the `kept` ones; True if the bound raised the ridge."""
-        logits = fit.logits + bias
+    def values(self, fit: Queries, kept: Tensor, bias: Tensor, bound: Tensor) -> tuple[Tensor, int]:
+        """Values `[H, t, Dv]` by ridge towards the `kept` ones; how many bounds raised the ridge.
+
+        `bound [H]` is the largest norm of a value.
+        """
+        logits = fit.logits + bias[:, None]
         mass = logits.logsumexp(-1)
         if self.target == "whole":
             total = torch.logaddexp(mass, fit.rest.mass)
-            aim = fit.whole.out - (fit.rest.mass - total).exp()[:, None] * fit.rest.out
+            aim = fit.whole.out - (fit.rest.mass - total).exp()[..., None] * fit.rest.out
         else:
             total, aim = mass, fit.block.out
-        shares = (logits - total[:, None]).exp()
-        shares = shares if self.ridge >= 1e-4 and len(kept) <= 512 else shares.double()
-        normal = (shares.T @ shares).double()
+        # A query that sees nothing has no share.
+        shares = logits.sub_(total.clamp(min=-1e30)[..., None]).exp_()
+        shares = shares if self.ridge >= SAFE else shares.double()
+        normal = (shares.mT @ shares).double()
         missing = aim.to(shares.dtype) - shares @ kept.to(shares.dtype)
-        toward, largest = (shares.T @ missing).double(), largest_eigenvalue(normal)
-        ridge = self.ridge
+        toward, largest = (shares.mT @ missing).double(), largest_eigenvalue(normal)
+        ridge = torch.full_like(largest, self.ridge)
         while True:
-            held = ridge * largest + 1e-12
-            made = ridge_towards(kept.double(), normal, toward, held)
-            if made.norm(dim=-1).amax() <= bound or ridge > 1e3:
-                return made.to(kept.dtype), ridge > self.ridge
-            ridge = max(ridge * 10, 1e-6)
+            made = ridge_towards(kept.double(), normal, toward, ridge * largest + 1e-12)
+            long = (made.norm(dim=-1).amax(-1) > bound) & (ridge <= 1e3)
+            if not bool(long.any()):
+                return made.to(kept.dtype), int((ridge > self.ridge).sum())
+            ridge = torch.where(long, (ridge * 10).clamp(min=1e-6), ridge)
 
 
-class FittedHead(NamedTuple):
-    """The fit of one KV head.
+class FittedHeads(NamedTuple):
+    """The fit of some KV heads.
 
     `sums`: squared errors of the held-out outputs with the entries as they were, refitted, and the
     squared norm of these outputs.
     """
 
-    values: Tensor  # [t, Dv]
-    bias: Tensor  # [t]
-    guarded: bool
+    values: Tensor  # [H, t, Dv]
+    bias: Tensor  # [H, t]
+    guarded: int
     sums: Tensor  # [3]
+
+
+def _together(counts: list[int], queries: int) -> Iterator[list[int]]:
+    """Heads that are fitted together: of at least half as many entries as the first of them."""
+    batch: list[int] = []
+    for head in sorted(range(len(counts)), key=lambda head: -counts[head]):
+        most = counts[batch[0]] if batch else 0
+        if batch and (2 * counts[head] < most or (len(batch) + 1) * most * queries > MOST_LOGITS):
+            yield batch
+            batch = []
+        batch.append(head)
+    yield batch
+
+
+def _wide(slots: Tensor, entries: Tensor) -> Tensor:
+    """Slots `[H, t]` as an index of `entries [B, H, T, D]`'s rows."""
+    return slots[..., None].expand(-1, -1, entries.shape[-1])

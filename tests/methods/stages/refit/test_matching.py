@@ -31,35 +31,35 @@ KEPT = torch.tensor([5, 6, 2])
 @pytest.fixture
 def golden() -> Queries:
     """Eight keys of one head, eight queries, and nothing else in view."""
-    block = attend_to_part(QUERIES, KEYS, VALUES, scale=0.5)
+    block = attend_to_part(QUERIES[None], KEYS[None], VALUES[None], scale=0.5)
     nothing = PartOutput(torch.zeros_like(block.out), torch.full_like(block.mass, -torch.inf))
-    logits = QUERIES @ KEYS[KEPT].T * 0.5
-    return Queries.of(logits, block, nothing, largest_logits(QUERIES, KEYS, scale=0.5))
+    logits = (QUERIES @ KEYS[KEPT].T * 0.5)[None]
+    return Queries.of(logits, block, nothing, largest_logits(QUERIES, KEYS, scale=0.5)[None])
 
 
 def test_biases_are_those_of_non_negative_least_squares(golden):
-    bias = PUBLISHED.biases(golden).double()
+    bias = PUBLISHED.biases(golden, torch.ones(1, 3, dtype=torch.bool))[0].double()
     weights = bias.exp()
     expected = torch.tensor([0.0, 3.504028, 4.094251]).double()
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
-    scaled = (golden.logits - golden.largest[:, None]).exp()
-    mass = (golden.block.mass - golden.largest).exp()
+    scaled = (golden.logits[0] - golden.largest[0, :, None]).exp()
+    mass = (golden.block.mass - golden.largest)[0].exp()
     assert float((scaled @ weights - mass).square().sum()) == pytest.approx(3.301085, abs=1e-5)
 
 
 def test_values_are_those_of_least_squares(golden):
-    bias = torch.tensor([-3, 1.319034, 1.460990])
-    kept, bound = VALUES[KEPT], torch.tensor(torch.inf)
-    made, guarded = PUBLISHED.values(golden, kept, bias, bound)
+    bias = torch.tensor([-3, 1.319034, 1.460990]).double()
+    kept, bound = VALUES[KEPT][None], torch.tensor([torch.inf])
+    made, guarded = PUBLISHED.values(golden, kept, bias[None], bound)
     expected = [
         [8.793864, 28.940579, 47.413433, -14.687487],
         [0.051364, -0.612303, -0.289257, -0.004918],
         [-0.497786, 0.090825, -0.156896, 0.490729],
     ]
-    torch.testing.assert_close(made.float(), torch.tensor(expected), rtol=1e-4, atol=1e-4)
-    assert not guarded
-    made, guarded = PUBLISHED.values(golden, kept, bias, 4 * VALUES.norm(dim=-1).max())
-    assert guarded
+    torch.testing.assert_close(made[0].float(), torch.tensor(expected), rtol=1e-4, atol=1e-4)
+    assert guarded == 0
+    made, guarded = PUBLISHED.values(golden, kept, bias[None], 4 * VALUES.norm(dim=-1).max()[None])
+    assert guarded == 1
     assert float(made.norm(dim=-1).max()) <= 4 * float(VALUES.norm(dim=-1).max())
 
 
@@ -68,8 +68,8 @@ def relative(golden: Queries, values: Tensor, bias: Tensor) -> float:
 
 
 def test_errors_of_the_output_are_those_computed_by_hand(golden):
-    kept, nothing, bound = VALUES[KEPT], torch.zeros(3), torch.tensor(torch.inf)
-    clamped = torch.tensor([-3, 1.319034, 1.460990])
+    kept, nothing, bound = VALUES[KEPT][None], torch.zeros(1, 3), torch.tensor([torch.inf])
+    clamped = torch.tensor([[-3, 1.319034, 1.460990]])
     assert relative(golden, kept, nothing) == pytest.approx(2.308715, abs=1e-5)
     assert relative(golden, kept, clamped) == pytest.approx(1.813737, abs=1e-5)
     made = PUBLISHED.values(golden, kept, clamped, bound)[0].double()
@@ -78,7 +78,7 @@ def test_errors_of_the_output_are_those_computed_by_hand(golden):
         made = replace(PUBLISHED, ridge=ridge).values(golden, kept, nothing, bound)[0].double()
         assert relative(golden, made, nothing) == pytest.approx(expected, abs=2e-5)
     expected = torch.tensor([0.065677, 0.591786, 1.067562, -0.296999])
-    torch.testing.assert_close(made[0].float(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made[0, 0].float(), expected, rtol=1e-4, atol=1e-4)
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -166,6 +166,56 @@ def test_a_second_fit_starts_from_the_biases_that_are_there():
     fitted = errors(biased, made.values, made.bias, judges=False)
     unfitted = errors(biased, kept_values(given), old, judges=False)
     assert all(now < then for now, then in zip(fitted, unfitted, strict=True))
+
+
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("bias", ["entry", "head", "none"])
+@pytest.mark.parametrize("target", ["whole", "block"])
+def test_heads_are_fitted_together_as_each_alone(target, bias, values):
+    """Heads keep 1 to 12 entries, and one none; the last entries of a row are not of the block."""
+    keys, entries = noise(2, 6, 40, 8, seed=1), noise(2, 6, 40, 6, seed=2)
+    given = compaction(keys=keys, values=entries, bias=noise(2, 6, 40, seed=9))
+    references = References(
+        2 * noise(2, 6, 128, 8, seed=3),
+        noise(2, 6, 128, 6, seed=4),
+        noise(2, 6, 128, seed=5),
+        given.references.real,
+        groups=2,
+    )
+    slots = noise(2, 6, 40, seed=6).topk(12).indices.sort(-1).values
+    counts = torch.tensor([[12, 1, 0, 5, 7, 12], [6, 6, 6, 12, 3, 2]])
+    slots = slots.masked_fill(torch.arange(12) < 12 - counts[..., None], -1)
+    block = torch.ones(2, 6, 40, dtype=torch.bool)
+    block[0, 3, 20:] = False
+    given = replace(given, slots=slots, block=block, references=references)
+    refit = Matching(target, bias, values, ridge=1e-3, hold=1e-3)
+    together = refit(given)
+    for head in range(6):
+        own = slice(head, head + 1)
+        of_head = replace(
+            references,
+            queries=references.queries[:, own],
+            rest=references.rest[:, own],
+            rest_mass=references.rest_mass[:, own],
+        )
+        made = refit(
+            replace(
+                given,
+                keys=keys[:, own],
+                values=entries[:, own],
+                bias=given.bias[:, own],
+                block=block[:, own],
+                slots=slots[:, own],
+                references=of_head,
+            )
+        )
+        real = slots[:, own] >= 0
+        torch.testing.assert_close(
+            together.values[:, own][real], made.values[real], rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(
+            together.bias[:, own][real], made.bias[real], rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("target", ["whole", "block"])
