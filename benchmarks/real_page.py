@@ -115,7 +115,11 @@ def readme(text: str, results: Sequence[CellResult]) -> str:
 def summary(results: Sequence[CellResult]) -> str:
     """What a fifth of the cache answers, for each protocol; empty without such records."""
     claims = [f"- {claim}" for board in boards(core(results)) for claim in _claim(board)]
-    return "\n".join([f"On {MODEL}, at a fifth of the cache:", "", *claims]) if claims else ""
+    return (
+        "\n".join([f"On {MODEL}, at a budget of a fifth of the entries:", "", *claims])
+        if claims
+        else ""
+    )
 
 
 def _claim(board: Board) -> Iterator[str]:
@@ -126,7 +130,11 @@ def _claim(board: Board) -> Iterator[str]:
     if full is None or not fifth:
         return
     best, *others = sorted(fifth, key=lambda row: -_score(row))
-    further = [f"{_name(others[0])}, next in the picture, {_percent(others[0])}"] if others else []
+    further = (
+        [f"the next best in the picture, {_name(others[0])}, {_percent(others[0])}"]
+        if others
+        else []
+    )
     further.append(f"the full cache {_percent(full)}")
     verb, unit = _asked(board)
     yield (
