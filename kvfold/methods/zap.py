@@ -34,8 +34,9 @@ class Zap(Method):
     `file` names the scorer; none: the one that comes with the bundled model. `level="pair"` ranks
     all entries in one pool, `"uniform"` keeps equally many in every head; with adakv, as in
     "zap:level=uniform + adakv", heads share a layer's size. The first `sinks` tokens stay.
+    `floor=0.25` keeps a quarter of the budget equal among the heads of the pool.
     Different from KVzap, which reads hidden states: these are gone once an entry is stored.
-    Raises KvfoldError for negative `sinks`.
+    Raises KvfoldError for negative `sinks`, and for a `floor` out of range or without a pool.
     Source: KVzap, linear variant; NVIDIA/kvpress `kvzap_press.py`.
     """
 
@@ -44,13 +45,20 @@ class Zap(Method):
     file: FileName = NO_FILE  # fitted scorer, none: the bundled model's
     level: Literal["pair", "uniform"] = "pair"  # pool of all entries, or equal heads
     sinks: int = 4  # first tokens that stay
+    floor: float = 0.0  # part of the mean size that every head keeps
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise KvfoldError(f"zap:sinks is 0 or more, not {self.sinks}")
+        for wrong, why in (
+            (self.sinks < 0, f"sinks is 0 or more, not {self.sinks}"),
+            (not 0 <= self.floor <= 1, f"floor is a part from 0 to 1, not {self.floor}"),
+            (self.floor and self.level != "pair", "floor goes with a pool: choose level=pair"),
+        ):
+            if wrong:
+                raise KvfoldError(f"zap:{why}")
 
     def stages(self) -> Stages:
-        across = Across(partial(candidates_of, score=learned), pooled, per_head=True)
+        candidates = partial(candidates_of, score=learned)
+        across = Across(candidates, partial(pooled, floor=self.floor), per_head=True)
         return Stages(
             needs=Needs(unrotated=True, scorer=FittedFile(Scorer, str(self.file))),
             score=learned,

@@ -55,14 +55,22 @@ def _before_rope(model: Any, keys: Tensor, at: Tensor) -> Tensor:
     return keys * angles.cos() - torch.cat([-second, first], -1) * angles.sin()
 
 
-def pooled_by_hand(scores: Tensor, mask: Tensor, size: int, sinks: int) -> list[list[list[Any]]]:
-    """Kept columns `[B][L][H]` of the best `size` per head on average, one pool for each row."""
+def pooled_by_hand(
+    scores: Tensor, mask: Tensor, size: int, sinks: int, least: int = 0
+) -> list[list[list[Any]]]:
+    """Kept columns `[B][L][H]` of the best `size` per head on average, one pool for each row.
+
+    The best `least` of each head are kept in any case.
+    """
     layers, batch, heads, columns = scores.shape
     at = mask.cumsum(-1) - 1
     kept = []
     for row in range(batch):
         forced = (at[row] < sinks) & (mask[row] > 0)
-        of_row = scores[:, row].masked_fill(forced, torch.inf).flatten()
+        of_row = scores[:, row].masked_fill(forced, torch.inf)
+        for head in of_row.flatten(0, 1):
+            head[head.argsort(descending=True, stable=True)[:least]] = torch.inf
+        of_row = of_row.flatten()
         best = of_row.argsort(descending=True, stable=True)[: size * layers * heads]
         chosen = torch.zeros_like(of_row, dtype=torch.bool)
         chosen[best] = True

@@ -56,6 +56,19 @@ def test_one_pool_keeps_what_a_float64_reference_keeps(tmp_path, group, lengths,
     assert columns(cache) == expected
 
 
+@pytest.mark.parametrize("lengths", [(64,), PADDED], ids=["alone", "padded"])
+def test_a_floor_is_kept_in_every_head_and_the_rest_in_one_pool(tmp_path, lengths):
+    model = model_of(3)
+    ids, mask = prompts(lengths)
+    scores = scores_by_hand(model, ids, mask, random_scorer(model))
+    expected = pooled_by_hand(scores, mask, SIZE, sinks=4, least=SIZE // 2)
+    assert expected != pooled_by_hand(scores, mask, SIZE, sinks=4)
+    cache = CompressedCache(model, zap_of(model, tmp_path, ",floor=0.5"), SIZE)
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 1}
+    kvfold.generate(model, ids, cache=cache, **options)
+    assert columns(cache) == expected
+
+
 def test_equal_heads_keep_their_best(tmp_path):
     model = model_of(3)
     ids, mask = prompts((64,))
@@ -237,6 +250,7 @@ def test_a_damaged_file_is_refused(tmp_path, how, reason):
         CompressedCache(model, spec, 10)
 
 
-def test_negative_sinks_are_refused():
-    with pytest.raises(KvfoldError, match="zap:sinks"):
-        kvfold.parse("zap:sinks=-1")
+def test_options_out_of_range_are_refused():
+    for wrong in ("sinks=-1", "floor=1.5", "level=uniform,floor=0.1"):
+        with pytest.raises(KvfoldError, match=f"zap:{wrong.split(',')[-1].split('=')[0]}"):
+            kvfold.parse(f"zap:{wrong}")
