@@ -107,7 +107,6 @@ def save(
     not registered; for a codec that cannot be; and if the file cannot be written.
     """
     cache = context.cache
-    coding = None if codec is None else Coding.of(codec, context.model)
     _check(cache)
     context.check()
     tensors = FileTensors(cache.ranks.own_heads)
@@ -119,7 +118,7 @@ def save(
     tensors.add("", {}, whole)
     tensors.add("rope.", {}, frequencies)
     model = model_header(context.model, context.tokenizer)
-    write = partial(_write, context, Path(path), model, rope, session, coding)
+    write = partial(_write, context, Path(path), model, rope, session, codec)
     cache.ranks.on_first(RankPart(headers, tensors), write)
 
 
@@ -129,7 +128,7 @@ def _write(
     model: ModelHeader,
     rope: RopeHeader,
     session: SessionHeader | None,
-    coding: Coding | None,
+    codec: str | None,
     by_rank: list[RankPart],
 ) -> None:
     """Writes the parts of all ranks, `by_rank` in rank order."""
@@ -140,7 +139,8 @@ def _write(
     ]
     same_as = {name: other for s in by_rank for name, other in s.tensors.same_as.items()}
     coded = None
-    if coding is not None:
+    if codec is not None:
+        coding = Coding.of(codec, context.model)  # other ranks may lack its file
         stored, same_as, coded = coding.encode(cache, stored, same_as, headers)
     header = Header(
         written_by=kvfold.__version__,
