@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from kvfold.methods.stages.score.learned import Scorer, widened
 
 # Validation chooses among these numbers of random projections, and these penalties.
 PROJECTIONS, PENALTIES = (0, 64, 256), (1e-4, 1e-2)
+EQUAL = 0.002  # differences of overlaps that choose no larger scorer
 LEAST_TEXTS = 4  # one to choose by, one to report on, two to learn from
 MOST_OF_WEIGHTS = 0.01  # a scorer's numbers, as part of the model's weights
 SPREAD = 1.5  # standard deviation of a projection of features whose mean square is 1
@@ -166,12 +167,20 @@ def _learned(
 def _best(
     reader: Reader, texts: Sequence[str], features: Features, candidates: Candidates
 ) -> tuple[int, float]:
-    """The candidate with the largest mean overlap on texts."""
+    """The candidate that is chosen by its mean overlap on texts."""
     found: dict[tuple[int, float], list[HeldOut]] = {key: [] for key in candidates}
     for text in reader.read(texts, "choosing features"):
         for key, (weights, chosen) in candidates.items():
             found[key].append(compare(features.expected(text, weights, chosen), text))
-    return max(found, key=lambda key: mean_of(found[key]).mean_overlap)
+    return smallest({key: mean_of(each).mean_overlap for key, each in found.items()})
+
+
+def smallest(overlaps: Mapping[tuple[int, float], float]) -> tuple[int, float]:
+    """Projections and penalty of the fewest projections, and then the largest of `overlaps`, among
+    those within `EQUAL` of the best."""
+    least = max(overlaps.values()) - EQUAL
+    good = [key for key, overlap in overlaps.items() if overlap >= least]
+    return min(good, key=lambda key: (key[0], -overlaps[key]))
 
 
 def parts_of(texts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

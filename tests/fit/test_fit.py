@@ -220,6 +220,17 @@ def test_a_target_that_repeats_nothing_is_refused(target):
         target_method(target)
 
 
+@pytest.mark.parametrize(
+    ("overlaps", "chosen"),
+    [
+        ({(0, 1e-4): 0.8350, (0, 1e-2): 0.8355, (64, 1e-4): 0.8370}, (0, 1e-2)),
+        ({(0, 1e-4): 0.8340, (64, 1e-4): 0.8365, (256, 1e-2): 0.8370}, (64, 1e-4)),
+    ],
+)
+def test_projections_that_gain_nothing_are_left_out(overlaps, chosen):
+    assert fitting.smallest(overlaps) == chosen
+
+
 def test_the_numbers_of_projections_are_those_that_fit_the_size(bundled, fitted):
     assert fitted.projections in fitting.PROJECTIONS
     assert max(fitting.PROJECTIONS) > fitted.projections  # 256 are too many for so small a model
