@@ -83,26 +83,21 @@ class Transform:
         parts = together.split(self.directions.shape[1], -1)
         return [of.float().T @ part.T for part, of in zip(parts, self.directions, strict=True)]
 
-    def back(
-        self, coefficients: Sequence[Tensor], scope: Scope, dtype: torch.dtype = torch.float32
-    ) -> list[Tensor]:
-        """Entries `[n, D]` of each KV head, float32, from coefficients `[streams, n]`.
+    def back(self, codes: Sequence[Tensor], step: float, scope: Scope) -> list[Tensor]:
+        """Entries `[n, D]` of each KV head, float32, from coefficients `step·codes [streams, n]`.
 
-        Products of a joint basis are in `dtype`: in bfloat16, they are several times as fast.
+        Products of a joint basis are in the dtype of `codes`: bfloat16 is several times as fast.
         """
-        size = self.means.shape[-1]
-        if scope == "head":
-            parts = zip(coefficients, self._of_heads(), strict=True)
-            scaled = [(directions @ found).T for found, directions in parts]
-        else:
-            blocks = zip(coefficients, self.directions, strict=True)
-            together = [(of.to(dtype) @ found.to(dtype)).T for found, of in blocks]
-            scaled = [head for block in together for head in block.split(size, -1)]
-        means, weights = self.means.flatten(0, 1), self.weights.flatten(0, 1)
-        return [
-            each.float() / weight + mean
-            for each, weight, mean in zip(scaled, weights, means, strict=True)
-        ]
+        heads, size = self._of_heads(), self.means.shape[-1]
+        of_blocks = heads if scope == "head" else self.directions
+        numbers, columns = of_blocks.shape[0], of_blocks.shape[1]
+        # The step and the weights are of the basis, which has fewer numbers than the entries.
+        scales = step / self.weights.view(numbers, columns, 1)
+        means, found = self.means.view(numbers, columns), list[Tensor]()
+        for each, directions, scale, mean in zip(codes, of_blocks, scales, means, strict=True):
+            made = each.T @ (directions.float() * scale).to(each.dtype).T
+            found += made.float().add_(mean).split(size, -1)
+        return found
 
     def streams(self, counts: Sequence[int], scope: Scope) -> list[tuple[int, int]]:
         """Rows and columns of the coefficients of `forward`, for heads of `counts` entries."""

@@ -86,14 +86,15 @@ def decode(
 ) -> list[Tensor]:
     """Keys or values `[n, D]` of each KV head, float32; `counts` are the heads' entries.
 
-    Products are in bfloat16 if that is `dtype`, the model's, else in float32. Raises
+    Products of a joint basis are in bfloat16 if that is `dtype`, the model's, else float32. Raises
     ContextFileError for streams that do not fit these entries.
     """
     shapes = transform.streams(counts, scope)
-    coefficients = [torch.zeros(shape) for shape in shapes]
-    rows = [row for each in coefficients for row in each]
+    short = scope == "joint" and dtype == torch.bfloat16
+    products = torch.bfloat16 if short else torch.float32
+    codes = [torch.zeros(shape, dtype=products) for shape in shapes]
+    rows = [row for each in codes for row in each]
     lengths = [columns for streams, columns in shapes for _ in range(streams)]
     for number, stream in symbols.decode(coded.streams, lengths, by):
-        torch.mul(stream, coded.step, out=rows[number])
-    products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    return transform.back(coefficients, scope, products)
+        rows[number].copy_(stream)
+    return transform.back(codes, coded.step, scope)

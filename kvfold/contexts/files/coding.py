@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,12 +241,18 @@ def _turned(
         for index, layer in enumerate(cache.layers)
         if isinstance(layer, CompressedLayer)
     }
-    for head, kept, each in zip(heads, whole, keys, strict=True):
-        rotation = of_layers[head.layer]
-        device = layer_device(rotation.model, head.layer)
-        at = head.positions[~kept][None].to(device)
-        rotated = rotation(each.float()[None, None].to(device), -at if back else at)
-        yield rotated[0, 0].cpu()
+    of_heads = zip(heads, whole, keys, strict=True)
+    for index, of_layer in itertools.groupby(of_heads, key=lambda found: found[0].layer):
+        rotation, given = of_layers[index], list(of_layer)
+        device = layer_device(rotation.model, index)
+        moves = [head.positions[~kept].to(device) for head, kept, _ in given]
+        if all(torch.equal(move, moves[0]) for move in moves[1:]):  # one angle for all heads
+            together = [(torch.stack([each for _, _, each in given]), moves[0])]
+        else:
+            together = [(each[None], at) for (_, _, each), at in zip(given, moves, strict=True)]
+        for each, at in together:
+            turned = rotation(each.float()[None].to(device), -at[None] if back else at[None])
+            yield from turned[0].cpu()
 
 
 def _kvtc(file: ContextFile, codec: CodecHeader) -> Kvtc:
