@@ -53,7 +53,7 @@ def restricted(model: Any) -> Iterator[Running]:
 
 def test_the_table_of_bounds_says_the_defaults():
     table = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    table = table[table.index("## Limits per client") : table.index("## Metrics")]
+    table = table[table.index("## Limits\n") : table.index("## Metrics")]
     own = ServerSettings()
     for name in (
         "connections", "contexts", "values", "answer_tokens", "prefill_chunk", "grace",
