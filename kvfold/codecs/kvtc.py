@@ -38,7 +38,7 @@ class CodedSide:
 def encode(
     heads: Sequence[Tensor], transform: Transform, scope: Scope, nbytes: float, by: Compressor
 ) -> CodedSide | None:
-    """Codes keys or values `[n, D]` of each KV head in at most `nbytes`; None if they are too few.
+    """Codes keys or values `[n, D]` of each KV head in at most `nbytes`; None if that is too few.
 
     Each stream takes two bytes, which is much for a short text. Raises KvfoldError for numbers that
     are not finite.

@@ -48,9 +48,9 @@ class Session:
     Answers come on top of the budget until the next turn. One thread uses a session at a time;
     after any error it is as before.
 
-    Raises KvfoldError for methods with forwards of their own or that keep more than their budget,
+    Raises KvfoldError for methods that have forwards of their own or keep more than their budget,
     for caches that cannot be edited (see `kvfold.cache.edits.Edits`), and for a context shorter
-    than the sinks that a method moves; BudgetError for a budget that is no number of tokens.
+    than the sinks that a method moves; BudgetError for a budget that is not a number of tokens.
     """
 
     def __init__(self, context: Context, record: SessionRecord | None = None) -> None:
@@ -179,17 +179,17 @@ class Session:
     def drop(self, *names: str, now: bool = False) -> None:
         """Drops messages; their templates stay, as empty messages.
 
-        They wait until all that wait are a tenth of the tokens, unless `now`. A message whose
-        entries were all evicted is dropped already, and its tokens keep their places. Raises
-        KvfoldError for an id that there is none of.
+        Drops wait until together they free a tenth of the tokens, unless `now`. A message whose
+        entries were all evicted counts as dropped, and its tokens keep their positions. Raises
+        KvfoldError for an unknown id.
         """
         self.edit(names, {}, now)
 
     def shorten(self, name: str, text: str, special_tokens: bool = False) -> None:
-        """Replaces a message by a shorter `text`, which is read; drops that wait come with it.
+        """Replaces a message by a shorter `text`, which is read; waiting drops are done with it.
 
-        Raises KvfoldError for an id that there is none of, for a text that is empty or longer than
-        the message, for a message whose entries were evicted, and as `CompressedCache.replace`.
+        Raises KvfoldError for an unknown id, for a text that is empty or longer than the message,
+        for a message whose entries were evicted, and as `CompressedCache.replace`.
         """
         self.edit((), {name: text}, special_tokens=special_tokens)
 
@@ -352,7 +352,7 @@ def load_session(
 ) -> Session:
     """The session saved at `path`, which goes on where it was.
 
-    Raises ContextFileError for a file that is no session's, and as `kvfold.load`.
+    Raises ContextFileError for the file of a context, and as `kvfold.load`.
     """
     with opened(path) as file:
         saved = file.header.session

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fitting of scorers: `kvfold.fit_scorer` learns on a user's own model what KVzip would score."""
+"""Fitting: `kvfold.fit_scorer` learns KVzip's scores on a user's model; filters, heads, codecs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold.fit_curve`: sizes of KV heads by what a score's choices are worth there, for `curve`."""
+"""`kvfold.fit_curve`: sizes of KV heads by the utility of a score's choices, for `curve`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPORTED = (0.5, 0.3, 0.2, 0.1)
 
 @dataclass(frozen=True)
 class CurveFit:
-    """A fitted curve: its file, and what it is worth on held-out texts.
+    """A fitted curve: its file, and the utility that it keeps on held-out texts.
 
     `mass` is the utility that the score's choices keep with the curve's sizes, as part of all,
     and `mass_of_equal` that with equal sizes, by kept part. `numbers` is the curve's size, `share`
@@ -69,11 +69,11 @@ def fit_curve(
 ) -> CurveFit:
     """Fits the sizes of `curve:file=…`, a part for each budget, layer and KV head.
 
-    An entry's utility is KVzip's score, its rank that by the method `score`, forced entries first.
-    Each head's utilities are summed up in that order; the budget is spent on the heads by the slope
-    of the sum's upper concave hull. The parts are means over the texts, but for every fourth, which
-    is held out. Each text is read twice and repeated once; `note` is called with a line of progress
-    after each.
+    An entry's utility is KVzip's score; the method `score` ranks the entries, forced ones first.
+    Each head's utilities are summed up in that order, and the budget goes to the heads by the
+    slopes of the sums' upper concave hulls. The parts are means over the texts, without every
+    fourth, which is held out. Each text is read twice and repeated once; `note` is called with a
+    line of progress after each.
 
     Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, and for a method
     that scores nothing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvfold.fit_scorer`: what KVzip would score, learned by ridge regression on the user's model."""
+"""`kvfold.fit_scorer`: KVzip's scores, learned by ridge regression on the user's model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scorer learns: the entries of a text, and the scores that KVzip gives them."""
+"""Training data of a scorer: the entries of a text, and the scores that KVzip gives them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST = 1e-6  # attention below it is no different from none
 
 @dataclass(frozen=True)
 class ScoredText:
-    """Entries of one text in every layer and KV head, and what the target method scores them.
+    """Entries of one text in every layer and KV head, and the target method's scores of them.
 
     `features [L, H, T, F]`, `scores [L, H, T]`, float32. The first `opening` tokens are the chat
     template's, which the target keeps in any case.

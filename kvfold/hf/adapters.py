@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT adapters of a model: which are switched on, as entries made under others do not go on."""
+"""Active PEFT adapters of a model: a cache filled under other adapters cannot be continued."""
 
 from __future__ import annotations
 

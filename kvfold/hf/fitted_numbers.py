@@ -64,7 +64,7 @@ def read_table(path: str | Path) -> Tensor:
 
 
 def read_kind(path: str | Path, kind: type[Kind]) -> tuple[Kind, list[Tensor]]:
-    """What a file holds, whatever its model, and that model's RoPE frequencies, if it names any.
+    """Fitted numbers in a file, for any model, and the RoPE frequencies of that model, if named.
 
     Raises ScorerFileError if the file is damaged, of another version or another `kind`.
     """
@@ -87,7 +87,7 @@ def how_to_fit(kind: type[Fitted]) -> str:
 
 
 def digest_of_file(path: str | Path) -> str:
-    """What tells the tensors of a file of `kvfold fit` from others'."""
+    """Digest of the tensors of a file of `kvfold fit`."""
     header, _ = read_scorer_file(path)
     return digest(json.dumps(header.checksums, sort_keys=True))
 

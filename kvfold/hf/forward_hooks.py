@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that tell a cache of a model's forwards, as one may fail after the last attention.
+"""Hooks that tell a cache when a forward begins and returns: it may fail after the last attention.
 
-They also give the model the `rope_deltas` of the cache that reads, and keep them for it.
+They also give the model the `rope_deltas` of that cache before a forward, and store them after it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files say of the model that made them, and how two such headers differ."""
+"""Headers of files: the model that made them, and differences between two headers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
-    """True if the model's forward takes a cache; without, `generate` loses one (Evolla)."""
+    """True if the model's forward takes a cache; other models' `generate` drops it (Evolla)."""
     return "past_key_values" in inspect.signature(type(model).forward).parameters
 
 
@@ -75,9 +75,9 @@ def dropping_length(model: PreTrainedModel) -> int | None:
 def trained_length(model: PreTrainedModel) -> int | None:
     """Tokens of the longest text the model was trained for, or None where it does not say.
 
-    Configurations name the length that scaling reaches, but for YaRN, linear and dynamic scaling:
-    these multiply the length before it (vLLM `config/model.py`). Types of layers with settings of
-    their own (Gemma 3) name what is reached.
+    Configurations name the length after RoPE scaling, except with YaRN, linear and dynamic scaling,
+    whose factor multiplies the named length (vLLM `config/model.py`). Layer types with RoPE
+    settings of their own (Gemma 3) name the length after scaling.
     """
     config = text_config(model)
     length: int | None = getattr(config, "max_position_embeddings", None)
@@ -137,8 +137,8 @@ def stock_generate(model: Any, **options: Any) -> Any:
 def is_counted_by_generate(model: PreTrainedModel) -> bool:
     """True if `generate` counts positions from 0 and gives them to the model's forward.
 
-    Left to themselves, some models count from elsewhere (RoBERTa), or anew in each forward (Bamba).
-    Those that count images their own way (Qwen2-VL) are left to it, and `COUNT_THEMSELVES`.
+    Without them, some models count from another number (RoBERTa), or anew in each forward (Bamba).
+    False for those that count images their own way (Qwen2-VL), and for `COUNT_THEMSELVES`.
     """
     count = "_prepare_position_ids_for_generation"
     own = getattr(type(model), count, None) is not getattr(GenerationMixin, count, None)

@@ -29,9 +29,9 @@ class OutputProjection(LayerOfModel):
     """W_o of one layer."""
 
     def check(self) -> None:
-        """Raises UnsupportedModel if the weight cannot be read, or something else comes before it.
+        """Raises UnsupportedModel if the weight cannot be read, or is not all that is applied.
 
-        Such as a gate, a norm, an adapter, or a quantized weight.
+        Examples are a gate or a norm before it, an adapter, and a quantized weight.
         """
         self._weight(self._module())
 

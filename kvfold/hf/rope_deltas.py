@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""M-RoPE's `rope_deltas`: how far positions are from columns, as an image takes fewer positions.
+"""M-RoPE's `rope_deltas`: positions less columns, as an image takes fewer positions than columns.
 
 Models that count so (Qwen2-VL and its like) keep them for the text that they read last, whichever
 cache it went to. Here each cache keeps its own.
@@ -28,7 +28,7 @@ def taken(modules: tuple[nn.Module, ...]) -> Deltas:
 
 
 def put(modules: tuple[nn.Module, ...], deltas: Deltas | None) -> None:
-    """Gives the modules the `deltas` of a cache's text; None: of a text that begins."""
+    """Gives the modules the `deltas` of a cache's text; None: those of a new text."""
     for module, own in zip(modules, deltas or (None,) * len(modules), strict=True):
         setattr(module, NAME, own)
 
@@ -41,7 +41,7 @@ def offset(cache: object) -> Tensor | int:
 
 @contextmanager
 def left_alone(model: nn.Module) -> Iterator[None]:
-    """Puts back what the model keeps after forwards that are no text of the user's."""
+    """A block in which the model has no `rope_deltas`; those before it are put back at its end."""
     modules = holders(model)
     before = taken(modules)
     put(modules, None)

@@ -47,7 +47,7 @@ def write_fitted(path: Path, fitted: Fitted, model: PreTrainedModel, **about: An
 
 
 def read_fitted(path: str | Path, model: PreTrainedModel, kind: type[Kind]) -> Kind:
-    """What a file holds that was fitted for `model`; a text table names no model.
+    """Fitted numbers of a file for `model`; a text table names no model, and is not compared.
 
     Raises ScorerFileError as `read_kind` does, and, naming what differs, if the file was fitted for
     another model, RoPE or dtype.

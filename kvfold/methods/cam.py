@@ -24,9 +24,9 @@ class CaM(Method):
     """Keeps first and recent tokens; an evicted token's value is added to the kept ones after it.
 
     The next `targets` kept tokens receive it with a probability: the token's attention relative to
-    theirs, at most 1. `deterministic` adds the expectation instead. Of the tokens evicted at once,
-    only the `newest` are spread, one as in the released code; 0 spreads all. When a prompt ends,
-    many are evicted that have the same targets, and all of their values would drown these. In a
+    theirs, at most 1. `deterministic` adds the expectation instead. Of the tokens evicted together,
+    only the values of the `newest` are added: 1, as in the released code; 0: all. When a prompt
+    ends, many evicted tokens have the same targets, and all of their values would drown these. In a
     composition it adds the merging only. Raises KvfoldError for options below their least value.
 
     Spreading at a prompt's end changes next to nothing: the loss of the text that follows changes

@@ -24,7 +24,7 @@ from kvfold.methods.stages.select.top import highest, top
 )
 @dataclass(frozen=True)
 class CriticalKV(Method):
-    """Half by score, half by score times the size of what the value adds to the model's dimension.
+    """Keeps half by score, and half by score times the norm of the projected value.
 
     1. The last `window` queries vote, as in SnapKV. After another method, as in "keydiff +
        criticalkv", that method scores instead; with "+ adakv" heads get their sizes by that score.

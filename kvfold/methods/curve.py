@@ -20,18 +20,19 @@ NO_FILE = FileName("none")
 )
 @dataclass(frozen=True)
 class LUKV(Method):
-    """Sizes of KV heads by what a score's choices are worth there, profiled on the same model.
+    """Sizes of KV heads by the utility of a score's choices, profiled on the same model.
 
     `kvfold fit MODEL TEXTS --scorer "snapkv + curve"` takes KVzip's score as an entry's utility and
     the other method's score as its rank. Heads whose best ranks hold the most utility get the most:
-    the budget is spent greedily by the slope of each head's upper concave hull. The parts, averaged
-    over texts, are stored for each budget. `file` names them, "snapkv + curve:file=FILE"; none:
-    those that come with the bundled model. A file is for the score that it was fitted with.
+    the budget is spent greedily by the slope of the upper concave hull of each head's cumulative
+    utility. The parts, averaged over texts, are stored for each budget. `file` names their file,
+    "snapkv + curve:file=FILE"; none: those of the bundled model. A file is for the method that it
+    was fitted for.
 
     Alone it scores by expected attention, as published. Different from kvpress: parts between two
-    rows are interpolated, and one largest remainder over all heads meets the budget; the other
-    method says which entries are forced. Raises ScorerFileError, when a cache is made, for a file
-    that is damaged or of another model, RoPE or dtype.
+    stored budgets are interpolated, and rounded over all heads together, so that the budget is met;
+    the other method says which entries are forced. Raises ScorerFileError, when a cache is made,
+    for a file that is damaged or of another model, RoPE or dtype.
     Source: LU-KV, section 4; NVIDIA/kvpress `lukv_press.py`.
     """
 

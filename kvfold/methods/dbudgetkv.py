@@ -38,8 +38,9 @@ class DBudgetKV(Method):
 
     Different from the released code: a query sees only the tokens before it, there also later ones;
     each KV head ranks by the mean of its query heads, there every query head by itself, so that
-    with groups of several other and more tokens stay here. The defaults are the paper's; the code
-    has a threshold of 0.05 and keeps no layer whole. Raises KvfoldError for numbers out of range.
+    with several query heads per KV head, other and more tokens stay here. The defaults are the
+    paper's; the code has a threshold of 0.05 and keeps no layer whole. Raises KvfoldError for
+    numbers out of range.
     Source: Ni et al., section 3.2; Patrick-Ni/ReFreeKV `modified_models/dynamic_metrics.py`.
     """
 

@@ -17,12 +17,12 @@ from kvfold.methods.stages.decode import Counting, Prompt, Sizes
 )
 @dataclass(frozen=True)
 class Every(Method):
-    """Brings generated tokens back to the size every so often, by another method's score.
+    """Evicts again after every `interval` generated tokens, by another method's score.
 
     1. When a prompt ends, the other method compresses it: "snapkv + every:interval=128".
     2. Generated tokens are appended. After each `interval` of them every layer above its size is
-       brought back to it, by the method's scores of all stored entries. The observation window is
-       that of the last queries, of the prompt too if the answer is still short.
+       brought back to it, by the method's scores of all stored entries. The observation window
+       holds the last queries, those of the prompt too while the answer is short.
 
     A head thus stores its size and at most `interval` entries more. A budget in tokens or bytes
     that a prompt does not fill is filled by the answer. Sizes of layers are those that the end of

@@ -26,7 +26,7 @@ from kvfold.methods.stages.select.forced import Forced
 )
 @dataclass(frozen=True)
 class LagKV(Method):
-    """Keeps the entries of each block that vary most beside the next block's range.
+    """Keeps, in each block, the entries that vary most when scaled by the next block's range.
 
     1. After the first `sinks` entries, blocks of `lag` are scaled by the extremes of the block that
        follows. An entry's deviation over channels is its score, after a softmax over the block.

@@ -21,23 +21,23 @@ from kvfold.methods.stages.refit.matching import BiasPer, Matching, Target
 )
 @dataclass(frozen=True)
 class Match(Method):
-    """Refits what another method keeps: values, and a bias per entry, so that attention stays.
+    """Refits another method's entries: new values and a bias each, so that attention stays.
 
     1. The other method chooses the entries: "kvzip + match", "snapkv + match".
     2. Reference queries are those of the text's repetition where the method repeats it (KVzip),
-       else the text's own, rotated on as if the text stood there once more: no second forward.
+       else the text's own, rotated forward as if the text were read again: no second forward.
     3. Each kept entry gets a bias, added to its logits, so that the kept ones together weigh as
        much as all did: non-negative least squares, held to a bias of 0.
     4. Values are fitted by least squares, with a ridge towards those that the entries had.
 
-    `target="whole"` fits the attention output with all else in view; `"block"` the text's alone, as
-    published, which lowers its own error and often not that of the output. `bias="head"` gives all
-    entries of a head one bias; `"none"`, with `target="block"`, none: such contexts go into vLLM.
-    `values="kept"` leaves the values. Errors on held-out reference queries, and guards, are in
-    `stats()`. `ridge=0` means 0.01 with a bias per head and 0.001 else; with `target="whole"` a
-    smaller one lets values explode. A text's opening is kept as it is, and a later turn is fitted
-    by its own queries. Raises KvfoldError for options out of range, and for `bias="none"` with
-    values fitted to the whole output, which overshoot.
+    `target="whole"` fits the output of attention to all that a query sees; `"block"` that to the
+    text alone, as published, which often does not lower the whole output's error. `bias="head"`
+    gives all entries of a head one bias; `"none"`, with `target="block"`, none: such contexts go
+    into vLLM. `values="kept"` leaves the values. Errors on held-out reference queries, and guards,
+    are in `stats()`. `ridge=0` means 0.01 with a bias per head and 0.001 else; with
+    `target="whole"` a smaller one lets values explode. A text's opening is kept as it is, and a
+    later turn is fitted by its own queries. Raises KvfoldError for options out of range, and for
+    `bias="none"` with values fitted to the whole output, which overshoot.
     Different from the released code: true non-negative weights, and the ridge.
     Source: Zweiger et al., section 3; adamzweiger/compaction `compaction/algorithms/`.
     """

@@ -27,12 +27,12 @@ INTERVAL = 128  # generated tokens between evictions, as the paper has it
 )
 @dataclass(frozen=True)
 class RKV(Method):
-    """Keeps what recent queries look at, and of entries that repeat one another the newest.
+    """Keeps the entries that recent queries attend to, and of repeated ones the newest.
 
     1. Importance I: the largest logit of a KV head's query heads, for each of the last `window`
        queries; softmax over the entries before the window, mean over queries, pooled.
-    2. Redundancy R: the mean cosine of an entry's key to all others, softmax over the entries. A
-       key's latest copy, of a cosine above `threshold`, is not held against that copy.
+    2. Redundancy R: the mean cosine of an entry's key to all others, softmax over the entries. The
+       latest of a key's copies (cosine above `threshold`) is not penalized for its cosine to it.
     3. The window and the best by `lam`·I − (1 − `lam`)·R stay: at the prompt's end, and after each
        128 generated tokens (another number: "rkv + every:interval=64").
 
@@ -48,7 +48,7 @@ class RKV(Method):
     kernel: int = 7  # neighbours that importance is pooled over, odd
     lam: float = 0.1  # weight of importance beside redundancy, 0 to 1
     threshold: float = 0.5  # cosine above which keys are copies
-    retain: bool = True  # a key's latest copy is not held against it
+    retain: bool = True  # the latest of a key's copies is not penalized for it
     spare_first: bool = False  # keys without a copy spare the first entry, as released
     decode: Literal["every", "append"] = "every"  # evicts generated tokens in rounds, or adds them
     phase: Counting = "generated"  # tokens that rounds count: the answer's, or the text's

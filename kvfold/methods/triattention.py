@@ -25,7 +25,7 @@ FARTHEST = 2**20  # positions
 )
 @dataclass(frozen=True)
 class TriAttention(Method):
-    """Keeps the generated entries that queries at many later distances can be expected to look at.
+    """Keeps the generated entries to which later queries are expected to attend, at any distance.
 
     1. A head's queries before RoPE lie around a centre: their mean. The logit that it gives a key
        is a trigonometric series in their distance; its mean over distances 1, 2, 4, … `offsets`

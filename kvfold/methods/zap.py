@@ -27,9 +27,10 @@ NO_FILE = FileName("none")
 class Zap(Method):
     """Keeps the entries that KVzip is expected to keep, by a scorer fitted on the same model.
 
-    `kvfold fit MODEL TEXTS` learns, for each KV head, what KVzip would score from an entry's key
-    before RoPE, its value and their norms. Nothing is repeated and no query is read: one product
-    per entry, in a prompt, with `every` while decoding, and in a context that is stored already.
+    `kvfold fit MODEL TEXTS` learns, for each KV head, to predict KVzip's score of an entry from its
+    key before RoPE, its value and their norms. Nothing is repeated and no query is read: one
+    product per entry, in a prompt, with `every` while decoding, and in a context that is stored
+    already.
 
     `file` names the scorer; none: the one that comes with the bundled model. `level="pair"` ranks
     all entries in one pool, `"uniform"` keeps equally many in every head; with adakv, as in

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: which entries a method keeps, of an engine's own tensors; no model, no transformers."""
+"""Policies: a method's choice of entries from an engine's tensors, without a model."""
 
 from kvfold.policies.kept import Kept as Kept
 from kvfold.policies.method_policy import Policy as Policy

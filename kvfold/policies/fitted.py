@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fitted numbers of a method, read for an engine: without a model to compare the file with."""
+"""Fitted numbers of a method, read for an engine, without a model to compare the file with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvfold.policies.prefill import Prefill
 
 
 def fitted_in(need: FittedFile | None, prefill: Prefill) -> Any:
-    """What the file holds, None without a need.
+    """The fitted numbers in the file of `need`; None without a need.
 
     Raises ScorerFileError for a file that is not named, damaged, or of other numbers of layers, KV
     heads or RoPE frequencies. Weights cannot be compared: name the file of the engine's model.

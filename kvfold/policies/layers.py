@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache's own prefill eviction over an engine's tensors, which chooses and moves nothing."""
+"""The cache's prefill eviction over an engine's tensors: choices are noted, no entry moves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of one set of tokens for all heads, where a method would keep a set for each."""
+"""Loss of keeping one set of tokens for all heads, instead of a set for each head."""
 
 from __future__ import annotations
 
