@@ -95,7 +95,7 @@ class Session:
         return self.context.stats()
 
     def save(self, path: str | Path) -> None:
-        """Writes a file for `load_session`, also a context's; see `contexts/files/write.py`."""
+        """Writes a context file with the session, for `load_session`; errors as of `Context.save`."""
         from kvfold.contexts.files.write import save
 
         save(self.context, path, SessionHeader.model_validate(asdict(self.record)))

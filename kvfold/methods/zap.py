@@ -29,8 +29,8 @@ class Zap(Method):
 
     `kvfold fit MODEL TEXTS` learns, for each KV head, to predict KVzip's score of an entry from its
     key before RoPE, its value and their norms. Nothing is repeated and no query is read: one
-    product per entry, in a prompt, with `every` while decoding, and in a context that is stored
-    already.
+    product per entry, in a prompt, while decoding ("zap:level=uniform + every"), and in a context
+    that is stored already.
 
     `file` names the scorer; none: the one that comes with the bundled model. `level="pair"` ranks
     all entries in one pool, `"uniform"` keeps equally many in every head; with adakv, as in
