@@ -101,6 +101,14 @@ def chunk_sums_of(state: LayerState) -> Tensor:
     return F.pad(sums, (0, missing - sums.shape[-1]), value=OF_PREFILLS["chunk_sums"])
 
 
+def previous_scores_of(state: LayerState) -> Tensor:
+    """Scores of the stored entries at the last eviction `[B, H, T]`; 0 for those without one."""
+    store, scores = state.stored(), state.scores
+    if scores is None:
+        return torch.zeros(store.columns.shape, device=store.keys.device)
+    return F.pad(scores.nan_to_num(0), (0, store.length - scores.shape[-1]))
+
+
 def observation_of(state: LayerState, call: AttentionCall) -> Observation:
     """Observation of the layer after `call`, with the window queries of its prefill."""
     if call.row is not None and state.plan.stages.needs.window <= 1:
@@ -147,6 +155,7 @@ def observation_at(
         scorer=_scorer_of(state),
         fitted_heads=state.fitted_heads,
         bias=per_head(store.bias),
+        previous_scores=per_head(previous_scores_of(state)) if needs.previous_scores else None,
     )
 
 

@@ -38,6 +38,11 @@ class Plan:
     keep_scores: bool = False
     choose_only: bool = False
 
+    @property
+    def scores_stay(self) -> bool:
+        """True if the scores of kept entries are held, for smaller budgets or the next eviction."""
+        return self.keep_scores or self.stages.needs.previous_scores
+
     def total(self, tokens: int, size: EntrySize, heads: int, rows: int) -> int:
         """Entries per KV head that a row of `tokens` may keep, summed over all layers."""
         assert self.budget is not None

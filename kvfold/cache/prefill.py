@@ -154,14 +154,14 @@ def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
         _check_heads(state, observation)
     stored = (positions >= 0).sum(-1)
     if state.plan.ranks.all((_most(counts, sizes, beside) >= stored).all()):
-        if state.plan.keep_scores:
+        if state.plan.scores_stay:
             scores = scores_of(stages, observation, positions.shape[1])
             state.scores = scores.masked_fill(positions < 0, torch.nan)
         _keep_everything(state, observation, positions, counts)
         return
     chosen = _chosen(due, stages)
     state.over_budget = chosen.over_budget
-    if state.plan.keep_scores:
+    if state.plan.scores_stay:
         state.scores = chosen.scores
     if stages.decode == "every" and stages.sizes == "fixed" and stages.heads is not None:
         state.settle_heads(stored, (chosen.slots >= 0).sum(-1))

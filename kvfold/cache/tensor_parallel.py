@@ -35,6 +35,7 @@ BY_KV_HEAD = (
     "chunk_sums",
     "key_positions",
     "evictable",
+    "previous_scores",
 )
 
 

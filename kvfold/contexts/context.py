@@ -102,22 +102,31 @@ class Context:
         found = span_in(self.tokenizer, self.ids[0, opening:].tolist(), part, occurrence)
         return opening + found[0], opening + found[1]
 
-    def drop(self, span: Span, mode: Mode = "splice") -> Context:
-        """This document without a span, as a context of its own; see `contexts/edits.py`."""
-        return edits.replaced(self, span, "", mode)
+    def drop(
+        self, span: Span, mode: Mode = "splice", *, prefill_chunk: int | None = None
+    ) -> Context:
+        """This document without a span, as a context of its own; see `contexts/edits.py`.
 
-    def replace(self, span: Span, text: str, mode: Mode = "splice") -> Context:
-        """This document with `text` in place of a span; see `contexts/edits.py`."""
+        `prefill_chunk`: tokens per forward of `mode="reread"`; None: all at once.
+        """
+        return edits.replaced(self, span, "", mode, prefill_chunk)
+
+    def replace(
+        self, span: Span, text: str, mode: Mode = "splice", *, prefill_chunk: int | None = None
+    ) -> Context:
+        """This document with `text` in place of a span; otherwise as `drop`."""
         if not (isinstance(text, str) and text):
             raise KvfoldError("replace takes a text; drop leaves the span out")
-        return edits.replaced(self, span, text, mode)
+        return edits.replaced(self, span, text, mode, prefill_chunk)
 
-    def append(self, text: str, allow_longer: bool = False) -> Context:
+    def append(
+        self, text: str, allow_longer: bool = False, *, prefill_chunk: int | None = None
+    ) -> Context:
         """This document and more `text`, read as its next turn; see `contexts/edits.py`.
 
-        `allow_longer`: also beyond the model's trained length.
+        `allow_longer`: also beyond the model's trained length. `prefill_chunk`: tokens per forward.
         """
-        return edits.appended(self, text, allow_longer)
+        return edits.appended(self, text, allow_longer, prefill_chunk)
 
     def save(self, path: str | Path, *, codec: str | None = None) -> None:
         """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`.

@@ -36,10 +36,13 @@ if TYPE_CHECKING:
 Mode = Literal["splice", "reread"]
 
 
-def replaced(context: Context, span: Span, text: str, mode: Mode) -> Context:
+def replaced(
+    context: Context, span: Span, text: str, mode: Mode, prefill_chunk: int | None = None
+) -> Context:
     """A context whose document has `text` in place of a span; empty text drops the span.
 
-    Raises KvfoldError for a span that is not in the document, for another mode, for a document that
+    `prefill_chunk`: tokens per forward where the document is read again; None: all at once. Raises
+    KvfoldError for a span that is not in the document, for another mode, for a document that
     becomes too long for the model, and with `"splice"` as `CompressedCache.replace` and `drop`.
     """
     _check(context)
@@ -53,7 +56,7 @@ def replaced(context: Context, span: Span, text: str, mode: Mode) -> Context:
     ids = torch.cat([context.ids[:, :start], new, context.ids[:, stop:]], 1)
     check_length(context.model, ids.shape[1], ids.shape[1] <= length)
     if mode == "reread":
-        cache = _reread(context.cache, (start, stop), new.shape[1], ids)
+        cache = _reread(context.cache, (start, stop), new.shape[1], ids, prefill_chunk)
     elif mode == "splice":
         cache = spliced(context.cache, span, new) if text else dropped(context.cache, span)
     else:
@@ -62,7 +65,9 @@ def replaced(context: Context, span: Span, text: str, mode: Mode) -> Context:
 
 
 @torch.no_grad()
-def appended(context: Context, text: str, allow_longer: bool) -> Context:
+def appended(
+    context: Context, text: str, allow_longer: bool, prefill_chunk: int | None = None
+) -> Context:
     """A context with `text` behind its document, read as one more turn of it.
 
     Methods with forwards of their own (KVzip, PyramidInfer) keep all of it. Raises KvfoldError for
@@ -75,7 +80,7 @@ def appended(context: Context, text: str, allow_longer: bool) -> Context:
     ids = torch.cat([context.ids, new], 1)
     check_length(context.model, ids.shape[1], allow_longer)
     cache = copy.deepcopy(context.cache)
-    read_turn(context.model, cache, ids, None, ids.shape[1], ids.shape[1])
+    read_turn(context.model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
     return replace(context, cache=cache, ids=ids)
 
 
@@ -135,7 +140,9 @@ def new_tokens(context: Context, text: str) -> Tensor:
     return token_ids(context.tokenizer, content(text, False)).to(context.ids)
 
 
-def _reread(cache: CompressedCache, span: Span, new: int, ids: Tensor) -> CompressedCache:
+def _reread(
+    cache: CompressedCache, span: Span, new: int, ids: Tensor, chunk: int | None
+) -> CompressedCache:
     """A cache like `cache` that has read `ids [1, N]`, in which `new` tokens replace a span."""
     state = cache.states[0]
     by = Renumbering.of_replaced(state.sequence, 1, *span, new)
@@ -150,7 +157,7 @@ def _reread(cache: CompressedCache, span: Span, new: int, ids: Tensor) -> Compre
     )
     model, length = state.rotation.model, ids.shape[1]
     if cache.per_chunk is None:
-        read_turn(model, fresh, ids, None, length, length)
+        read_turn(model, fresh, ids, None, length, chunk or length)
     else:
         read_per_chunk(model, fresh, ids, None, cache.per_chunk)
     return fresh

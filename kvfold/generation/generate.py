@@ -76,8 +76,8 @@ def generate(
     """
     check_given(input_ids, cache, options)
     assert input_ids is not None and cache is not None
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {prefill_chunk}")
+    if prefill_chunk is not None:
+        check_chunk(prefill_chunk)
     if attention_mask is None:
         attention_mask = leading_padding(model, input_ids)
     check_last_column(attention_mask)
@@ -240,6 +240,7 @@ def check_per_chunk(method: Method, chunk: int | None) -> int:
     """The length of a piece; KvfoldError without one, or if the method needs the whole prompt."""
     if chunk is None:
         raise KvfoldError("per_chunk needs prefill_chunk= (--prefill-chunk), the length of a piece")
+    check_chunk(chunk)
     stages = method.stages()
     reason = None
     if stages.needs.reconstruction is not None:
@@ -266,6 +267,7 @@ def _read(
 
     Raises KvfoldError for padding after the first piece where tokens are read one by one.
     """
+    check_chunk(chunk)
     if restarts(model) and mask is not None and bool((mask[:, start + chunk : stop] == 0).any()):
         raise KvfoldError(
             f"{type(model).__name__} reads token by token after the first piece, and would not "
@@ -276,6 +278,12 @@ def _read(
         covered = None if mask is None else mask[:, :end]
         padded = covered if covered is not None and bool((covered == 0).any()) else None
         read_tokens(model, input_ids[:, begin:end], cache, padded)
+
+
+def check_chunk(tokens: int) -> None:
+    """Raises KvfoldError for pieces of no token."""
+    if tokens < 1:
+        raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {tokens}")
 
 
 def _settings(model: PreTrainedModel, options: dict[str, Any]) -> Any:

@@ -146,6 +146,7 @@ def observed(stages: Stages) -> str:
     parts += ["norms of projected values"] if needs.output_norms else []
     parts += ["attention inside chunks"] if needs.chunk_sums else []
     parts += ["token ids"] if needs.token_ids else []
+    parts += ["its last scores"] if needs.previous_scores else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
     parts += ["a fitted scorer"] if needs.scorer else []

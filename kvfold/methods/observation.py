@@ -88,12 +88,14 @@ class Needs:
     scorer: FittedFile | None = None  # of entries
     fitted_heads: FittedFile | None = None  # numbers of each KV head
     references: ReferencesNeed | None = None  # queries that kept entries are fitted to
+    previous_scores: bool = False  # of the last eviction, for entries that it kept
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
         """True if stages read what neither entries nor attention hold."""
         others = self.output_norms, self.chunk_sums
-        return self.token_ids or self.rotated_back or others != (None, None)
+        own = self.token_ids or self.previous_scores
+        return own or self.rotated_back or others != (None, None)
 
     @cached_property  # asked at every step
     def rotated_back(self) -> bool:
@@ -158,6 +160,7 @@ class Needs:
             self.scorer or other.scorer,
             self.fitted_heads or other.fitted_heads,
             self.references or other.references,
+            self.previous_scores or other.previous_scores,
         )
 
 
@@ -204,6 +207,8 @@ class Observation:
     scorer: ScoredOnce | None = None  # this layer's fitted scorer; see `learned_scores`
     fitted_heads: Tensor | None = None  # [H], fitted numbers of this layer's KV heads
     bias: Tensor | None = None  # [B, H, T], float32, added to the entries' logits
+    # [B, H, T], of the method's last eviction; 0 for entries that it did not score
+    previous_scores: Tensor | None = None
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
@@ -232,6 +237,7 @@ class Observation:
             token_ids=moved(self.token_ids),
             key_positions=moved(self.key_positions),
             bias=moved(self.bias),
+            previous_scores=moved(self.previous_scores),
         )
         return again, order
 
@@ -260,6 +266,7 @@ class Observation:
             token_ids=picked(self.token_ids, -1),
             key_positions=picked(self.key_positions, 0),
             bias=picked(self.bias, 0),
+            previous_scores=picked(self.previous_scores, 0),
         )
 
     def unrotated(self) -> Tensor:

@@ -37,8 +37,9 @@ class ContextPool(Pool[Context]):
         most: int,
         shrink: float | str | None = None,
         codec: str | None = None,
+        check_wanted: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(load, folder, memory, most)
+        super().__init__(load, folder, memory, most, check_wanted)
         self.shrink, self.codec = shrink, codec
 
     def longest(self, kind: str, data: bytes) -> Stored[Context] | None:

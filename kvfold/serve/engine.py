@@ -92,6 +92,7 @@ class Engine:
             settings.contexts,
             settings.shrink,
             settings.codec,
+            self.check_wanted,
         )
         self.sessions = Sessions(self)
 

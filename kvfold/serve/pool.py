@@ -24,12 +24,14 @@ from kvfold.serve.longest_prefix import PrefixIndex, PrefixKey
 from kvfold.serve.stored import Stored, Value, size_of
 
 log = logging.getLogger(__name__)
+PATIENCE = 0.5  # seconds after which a request that waits asks whether anyone wants it still
 
 
 class Pool(Generic[Value]):
     """At most `most` contexts or sessions by id, with at most `memory` bytes of them in memory.
 
-    `load` reads a file. One that is deleted while requests use it takes no new ones, and is dropped
+    `load` reads a file. `check_wanted` raises ApiError in a thread whose client hung up, which ends
+    its waiting. One that is deleted while requests use it takes no new ones, and is dropped
     with its file when the last one ends.
     """
 
@@ -37,9 +39,15 @@ class Pool(Generic[Value]):
     prefix: str
 
     def __init__(
-        self, load: Callable[[Path], Value], folder: ContextFolder, memory: int, most: int
+        self,
+        load: Callable[[Path], Value],
+        folder: ContextFolder,
+        memory: int,
+        most: int,
+        check_wanted: Callable[[], None] = lambda: None,
     ) -> None:
         self.load: Callable[[Path], Value] = load
+        self.check_wanted: Callable[[], None] = check_wanted
         self.folder, self.memory, self.most = folder, memory, most
         self.nbytes = 0
         self.to_disk = self.to_memory = 0
@@ -184,7 +192,7 @@ class Pool(Generic[Value]):
         Raises ApiError if the file is missing or damaged.
         """
         while held.moving:
-            self._changed.wait()
+            self._wait()
         if held.value is not None:
             return held.value
         held.moving = True
@@ -221,7 +229,8 @@ class Pool(Generic[Value]):
     def _make_room(self, size: int) -> None:
         """Reserves `size` bytes of memory: makes idle ones smaller or moves them to disk, or waits.
 
-        Raises ApiError for more than the whole memory, and for a disk that takes no more.
+        Raises ApiError for more than the whole memory, for a disk that takes no more, and where
+        nobody wants the memory any more.
         """
         if size > self.memory:
             raise ApiError(
@@ -233,7 +242,7 @@ class Pool(Generic[Value]):
         while self.nbytes + size > self.memory:
             movable = [h for h in self._held.values() if h.value is not None and h.idle]
             if not movable:
-                self._changed.wait()
+                self._wait()
                 continue
             if self._made_smaller(movable):
                 continue
@@ -246,6 +255,11 @@ class Pool(Generic[Value]):
                     raise
                 self._move_to_disk(written[0])
         self.nbytes += size
+
+    def _wait(self) -> None:
+        """Waits until something may have changed; raises ApiError if the client hung up."""
+        self._changed.wait(PATIENCE)
+        self.check_wanted()
 
     def _free(self, size: int) -> None:
         self.nbytes -= size

@@ -74,7 +74,7 @@ class SessionPool(Pool[Session]):
         while True:
             held = self._named(name)
             if held.moving:
-                self._changed.wait()
+                self._wait()
                 continue
             if held.readers:
                 raise ApiError(

@@ -46,6 +46,7 @@ class Sessions:
             _folder(settings.folder),
             settings.session_memory,
             settings.contexts,
+            engine.check_wanted,
         )
 
     def begin(self, request: SessionRequest, _: Put, cancelled: Event) -> Stored[Session]:

@@ -17,7 +17,8 @@ from kvfold.cache.edits import dropped
 from kvfold.cache.fork import fork
 from tests.helpers.caches import ALONE, BATCHES, bits, decode, positions, same, start
 from tests.helpers.models import FAMILIES, build, continuation, prompts
-from tests.helpers.truth import MaskedDense, Reader, rotated, sinks_moved_up, worst
+from tests.helpers.operations import Operations
+from tests.helpers.truth import MaskedDense, Reader, rotated, sinks_moved_up, stock_cache, worst
 
 METHODS = [
     "full",
@@ -208,6 +209,22 @@ def test_a_hundred_edits_drift_no_further_than_rounding():
     for was, now in zip(before[::2], bits(reader.cache)[::2], strict=True):
         once = rotated(was[:, :, places], by)
         assert float((now - once).norm() / once.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv:window=8", "adakv:window=8"])
+def test_a_drop_costs_no_hundredth_of_reading_what_follows_again(spec):
+    """Elements that are written are counted too, not only matrix products."""
+    tiny = build("llama")
+    ids, _ = prompts((400,))
+    reader = Reader(tiny, kvfold.CompressedCache(tiny, spec, None if spec == "full" else 200))
+    reader(ids)
+    again = Reader(tiny, stock_cache(tiny))
+    again(ids[:, :10])
+    with Operations() as reading:
+        again(ids[:, 17:])
+    with Operations() as dropping:
+        reader.cache.drop(SPAN)
+    assert 0 < dropping.count <= 0.01 * reading.count
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import kvfold
 from kvfold import Context, KvfoldError
 from kvfold.contexts.edits import opening_of
 from kvfold.generation.generate import read_turn
-from tests.helpers.caches import bits
+from tests.helpers.caches import bits, positions
 from tests.helpers.chats import compressed
 from tests.helpers.contexts import KIVI, new_model
 from tests.helpers.tokenizers import word_tokenizer
@@ -83,6 +83,37 @@ def test_rereading_is_compressing_the_edited_text(bundled):
     read_turn(model, fresh, edited.ids, None, length, length)
     for mine, theirs in zip(bits(edited.cache), bits(fresh), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "kvzip"])
+def test_documents_are_read_again_in_pieces(method):
+    """A long document's attention need not fit into one forward."""
+    model, tokenizer = new_model(), word_tokenizer()
+    context = compressed(model, tokenizer, method)
+    lengths: list[int] = []
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda _, given, __: lengths.append(given[0].shape[1])
+    )
+    pieces = [
+        context.drop((20, 30), "reread", prefill_chunk=7),
+        context.replace((20, 30), "the sky", "reread", prefill_chunk=7),
+        context.append("the sky is blue and the grass is green", prefill_chunk=7),
+    ]
+    handle.remove()
+    assert method == "kvzip" or max(lengths) == 7  # KVzip's own forwards have a length of their own
+    whole = [
+        context.drop((20, 30), "reread"),
+        context.replace((20, 30), "the sky", "reread"),
+        context.append("the sky is blue and the grass is green"),
+    ]
+    for one, other in zip(pieces, whole, strict=True):
+        assert torch.equal(one.ids, other.ids)
+        assert positions(one.cache) == positions(other.cache)
+        for mine, theirs in zip(bits(one.cache), bits(other.cache), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    for edit in (context.drop, lambda span, mode, **given: context.append("the sky", **given)):
+        with pytest.raises(KvfoldError, match="a positive number of tokens, not -7"):
+            edit((20, 30), "reread", prefill_chunk=-7)
 
 
 @pytest.mark.parametrize(("method", "budget"), [("full", None), ("snapkv", 0.5), ("kvzip", 0.5)])

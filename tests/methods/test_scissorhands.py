@@ -1,37 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scissorhands: how often recent queries gave an entry less than the average, by loops."""
+"""Scissorhands: rounds by hand, by the paper's counts and by KVCache-Factory's sums."""
 
 from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import kvfold
 from kvfold import KvfoldError
-from kvfold.methods import scissorhands as module
-from kvfold.methods.scissorhands import seldom_below_average
 from tests.helpers.budgets import SMALL
-from tests.helpers.by_hand import PADDED, WINDOW, Head, best, newest
-from tests.helpers.observations import mean_of_groups, naive_rows, observe
+from tests.helpers.by_hand import PADDED, WINDOW, ByHand, Head, best, newest
+from tests.helpers.caches import decode, positions, same, start
+from tests.helpers.models import build
 from tests.helpers.rounds import assert_each_round, per_full_head
+from tests.helpers.truth import Reader
 
 RECENT = 5
-
-
-@pytest.mark.parametrize("block", [1, 3, 32])
-def test_counts_by_loops(block, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", block)
-    seen = observe((20,))
-    rows = naive_rows(seen)  # [Hq, W, T], whose last query is at the last key
-    counts = torch.zeros(len(rows), 20, dtype=torch.float64)
-    for head, of_head in enumerate(rows):
-        for w, row in enumerate(of_head):
-            visible = 20 - len(of_head) + w + 1
-            counts[head, :visible] += row[:visible] < 1 / visible
-    expected = -mean_of_groups(counts, 2)
-    found = seldom_below_average(seen, 8)[0].double()
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    assert len(found.unique()) > 4
+Rule = Callable[[Head], list[int]]
 
 
 def fewest(head: Head) -> list[int]:
@@ -55,12 +44,64 @@ def test_rounds_by_hand(lengths, interval):
     assert_each_round(spec, per_full_head(fewest), lengths, interval)
 
 
+def most_attended(decay: float) -> Rule:
+    """The newest entries, and those that the last queries, and older rounds, gave most."""
+
+    def keep(head: Head) -> list[int]:
+        old = getattr(head, "old", {})
+        own = head.rows.mean(0).sum(0).tolist()
+        scores = [s + decay * old.get(at, 0.0) for s, at in zip(own, head.positions, strict=True)]
+        head.old = dict(zip(head.positions, scores, strict=True))
+        if len(head) <= SMALL:
+            return list(range(len(head)))
+        return best(scores[: len(head) - RECENT], SMALL - RECENT) + newest(head, RECENT)
+
+    return keep
+
+
+@pytest.mark.parametrize("interval", [3, 10])
+@pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
+def test_rounds_of_sums_by_hand(lengths, decay, interval):
+    """Rounds in which nothing leaves count as well, from the prompt's end on."""
+    rule = most_attended(decay)
+
+    def round_of(one: ByHand) -> None:
+        for head in (head for layer in one.layers for head in layer.heads):
+            head.keep(rule(head))
+
+    options = f"window={WINDOW},recent={RECENT},decay={decay}"
+    spec = f"scissorhands_kvcf:{options} + every:interval={interval}"
+    assert_each_round(spec, round_of, lengths, interval, steps=24)
+
+
+@pytest.mark.parametrize("steps", [4, 10])
+def test_the_last_scores_go_along_in_copies_crops_and_files(steps):
+    model = build("llama")
+    reader = start(model, "scissorhands_kvcf:window=8,recent=5 + every:interval=8")
+    decode(reader, steps)
+    twin = Reader(model, copy.deepcopy(reader.cache))
+    decode(reader, 3, seed=9)
+    reader.cache.crop(-3)
+    file = io.BytesIO()
+    torch.save(reader.cache, file)
+    file.seek(0)
+    loaded = Reader(model, torch.load(file, weights_only=False))
+    expected = decode(reader, 20)
+    for other in (twin, loaded):
+        assert same(decode(other, 20), expected)
+        assert positions(other.cache) == positions(reader.cache)
+
+
 def test_defaults_are_the_paper_s():
     stages = kvfold.parse("scissorhands").stages()
     assert (stages.needs.window, stages.forced.recent, stages.every) == (400, 10, 128)
+    assert kvfold.parse("scissorhands_kvcf") == kvfold.parse("scissorhands:rule=sums,recent=0")
 
 
-@pytest.mark.parametrize("options", ["window=0", "recent=-1"])
+@pytest.mark.parametrize(
+    "options", ["window=0", "recent=-1", "decay=0.5", "rule=sums,decay=-1", "rule=sums,decay=nan"]
+)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(KvfoldError):
         kvfold.parse(f"scissorhands:{options}")

@@ -229,6 +229,30 @@ def test_a_client_that_hangs_up_takes_its_turn_back(model):
         assert said(turn(server, session, tool(1)))
 
 
+def test_a_client_that_hangs_up_does_not_wait_for_memory(model):
+    one = size_of(kvfold.begin_session(model, word_tokenizer(), OPENING, "knorm", BUDGET))
+    with (
+        running(model, word_tokenizer(), session_memory=4 * one, workers=2) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        busy, other = begin(server), begin(server)
+        before, workers = about(server, other), server.engine.workers
+        with braked(model):
+            first = pool.submit(turn, server, busy)
+            until(lambda: about(server, busy)["in_use"])
+            impatient = httpx.Client(base_url=server.url, timeout=0.3)
+            body = {"model": NAME, "messages": [tool(1)], "session_id": other}
+            body |= {"max_tokens": ANSWER}
+            with pytest.raises(httpx.ReadTimeout):
+                impatient.post("/v1/chat/completions", json=body)
+            assert workers.running == 2
+            until(lambda: workers.running == 1)
+            assert about(server, busy)["in_use"]
+        assert said(first.result())
+        assert about(server, other) | {"place": "memory"} == before
+        assert said(turn(server, other, tool(1)))
+
+
 def test_fifty_sessions_under_a_memory_cap_answer_as_alone(model):
     one = size_of(kvfold.begin_session(model, word_tokenizer(), text(0, 60), "knorm", BUDGET))
     with running(model, word_tokenizer(), session_memory=12 * one, workers=2, queue=100) as server:
