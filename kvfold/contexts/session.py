@@ -95,7 +95,7 @@ class Session:
         return self.context.stats()
 
     def save(self, path: str | Path) -> None:
-        """Writes a context file with the session, for `load_session`; errors as of `Context.save`."""
+        """Writes a context file with the session, for `load_session`; errors as `Context.save`."""
         from kvfold.contexts.files.write import save
 
         save(self.context, path, SessionHeader.model_validate(asdict(self.record)))
