@@ -28,7 +28,7 @@ BUDGET_HELP = 'Entries to keep: "512" tokens, "0.2" or "20%" of them, "2GiB".'
 BudgetText = Annotated[str | None, typer.Option(help=BUDGET_HELP)]
 CodecText = Annotated[
     str | None,
-    typer.Option(help='Codec of context files: zstd, or "kvtc:file=BASIS,ratio=16".'),
+    typer.Option(help='Codec of context files: zstd, kivi4, or "kvtc:file=BASIS,ratio=16".'),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Encoding = Annotated[str, typer.Option(help="Encoding of text files.")]

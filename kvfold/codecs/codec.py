@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs by name: "zstd", which loses nothing, and "kvtc:file=BASIS,ratio=16"."""
+"""Codecs by name: "zstd", which loses nothing, "kivi4", and "kvtc:file=BASIS,ratio=16"."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvfold.errors import KvfoldError
+
+# Codecs without options.
+Plain = Literal["zstd", "kivi4"]
+PLAIN: tuple[Plain, ...] = ("zstd", "kivi4")
 
 
 class Kvtc(BaseModel):
@@ -27,20 +31,23 @@ class Kvtc(BaseModel):
     window: Annotated[int, Field(ge=0, le=2**20)] = 16
 
 
-def spelled(codec: Kvtc | None) -> str:
+def spelled(codec: Kvtc | Plain) -> str:
     """The text of a codec with every option."""
-    if codec is None:
-        return "zstd"
+    if not isinstance(codec, Kvtc):
+        return codec
     return "kvtc:" + ",".join(f"{name}={value}" for name, value in codec)
 
 
-def codec_of(text: str) -> Kvtc | None:
-    """The codec of a text; None: "zstd". Raises KvfoldError for another one, or other options."""
+def codec_of(text: str) -> Kvtc | Plain:
+    """The codec of a text. Raises KvfoldError for another one, or other options."""
+    for plain in PLAIN:
+        if text.removesuffix(":") == plain:
+            return plain
     name, _, options = text.partition(":")
-    if name == "zstd" and not options:
-        return None
     if name != "kvtc":
-        raise KvfoldError(f'there is no codec {text!r}: write "zstd" or "kvtc:file=BASIS,ratio=16"')
+        raise KvfoldError(
+            f'there is no codec {text!r}: write "zstd", "kivi4" or "kvtc:file=BASIS,ratio=16"'
+        )
     parts = [part.partition("=") for part in options.split(",") if part]
     try:
         return Kvtc.model_validate({key.strip(): value.strip() for key, _, value in parts})

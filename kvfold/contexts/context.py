@@ -131,8 +131,9 @@ class Context:
     def save(self, path: str | Path, *, codec: str | None = None) -> None:
         """Writes a file for `kvfold.load`; raises KvfoldError, see `contexts/files/write.py`.
 
-        `codec` makes it smaller: "zstd" loses nothing, "kvtc:file=BASIS,ratio=16" codes keys and
-        values in a basis of the model, which `kvfold fit --codec kvtc` writes.
+        `codec` makes it smaller: "zstd" loses nothing, "kivi4" stores 4 bits a number, and
+        "kvtc:file=BASIS,ratio=16" codes keys and values in a basis of the model, which
+        `kvfold fit --codec kvtc` writes.
         """
         from kvfold.contexts.files.write import save
 

@@ -10,7 +10,8 @@ from kvfold.errors import KvfoldError
 
 
 def test_codecs_are_spelled_out_so_that_they_can_be_read():
-    assert codec_of("zstd") is None and spelled(None) == "zstd"
+    for plain in ("zstd", "kivi4"):
+        assert codec_of(plain) == plain and spelled(plain) == plain
     made = codec_of("kvtc:file=a.safetensors, ratio=8")
     assert made == Kvtc(file="a.safetensors", ratio=8, sinks=4, window=16)
     assert codec_of(spelled(made)) == made
@@ -19,7 +20,7 @@ def test_codecs_are_spelled_out_so_that_they_can_be_read():
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("gzip", "there is no codec 'gzip': write \"zstd\" or"),
+        ("gzip", 'there is no codec \'gzip\': write "zstd", "kivi4" or'),
         ("zstd:level=3", "there is no codec"),
         ("kvtc", "file: field required"),
         ("kvtc:ratio=8", "file: field required"),

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.layer import CompressedLayer
-from kvfold.codecs import kvtc
+from kvfold.codecs import kivi, kvtc
 from kvfold.codecs.basis import Basis, Scope
-from kvfold.codecs.codec import Kvtc, codec_of, spelled
+from kvfold.codecs.codec import Kvtc, Plain, codec_of, spelled
 from kvfold.codecs.symbols import CodedStreams, Compressor, compressed_tensor, compressor
 from kvfold.contexts.files.format import (
     CodecHeader,
@@ -51,10 +51,10 @@ Encoded = tuple[dict[str, Tensor], dict[str, str], CodecHeader]
 
 @dataclass(frozen=True)
 class Coding:
-    """A codec with the basis that it names, whose digest is `digest`."""
+    """A codec, with the basis that it names, whose digest is `digest`."""
 
     compressor: Compressor
-    kvtc: Kvtc | None = None
+    codec: Kvtc | Plain = "zstd"
     basis: Basis | None = None
     digest: str = ""
 
@@ -62,8 +62,8 @@ class Coding:
     def of(cls, codec: str, model: PreTrainedModel) -> Coding:
         """A codec for contexts of a model; raises KvfoldError, and ScorerFileError for its file."""
         chosen = codec_of(codec)
-        if chosen is None:
-            return cls(compressor())
+        if not isinstance(chosen, Kvtc):
+            return cls(compressor(), chosen)
         basis = read_fitted(chosen.file, model, Basis)
         return cls(compressor(), chosen, basis, digest_of_file(chosen.file))
 
@@ -79,12 +79,13 @@ class Coding:
         Raises KvfoldError for entries that this codec cannot hold.
         """
         kept, same, made = dict(stored), dict(same_as), dict[str, Tensor]()
-        found = None if self.kvtc is None else self._entries(cache, stored, same_as, headers)
-        entries = None
-        if found is not None:
-            entries, made, coded = found
+        entries, coded = None, set[str]()
+        if self.codec != "zstd":
+            entries, made, coded = self._entries(cache, stored, same_as, headers)
             same = {name: other for name, other in same.items() if name not in coded}
             kept = {name: tensor for name, tensor in stored.items() if name not in coded}
+            if self.codec == "kivi4":
+                kept, made = kept | made, {}
         streams = {
             name: StreamHeader.model_validate(
                 {"dtype": _name(tensor.dtype), "shape": list(tensor.shape)}
@@ -93,7 +94,7 @@ class Coding:
         }
         made |= {name: compressed_tensor(each, self.compressor) for name, each in kept.items()}
         header = CodecHeader(
-            codec=spelled(self.kvtc), compressor=self.compressor, streams=streams, entries=entries
+            codec=spelled(self.codec), compressor=self.compressor, streams=streams, entries=entries
         )
         return made, same, header
 
@@ -103,12 +104,11 @@ class Coding:
         stored: Mapping[str, Tensor],
         same_as: Mapping[str, str],
         headers: Sequence[LayerHeader | StockLayerHeader],
-    ) -> tuple[EntriesHeader, dict[str, Tensor], set[str]] | None:
+    ) -> tuple[EntriesHeader | None, dict[str, Tensor], set[str]]:
         """The header and streams of keys and values, and the names of the tensors in them.
 
-        None for a text too short for its codes to be smaller.
+        Nothing for a text too short for its codes to be smaller.
         """
-        assert self.kvtc is not None and self.basis is not None
         layers = [header for header in headers if isinstance(header, LayerHeader)]
         _check(layers, cache.states[0].rotation.model)
 
@@ -116,8 +116,28 @@ class Coding:
             return stored[same_as.get(name, name)]
 
         heads = list(_heads(layers, tensor))
+        names = {name for head in heads for name in head.names}
+        if isinstance(self.codec, Kvtc):
+            found = self._in_steps(cache, heads, tensor, self.codec)
+            return (None, {}, set()) if found is None else (*found, names)
+        made = dict[str, Tensor]()
+        for side, name in enumerate(SIDES):
+            given = [tensor(head.names[side]) for head in heads]
+            coded = kivi.encode(given, by_channel=name == "keys")
+            made |= {f"codec.{name}.{part}": each for part, each in coded.items()}
+        return None, made, names
+
+    def _in_steps(
+        self,
+        cache: CompressedCache,
+        heads: Sequence[CodedHead],
+        tensor: Callable[[str], Tensor],
+        chosen: Kvtc,
+    ) -> tuple[EntriesHeader, dict[str, Tensor]] | None:
+        """The header and streams in steps of the basis; None if they would not be smaller."""
+        assert self.basis is not None
         scope, seen = _scope(heads), cache.get_seq_length()
-        whole = _whole(heads, self.kvtc.sinks, seen - self.kvtc.window)
+        whole = _whole(heads, chosen.sinks, seen - chosen.window)
         made, steps = dict[str, Tensor](), []
         shares = (kvtc.KEYS_SHARE, 1 - kvtc.KEYS_SHARE)
         numbers = sum(int((~each).sum()) for each in whole) * 2 * self.basis.key_means.shape[-1]
@@ -127,7 +147,7 @@ class Coding:
             if name == "keys":
                 rest = list(_turned(cache, heads, whole, rest, back=True))
             transform = getattr(self.basis, name)
-            room = share * 2 * numbers / self.kvtc.ratio
+            room = share * 2 * numbers / chosen.ratio
             coded = kvtc.encode(rest, transform, scope, room, self.compressor)
             if coded is None:
                 return None
@@ -136,7 +156,7 @@ class Coding:
             made[f"codec.{name}.whole"] = torch.cat(edges)
             steps.append(coded.step)
         header = EntriesHeader(basis=self.digest, scope=scope, steps=(steps[0], steps[1]))
-        return header, made, {name for head in heads for name in head.names}
+        return header, made
 
 
 def decoded(file: ContextFile, cache: CompressedCache) -> dict[str, Tensor]:
@@ -146,12 +166,27 @@ def decoded(file: ContextFile, cache: CompressedCache) -> dict[str, Tensor]:
     for entries that do not fit the model or the codec.
     """
     codec = file.header.codec
-    if codec is None or codec.entries is None:
+    if codec is None:
         return {}
     try:
+        if codec.codec == "kivi4":
+            return _unpacked(file)
+        if codec.entries is None:
+            return {}
         return _decoded(file, cache, codec, codec.entries)
     except (LookupError, RuntimeError, TypeError, ValueError) as problem:
         raise file.damaged(f"its codec does not fit its entries ({problem})") from problem
+
+
+def _unpacked(file: ContextFile) -> dict[str, Tensor]:
+    """Keys and values that `codecs/kivi.py` has quantized."""
+    heads, found = list(_heads(file.header.layers, file.tensor)), dict[str, Tensor]()
+    for side, name in enumerate(SIDES):
+        parts = {part: file.tensor(f"codec.{name}.{part}") for part in kivi.PARTS}
+        counts = [len(head.columns) for head in heads]
+        made = kivi.decode(parts, counts, by_channel=name == "keys")
+        found |= {head.names[side]: each for head, each in zip(heads, made, strict=True)}
+    return found
 
 
 def _decoded(
@@ -260,7 +295,7 @@ def _kvtc(file: ContextFile, codec: CodecHeader) -> Kvtc:
         chosen = codec_of(codec.codec)
     except KvfoldError as problem:
         raise ContextFileError(f"{file.path}: {problem}") from problem
-    if chosen is None:
+    if not isinstance(chosen, Kvtc):
         raise file.damaged("its codec has no basis")
     return chosen
 

@@ -8,9 +8,9 @@ Names of tensors:
     rope.<name>                     RoPE frequencies
     prefix                          leading tokens kept beside the budget [1], KVzip's
     ids                             the document's tokens [N], int32
-    codec.<keys|values>.<part>      all layers' keys or values, coded by `codecs/kvtc.py`
+    codec.<keys|values>.<part>      all layers' keys or values, by `codecs/kvtc.py` or `kivi.py`
 
-With a codec, all but the last are compressed: uint8 frames, whose shapes the header has.
+With a codec, all but kvtc's are compressed: uint8 frames, whose shapes the header has.
 
 Entry i of a head is token `ids[positions[i]]` (in ragged stores `ids[columns[i]]`), or `ids[i]` if
 the layer has no such tensor, as nothing was evicted.

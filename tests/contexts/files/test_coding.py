@@ -70,6 +70,33 @@ def test_kvtc_gives_back_near_keys_and_values_of_the_same_tokens(
     assert loaded.ask(QUESTION, max_new_tokens=5)
 
 
+@pytest.mark.parametrize("spec", CODABLE)
+def test_kivi4_gives_back_codes_of_groups(model, tokenizer, tmp_path, spec):
+    """Each number is one of 16 between the ends of its group; what fills no group is exact."""
+    context = compressed(model, tokenizer, spec)
+    context.save(tmp_path / "coded", codec="kivi4")
+    loaded = kvfold.load(tmp_path / "coded", model, tokenizer)
+    assert (tmp_path / "coded").stat().st_size < context.stats().nbytes
+    for given, found in zip(context.cache.states, loaded.cache.states, strict=True):
+        at = given.columns()
+        assert torch.equal(at, found.columns())
+        for side, (a, b) in enumerate(
+            zip(given.stored().dense(), found.stored().dense(), strict=True)
+        ):
+            for was, now, columns in zip(a[0], b[0], at[0], strict=True):
+                was, now = was[columns >= 0], now[columns >= 0]
+                old = len(was) // 32 * 32
+                assert torch.equal(was[old:], now[old:])
+                size = was.shape[1]
+                shape, dim = (((-1, 32, size), 1), ((old, -1, min(32, size)), 2))[side]
+                grouped = was[:old].view(shape) if old else was.new_zeros(0, 1, 1)
+                ends = grouped.amax(dim, True) - grouped.amin(dim, True) if old else grouped
+                wrong = (grouped - now[:old].view_as(grouped)).abs() if old else grouped
+                assert bool((wrong <= ends / 15 * 0.501 + 1e-6).all())
+                assert not old or bool(wrong.any())
+    assert loaded.ask(QUESTION, max_new_tokens=5)
+
+
 def test_a_low_ratio_is_near_exact(model, tokenizer, tmp_path, basis):
     context = compressed(model, tokenizer, "full")
     context.save(tmp_path / "coded", codec=f"kvtc:file={basis},ratio=1")
@@ -146,9 +173,9 @@ def test_a_missing_another_or_a_damaged_basis_is_refused(model, tokenizer, tmp_p
     kvfold.load(moved, model, tokenizer)
 
 
-@pytest.mark.parametrize("codec", ["zstd", "kvtc"])
+@pytest.mark.parametrize("codec", ["zstd", "kivi4", "kvtc"])
 def test_every_damage_is_refused(model, tokenizer, tmp_path, basis, codec):
-    text = codec if codec == "zstd" else f"kvtc:file={basis}"
+    text = f"kvtc:file={basis}" if codec == "kvtc" else codec
     path, rng = tmp_path / "coded", random.Random(0)
     compressed(model, tokenizer, "kvzip").save(path, codec=text)
     whole = path.read_bytes()
@@ -164,8 +191,9 @@ def test_every_damage_is_refused(model, tokenizer, tmp_path, basis, codec):
 @pytest.mark.parametrize("spec", [KIVI, "think", "minicache", "turboquant"])
 def test_entries_that_are_encoded_already_are_refused(model, tokenizer, tmp_path, basis, spec):
     context = kvfold.compress(model, tokenizer, DOCUMENT, spec)
-    with pytest.raises(KvfoldError, match='encoded already: save it with codec="zstd"'):
-        context.save(tmp_path / "coded", codec=f"kvtc:file={basis}")
+    for codec in ("kivi4", f"kvtc:file={basis}"):
+        with pytest.raises(KvfoldError, match='encoded already: save it with codec="zstd"'):
+            context.save(tmp_path / "coded", codec=codec)
     assert not (tmp_path / "coded").exists()
 
 
