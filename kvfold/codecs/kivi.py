@@ -24,9 +24,14 @@ def encode(heads: Sequence[Tensor], by_channel: bool) -> dict[str, Tensor]:
     """Quantizes keys (`by_channel`) or values `[n, D]` of each KV head.
 
     The newest entries that fill no group of 32 stay whole. Raises KvfoldError for head sizes that
-    fill no words, and for numbers that are not finite.
+    differ or fill no words, and for numbers that are not finite.
     """
-    size = heads[0].shape[-1]
+    size, *others = {each.shape[-1] for each in heads}
+    if others:
+        raise KvfoldError(
+            "the layers differ in their head sizes, and kivi4 packs all heads together: save the "
+            'context with codec="zstd"'
+        )
     if size % PER_WORD or size % _channels(size):
         raise KvfoldError(
             f"kivi4 packs {PER_WORD} channels into a word, in groups of {GROUP}, and this model's "

@@ -52,6 +52,11 @@ def test_heads_that_fill_no_words_or_groups_are_refused(size):
         encode(heads(size), by_channel=False)
 
 
+def test_heads_of_different_sizes_are_refused():
+    with pytest.raises(KvfoldError, match="differ in their head sizes"):
+        encode([*heads(16), *heads(32)], by_channel=True)
+
+
 def test_numbers_that_are_not_finite_are_refused():
     given = heads()
     given[3][5, 5] = torch.nan

@@ -136,6 +136,30 @@ def test_a_bias_is_added_to_the_logits_of_its_entry(old, queries, options, group
         assert_close(got, _dense_with_bias(query, keys, values, hidden, biases, **options))
 
 
+@pytest.mark.parametrize("path", ["triton", "varlen"])
+def test_entries_with_a_bias_reach_no_kernel_that_knows_none(path, monkeypatch):
+    """As on a GPU, where kernels would be chosen without it."""
+    keys, values, held = stored([40] * 6, 1, torch.float32)
+    query, called = noise(BATCH, HEADS, 1, SIZE, seed=3, dtype=torch.float32), []
+
+    def kernel_for_plain_entries(*args: object) -> Tensor:
+        called.append(path)
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(kernel, "rows_path", lambda *args, **options: path)
+    monkeypatch.setattr(kernel, "_one_step_of_rows", kernel_for_plain_entries)
+    attend_to_segments(query, held, None, scale=SCALE)
+    assert called == [path]
+    biases = [noise(len(rows), 1, seed=i, dtype=torch.float32) for i, rows in enumerate(keys)]
+    held = replace(held, bias=view(biases, [40 % BLOCK + 1] * 6))
+    got = attend_to_segments(query, held, None, scale=SCALE)
+    assert called == [path]
+    wide = torch.cat([query, torch.ones_like(query[..., :1])], -1)
+    wide_keys = [torch.cat([k, b / SCALE], -1) for k, b in zip(keys, biases, strict=True)]
+    hidden = later(1).expand(BATCH, HEADS, -1, -1)
+    assert_close(got, dense(wide, wide_keys, values, hidden), 1e-5)
+
+
 def _dense_with_bias(
     query: Tensor,
     keys: list[Tensor],
