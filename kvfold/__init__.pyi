@@ -37,6 +37,7 @@ from kvfold.fit.heads import fit_heads as fit_heads
 from kvfold.generation.enabled import disable as disable
 from kvfold.generation.enabled import enable as enable
 from kvfold.generation.generate import generate as generate
+from kvfold.hf.image_spans import image_spans as image_spans
 from kvfold.methods.adakv import AdaKV as AdaKV
 from kvfold.methods.auto import Auto as Auto
 from kvfold.methods.base import Across as Across
@@ -57,6 +58,7 @@ from kvfold.methods.dropkv import DropKV as DropKV
 from kvfold.methods.duo import Duo as Duo
 from kvfold.methods.every import Every as Every
 from kvfold.methods.expected_attention import ExpectedAttention as ExpectedAttention
+from kvfold.methods.fair import Fair as Fair
 from kvfold.methods.finch import Finch as Finch
 from kvfold.methods.full import Full as Full
 from kvfold.methods.h2o import H2O as H2O
@@ -65,6 +67,7 @@ from kvfold.methods.kivi import KIVI as KIVI
 from kvfold.methods.knorm import KNorm as KNorm
 from kvfold.methods.kvzip import KVzip as KVzip
 from kvfold.methods.lagkv import LagKV as LagKV
+from kvfold.methods.level import Level as Level
 from kvfold.methods.leverage import Leverage as Leverage
 from kvfold.methods.local_window import LocalWindow as LocalWindow
 from kvfold.methods.match import Match as Match

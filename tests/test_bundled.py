@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bundled model answers from a document, and methods differ in what they leave of it."""
 
+import json
 import random
 import statistics
 from functools import partial
 
 import pytest
+from safetensors import safe_open
 
 import kvfold
+from kvfold.bundled import FOLDER
 from kvfold.eval import short_ruler
 from kvfold.eval.short_ruler_scores import RetrievalTrial, retrieval_scores
 from kvfold.eval.tasks.needle_words import ADJECTIVES, NOUNS
@@ -111,3 +114,12 @@ def test_questions_do_not_see_each_other(bundled):
     context.ask("Which variables are there?")
     assert context.ask("What is the special magic number for quick-table?") == first
     assert context.cache.get_seq_length() == context.stats().seen
+
+
+def test_an_index_names_the_weights_beside_fitted_files():
+    """Engines such as vLLM read every safetensors file of a folder that has no index."""
+    named = json.loads((FOLDER / "model.safetensors.index.json").read_text())["weight_map"]
+    with safe_open(FOLDER / "model.safetensors", framework="pt") as file:
+        assert set(named) == set(file.keys())
+    assert set(named.values()) == {"model.safetensors"}
+    assert len(list(FOLDER.glob("*.safetensors"))) > 1

@@ -14,6 +14,7 @@ import torch
 import kvfold
 from kvfold.eval import short_ruler
 from kvfold.hf.chat_template import token_count
+from kvfold.methods.stages.select.one_set import Rule
 from kvfold.serve.vllm.placeholders import ServedFolder
 
 TOKENS, NEW = 700, 24
@@ -26,7 +27,18 @@ CONTEXTS: dict[str, tuple[str, Any]] = {
     "moving-sinks": ("streaming_llm", 200),
     "segments": ("kvzip:level=uniform", 0.3),
     "everything": ("full", None),
+    "no-bias": ("kvzip:level=uniform + match:bias=none,target=block", 0.3),
 }
+# Heads that keep different numbers of tokens, levelled: method, budget, rule.
+LEVELLED: dict[str, tuple[str, Any, Rule]] = {
+    "kvzip": ("kvzip", 0.3, "mass"),
+    "kvzip-votes": ("kvzip", 0.3, "votes"),
+    "adakv": ("adakv", 200, "mass"),
+    "adakv-union": ("adakv", 100, "union"),
+    "pyramidkv": ("pyramidkv", 200, "votes"),
+}
+CODED = "coded"
+NAMES = (*CONTEXTS, *LEVELLED, CODED)
 QUESTIONS = ("What is this text about?", "Which number is it?")
 
 
@@ -51,8 +63,11 @@ class Kvfold:
             name: read(model, tokenizer, method=method, budget=budget)
             for name, (method, budget) in CONTEXTS.items()
         }
+        for name, (method, budget, rule) in LEVELLED.items():
+            contexts[name] = read(model, tokenizer, method=method, budget=budget).levelled(rule)
         for name, context in contexts.items():
             context.save(folder / f"{name}.kvfold")
+        contexts[CODED] = _coded(model, tokenizer, contexts["whole-pages"], folder)
         read(model, tokenizer, method="kivi").save(folder / "packed.kvfold")
         other, _ = kvfold.bundled_model()
         with torch.no_grad():
@@ -88,6 +103,19 @@ class Kvfold:
         )
         tokens: list[int] = out[0, ids.shape[1] :].tolist()
         return tokens
+
+
+def _coded(model: Any, tokenizer: Any, context: kvfold.Context, folder: Path) -> kvfold.Context:
+    """The context of a file whose entries are coded in a basis of this model."""
+    count = partial(token_count, tokenizer)
+    texts = [
+        short_ruler.generate("single", 400, count, random.Random(seed)).document
+        for seed in range(5, 9)
+    ]
+    kvfold.fit_codec(model, tokenizer, texts, folder / "basis.safetensors")
+    path = folder / f"{CODED}.kvfold"
+    context.save(path, codec=f"kvtc:file={folder / 'basis.safetensors'},ratio=4")
+    return kvfold.load(path, model, tokenizer)
 
 
 def asked(served_folder: ServedFolder, made: Kvfold, name: str, question: str) -> Any:

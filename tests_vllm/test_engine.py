@@ -15,10 +15,11 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
+import kvfold
 from kvfold.bundled import FOLDER
 from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.request import CONTEXT, ContextPrompt
-from tests_vllm.bundled import CONTEXTS, NEW, Kvfold, asked
+from tests_vllm.bundled import LEVELLED, NAMES, NEW, Kvfold, asked
 
 PLAIN = list(range(5, 105))
 
@@ -103,21 +104,31 @@ def assert_answers_as_kvfold(
         assert answers(llm, [*requests, PLAIN]) == [*expected, plain]
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_vllm_answers_as_kvfold_does(llm, made, served_folder, name):
     assert_answers_as_kvfold(llm, made, served_folder, name)
 
 
 def test_the_contexts_would_be_told_apart(made):
-    found = {name: made.answer(name, made.questions[1]) for name in CONTEXTS}
-    assert len({tuple(tokens) for tokens in found.values()}) >= 5
+    found = {name: [made.answer(name, each) for each in made.questions] for name in NAMES}
+    assert len({str(tokens) for tokens in found.values()}) >= 11
     assert found["whole-pages"] != found["same-count"]
+
+
+def test_heads_were_uneven_before_they_were_levelled(made):
+    for name, (method, budget, rule) in LEVELLED.items():
+        level = made.contexts[name].level
+        assert level.rule == rule and level.kl > 0
+        uneven = kvfold.compress(made.model, made.tokenizer, made.document, method, budget)
+        counts = [count for layer in uneven.stats().kept for count in layer[0]]
+        assert max(counts) > 1.3 * min(counts)
+        assert level.tokens > max(counts) or rule != "union"
 
 
 def test_contexts_take_turns_in_one_batch(llm, made, served_folder):
     question = made.questions[0]
-    requests = [asked(served_folder, made, name, question) for name in CONTEXTS]
-    assert answers(llm, requests) == [made.answer(name, question) for name in CONTEXTS]
+    requests = [asked(served_folder, made, name, question) for name in NAMES]
+    assert answers(llm, requests) == [made.answer(name, question) for name in NAMES]
 
 
 def test_the_first_question_loads_and_the_others_find_it_cached(llm, made, served_folder):

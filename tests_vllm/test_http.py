@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,12 @@ import httpx
 import openai
 import pytest
 
+import kvfold
 from kvfold.serve.vllm.placeholders import ServedFolder
 from tests_vllm.bundled import NEW, Kvfold, asked
+from tests_vllm.server import KEY, START, served
 
-KEY = "secret"
 NAME = "whole-pages"
-START = """
-import sys
-from pathlib import Path
-from kvfold.cli.serve_vllm import serve
-serve("bundled", host="127.0.0.1", port=int(sys.argv[1]), api_key=sys.argv[2],
-      folder=Path(sys.argv[3]), body=2**20, arguments="--max-model-len 1024 --max-num-seqs 8")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +43,8 @@ def served_folder(made: Kvfold, folder: Path) -> ServedFolder:
 @pytest.fixture(scope="module")
 def address(folder: Path, made: Kvfold) -> Iterator[str]:
     """The proxy, with vLLM behind it, compiled as users have it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", START, str(port), KEY, str(folder)]
-    process = subprocess.Popen(command)
-    try:
-        while True:
-            assert process.poll() is None, "it has ended"
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+    with served(folder) as found:
+        yield found
 
 
 @pytest.fixture
@@ -154,6 +133,33 @@ def test_a_completion_goes_on_from_the_document(client, made):
     assert answer.choices[0].text.strip() == expected
 
 
+def test_a_text_in_a_request_is_compressed_on_arrival(address, client, made):
+    """vLLM reads none of it: its prompt is the kept entries and the question."""
+    expected = kvfold.compress(made.model, made.tokenizer, made.document, "kvzip + level", 0.3)
+    for question in made.questions:
+        answer = client.chat.completions.create(
+            model="bundled",
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=NEW,
+            extra_body={"context": made.document},
+        )
+        assert answer.choices[0].message.content.strip() == expected.ask(
+            question, max_new_tokens=NEW
+        )
+        kept = expected.stats().kept[0][0][0]
+        asked = answer.usage.prompt_tokens - kept
+        assert 0 < asked < 40 and kept < 0.32 * expected.ids.shape[1]
+    headers = {"Authorization": f"Bearer {KEY}"}
+    posted = {"text": made.document, "id": "posted"}
+    about = httpx.post(f"{address}/v1/contexts", json=posted, headers=headers, timeout=60)
+    assert about.status_code == 201 and about.json()["kept"] == kept
+    answer = chat(client, "posted", made.questions[0], max_tokens=NEW)
+    assert answer.choices[0].message.content.strip() == expected.ask(
+        made.questions[0], max_new_tokens=NEW
+    )
+
+
 def test_many_at_once_with_ordinary_requests(client, made):
     names = [None, "whole-pages", "broken-page", "segments"] * 6
 
@@ -218,7 +224,7 @@ def test_nothing_is_left_running(folder, made, told):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", START, str(port), KEY, str(folder)]
+    command = [sys.executable, "-c", START, str(port), KEY, str(folder), ""]
     # A shell that starts the tests in the background has SIGINT ignored, also in what they start.
     process = subprocess.Popen(
         command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of vLLM that hold different parts of a context (experimental)."""
+"""Layers of vLLM that hold different parts of a context."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import DynamicCache
@@ -14,7 +16,6 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 import kvfold
-from kvfold import KvfoldError
 from kvfold.bundled import FOLDER
 from kvfold.contexts.files.format import opened, read_header
 from kvfold.serve.vllm.export import pages
@@ -22,9 +23,9 @@ from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
 from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.request import CONTEXT
-from tests_vllm.bundled import NEW, Kvfold, asked
+from tests_vllm.bundled import NEW, QUESTIONS, Kvfold, asked
+from tests_vllm.server import KEY, served
 
-pytest.importorskip("kvfold.serve.vllm.per_layer.connector", exc_type=KvfoldError)
 BLOCK, PLAIN = 32, list(range(5, 105))
 
 
@@ -50,17 +51,54 @@ def truth(made: Kvfold, path: Path, level: Any, question: list[int]) -> list[int
     return found
 
 
+@dataclass(frozen=True)
+class Pyramid:
+    """A context whose layers keep ever fewer entries: `kept` each, in parts as `text`."""
+
+    made: Kvfold
+    path: Path
+    text: str
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> Pyramid:
+        made = Kvfold.with_files_in(folder)
+        context = kvfold.compress(made.model, made.tokenizer, made.document, "pyramidkv", 200)
+        path = folder / "pyramid.kvfold"
+        context.save(path)
+        made.contexts["pyramid"] = context
+        kept = [min(layer.kept) for layer in read_header(path).layers]
+        assert max(kept) > 3 * min(kept)
+        return cls(made, path, ",".join(f"{count / max(kept):.3f}" for count in kept))
+
+
+def test_the_server_takes_parts(tmp_path):
+    pyramid = Pyramid.in_folder(tmp_path)
+    parts = Parts.of(pyramid.text, BLOCK)
+    request = asked(ServedFolder(tmp_path, parts.level), pyramid.made, "pyramid", QUESTIONS[0])
+    level = parts.level(read_header(pyramid.path))
+    expected = truth(pyramid.made, pyramid.path, level, request.question)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with served(tmp_path, pyramid.text) as address:
+        listed = httpx.get(f"{address}/v1/contexts", headers=headers).json()["data"]
+        (about,) = (one for one in listed if one["id"] == "pyramid")
+        assert about["kept"] == level.count and about["lost"] == pytest.approx(level.lost)
+        body = {"model": "bundled", "context_id": "pyramid", "prompt": request.question}
+        body |= {"max_tokens": NEW, "temperature": 0}
+        answer = httpx.post(f"{address}/v1/completions", json=body, headers=headers, timeout=60)
+        text = pyramid.made.tokenizer.decode(expected, skip_special_tokens=True)
+        found = answer.json()["choices"][0]["text"]
+        assert found and text.startswith(found)
+        body = request.body | {"model": "bundled", "max_tokens": NEW, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        answer = httpx.post(f"{address}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.json()["choices"][0]["token_ids"] == expected
+
+
 def test_layers_hold_their_parts(tmp_path, monkeypatch):
-    made = Kvfold.with_files_in(tmp_path)
-    context = kvfold.compress(made.model, made.tokenizer, made.document, "pyramidkv", 200)
-    path = tmp_path / "pyramid.kvfold"
-    context.save(path)
-    made.contexts["pyramid"] = context
-    kept = [min(layer.kept) for layer in read_header(path).layers]
-    assert max(kept) > 3 * min(kept)
-    text = ",".join(f"{count / max(kept):.3f}" for count in kept)
-    monkeypatch.setenv(VARIABLE, text)
-    parts = Parts.of(text, BLOCK)
+    pyramid = Pyramid.in_folder(tmp_path)
+    made, path = pyramid.made, pyramid.path
+    monkeypatch.setenv(VARIABLE, pyramid.text)
+    parts = Parts.of(pyramid.text, BLOCK)
     served_folder = ServedFolder(tmp_path, parts.level)
     served, level = served_folder.get("pyramid"), parts.level(read_header(path))
     assert len(set(level.layers)) > 2 and level.lost < 0.2

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -133,6 +134,10 @@ def loss_and_right(model, trunk, ids, kinds):
 def export(model: LlamaForCausalLM, tok: PreTrainedTokenizerBase, run: Path) -> None:
     """Puts bfloat16 weights and tokenizer into the package, and the log beside this script."""
     model.to(torch.bfloat16).save_pretrained(FOLDER)
+    # Without an index engines read every safetensors file of a folder, fitted scorers too.
+    with safe_open(FOLDER / "model.safetensors", framework="pt") as file:
+        index = {"weight_map": dict.fromkeys(sorted(file.keys()), "model.safetensors")}
+    (FOLDER / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     tok.save_pretrained(FOLDER)
     shutil.copy(run / "log.jsonl", LOG)
 

@@ -15,7 +15,7 @@ from kvfold.methods import stages
 GROUPS = {
     "Cache and generation": (
         "CompressedCache", "generate", "Budget", "Stats", "span", "enable", "disable",
-        "bundled_model",
+        "bundled_model", "image_spans",
     ),
     "Contexts": ("compress", "load", "join", "Context", "pipeline"),
     "Sessions": ("begin_session", "load_session", "Session", "Message"),

@@ -17,6 +17,7 @@ from kvfold.attention.call import AttentionCall
 from kvfold.budget import Budget
 from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
+from kvfold.cache.level import alike
 from kvfold.cache.observe import add_query_moments, add_to_chunks, observation_of, settle_chunks
 from kvfold.cache.plan import with_forced_room
 from kvfold.cache.references import add_references, refitted
@@ -31,7 +32,7 @@ from kvfold.methods.stages.allocate.rounding import UNLIMITED
 from kvfold.methods.stages.merge.base import Eviction
 from kvfold.methods.stages.select.choose import Chosen, choose, scores_of
 from kvfold.methods.stages.select.forced import with_forced
-from kvfold.methods.stages.select.top import top
+from kvfold.methods.stages.select.top import kept_mask, top
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
 
@@ -124,14 +125,14 @@ def evict(
 
     `sizes` and `beside` are those of `choose`. Layers that agree wait for the last one.
     """
-    due = EvictionDue(state, observation, counts, sizes, beside)
-    if not state.plan.stages.agree:
-        _evict(due, state.plan.stages)
+    due, stages = EvictionDue(state, observation, counts, sizes, beside), state.plan.stages
+    if not stages.agree and stages.level is None:
+        _evict(due, stages)
         return
     waiting = state.waiting
     waiting.agreeing.append(due)
     if len(waiting.agreeing) == state.plan.layers:
-        _evict_alike(waiting.take_agreeing())
+        (_evict_alike if stages.agree else _evict_level)(waiting.take_agreeing())
 
 
 def _evict_alike(layers: list[EvictionDue[LayerState]]) -> None:
@@ -141,6 +142,19 @@ def _evict_alike(layers: list[EvictionDue[LayerState]]) -> None:
     for due, scores in zip(layers, own, strict=True):
         shared = partial(_as_scored, scores=highest.expand_as(scores))
         _evict(due, dataclasses.replace(due.layer.plan.stages, score=shared))
+
+
+def _evict_level(layers: list[EvictionDue[LayerState]]) -> None:
+    """Evicts to one set of tokens of each row, made of what every head would keep by itself."""
+    own = [_chosen(due, due.layer.plan.stages) for due in layers]
+    first = layers[0].layer
+    slots = alike(own, positions := first.positions(), first.plan.stages.level or "mass")
+    whole = slots.shape == positions.shape and bool((slots >= 0).all())
+    for due, each in zip(layers, own, strict=True):
+        if whole:
+            _keep_everything(due.layer, due.observation, positions, due.counts)
+        else:
+            _keep_chosen(due, dataclasses.replace(each, slots=slots), ragged=False)
 
 
 def _as_scored(observation: Observation, scores: Tensor) -> Tensor:
@@ -160,17 +174,22 @@ def _evict(due: EvictionDue[LayerState], stages: Stages) -> None:
         _keep_everything(state, observation, positions, counts)
         return
     chosen = _chosen(due, stages)
+    if stages.decode == "every" and stages.sizes == "fixed" and stages.heads is not None:
+        state.settle_heads(stored, (chosen.slots >= 0).sum(-1))
+    _keep_chosen(due, chosen, ragged=stages.heads is not None or counts.dim() > 1)
+
+
+def _keep_chosen(due: EvictionDue[LayerState], chosen: Chosen, ragged: bool) -> None:
+    state, observation, counts, *_ = due
     state.over_budget = chosen.over_budget
     if state.plan.scores_stay:
         state.scores = chosen.scores
-    if stages.decode == "every" and stages.sizes == "fixed" and stages.heads is not None:
-        state.settle_heads(stored, (chosen.slots >= 0).sum(-1))
     _note_error(state, observation, chosen.slots)
     if state.plan.choose_only:
         state.chosen = chosen
         return
     _note_surplus(state, (chosen.slots >= 0).sum(-1), counts)
-    _keep(state, observation, chosen.slots, ragged=stages.heads is not None or counts.dim() > 1)
+    _keep(state, observation, chosen.slots, ragged)
 
 
 def _chosen(due: EvictionDue[LayerState], stages: Stages) -> Chosen:
@@ -377,8 +396,5 @@ def _note_error(state: LayerState, observation: Observation, slots: Tensor) -> N
     """Notes the output error that a method without a budget predicts and measures."""
     allocate = state.plan.stages.allocate
     if isinstance(allocate, Measured) and allocate.error is not None:
-        length = observation.positions.shape[-1]
-        # Holes write into an extra slot, which is cut off.
-        kept = F.pad(torch.zeros_like(observation.positions, dtype=torch.bool), (0, 1))
-        kept = kept.scatter(2, slots.masked_fill(slots < 0, length), True)[..., :length]
+        kept = kept_mask(slots, observation.positions.shape[-1])
         state.error = allocate.error(observation, kept)

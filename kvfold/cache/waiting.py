@@ -31,11 +31,11 @@ class Waiting(Generic[Layer]):
     """Layers whose eviction or encoding waits until others have attended.
 
     `sized`: layers whose size depends on all layers' observations (D2O, KVzip), evicted by the
-    last layer's attention. `agreeing`: layers that keep the same tokens (TriAttention), evicted by
-    it too. `first_of_pair`: a layer that is quantized together with the next one (MiniCache).
-    `evicting`: layers of which one entry leaves in this decode step; all are evicted together after
-    the last layer's attention, since dozens of small operations per layer take less time in one
-    loop than between attention calls.
+    last layer's attention. `agreeing`: layers that keep the same tokens (TriAttention, `level`),
+    evicted by it too. `first_of_pair`: a layer that is quantized together with the next one
+    (MiniCache). `evicting`: layers of which one entry leaves in this decode step; all are evicted
+    together after the last layer's attention, since dozens of small operations per layer take less
+    time in one loop than between attention calls.
     """
 
     sized: list[tuple[Layer, Observation]] = field(default_factory=list)

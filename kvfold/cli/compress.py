@@ -22,6 +22,7 @@ from kvfold.cli.options import (
     Compress,
     Encoding,
     Json,
+    LevelRule,
     MethodText,
     ModelName,
     SpecialTokens,
@@ -70,6 +71,10 @@ def command(
         bool,
         typer.Option("--keep-scores", help="Keep scores, by which the context can shrink later."),
     ] = False,
+    level: Annotated[
+        LevelRule | None,
+        typer.Option(help="One set of tokens for all heads, as vLLM's pages need; reads twice."),
+    ] = None,
     codec: CodecText = None,
     encoding: Encoding = "utf-8",
     prefill_chunk: Annotated[
@@ -97,6 +102,7 @@ def command(
         from kvfold.cache.shrink import check_nested
         from kvfold.codecs.codec import codec_of
         from kvfold.contexts.context import check_reusable
+        from kvfold.contexts.levelled import level_of
         from kvfold.generation.generate import check_per_chunk
         from kvfold.jobs.compress import CompressOptions
     # Refused here, before a large model is loaded.
@@ -107,6 +113,10 @@ def command(
         check_per_chunk(chosen, prefill_chunk)
     if keep_scores:
         check_nested(chosen)
+    if level is not None:
+        if compress == "per_chunk" or keep_scores:
+            raise KvfoldError("--level reads a whole text again: leave per_chunk and scores out")
+        level_of(chosen, level)
     if codec is not None:
         codec_of(codec)
     options = CompressOptions(
@@ -119,10 +129,11 @@ def command(
         allow_longer,
         keep_scores,
         codec,
+        level,
     )
     if budgets is not None:
-        if len(documents) > 1 or ray is not None or budget is not None:
-            raise KvfoldError("--budgets is for one document, without --budget and --ray")
+        if len(documents) > 1 or ray is not None or budget is not None or level is not None:
+            raise KvfoldError("--budgets is for one document, without --budget, --level and --ray")
         path, limits = _file(documents[0], out), budgets_of(method, budgets)
         text = read_text(documents[0], encoding)
         compress_to_budgets(notes, model, loading, text, path, limits, options, as_json)
@@ -170,7 +181,9 @@ def _compress_one(
     kept = [[part.kept] for part in read_header(path).layers]
     stats = replace(context.stats(), kept=kept)
     if as_json:
-        print_json({"file": path, "bytes": path.stat().st_size, "stats": stats_json(stats)})
+        level = None if context.level is None else context.level.model_dump()
+        found = {"file": path, "bytes": path.stat().st_size, "stats": stats_json(stats)}
+        print_json(found if level is None else found | {"level": level})
         return
     where = f", first of {ranks.size} ranks" if ranks.size > 1 else ""
     rows = [("tokens", f"{stats.seen:,}")]
@@ -181,6 +194,10 @@ def _compress_one(
         (f"bytes of a full cache{where}", size(stats.nbytes_full)),
         ("bytes of the file", size(path.stat().st_size)),
     ]
+    if context.level is not None:
+        own, kl = context.level.own, context.level.kl
+        rows.append(("entries of a head by itself", f"{own:,.1f}"))
+        rows.append((f"mean KL to that, {context.level.measured} tokens", f"{kl:.3g}"))
     made = table(f"{stats.method}, budget {stats.budget}", "what", "measured", right=["measured"])
     for row in rows:
         made.add_row(*row)

@@ -43,8 +43,10 @@ AllowLonger = Annotated[
     typer.Option("--allow-longer", help="Read texts beyond the model's trained length."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
-# Same as kvfold.generate's `Compress`; importing that would import torch before `--help`.
+# Same as kvfold.generate's `Compress` and the rules of the method `level`; importing these would
+# import torch before `--help`.
 Compress = Literal["at_end", "per_chunk"]
+LevelRule = Literal["mass", "votes", "union"]
 
 
 def loading(

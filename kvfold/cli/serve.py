@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 # Parameters that apply with --engine vllm.
-OF_VLLM = ("model", "host", "port", "api_key", "folder", "body", "engine", "vllm", "modules")
+OF_VLLM = (
+    "model", "host", "port", "api_key", "folder", "body", "engine", "vllm", "modules", "method",
+    "budget", "contexts", "parts",
+)  # fmt: skip
 
 
 @with_options(loading=loading)
@@ -122,6 +125,10 @@ def command(
         typer.Option(help="vllm: a stock vLLM answers from the files of --folder."),
     ] = "transformers",
     vllm: Annotated[str, typer.Option(help='Arguments for vLLM: "--max-model-len 8192".')] = "",
+    parts: Annotated[
+        str | None,
+        typer.Option(help='With vLLM: the part of contexts that each layer holds: "1,1,0.5,0.25".'),
+    ] = None,
     *,
     loading: Loading,
 ) -> None:
@@ -129,7 +136,8 @@ def command(
 
     Each worker answers one request after the other; requests are not batched together. Contexts
     are shared: a request costs its question and its answer. With --engine vllm only host, port,
-    api-key, folder, body and import apply; others are refused.
+    api-key, folder, body, import, parts, and for texts compressed on arrival method, budget and
+    contexts apply; others are refused.
     """
     from kvfold.budget import Budget
     from kvfold.methods.registry import listed
@@ -149,10 +157,14 @@ def command(
             folder=folder,
             body=largest,
             arguments=vllm,
+            method=method if _is_given(ctx, "method") else None,
+            budget=budget if _is_given(ctx, "budget") else None,
+            contexts=contexts,
+            parts=parts,
         )
         return
-    if vllm:
-        raise KvfoldError("--vllm are arguments for --engine vllm")
+    if vllm or parts is not None:
+        raise KvfoldError("--vllm and --parts are for --engine vllm")
     out = console()
     with out.status("importing torch and transformers"):
         try:

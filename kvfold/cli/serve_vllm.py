@@ -6,11 +6,16 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfold.errors import KvfoldError
+from kvfold.serve.vllm.versions import check_installed
 from kvfold.terminal import console, errors
 
+if TYPE_CHECKING:
+    from kvfold.serve.vllm.arrivals import Arrivals
+
+BUDGET = "0.5"  # of texts compressed on arrival
 NEEDED = ("vllm", "fastapi", "uvicorn", "httpx")
 
 
@@ -23,21 +28,30 @@ def serve(
     folder: Path | None,
     body: int,
     arguments: str,
+    method: str | None = None,
+    budget: str | None = None,
+    contexts: int = 1000,
+    parts: str | None = None,
 ) -> None:
     """Serves the context files of `folder` with vLLM; `arguments` are for vLLM's command line.
 
-    `body` bounds requests, in bytes. Raises KvfoldError without a folder, for a missing package or
-    an unsupported model, and if vLLM ends.
+    `body` bounds requests, in bytes. With a `method`, texts of requests are compressed to `budget`
+    on arrival, and `contexts` of them kept. `parts` of a context are held by each layer. Raises
+    KvfoldError without a folder, for a missing package, another version of vLLM or an unsupported
+    model, and if vLLM ends.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise KvfoldError(
             f"serving with vLLM needs {', '.join(missing)}: pip install 'kvfold[vllm]'"
         )
+    check_installed()
     if folder is None:
         raise KvfoldError(
             "name the folder of the contexts, made with `kvfold compress`: --folder PATH"
         )
+    if budget is not None and method is None:
+        raise KvfoldError("--budget is of texts compressed on arrival: name their --method")
     out = console()
     with out.status("importing torch and transformers"):
         from transformers import AutoTokenizer
@@ -48,13 +62,22 @@ def serve(
         from kvfold.serve.vllm.launch import VllmOptions
         from kvfold.serve.vllm.launch import serve as run
         from kvfold.serve.vllm.meta_model import MetaModel
+        from kvfold.serve.vllm.per_layer.sizes import Parts, block_size
         from kvfold.serve.vllm.placeholders import ServedFolder
     place, config, dtype = _model(model)
-    served_folder = ServedFolder(folder)
-    compatibility = CompatibilityCheck(served_folder, MetaModel(config, place), dtype)
-    contexts = ContextCatalog(served_folder, compatibility, AutoTokenizer.from_pretrained(place))
+    words = shlex.split(arguments)
+    held = None if parts is None else Parts.of(parts, block_size(words))
+    served_folder = ServedFolder(folder) if held is None else ServedFolder(folder, held.level)
+    meta_model = MetaModel(config, place)
+    if held is not None:
+        held.check_layers(meta_model.layers)
+    compatibility = CompatibilityCheck(served_folder, meta_model, dtype)
+    catalog = ContextCatalog(served_folder, compatibility, AutoTokenizer.from_pretrained(place))
+    arrivals = None
+    if method is not None:
+        arrivals = _arrivals(model, folder, method, budget, contexts)
     bound = listening(host, port)
-    for about in contexts.all():
+    for about in catalog.all():
         if "refused" in about:
             errors().print(f"refused: {about['id']}: {about['refused']}", markup=False)
         elif about["lost"]:
@@ -63,14 +86,28 @@ def serve(
             )
             errors().print(lost, markup=False)
     name = Path(model).name if Path(model).is_dir() else model
-    engine = VllmOptions(place, name, dtype, folder, api_key, shlex.split(arguments))
+    engine = VllmOptions(place, name, dtype, folder, api_key, words, held)
     address = bound.getsockname()
     out.print(
         f"{name} at http://{address[0]}:{address[1]}/v1 once vLLM is ready, contexts of {folder}",
         markup=False,
         soft_wrap=True,
     )
-    run(engine, contexts, bound, body=body)
+    run(engine, catalog, bound, body=body, arrivals=arrivals)
+
+
+def _arrivals(model: str, folder: Path, method: str, budget: str | None, contexts: int) -> Arrivals:
+    """Compression of texts on arrival, by a process of its own with the model `model`."""
+    from kvfold.cli.options import checked
+    from kvfold.jobs.compress import CompressOptions, worker_spec
+    from kvfold.jobs.processes import processes
+    from kvfold.methods.base import parse
+    from kvfold.serve.vllm.arrivals import Arrivals
+
+    usual = BUDGET if parse(method).takes_budget else None
+    chosen, limit = checked(method, budget or usual)
+    options = CompressOptions(chosen, limit, None, "at_end", 0)
+    return Arrivals(folder, options, processes(worker_spec(model), 1), contexts)
 
 
 def _model(name: str) -> tuple[str, Any, str]:

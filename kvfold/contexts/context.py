@@ -22,12 +22,15 @@ from kvfold.contexts import edits
 from kvfold.contexts.bounded_chat import BoundedChat
 from kvfold.contexts.chat import Chat
 from kvfold.contexts.edits import Mode
+from kvfold.contexts.files.format import LevelHeader
+from kvfold.contexts.levelled import levelled
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress, read_on, read_per_chunk, read_turn
 from kvfold.generation.length import check_length, reach
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.user_text import content
 from kvfold.methods.base import Method
+from kvfold.methods.stages.select.one_set import Rule
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,7 +38,7 @@ class Context:
     """A compressed document; each question reads it alone, without earlier questions.
 
     `frame` holds the chat template parts around a question, `ids [1, N]` the tokens that were read,
-    those of the template before the document included.
+    those of the template before the document included. `level` tells what `levelled` has changed.
     """
 
     model: PreTrainedModel
@@ -43,6 +46,7 @@ class Context:
     cache: CompressedCache
     frame: PromptFrame
     ids: Tensor
+    level: LevelHeader | None = None
 
     def __repr__(self) -> str:
         model, cache = type(self.model).__name__, self.cache
@@ -91,6 +95,15 @@ class Context:
         """
         self.check()
         return replace(self, cache=shrunk(self.cache, budget))
+
+    def levelled(self, rule: Rule = "mass") -> Context:
+        """This document with one set of tokens for all layers and heads, for engines' pages.
+
+        Its text is read once more; `rule` as of the method `level`. The result's `level` holds the
+        rule, the tokens, and the mean KL to this context. Raises KvfoldError for a text compressed
+        per chunk or levelled before, and for a method that evicts while decoding.
+        """
+        return levelled(self, rule)
 
     def span(self, part: str, occurrence: int | None = None) -> Span:
         """Token range of a `part` of the document, for its edits; errors as for `kvfold.span`.

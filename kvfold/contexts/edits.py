@@ -61,7 +61,7 @@ def replaced(
         cache = spliced(context.cache, span, new) if text else dropped(context.cache, span)
     else:
         raise KvfoldError(f'mode is "splice" or "reread", not {mode!r}')
-    return replace(context, cache=cache, ids=ids)
+    return replace(context, cache=cache, ids=ids, level=None)
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def appended(
     check_length(context.model, ids.shape[1], allow_longer)
     cache = copy.deepcopy(context.cache)
     read_turn(context.model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
-    return replace(context, cache=cache, ids=ids)
+    return replace(context, cache=cache, ids=ids, level=None)
 
 
 def join(contexts: Sequence[Context], *, allow_longer: bool = False) -> Context:

@@ -169,7 +169,7 @@ class Session:
             elif cache.get_seq_length() < stop:
                 read_tokens(model, ids[:, cache.get_seq_length() :], cache, None)
         answered = Item(turn.answer, "assistant", turn.ids.shape[1], stop)
-        self.context = replace(self.context, cache=cache, ids=ids)
+        self.context = replace(self.context, cache=cache, ids=ids, level=None)
         self.record = replace(
             turn.record, items=(*turn.record.items, answered), turns=turn.record.turns + 1
         )
@@ -306,7 +306,7 @@ def _spliced(context: Context, item: Item, new: Tensor) -> Context:
     span = (item.start, item.stop)
     cache = spliced(context.cache, span, new) if new.numel() else dropped(context.cache, span)
     ids = torch.cat([context.ids[:, : item.start], new, context.ids[:, item.stop :]], 1)
-    return replace(context, cache=cache, ids=ids)
+    return replace(context, cache=cache, ids=ids, level=None)
 
 
 def _moved(item: Item, edited: Item, by: int) -> Item:

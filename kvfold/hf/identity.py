@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from kvfold.hf.adapters import active_adapters
 from kvfold.hf.header import ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
+from kvfold.hf.quantized_weights import samplable
 from kvfold.hf.rotation import rope_of
 
 FIELDS = (
@@ -76,9 +77,10 @@ def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
     """Checksum over names, shapes and a sample of elements of all weights, in their order."""
     made = hashlib.blake2b(digest_size=16)
     for name, weight in weights:
-        flat = full_weight(weight.detach()).flatten()
+        whole = full_weight(samplable(weight))
+        flat = whole.flatten()
         sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].contiguous().cpu()
-        made.update(f"{name} {list(weight.shape)} ".encode())
+        made.update(f"{name} {list(whole.shape)} ".encode())
         made.update(sample.view(torch.uint8).numpy().data)
     return made.hexdigest()
 

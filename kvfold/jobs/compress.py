@@ -15,11 +15,13 @@ from kvfold.codecs.codec import codec_of, spelled
 from kvfold.contexts import context
 from kvfold.contexts.files.format import Header, read_header
 from kvfold.contexts.files.read import check_model
+from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress
 from kvfold.jobs.executor import WorkerSpec
 from kvfold.loading import Loading
 from kvfold.methods.base import Method, spelled_out
+from kvfold.methods.stages.select.one_set import Rule
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,16 @@ class CompressOptions:
     allow_longer: bool = False
     keep_scores: bool = False
     codec: str | None = None
+    level: Rule | None = None
 
     def compressed(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> context.Context:
-        """The document `text`, compressed with these options; raises as `kvfold.compress`."""
-        return context.compress(
+        """The document `text`, compressed with these options.
+
+        Raises as `kvfold.compress`, and as `Context.levelled`.
+        """
+        made = context.compress(
             model,
             tokenizer,
             text,
@@ -53,6 +59,12 @@ class CompressOptions:
             allow_longer=self.allow_longer,
             keep_scores=self.keep_scores,
         )
+        return made if self.level is None else made.levelled(self.level)
+
+    @property
+    def file_method(self) -> Method:
+        """The method that files name."""
+        return self.method if self.level is None else level_of(self.method, self.level)
 
 
 def check_options(path: Path, options: CompressOptions) -> None:
@@ -63,7 +75,7 @@ def check_options(path: Path, options: CompressOptions) -> None:
     codec = None if options.codec is None else spelled(codec_of(options.codec))
     scores = any("scores" in layer.by_head for layer in header.layers)
     for option, found, wanted in (
-        ("method", header.method, spelled_out(options.method)),
+        ("method", header.method, spelled_out(options.file_method)),
         ("budget", limit, options.budget),
         ("seed", header.seed, options.seed),
         ("per_chunk", header.per_chunk, chunk),

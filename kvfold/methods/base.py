@@ -35,6 +35,7 @@ from kvfold.methods.stages.merge.base import MergeOneStage, MergeStage
 from kvfold.methods.stages.refit.base import Refit, check_refit
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
+from kvfold.methods.stages.select.one_set import Rule
 from kvfold.store.encoding import Encode
 
 
@@ -114,6 +115,7 @@ class Stages:
     heads: Heads | None = None  # a layer's size shared among its heads
     select: Select | None = None  # slots to keep; None: those of the highest scores
     agree: bool = False  # all layers and heads keep the same tokens, by their highest score in any
+    level: Rule | None = None  # they keep one set of tokens, made of the heads' own by this rule
     forced: Forced = field(default_factory=Forced)  # entries that stay whatever their score
     merge: MergeStage | None = None  # changes kept entries by evicted ones
     refit: Refit | None = None  # fits kept values and biases to reference queries

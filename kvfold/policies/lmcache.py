@@ -16,7 +16,8 @@ from torch import Tensor
 from kvfold.budget import Budget
 from kvfold.errors import BudgetError, KvfoldError
 from kvfold.methods.base import Method
-from kvfold.policies.kept import Kept, Rule
+from kvfold.methods.stages.select.one_set import Rule
+from kvfold.policies.kept import Kept
 from kvfold.policies.method_policy import Policy, policy
 from kvfold.policies.prefill import Prefill, split_heads
 from kvfold.policies.rope import Rope

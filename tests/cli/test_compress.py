@@ -75,3 +75,28 @@ def test_what_is_no_context_file_is_called_that(tmp_path: Path) -> None:
         "ask", "m", str(text), "q"
     )
     assert "there is no such file" in refused("info", str(tmp_path / "absent.kvfold"))
+
+
+def test_levelled_files_hold_one_set_and_what_it_changes(folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "a.kvfold"
+    text.write_text(PROMPT)
+    given = ["compress", str(folder), str(text), "-o", str(out), "--method", "kvzip", "--budget"]
+    ran = CliRunner().invoke(app, [*given, "8", "--level", "votes", "--json"])
+    assert ran.exit_code == 0, ran.output
+    level = json.loads(ran.stdout)["level"]
+    model, tokenizer = tiny_llama(), word_tokenizer()
+    loaded = kvfold.load(out, model, tokenizer)
+    assert loaded.level is not None and loaded.level.model_dump() == level
+    alone = kvfold.compress(model, tokenizer, PROMPT, "kvzip", 8).levelled("votes")
+    assert_same(loaded.cache, alone.cache)
+    shown = CliRunner().invoke(app, [*given, "8", "--level", "mass"])
+    assert shown.exit_code == 0 and "mean KL to that" in shown.output
+
+
+def test_what_cannot_be_levelled_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT)
+    given = ["compress", "no-such-model", str(text), "--level", "mass", "--budget", "0.5"]
+    assert "evict while" in refused(*given, "--method", "h2o")
+    assert "leave per_chunk and scores out" in refused(*given, "--method", "knorm", "--keep-scores")
+    assert "for one document" in refused(*given[:5], "--budgets", "0.5,0.2", "--method", "knorm")

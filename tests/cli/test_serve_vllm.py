@@ -23,8 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "option",
     [
-        ("--method", "kvzip"), ("--budget", "0.5"), ("--methods", "kvzip"), ("--memory", "4GiB"),
-        ("--prefill-chunk", "1024"), ("--contexts", "9"), ("--workers", "1"), ("--queue", "9"),
+        ("--methods", "kvzip"), ("--memory", "4GiB"),
+        ("--prefill-chunk", "1024"), ("--workers", "1"), ("--queue", "9"),
         ("--values", "9"), ("--connections", "9"), ("--client-timeout", "9"), ("--grace", "9"),
         ("--context-tokens", "9"), ("--answer-tokens", "9"), ("--chat-budget", "9"),
         ("--special-tokens",), ("--allow-longer",), ("--dtype", "auto"),
@@ -47,5 +47,13 @@ def test_options_that_mean_something_with_vllm_are_taken(tmp_path, monkeypatch):
     assert kvfold_command(*vllm, *words).exit_code == 0
     assert given == {
         "host": "::1", "port": 0, "api_key": "k", "folder": tmp_path, "body": 2**20,
-        "arguments": "--x 1",
+        "arguments": "--x 1", "method": None, "budget": None, "contexts": 1000, "parts": None,
     }  # fmt: skip
+    more = ("--method", "snapkv", "--budget", "0.3", "--contexts", "9", "--parts", "1,0.5")
+    assert kvfold_command(*vllm, *more).exit_code == 0
+    wanted = {"method": "snapkv", "budget": "0.3", "contexts": 9, "parts": "1,0.5"}
+    assert given.items() >= wanted.items()
+
+
+def test_what_is_for_vllm_is_refused_without_it():
+    assert "are for --engine vllm" in refused("serve", "bundled", "--parts", "1,0.5")

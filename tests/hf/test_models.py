@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.modeling_utils import AttentionInterface
 
 import kvfold
@@ -38,6 +43,20 @@ def test_models_that_would_be_answered_wrongly_are_refused_when_a_cache_is_made(
         with pytest.raises(UnsupportedModel, match=r"cannot tell what|cannot read"):
             CompressedCache(model, spec, 20)
     assert model.config._attn_implementation == before
+
+
+def test_a_model_with_layers_of_two_kinds_in_one_is_refused_before_a_forward():
+    config = FalconH1Config(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=64, mamba_n_heads=4,
+        mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    forwards = []
+    model.register_forward_pre_hook(lambda *given: forwards.append(given))
+    with pytest.raises(UnsupportedModel, match="LinearAttentionAndFullAttentionLayer, which kvfol"):
+        CompressedCache(model, "snapkv", 64)
+    assert not forwards
 
 
 @pytest.mark.parametrize("change", ["twice", "values", "keys", "mask"])

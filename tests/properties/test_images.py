@@ -136,3 +136,42 @@ def test_a_cache_can_be_made_after_a_batch_with_images():
     before = model.model.rope_deltas
     CompressedCache(model, SPEC, 20)
     assert model.model.rope_deltas is before
+
+
+@EVERY_FAMILY
+def test_tokens_of_an_image_have_a_budget_of_their_own(name):
+    """By the score alone the image loses more, or less, than its share."""
+    given = prompt(name, (64,))
+    ((start, stop),) = kvfold.image_spans(build(name), given["input_ids"])
+    assert (start, stop) == (FIRST, FIRST + TOKENS)
+    budget, found = 32, {}
+    for spec in (SPEC, f"{SPEC} + fair:spans={start}/{stop}"):
+        model, inputs = build(name), without(given, "input_ids")
+        cache = CompressedCache(model, spec, budget)
+        truth = MaskedDense(build(name))
+        readers = [truth, Reader(model, cache)]
+        for reader in readers:
+            reader(given["input_ids"], **inputs)
+        truth.hide(cache)
+        heads = [head.tolist() for i in range(len(cache.states)) for head in cache.positions(i)[0]]
+        found[spec] = [sum(start <= place < stop for place in head) for head in heads]
+        assert {len(head) for head in heads} == {budget}
+        step, mask = continuation(1, 1), torch.ones(1, 65, dtype=torch.long)
+        placed = {"attention_mask": mask}
+        if name == "qwen2_5_vl":
+            placed["position_ids"] = torch.full((3, 1, 1), 62)
+        expected, got = (reader(step, **placed) for reader in readers)
+        assert worst(got, expected) <= 1e-6
+    assert set(found[f"{SPEC} + fair:spans={start}/{stop}"]) == {budget * TOKENS // 64}
+    assert set(found[SPEC]) != {budget * TOKENS // 64}
+
+
+def test_images_are_found_in_one_prompt_of_a_model_that_reads_them():
+    model, ids = build("qwen2_5_vl"), torch.tensor([[5, IMAGE, IMAGE, 6, IMAGE]])
+    assert kvfold.image_spans(model, ids) == [(1, 3), (4, 5)]
+    assert kvfold.image_spans(model, ids[0]) == [(1, 3), (4, 5)]
+    assert kvfold.image_spans(model, ids[:, :1]) == []
+    with pytest.raises(KvfoldError, match="one row"):
+        kvfold.image_spans(model, ids.expand(2, -1))
+    with pytest.raises(KvfoldError, match="no token for images"):
+        kvfold.image_spans(kvfold.bundled_model()[0], ids)

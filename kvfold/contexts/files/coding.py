@@ -28,8 +28,9 @@ from kvfold.contexts.files.format import (
     StreamHeader,
 )
 from kvfold.errors import ContextFileError, KvfoldError, ScorerFileError
-from kvfold.hf.fitted_numbers import digest_of_file
+from kvfold.hf.fitted_numbers import digest_of_file, read_kind
 from kvfold.hf.models import caches_latents, layer_device
+from kvfold.hf.rotation import Rotation
 from kvfold.hf.scorer_file import read_fitted
 from kvfold.store.dense import DenseStore
 
@@ -145,7 +146,7 @@ class Coding:
             given = [tensor(head.names[side]) for head in heads]
             rest = [each[~kept] for each, kept in zip(given, whole, strict=True)]
             if name == "keys":
-                rest = list(_turned(cache, heads, whole, rest, back=True))
+                rest = list(_turned(rotations_of(cache), heads, whole, rest, back=True))
             transform = getattr(self.basis, name)
             room = share * 2 * numbers / chosen.ratio
             coded = kvtc.encode(rest, transform, scope, room, self.compressor)
@@ -159,11 +160,20 @@ class Coding:
         return header, made
 
 
-def decoded(file: ContextFile, cache: CompressedCache) -> dict[str, Tensor]:
+def rotations_of(cache: CompressedCache) -> dict[int, Rotation]:
+    """RoPE of each compressed layer, by its index."""
+    return {
+        index: layer.state.rotation
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, CompressedLayer)
+    }
+
+
+def decoded(file: ContextFile, rotations: Mapping[int, Rotation]) -> dict[str, Tensor]:
     """Keys and values that a file's codec holds, by their names; none without such a codec.
 
-    Raises ContextFileError without the basis that the file names, beside it or where it was, and
-    for entries that do not fit the model or the codec.
+    `rotations` are of the layers of the model that made the file. Raises ContextFileError as
+    `basis_of`, and for entries that do not fit the model or the codec.
     """
     codec = file.header.codec
     if codec is None:
@@ -171,9 +181,10 @@ def decoded(file: ContextFile, cache: CompressedCache) -> dict[str, Tensor]:
     try:
         if codec.codec == "kivi4":
             return _unpacked(file)
-        if codec.entries is None:
+        basis = basis_of(file)
+        if codec.entries is None or basis is None:
             return {}
-        return _decoded(file, cache, codec, codec.entries)
+        return _decoded(file, rotations, codec, codec.entries, basis)
     except (LookupError, RuntimeError, TypeError, ValueError) as problem:
         raise file.damaged(f"its codec does not fit its entries ({problem})") from problem
 
@@ -190,10 +201,13 @@ def _unpacked(file: ContextFile) -> dict[str, Tensor]:
 
 
 def _decoded(
-    file: ContextFile, cache: CompressedCache, codec: CodecHeader, entries: EntriesHeader
+    file: ContextFile,
+    rotations: Mapping[int, Rotation],
+    codec: CodecHeader,
+    entries: EntriesHeader,
+    basis: Basis,
 ) -> dict[str, Tensor]:
     chosen = _kvtc(file, codec)
-    basis = _basis(file, chosen.file, entries.basis, cache.states[0].rotation.model)
     heads = list(_heads(file.header.layers, file.tensor))
     whole = _whole(heads, chosen.sinks, file.header.seen - chosen.window)
     dtype, found = getattr(torch, file.header.dtype), dict[str, Tensor]()
@@ -203,7 +217,7 @@ def _decoded(
         counts = [int((~kept).sum()) for kept in whole]
         rest = kvtc.decode(coded, transform, entries.scope, counts, codec.compressor, dtype)
         if name == "keys":
-            rest = list(_turned(cache, heads, whole, rest, back=False))
+            rest = list(_turned(rotations, heads, whole, rest, back=False))
         edges = file.tensor(f"codec.{name}.whole").split([int(kept.sum()) for kept in whole])
         for head, each, edge, kept in zip(heads, rest, edges, whole, strict=True):
             found[head.names[side]] = _merged(each, edge, kept, dtype)
@@ -264,22 +278,19 @@ def _whole(heads: Sequence[CodedHead], sinks: int, window: int) -> list[Tensor]:
 
 
 def _turned(
-    cache: CompressedCache,
+    rotations: Mapping[int, Rotation],
     heads: Sequence[CodedHead],
     whole: Sequence[Tensor],
     keys: Sequence[Tensor],
     back: bool,
 ) -> Iterator[Tensor]:
     """Keys `[n, D]` of each head's coded entries turned by their positions, or back; float32."""
-    of_layers = {
-        index: layer.state.rotation
-        for index, layer in enumerate(cache.layers)
-        if isinstance(layer, CompressedLayer)
-    }
     of_heads = zip(heads, whole, keys, strict=True)
     for index, of_layer in itertools.groupby(of_heads, key=lambda found: found[0].layer):
-        rotation, given = of_layers[index], list(of_layer)
+        rotation, given = rotations[index], list(of_layer)
         device = layer_device(rotation.model, index)
+        if device.type == "meta":  # a model without weights: vLLM has them
+            device = torch.device("cpu")
         moves = [head.positions[~kept].to(device) for head, kept, _ in given]
         if all(torch.equal(move, moves[0]) for move in moves[1:]):  # one angle for all heads
             together = [(torch.stack([each for _, _, each in given]), moves[0])]
@@ -300,11 +311,16 @@ def _kvtc(file: ContextFile, codec: CodecHeader) -> Kvtc:
     return chosen
 
 
-def _basis(file: ContextFile, named: str, digest: str, model: PreTrainedModel) -> Basis:
-    """The basis that a file names, beside it or where it was when the context was saved.
+def basis_of(file: ContextFile) -> Basis | None:
+    """The basis that a file names, beside it or where it was; None without coded entries.
 
-    Raises ContextFileError for another one or none.
+    The file is of the basis's model, as it was when the context was saved. Raises ContextFileError
+    for another basis or none.
     """
+    codec = file.header.codec
+    if codec is None or codec.entries is None:
+        return None
+    named, digest = _kvtc(file, codec).file, codec.entries.basis
     told = f"{file.path} is coded in the basis {named} ({digest[:8]})"
     places = [
         place for place in (file.path.parent / Path(named).name, Path(named)) if place.exists()
@@ -314,7 +330,7 @@ def _basis(file: ContextFile, named: str, digest: str, model: PreTrainedModel) -
     try:
         for place in places:
             if digest_of_file(place) == digest:
-                return read_fitted(place, model, Basis)
+                return read_kind(place, Basis)[0]
     except ScorerFileError as problem:
         raise ContextFileError(f"{told}: {problem}") from problem
     raise ContextFileError(f"{told}, and {places[0]} is another basis: put a copy of it there")

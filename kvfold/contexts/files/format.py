@@ -40,6 +40,7 @@ from kvfold.hf.header import (
     digest,
     digest_of,
 )
+from kvfold.methods.stages.select.one_set import Rule
 
 # Incremented when a file of one version would be misread by the other. Files with a codec are
 # CODED, those with biases of entries BIASED, and all others stay as they were.
@@ -108,6 +109,20 @@ class SessionHeader(HeaderPart):
     compactions: int
 
 
+class LevelHeader(HeaderPart):
+    """One set of tokens in place of the heads' own, made by `rule`.
+
+    `own`: entries that a head kept on average by itself; `tokens`: of the one set. `kl`: mean KL in
+    nats of next tokens, from the heads' own sets to the one set, over `measured` tokens.
+    """
+
+    rule: Rule
+    own: float
+    tokens: int
+    kl: float
+    measured: int
+
+
 Step = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -166,6 +181,7 @@ class Header(HeaderPart):
         origins: modules of registered methods that are not kvfold's own, by method.
         session: None for a context that is no session.
         codec: None for tensors as they are.
+        level: None where heads keep what the method gives them.
     """
 
     written_by: str
@@ -190,6 +206,7 @@ class Header(HeaderPart):
     origins: dict[str, str] = Field(default_factory=dict)
     session: SessionHeader | None = None
     codec: CodecHeader | None = None
+    level: LevelHeader | None = None
 
 
 def merged_over_ranks(
@@ -218,8 +235,8 @@ def merged_over_ranks(
 def metadata(header: Header) -> dict[str, str]:
     """The header as safetensors metadata."""
     # Left out if empty: such a file is the same as before the fields existed.
-    optional = {"origins": header.origins, "session": header.session, "codec": header.codec}
-    empty: dict[str, Any] = {name: True for name, value in optional.items() if not value}
+    optional = ("origins", "session", "codec", "level")
+    empty: dict[str, Any] = {name: True for name in optional if not getattr(header, name)}
     if all(layer.next_round is None for layer in header.layers):
         empty["layers"] = {"__all__": {"turn_end", "next_round"}}
     text = header.model_dump_json(exclude=empty)

@@ -18,7 +18,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
-from kvfold.contexts.files.coding import decoded
+from kvfold.contexts.files.coding import decoded, rotations_of
 from kvfold.contexts.files.format import ContextFile, LayerHeader, StockLayerHeader, opened
 from kvfold.contexts.files.layers import SavedLayer, kept
 from kvfold.errors import ContextFileError, KvfoldError
@@ -73,7 +73,7 @@ def read(
     ids = file.tensor("ids").long()[None].to(model.device)
     cache.phase.history = History(ids).compact()
     frame = PromptFrame(header.before, header.after, header.between)
-    return Context(model, tokenizer, cache, frame, ids)
+    return Context(model, tokenizer, cache, frame, ids, header.level)
 
 
 def _check(
@@ -147,7 +147,7 @@ def _check_origins(file: ContextFile) -> None:
 def _fill(
     cache: CompressedCache, file: ContextFile, model: PreTrainedModel, heads: slice | None
 ) -> None:
-    header, coded = file.header, decoded(file, cache)
+    header, coded = file.header, decoded(file, rotations_of(cache))
     by_index: dict[int, LayerHeader | StockLayerHeader] = {p.index: p for p in header.layers}
     by_index |= {p.index: p for p in header.others}
     if sorted(by_index) != list(range(len(cache.layers))):

@@ -165,6 +165,7 @@ def _write(
         origins=origins(cache.method),
         session=session,
         codec=coded,
+        level=context.level,
     )
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))

@@ -56,6 +56,11 @@ def check_decode(stages: Stages) -> None:
             "all layers and heads keep the same tokens, so they are of one size, and none evicts "
             "alone while decoding: leave out the method that sizes layers or heads"
         )
+    if stages.level is not None and stages.evicts_while_decoding:
+        raise IllegalComposition(
+            "level makes one set of tokens when a prefill ends, and heads that evict while "
+            "decoding would part again: choose decode=append where it is offered"
+        )
     _check_observed(stages)
     _check_one_by_one(stages)
     _check_positions(stages)

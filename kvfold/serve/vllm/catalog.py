@@ -57,9 +57,10 @@ class ContextCatalog:
 
     def all(self) -> list[dict[str, Any]]:
         """All contexts: tokens, entries per head, fraction lost by equalizing; or the error."""
-        return [self._about(name) for name in self.served_folder.ids()]
+        return [self.about(name) for name in self.served_folder.ids()]
 
-    def _about(self, name: str) -> dict[str, Any]:
+    def about(self, name: str) -> dict[str, Any]:
+        """One context, as `all` lists it."""
         about: dict[str, Any] = {"id": name, "object": "context"}
         try:
             served = self._servable(name)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from kvfold.contexts.files.coding import basis_of
 from kvfold.contexts.files.format import opened
 from kvfold.errors import ContextFileError
 from kvfold.serve.vllm.meta_model import MetaModel
@@ -17,7 +18,7 @@ class CompatibilityCheck:
         self._fits: set[str] = set()
 
     def check(self, served: ServedContext) -> None:
-        """Raises ContextFileError for a context of another model, RoPE or dtype."""
+        """Raises ContextFileError for a context of another model, RoPE, dtype or basis."""
         if served.salt in self._fits:
             return
         with opened(self.served_folder.path(served.id)) as file:
@@ -27,4 +28,5 @@ class CompatibilityCheck:
                     f"serve with --dtype {file.header.dtype}, or compress the document again"
                 )
             self.meta_model.check(file)
+            basis_of(file)
         self._fits.add(served.salt)

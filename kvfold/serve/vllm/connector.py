@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -20,6 +21,7 @@ from kvfold.serve.vllm.config_checks import check_engine
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.scheduler import ContextLoad, EngineStep, SchedulerSide, logger
+from kvfold.serve.vllm.versions import check_version
 from kvfold.serve.vllm.worker import WorkerSide
 
 
@@ -34,13 +36,14 @@ class KvfoldConnector(KVConnectorBase_V1):
     """KV connector that fills the pages of a request with the entries of its context.
 
     `kv_connector_extra_config` names the folder of the context files: `{"contexts": path}`. vLLM
-    makes one in the scheduler and one in each worker. Raises KvfoldError without a folder, and for
-    settings of vLLM under which answers would be wrong.
+    makes one in the scheduler and one in each worker. Raises KvfoldError without a folder, for
+    another version of vLLM, and for settings under which answers would be wrong.
     """
 
     SchedulerSide = SchedulerSide
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_version(vllm_version)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         check_engine(vllm_config, self.kinds(kv_cache_config))
         folder = self._kv_transfer_config.get_from_extra_config("contexts", None)

@@ -52,8 +52,8 @@ class EntryCounts:
             raise KvfoldError(
                 f"heads keep {min(counts)} to {max(counts)} entries, and vLLM holds equally many "
                 f"of each head and layer: {1 - remaining:.0%} of them would be lost; compress the "
-                "document with a method that keeps equally many, such as snapkv or "
-                "kvzip:level=uniform"
+                "document with --level mass, `+ level` behind its method, or a method that keeps "
+                "equally many, such as snapkv or kvzip:level=uniform"
             )
         return cls(count, 1 - remaining, layers)
 

@@ -8,12 +8,13 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvfold.contexts.files.coding import decoded
 from kvfold.contexts.files.format import ContextFile, LayerHeader, has_bias
 from kvfold.contexts.files.layers import BY_HEAD
 from kvfold.errors import KvfoldError
@@ -81,12 +82,17 @@ def check_plain(file: ContextFile) -> None:
         raise KvfoldError(f"keys were moved by {header.rope.moved} positions already")
 
 
-def entries(file: ContextFile, saved: LayerHeader, heads: range) -> LayerEntries:
-    """The stored entries of KV heads `heads` of a layer."""
+def entries(
+    file: ContextFile, saved: LayerHeader, heads: range, coded: Mapping[str, Tensor]
+) -> LayerEntries:
+    """The stored entries of KV heads `heads` of a layer; `coded` are those that a codec holds."""
+
+    def tensor(name: str) -> Tensor:
+        return coded[name] if name in coded else file.tensor(name)
+
     names = [name for name in saved.by_head if name not in BY_HEAD]
     by_head: Named = {
-        name: [file.tensor(f"layers.{saved.index}.{name}.{head}") for head in heads]
-        for name in names
+        name: [tensor(f"layers.{saved.index}.{name}.{head}") for head in heads] for name in names
     }
     store: DenseStore | RaggedStore
     if saved.store == "dense":
@@ -105,8 +111,9 @@ def pages(
     check_plain(file)
     header = file.header
     kept = votes(file) if counts.lost else torch.zeros(header.seen)
+    coded = decoded(file, dict(enumerate(meta_model.rotations)))
     for saved, count in zip(header.layers, counts.layers, strict=True):
-        held = entries(file, saved, range(len(saved.kept))[heads])
+        held = entries(file, saved, range(len(saved.kept))[heads], coded)
         keys = meta_model.move(saved.index, held.keys, counts.count - header.seen)
         sinks = _moving_sinks(file, saved)
         if sinks:

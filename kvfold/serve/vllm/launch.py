@@ -23,8 +23,11 @@ from fastapi import FastAPI
 from kvfold.errors import KvfoldError
 from kvfold.serve.connections import limited
 from kvfold.serve.settings import ServerSettings
+from kvfold.serve.vllm.arrivals import Arrivals
 from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
+from kvfold.serve.vllm.per_layer.plugin import CONNECTOR
+from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
 from kvfold.serve.vllm.proxy import Proxy, build
 
 LOCAL = "127.0.0.1"
@@ -37,7 +40,8 @@ class VllmOptions:
     """Options that vLLM is started with.
 
     `model` is a path or hub id, `name` its name in the API, `contexts` the folder of context files,
-    `arguments` are further ones of vLLM's command line.
+    `arguments` are further ones of vLLM's command line. `parts`: of a context that each layer
+    holds; None: all of it.
     """
 
     model: str
@@ -46,12 +50,14 @@ class VllmOptions:
     contexts: Path
     api_key: str | None
     arguments: Sequence[str] = ()
+    parts: Parts | None = None
 
     def command(self, port: int) -> list[str]:
         """The command line of vLLM, listening on `port` of this machine only."""
+        wing = "kvfold.serve.vllm" if self.parts is None else "kvfold.serve.vllm.per_layer"
         transfer = {
-            "kv_connector": "KvfoldConnector",
-            "kv_connector_module_path": "kvfold.serve.vllm.connector",
+            "kv_connector": "KvfoldConnector" if self.parts is None else CONNECTOR,
+            "kv_connector_module_path": f"{wing}.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"contexts": str(self.contexts.resolve())},
         }
@@ -64,6 +70,10 @@ class VllmOptions:
             "--kv-transfer-config": json.dumps(transfer),
         }
         options = [word for pair in given.items() for word in pair]
+        if self.parts is not None:
+            # Pages that some layers lack cannot be found in a prefix cache.
+            options += ["--block-size", str(self.parts.block), "--no-enable-prefix-caching"]
+            options += ["--no-disable-hybrid-kv-cache-manager"]
         return [
             sys.executable,
             "-m",
@@ -90,7 +100,12 @@ class ProxyServer(uvicorn.Server):
 
 
 def serve(
-    engine: VllmOptions, contexts: ContextCatalog, bound: socket.socket, *, body: int
+    engine: VllmOptions,
+    contexts: ContextCatalog,
+    bound: socket.socket,
+    *,
+    body: int,
+    arrivals: Arrivals | None = None,
 ) -> None:
     """Runs vLLM and the proxy on a bound socket until stopped; `body` bounds requests, in bytes.
 
@@ -99,7 +114,7 @@ def serve(
     with _exit_on_sigterm(), started(engine) as (child, address):
         longest = _longest(address, engine.api_key)
         client = httpx.AsyncClient(base_url=address, timeout=None)
-        proxy = Proxy(contexts, client, ProxyAuth(engine.api_key, body), longest)
+        proxy = Proxy(contexts, client, ProxyAuth(engine.api_key, body), longest, arrivals)
         ProxyServer(build(proxy), child).run([bound])
         if child.poll() is not None:
             raise KvfoldError(f"vLLM has ended with code {child.returncode}: its log is above")
@@ -129,6 +144,9 @@ def started(engine: VllmOptions) -> Iterator[tuple[subprocess.Popen[bytes], str]
         free.bind((LOCAL, 0))
         port = free.getsockname()[1]
     environment = dict(os.environ)
+    environment.pop(VARIABLE, None)
+    if engine.parts is not None:
+        environment[VARIABLE] = ",".join(map(str, engine.parts.layers))
     if engine.api_key is not None:
         environment["VLLM_API_KEY"] = engine.api_key
     # A session of its own: Ctrl-C reaches the proxy only, which stops vLLM after the last answer.

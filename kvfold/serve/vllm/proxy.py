@@ -7,7 +7,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import httpx
 from fastapi import FastAPI
@@ -18,7 +19,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvfold.serve.errors import ApiError, invalid
-from kvfold.serve.request_schemas import AnswerRequest, ChatRequest, CompletionRequest
+from kvfold.serve.request_schemas import (
+    AnswerRequest,
+    ChatRequest,
+    CompletionRequest,
+    ContextRequest,
+)
+from kvfold.serve.vllm.arrivals import Arrivals
 from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.chat_completions import chunks, message
@@ -35,17 +42,26 @@ Result = TypeVar("Result")
 
 
 class Proxy:
-    """Handlers of all routes. `client` reaches vLLM, `longest` is its `max_model_len` in tokens."""
+    """Handlers of all routes. `client` reaches vLLM, `longest` is its `max_model_len` in tokens.
+
+    Texts are compressed by `arrivals`; None: they are refused.
+    """
 
     def __init__(
-        self, contexts: ContextCatalog, client: httpx.AsyncClient, auth: ProxyAuth, longest: int
+        self,
+        contexts: ContextCatalog,
+        client: httpx.AsyncClient,
+        auth: ProxyAuth,
+        longest: int,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.contexts, self.client, self.auth, self.longest = contexts, client, auth, longest
+        self.arrivals = arrivals
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         body = await self.auth.read(request)
-        asking = await run_in_threadpool(_naming_a_context, body, ChatRequest)
+        asking = await self._asking(request, body, ChatRequest)
         if asking is None:
             return await self._forward(request, body)
         asked = await run_in_threadpool(self.contexts.chat, asking)
@@ -62,7 +78,7 @@ class Proxy:
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         body = await self.auth.read(request)
-        asking = await run_in_threadpool(_naming_a_context, body, CompletionRequest)
+        asking = await self._asking(request, body, CompletionRequest)
         if asking is None:
             return await self._forward(request, body)
         asked = await run_in_threadpool(self.contexts.complete, asking)
@@ -73,9 +89,37 @@ class Proxy:
         self.auth.check(request)
         return {"object": "list", "data": await run_in_threadpool(self.contexts.all)}
 
+    async def create(self, request: Request) -> Response:
+        """`POST /v1/contexts`: compresses a text, with the server's method and budget."""
+        body = await self.auth.read(request)
+        try:
+            asked = ContextRequest.model_validate_json(body)
+        except ValidationError as problem:
+            raise invalid(problem.errors()) from None
+        if asked.method is not None or asked.budget is not None:
+            named = "method" if asked.method is not None else "budget"
+            raise ApiError(400, "method and budget are the server's: leave them out", param=named)
+        name = await _unless_gone(request, self._arrivals().made(asked.text, asked.id))
+        return JSONResponse(await run_in_threadpool(self.contexts.about, name), 201)
+
     async def other(self, request: Request) -> Response:
         """Any other route, forwarded unchanged."""
         return await self._forward(request, await self.auth.read(request))
+
+    async def _asking(self, request: Request, body: bytes, kind: type[A]) -> A | None:
+        """The request, or None if it names and brings no context; its text is compressed first."""
+        found = await run_in_threadpool(_naming_a_context, body, kind)
+        if found is None or found.text is None:
+            return None if found is None else found.asking
+        name = await _unless_gone(request, self._arrivals().made(found.text))
+        return found.asking.model_copy(update={"context_id": name})
+
+    def _arrivals(self) -> Arrivals:
+        if self.arrivals is None:
+            raise ApiError(
+                400, "this server compresses no texts: start it with --method", param="context"
+            )
+        return self.arrivals
 
     async def _complete(
         self, request: Request, asking: AnswerRequest, asked: ContextPrompt
@@ -119,12 +163,24 @@ def build(proxy: Proxy) -> FastAPI:
     app.add_api_route("/v1/chat/completions", proxy.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", proxy.complete, methods=["POST"], response_model=None)
     app.add_api_route("/v1/contexts", proxy.held, methods=["GET"])
+    app.add_api_route("/v1/contexts", proxy.create, methods=["POST"], response_model=None)
     app.add_api_route("/{path:path}", proxy.other, methods=VERBS, response_model=None)
     return app
 
 
-def _naming_a_context(body: bytes, kind: type[A]) -> A | None:
-    """The parsed request, or None if it names no context; raises ApiError for a malformed one."""
+@dataclass(frozen=True)
+class _OverContext(Generic[A]):
+    """A request over a context, and the `text` of a context that it brings itself."""
+
+    asking: A
+    text: str | None
+
+
+def _naming_a_context(body: bytes, kind: type[A]) -> _OverContext[A] | None:
+    """The parsed request, or None if it names and brings no context.
+
+    Raises ApiError for a malformed one.
+    """
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -137,12 +193,23 @@ def _naming_a_context(body: bytes, kind: type[A]) -> A | None:
             "vLLM serves contexts, and no sessions: for these run kvfold serve without --engine",
             param="session_id",
         )
-    if found.get("context_id") is None:
+    text = found.pop("context", None)
+    if found.get("context_id") is None and text is None:
         return None
+    if text is not None and (found.get("context_id") is not None or not _is_text(text)):
+        raise ApiError(400, "context is a text, in place of a context_id", param="context")
     try:
-        return kind.model_validate_json(body)
+        return _OverContext(kind.model_validate_json(json.dumps(found)), text)
     except ValidationError as problem:
         raise invalid(problem.errors()) from None
+
+
+def _is_text(found: Any) -> bool:
+    """True for a string, not empty, that UTF-8 can encode."""
+    try:
+        return isinstance(found, str) and bool(found.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 async def _unless_gone(request: Request, coming: Coroutine[Any, Any, Result]) -> Result:

@@ -13,7 +13,7 @@ import torch
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError, ScorerFileError
-from kvfold.contexts.files.coding import CodedHead, _turned
+from kvfold.contexts.files.coding import CodedHead, _turned, rotations_of
 from kvfold.contexts.files.format import read_header
 from tests.fit.test_fit import texts
 from tests.helpers.contexts import (
@@ -124,7 +124,7 @@ def test_keys_are_coded_as_they_were_before_rope(tokenizer, family):
         heads = [CodedHead(layer, ("", ""), at, at) for _ in keys]
         none = [at < 0] * len(heads)
         for mine, theirs in zip(
-            _turned(cache, heads, none, list(keys), back=True), before, strict=True
+            _turned(rotations_of(cache), heads, none, list(keys), back=True), before, strict=True
         ):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
 

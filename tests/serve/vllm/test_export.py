@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvfold
-from kvfold import KvfoldError
+from kvfold import ContextFileError, KvfoldError
 from kvfold.cache.fork import fork
 from kvfold.contexts.files.format import opened, read_header
+from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.equalize import EntryCounts
 from kvfold.serve.vllm.export import pages
 from kvfold.serve.vllm.meta_model import MetaModel
@@ -179,3 +180,56 @@ def test_encoded_entries_are_refused(model, tokenizer, tmp_path, method):
     kvfold.compress(model, tokenizer, DOCUMENT, method).save(tmp_path / "a.kvfold")
     with pytest.raises(KvfoldError, match="stores entries encoded"):
         ServedFolder(tmp_path).get("a")
+
+
+@pytest.mark.parametrize("method", ["kvzip", "snapkv + adakv", "pyramidkv"])
+@pytest.mark.parametrize("rule", ["mass", "votes", "union"])
+def test_levelled_heads_are_served_as_the_levelled_context(
+    model, tokenizer, tmp_path, meta_model, method, rule
+):
+    context = kvfold.compress(model, tokenizer, DOCUMENT, method, 40).levelled(rule)
+    context.save(tmp_path / "a.kvfold")
+    served = ServedFolder(tmp_path).get("a")
+    assert served.kept == context.level.tokens and served.lost == 0
+    chosen = context.cache.positions(0)[0][0]
+    assert served.tokens == context.ids[0, chosen].tolist()
+    own = logits(model, fork(context.cache), context.ids.shape[1], QUESTION_IDS)
+    cache = filled(tmp_path / "a.kvfold", meta_model)
+    got = logits(model, cache, served.kept, QUESTION_IDS)
+    assert (own - got).abs().max() < 2e-4 * (own.max() - own.min())
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["kvzip:level=uniform + match:bias=none,target=block", "snapkv + match:bias=none,target=block"],
+)
+def test_fitted_values_without_biases_go_over(model, tokenizer, tmp_path, method):
+    assert_served_alike(model, tokenizer, tmp_path / "a.kvfold", method, 40)
+    kvfold.compress(model, tokenizer, DOCUMENT, "kvzip:level=uniform + match", 40).save(
+        tmp_path / "biased.kvfold"
+    )
+    with pytest.raises(KvfoldError, match="gives entries an attention bias"):
+        ServedFolder(tmp_path).get("biased")
+
+
+def test_coded_entries_are_decoded_without_the_models_weights(
+    model, tokenizer, tmp_path, folder, meta_model
+):
+    basis = tmp_path / "basis.safetensors"
+    kvfold.fit_codec(model, tokenizer, [DOCUMENT, DOCUMENT[::-1], DOCUMENT * 2], basis)
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 60)
+    context.save(tmp_path / "a.kvfold", codec=f"kvtc:file={basis},ratio=2,window=8")
+    loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    own = logits(model, fork(loaded.cache), loaded.ids.shape[1], QUESTION_IDS)
+    exact = logits(model, fork(context.cache), context.ids.shape[1], QUESTION_IDS)
+    cache = filled(tmp_path / "a.kvfold", meta_model)
+    got = logits(model, cache, cache.get_seq_length(), QUESTION_IDS)
+    spread = own.max() - own.min()
+    assert (own - got).abs().max() < 2e-4 * spread < (own - exact).abs().max()
+    served_folder = ServedFolder(tmp_path)
+    check = CompatibilityCheck(served_folder, meta_model, "float32")
+    check.check(served_folder.get("a"))
+    basis.unlink()
+    check = CompatibilityCheck(served_folder, meta_model, "float32")
+    with pytest.raises(ContextFileError, match="which is not there: put a copy of it beside"):
+        check.check(served_folder.get("a"))

@@ -13,13 +13,17 @@ import httpx
 import pytest
 
 import kvfold
-from kvfold import KvfoldError
+from kvfold import Budget, KvfoldError
 from kvfold.cli.serve_vllm import serve
+from kvfold.jobs.compress import CompressOptions, worker_spec
+from kvfold.jobs.executor import here
+from kvfold.serve.vllm.arrivals import Arrivals
 from kvfold.serve.vllm.auth import ProxyAuth
 from kvfold.serve.vllm.catalog import ContextCatalog
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.launch import VllmOptions, started
 from kvfold.serve.vllm.meta_model import MetaModel
+from kvfold.serve.vllm.per_layer.sizes import Parts
 from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.proxy import Proxy, build
 from tests.helpers.chats import chat_tokenizer
@@ -63,14 +67,16 @@ def contexts(
 class Fake:
     """A vLLM behind the proxy: what it was sent, and what it answers."""
 
-    def __init__(self, contexts: ContextCatalog, key: str | None = None) -> None:
+    def __init__(
+        self, contexts: ContextCatalog, key: str | None = None, arrivals: Any = None
+    ) -> None:
         self.seen: list[httpx.Request] = []
         self.size = 2**20
         self.answer: Callable[[httpx.Request], httpx.Response] = lambda _: completion()
         client = httpx.AsyncClient(
             base_url="http://vllm", transport=httpx.MockTransport(self._answered)
         )
-        self.app = build(Proxy(contexts, client, ProxyAuth(key, LARGEST), LONGEST))
+        self.app = build(Proxy(contexts, client, ProxyAuth(key, LARGEST), LONGEST, arrivals))
 
     def _answered(self, request: httpx.Request) -> httpx.Response:
         self.seen.append(request)
@@ -343,6 +349,87 @@ def test_another_vocabulary_is_refused(contexts, tokenizer):
     vllm = Fake(ContextCatalog(contexts.served_folder, contexts.compatibility, other))
     answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT)
     assert answer.status_code == 400 and "another vocabulary" in answer.text
+
+
+@pytest.fixture
+def arriving(contexts, context, tokenizer, tmp_path_factory):
+    """A vLLM before which texts are compressed."""
+    options = CompressOptions(kvfold.parse("snapkv"), Budget.of(40), None, "at_end", 0)
+    run = here(worker_spec("none"), context.model, tokenizer)
+    return Fake(contexts, arrivals=Arrivals(contexts.served_folder.folder, options, run))
+
+
+def test_a_text_in_a_request_is_asked_as_its_context_is(arriving, contexts):
+    own = {key: value for key, value in CHAT.items() if key != "context_id"}
+    texts = arriving.ask("POST", "/v1/chat/completions", json=own | {"context": DOCUMENT})
+    named = arriving.ask("POST", "/v1/chat/completions", json=CHAT)
+    assert texts.status_code == named.status_code == 200
+    sent, expected = (json.loads(request.content) for request in arriving.seen)
+    assert sent["prompt"] == expected["prompt"] and len(sent["prompt"]) > 40
+    # The same text with the same method and budget makes the same file.
+    assert sent["cache_salt"] == expected["cache_salt"] == contexts.served_folder.get("a").salt
+    assert sent["kv_transfer_params"] != expected["kv_transfer_params"]
+    plain = {key: value for key, value in TEXT.items() if key != "context_id"}
+    answer = arriving.ask("POST", "/v1/completions", json=plain | {"context": DOCUMENT})
+    assert answer.status_code == 200
+    assert json.loads(arriving.seen[-1].content)["cache_salt"] == sent["cache_salt"]
+
+
+def test_a_new_context_is_made_and_listed(arriving):
+    made = arriving.ask("POST", "/v1/contexts", json={"text": DOCUMENT, "id": "new"})
+    assert made.status_code == 201 and made.json()["kept"] == 40
+    again = arriving.ask("POST", "/v1/contexts", json={"text": DOCUMENT, "id": "new"})
+    assert again.status_code == 409
+    listed = arriving.ask("GET", "/v1/contexts").json()["data"]
+    assert made.json() in listed
+    asked = arriving.ask("POST", "/v1/chat/completions", json=CHAT | {"context_id": "new"})
+    assert asked.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"context": DOCUMENT, "context_id": "a"}, "in place of a context_id"),
+        ({"context": ""}, "context is a text"),
+        ({"context": 5}, "context is a text"),
+        ({"context": "\ud800"}, "context is a text"),
+        ({"context": DOCUMENT, "wrong": 1}, "wrong"),
+    ],
+    ids=str,
+)
+def test_wrong_texts_are_refused(arriving, fields, said):
+    own = {key: value for key, value in CHAT.items() if key != "context_id"}
+    body = json.dumps(own | fields)
+    answer = arriving.ask("POST", "/v1/chat/completions", content=body)
+    assert answer.status_code == 400 and said in answer.text and not arriving.seen
+
+
+def test_texts_are_refused_by_a_server_that_compresses_none(contexts):
+    vllm = Fake(contexts)
+    own = {key: value for key, value in CHAT.items() if key != "context_id"}
+    for path, body in (
+        ("/v1/chat/completions", own | {"context": DOCUMENT}),
+        ("/v1/contexts", {"text": DOCUMENT}),
+    ):
+        answer = vllm.ask("POST", path, json=body)
+        assert answer.status_code == 400 and "start it with --method" in answer.text
+    assert not vllm.seen
+
+
+def test_method_and_budget_of_texts_are_the_servers(arriving):
+    for field in ({"method": "kvzip"}, {"budget": 0.5}):
+        answer = arriving.ask("POST", "/v1/contexts", json={"text": DOCUMENT} | field)
+        assert answer.status_code == 400 and "are the server's" in answer.text
+
+
+def test_a_vllm_with_parts_takes_their_connector(tmp_path):
+    engine = VllmOptions("m", "n", "bfloat16", tmp_path, None, (), Parts.of("1,0.5", 32))
+    command = engine.command(5000)
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector"] == "PartsConnector"
+    assert transfer["kv_connector_module_path"] == "kvfold.serve.vllm.per_layer.connector"
+    assert "--no-enable-prefix-caching" in command
+    assert command[command.index("--block-size") + 1] == "32"
 
 
 def test_vllm_is_started_with_the_connector_and_its_own_arguments(tmp_path):

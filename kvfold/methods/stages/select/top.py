@@ -34,6 +34,13 @@ def highest(scores: Tensor, counts: Tensor) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(2, order, first.expand_as(scores))
 
 
+def kept_mask(slots: Tensor, stored: int) -> Tensor:
+    """Bool mask `[B, H, T]` of `slots [B, H, K]`, −1 for holes, among `stored` entries."""
+    # Holes write into an extra slot, which is cut off.
+    mask = torch.zeros(*slots.shape[:2], stored + 1, dtype=torch.bool, device=slots.device)
+    return mask.scatter(2, slots.masked_fill(slots < 0, stored), True)[..., :stored]
+
+
 def _all_but_lowest(scores: Tensor) -> Tensor:
     """Slots `[B, H, T − 1]` of all but the lowest score, the latest of equal ones; no sort."""
     last = scores.shape[-1] - 1

@@ -7,7 +7,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvfold.errors import KvfoldError
@@ -17,14 +21,6 @@ from kvfold.serve.vllm.per_layer.scheduler import CacheGroup, PartsSchedulerSide
 from kvfold.serve.vllm.per_layer.sizes import VARIABLE, Parts
 from kvfold.serve.vllm.placeholders import ServedFolder
 from kvfold.serve.vllm.scheduler import ContextLoad
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except ImportError as problem:
-    raise KvfoldError(
-        "layers that hold parts need a vLLM in which one request of several kinds of pages can "
-        "fail alone: take 0.32.0"
-    ) from problem
 
 
 class PartsConnector(KvfoldConnector, SupportsHMA):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvfold.contexts.files.format import Header
 from kvfold.errors import KvfoldError
@@ -11,6 +13,7 @@ from kvfold.serve.vllm.equalize import EntryCounts
 
 # Environment variable with the parts of all layers, as in "1,1,0.5,0.25".
 VARIABLE = "KVFOLD_VLLM_PARTS"
+BLOCK = 32  # entries of a page: the fewest of vLLM's CPU kernels
 
 
 def skipped(count: int, part: float, block: int) -> int:
@@ -30,16 +33,20 @@ class Parts:
         """From the variable's text; raises KvfoldError for anything but numbers in (0, 1]."""
         return cls(parse_parts(text), block)
 
+    def check_layers(self, layers: int) -> None:
+        """Raises KvfoldError unless there is a part for each of so many layers."""
+        if layers != len(self.layers):
+            raise KvfoldError(
+                f"{len(self.layers)} parts are named, and there are {layers} layers: name a part "
+                "for each"
+            )
+
     def level(self, header: Header) -> EntryCounts:
         """The largest counts for which every layer keeps enough entries.
 
         Raises KvfoldError for another number of layers, and what `EntryCounts.checked` raises.
         """
-        if len(header.layers) != len(self.layers):
-            raise KvfoldError(
-                f"{VARIABLE} names {len(self.layers)} layers, and the context has "
-                f"{len(header.layers)}"
-            )
+        self.check_layers(len(header.layers))
         least = [min(layer.kept) for layer in header.layers]
         most = min(int(kept / part) for kept, part in zip(least, self.layers, strict=True))
         for count in range(most, 0, -1):
@@ -47,6 +54,15 @@ class Parts:
             if all(size <= kept for size, kept in zip(sizes, least, strict=True)):
                 return EntryCounts.checked(header, count, sizes)
         return EntryCounts.checked(header, 0, (0,) * len(least))
+
+
+def block_size(arguments: Sequence[str]) -> int:
+    """Entries of a page, by vLLM's arguments; BLOCK where they do not say."""
+    for word, after in pairwise([*arguments, ""]):
+        name, _, value = word.partition("=")
+        if name == "--block-size":
+            return int(value or after)
+    return BLOCK
 
 
 def parse_parts(text: str) -> tuple[float, ...]:
@@ -57,7 +73,7 @@ def parse_parts(text: str) -> tuple[float, ...]:
         parts = ()
     if not parts or not all(0 < part <= 1 for part in parts):
         raise KvfoldError(
-            f"{VARIABLE}={text!r}: name the part of every layer, above 0 and up to 1, as in "
+            f"parts {text!r}: name the part of every layer, above 0 and up to 1, as in "
             '"1,1,0.5,0.25"'
         )
     return parts

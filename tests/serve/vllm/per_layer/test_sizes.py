@@ -34,7 +34,7 @@ def test_layers_keep_the_most_that_whole_pages_allow(served_folder):
     assert level.count == max(possible) and 0 < level.lost < 0.25
     with pytest.raises(KvfoldError, match="would be lost"):
         parts.level(header_keeping(served_folder, 100, 100, 100, 10))
-    with pytest.raises(KvfoldError, match="names 2 layers, and the context has 4"):
+    with pytest.raises(KvfoldError, match="2 parts are named, and there are 4 layers"):
         Parts.of("1,1", BLOCK).level(header)
 
 

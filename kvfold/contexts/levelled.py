@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A context levelled for engines: one set of tokens for all heads, and what that changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.cache.cache import CompressedCache
+from kvfold.cache.fork import fork
+from kvfold.contexts.files.format import LevelHeader
+from kvfold.errors import KvfoldError
+from kvfold.generation.generate import read_turn
+from kvfold.methods.base import Composition, Method
+from kvfold.methods.level import Level
+from kvfold.methods.stages.select.one_set import Rule
+
+if TYPE_CHECKING:
+    from kvfold.contexts.context import Context
+
+# The answer whose next-token distributions are compared.
+QUESTION, TOKENS = "What is this text about?", 32
+
+
+def levelled(context: Context, rule: Rule) -> Context:
+    """`context` with one set of tokens for all layers and heads; its text is read again.
+
+    `level` of the result says how far answers moved: the mean KL, in nats, of its next tokens from
+    those of `context`, along the greedy answer of `context` to `QUESTION`, up to `TOKENS` tokens.
+    Raises KvfoldError for a context compressed per chunk, shrunk or levelled before; and what
+    `CompressedCache` raises for a method that cannot be levelled.
+    """
+    context.check()
+    cache = context.cache
+    if cache.per_chunk is not None or context.level is not None:
+        how = "per chunk" if context.level is None else "to one set of tokens"
+        raise KvfoldError(f"this text was compressed {how} already: compress it again")
+    made = CompressedCache(
+        context.model,
+        level_of(cache.method, rule),
+        cache.budget,
+        tokenizer=context.tokenizer,
+        protect=cache.protect,
+        seed=cache.seed,
+    )
+    ids = context.ids
+    read_turn(context.model, made, ids, None, ids.shape[1], ids.shape[1])
+    asked = context.chat()._question_ids(QUESTION, "", special_tokens=False)
+    kl, tokens = distance(context, made, asked)
+    own = [count for layer in cache.stats().kept for count in layer[0]]
+    header = LevelHeader(
+        rule=rule,
+        own=sum(own) / len(own),
+        tokens=made.stats().kept[0][0][0],
+        kl=kl,
+        measured=tokens,
+    )
+    return replace(context, cache=made, level=header)
+
+
+def level_of(method: Method, rule: Rule) -> Method:
+    """`method` with one set of tokens; raises IllegalComposition for one that cannot."""
+    parts = method.parts if isinstance(method, Composition) else (method,)
+    composed = Composition((*parts, Level(rule)))
+    composed.stages()
+    return composed
+
+
+@torch.no_grad()
+def distance(context: Context, made: CompressedCache, asked: Tensor) -> tuple[float, int]:
+    """Mean KL over the greedy answer of `context` to the tokens `asked`, and its tokens."""
+    model = context.model
+    caches = [fork(context.cache), fork(made)]
+    pending, divergences = asked, []
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    for _ in range(TOKENS):
+        ours, theirs = (
+            model(pending, past_key_values=cache).logits[0, -1].float().log_softmax(-1)
+            for cache in caches
+        )
+        divergences.append(float(F.kl_div(theirs, ours, reduction="sum", log_target=True)))
+        pending = ours.argmax().view(1, 1)
+        if int(pending) in ends:
+            break
+    return max(0.0, sum(divergences) / len(divergences)), len(divergences)

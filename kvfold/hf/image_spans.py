@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of images in a prompt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.errors import KvfoldError
+
+# Settings of composite configurations that name the token of an image's or a video's features.
+TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+def image_spans(model: PreTrainedModel, input_ids: Tensor) -> list[tuple[int, int]]:
+    """Spans `(start, stop)` of the image and video tokens of one prompt, for `protect=` and `fair`.
+
+    `input_ids`, `[N]` or `[1, N]`, come from the processor, without padding; an image whose tokens
+    are parted by others (rows of tiles) has several spans. Raises KvfoldError for several rows, and
+    for a model without a token for images.
+    """
+    named = {getattr(model.config, name, None) for name in TOKENS} - {None}
+    if not named:
+        raise KvfoldError(f"{type(model).__name__} has no token for images")
+    if input_ids.dim() > 2 or (input_ids.dim() == 2 and len(input_ids) != 1):
+        raise KvfoldError("spans are of one prompt: give input_ids of one row, without padding")
+    row = input_ids.flatten()
+    image = torch.isin(row, torch.tensor(sorted(named), device=row.device))
+    edge = torch.zeros(1, dtype=torch.bool, device=row.device)
+    changes = torch.diff(torch.cat([edge, image, edge]).int()).nonzero()[:, 0].tolist()
+    return list(zip(changes[::2], changes[1::2], strict=True))

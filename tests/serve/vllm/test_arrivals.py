@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts compressed on arrival: once each, into files as `kvfold compress` writes them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvfold
+from kvfold import Budget
+from kvfold.jobs.compress import CompressOptions, CompressResult, worker_spec
+from kvfold.jobs.executor import here
+from kvfold.serve.errors import ApiError
+from kvfold.serve.vllm.arrivals import OWN, Arrivals
+from kvfold.serve.vllm.placeholders import ServedFolder
+from tests.helpers.contexts import DOCUMENT
+
+OPTIONS = CompressOptions(kvfold.parse("snapkv"), Budget.of(40), None, "at_end", 0)
+
+
+class Counted:
+    """Compresses in this process, and counts."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.texts: list[str] = []
+        self.inner = here(worker_spec("none"), model, tokenizer)
+
+    def __call__(self, jobs: Any) -> Any:
+        def noted() -> Any:
+            for job in jobs:
+                self.texts.append(job.text)
+                yield job
+
+        return self.inner(noted())
+
+
+@pytest.fixture
+def run(model: Any, tokenizer: Any) -> Counted:
+    return Counted(model, tokenizer)
+
+
+def test_a_text_is_compressed_once_and_as_by_the_command(run, model, tokenizer, tmp_path) -> None:
+    arrivals = Arrivals(tmp_path, OPTIONS, run)
+
+    async def several() -> list[str]:
+        return await asyncio.gather(*(arrivals.made(DOCUMENT) for _ in range(5)))
+
+    names = set(asyncio.run(several())) | {asyncio.run(arrivals.made(DOCUMENT))}
+    assert len(names) == 1 and run.texts == [DOCUMENT]
+    (name,) = names
+    served = ServedFolder(tmp_path).get(name)
+    kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 40).save(tmp_path / "a.kvfold")
+    assert served.salt == ServedFolder(tmp_path).get("a").salt
+    assert name.startswith(OWN) and served.kept == 40
+
+
+def test_ids_tell_texts_methods_and_budgets_apart(run, tmp_path) -> None:
+    other = CompressOptions(kvfold.parse("snapkv"), Budget.of(41), None, "at_end", 0)
+    one, two = Arrivals(tmp_path, OPTIONS, run), Arrivals(tmp_path, other, run)
+    ids = {one.id_of("a"), one.id_of("b"), two.id_of("a")}
+    assert len(ids) == 3 and one.id_of("a") == Arrivals(tmp_path, OPTIONS, run).id_of("a")
+
+
+def test_a_name_that_is_taken_and_a_text_that_cannot_be_are_told(run, tmp_path) -> None:
+    arrivals = Arrivals(tmp_path, OPTIONS, run)
+    assert asyncio.run(arrivals.made(DOCUMENT, "mine")) == "mine"
+    with pytest.raises(ApiError, match="there is a context 'mine' already") as taken:
+        asyncio.run(arrivals.made(DOCUMENT, "mine"))
+    assert taken.value.status_code == 409
+    with pytest.raises(ApiError) as long:
+        asyncio.run(arrivals.made(DOCUMENT * 500))
+    assert long.value.status_code == 400 and "tokens" in str(long.value.detail)
+    assert asyncio.run(arrivals.made(DOCUMENT)).startswith(OWN)
+
+
+def test_a_process_that_ends_ends_those_that_wait_and_is_started_again(tmp_path) -> None:
+    def breaks(jobs: Any) -> Any:
+        job = next(iter(jobs))
+        if job.text == "large":
+            raise RuntimeError("no memory")
+        job.path.write_text("x")
+        yield CompressResult(job.path, None)
+
+    arrivals = Arrivals(tmp_path, OPTIONS, breaks)
+    for _ in range(2):
+        with pytest.raises(ApiError, match="no memory"):
+            asyncio.run(arrivals.made("large"))
+        assert asyncio.run(arrivals.made("small")).startswith(OWN)
+
+
+def test_the_oldest_files_of_unnamed_texts_are_removed(tmp_path: Path) -> None:
+    def written(jobs: Any) -> Any:
+        for job in jobs:
+            job.path.write_text("x")
+            yield CompressResult(job.path, None)
+
+    arrivals = Arrivals(tmp_path, OPTIONS, written, most=2)
+    names = [asyncio.run(arrivals.made(text, None)) for text in "abcd"]
+    asyncio.run(arrivals.made("e", "named"))
+    left = {path.stem for path in tmp_path.iterdir()}
+    assert left == {*names[2:], "named"}
