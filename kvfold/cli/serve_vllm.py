@@ -102,11 +102,14 @@ def _arrivals(model: str, folder: Path, method: str, budget: str | None, context
     from kvfold.jobs.compress import CompressOptions, worker_spec
     from kvfold.jobs.processes import processes
     from kvfold.methods.base import parse
+    from kvfold.serve.settings import ServerSettings
     from kvfold.serve.vllm.arrivals import Arrivals
 
     usual = BUDGET if parse(method).takes_budget else None
     chosen, limit = checked(method, budget or usual)
-    options = CompressOptions(chosen, limit, None, "at_end", 0)
+    # A method that prunes tokens between layers reads its text in one forward.
+    chunk = None if chosen.stages().token_pruning else ServerSettings.prefill_chunk
+    options = CompressOptions(chosen, limit, chunk, "at_end", 0)
     return Arrivals(folder, options, processes(worker_spec(model), 1), contexts)
 
 

@@ -96,14 +96,15 @@ class Context:
         self.check()
         return replace(self, cache=shrunk(self.cache, budget))
 
-    def levelled(self, rule: Rule = "mass") -> Context:
+    def levelled(self, rule: Rule = "mass", *, prefill_chunk: int | None = None) -> Context:
         """This document with one set of tokens for all layers and heads, for engines' pages.
 
-        Its text is read once more; `rule` as of the method `level`. The result's `level` holds the
-        rule, the tokens, and the mean KL to this context. Raises KvfoldError for a text compressed
-        per chunk or levelled before, and for a method that evicts while decoding.
+        Its text is read once more, in forwards of `prefill_chunk` tokens; `rule` as of the method
+        `level`. The result's `level` holds the rule, the tokens, and the mean KL to this context.
+        Raises KvfoldError for a text compressed per chunk or levelled before, and for a method that
+        evicts while decoding.
         """
-        return levelled(self, rule)
+        return levelled(self, rule, prefill_chunk)
 
     def span(self, part: str, occurrence: int | None = None) -> Span:
         """Token range of a `part` of the document, for its edits; errors as for `kvfold.span`.

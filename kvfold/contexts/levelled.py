@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 QUESTION, TOKENS = "What is this text about?", 32
 
 
-def levelled(context: Context, rule: Rule) -> Context:
+def levelled(context: Context, rule: Rule, prefill_chunk: int | None) -> Context:
     """`context` with one set of tokens for all layers and heads; its text is read again.
+
+    In forwards of `prefill_chunk` tokens; None: all at once.
 
     `level` of the result says how far answers moved: the mean KL, in nats, of its next tokens from
     those of `context`, along the greedy answer of `context` to `QUESTION`, up to `TOKENS` tokens.
@@ -48,7 +50,7 @@ def levelled(context: Context, rule: Rule) -> Context:
         seed=cache.seed,
     )
     ids = context.ids
-    read_turn(context.model, made, ids, None, ids.shape[1], ids.shape[1])
+    read_turn(context.model, made, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
     asked = context.chat()._question_ids(QUESTION, "", special_tokens=False)
     kl, tokens = distance(context, made, asked)
     own = [count for layer in cache.stats().kept for count in layer[0]]

@@ -59,7 +59,9 @@ class CompressOptions:
             allow_longer=self.allow_longer,
             keep_scores=self.keep_scores,
         )
-        return made if self.level is None else made.levelled(self.level)
+        if self.level is None:
+            return made
+        return made.levelled(self.level, prefill_chunk=self.prefill_chunk)
 
     @property
     def file_method(self) -> Method:

@@ -36,6 +36,8 @@ def test_a_levelled_context_is_one_compressed_with_level(model, spec) -> None:
             of(model, f"{spec} + level:rule={rule}").cache
         )
         assert levelled.level.rule == rule
+        in_pieces = uneven.levelled(rule, prefill_chunk=40)
+        assert positions(in_pieces.cache) == positions(levelled.cache)
         heads = [head for layer in positions(levelled.cache) for head in layer[0]]
         assert {len(head) for head in heads} == {levelled.level.tokens}
         own = [len(head) for layer in positions(uneven.cache) for head in layer[0]]

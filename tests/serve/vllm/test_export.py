@@ -233,3 +233,14 @@ def test_coded_entries_are_decoded_without_the_models_weights(
     check = CompatibilityCheck(served_folder, meta_model, "float32")
     with pytest.raises(ContextFileError, match="which is not there: put a copy of it beside"):
         check.check(served_folder.get("a"))
+
+
+@pytest.mark.parametrize("codec", ["zstd", "kivi4"])
+def test_entries_of_codecs_without_a_basis_go_over(model, tokenizer, tmp_path, meta_model, codec):
+    context = kvfold.compress(model, tokenizer, DOCUMENT, "snapkv", 60)
+    context.save(tmp_path / "a.kvfold", codec=codec)
+    loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    own = logits(model, fork(loaded.cache), loaded.ids.shape[1], QUESTION_IDS)
+    cache = filled(tmp_path / "a.kvfold", meta_model)
+    got = logits(model, cache, cache.get_seq_length(), QUESTION_IDS)
+    assert (own - got).abs().max() < 2e-4 * (own.max() - own.min())

@@ -57,11 +57,17 @@ class Parts:
 
 
 def block_size(arguments: Sequence[str]) -> int:
-    """Entries of a page, by vLLM's arguments; BLOCK where they do not say."""
+    """Entries of a page, by vLLM's arguments; BLOCK where they do not say.
+
+    Raises KvfoldError for anything but a whole number above 0.
+    """
     for word, after in pairwise([*arguments, ""]):
         name, _, value = word.partition("=")
         if name == "--block-size":
-            return int(value or after)
+            given = value or after
+            if not given.isdecimal() or int(given) == 0:
+                raise KvfoldError(f"--block-size is a number of entries, not {given!r}")
+            return int(given)
     return BLOCK
 
 

@@ -11,7 +11,7 @@ from kvfold import KvfoldError
 from kvfold.contexts.files.format import read_header
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
 from kvfold.serve.vllm.per_layer.scheduler import CacheGroup, PartsSchedulerSide
-from kvfold.serve.vllm.per_layer.sizes import Parts, skipped
+from kvfold.serve.vllm.per_layer.sizes import Parts, block_size, skipped
 from kvfold.serve.vllm.placeholders import ServedFolder
 from tests.helpers.vllm import BLOCK, Layer, header_keeping, request_for, worker_side_of
 
@@ -67,3 +67,11 @@ def test_layers_get_the_last_entries_into_their_own_pages(served_folder, meta_mo
         scheduler_side.matched(request, 0)
         with pytest.raises(KvfoldError, match="left other pages"):
             scheduler_side.allocated(request, blocks, 40)
+
+
+def test_the_page_size_is_that_of_vllms_arguments():
+    assert block_size([]) == block_size(["--port", "64"]) == 32
+    assert block_size(["--block-size", "64", "--x"]) == block_size(["--block-size=64"]) == 64
+    for wrong in (["--block-size", "x"], ["--block-size"], ["--block-size=0"]):
+        with pytest.raises(KvfoldError, match="--block-size is a number of entries"):
+            block_size(wrong)
