@@ -2,8 +2,9 @@
 """What a fitted scorer gains from more features: `scorer_features.py MODEL TEXT.md ...`.
 
 Ridge regression as in `kvfold fit`, on passages that it would draw: from what a cache stores of an
-entry, from the input of the attention module (KVzap's features), from both, and from what is stored
-of the entry and its neighbours. Passages that chose projections and penalty are not reported on.
+entry, from the input of the attention module (KVzap's features), from both, from what is stored of
+the entry and its neighbours, and with random projections. Passages that chose the penalty are not
+reported on.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def read(
         hook.remove()
 
 
-def fitted(kind: Kind, parts: tuple[list[Read], ...]) -> tuple[int, HeldOut]:
-    """Number of projections that was chosen, and the comparison on the passages of the report."""
+def fitted(kind: Kind, projections: int, parts: tuple[list[Read], ...]) -> HeldOut:
+    """The comparison on the passages of the report, with the penalty that others chose."""
 
     def made(part: list[Read]) -> Iterator[ScoredText]:
         return (replace(text, features=kind(text, inputs)) for text, inputs in part)
@@ -100,19 +101,16 @@ def fitted(kind: Kind, parts: tuple[list[Read], ...]) -> tuple[int, HeldOut]:
         targets = text.targets
         for layer in range(layers):
             sums.add(layer * heads, features.of_layer(text, layer), targets[layer])
-    found = {}
-    for projections, penalty in itertools.product(PROJECTIONS, PENALTIES):
-        chosen = torch.arange(size + projections)
+    chosen = torch.arange(size + projections)
+
+    def compared(penalty: float, part: list[Read]) -> HeldOut:
         weights = sums.solve(chosen, penalty, free=size - 1).unflatten(0, (layers, heads))
+        return mean_of(
+            [compare(features.expected(text, weights, chosen), text) for text in made(part)]
+        )
 
-        def of(part: list[Read], weights: Tensor = weights, chosen: Tensor = chosen) -> HeldOut:
-            return mean_of(
-                [compare(features.expected(text, weights, chosen), text) for text in made(part)]
-            )
-
-        found[projections, penalty] = of(choosing).mean_overlap, of
-    best = max(found, key=lambda key: found[key][0])
-    return best[0], found[best][1](reporting)
+    best = max(PENALTIES, key=lambda penalty: compared(penalty, choosing).mean_overlap)
+    return compared(best, reporting)
 
 
 def main(
@@ -127,8 +125,8 @@ def main(
     with torch.no_grad():
         parts = tuple(list(read(network, tokenizer, part)) for part in parts_of(made))
         table = Table("features", "projections", *map(str, BUDGETS), "mass", "squared error")
-        for name, kind in KINDS.items():
-            projections, held_out = fitted(kind, parts)
+        for (name, kind), projections in itertools.product(KINDS.items(), (0, max(PROJECTIONS))):
+            held_out = fitted(kind, projections, parts)
             overlaps = [f"{held_out.overlap[part]:.3f}" for part in BUDGETS]
             mass = f"{held_out.mass[BUDGETS[-1]]:.3f}"
             table.add_row(name, str(projections), *overlaps, mass, f"{held_out.loss:.3f}")

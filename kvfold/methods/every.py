@@ -17,7 +17,7 @@ from kvfold.methods.stages.decode import Counting, Prompt, Sizes
 )
 @dataclass(frozen=True)
 class Every(Method):
-    """Evicts again after every `interval` generated tokens, by another method's score.
+    """Evicts again at intervals of generated tokens, by another method's score.
 
     1. When a prompt ends, the other method compresses it: "snapkv + every:interval=128".
     2. Generated tokens are appended. After each `interval` of them every layer above its size is

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "simlayerkv": ("simlayerkv:window=30,threshold=0.3", None, {}),
     "packed": (f"snapkv + {KIVI}", "80KB", {}),
     "merged": ("h2o + merge:rule=d2o", 40, {}),
+    "fair": ("snapkv + fair:spans=8/30", 40, {}),
     "in rounds": ("adakv + every", 40, {}),
     "moved": ("adakv + chunkwise:length=30 + reindex", 40, {}),
     "full": ("full", None, {}),

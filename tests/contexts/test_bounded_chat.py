@@ -14,7 +14,7 @@ import kvfold
 from kvfold import BudgetError, KvfoldError
 from kvfold.cache.fork import end_turn, fork, fork_within
 from kvfold.store.ragged import RaggedStore
-from tests.helpers.budgets import of_one_model
+from tests.helpers.budgets import composed, of_one_model
 from tests.helpers.chats import QUESTIONS, held, same
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.models import build
@@ -27,8 +27,9 @@ SMALL = {
     "kivi": "kivi:group=8,residual=8",
     "minicache": "minicache:block=8",
     "merge": "h2o + merge",
-    "reindex": "snapkv + reindex",
+    "fair": "snapkv + fair:spans=8/20",
     "chunkwise": "snapkv + chunkwise:length=16",
+    "simlayerkv": "simlayerkv:window=32",
     "snapkv_official": "snapkv_official:window=8",
     "snapkv_kvpress": "snapkv_kvpress:window=8",
 }
@@ -83,9 +84,7 @@ def logits(model: Any, cache: kvfold.CompressedCache) -> Tensor:
     "spec", sorted(name for name in kvfold.list_methods() if not of_one_model(name))
 )
 def test_two_hundred_turns_hold_their_size_with_every_method(tiny, tokenizer, spec):
-    composed = {"every": "snapkv + every", "match": "snapkv + match"}
-    spec = ({"simlayerkv": "simlayerkv:window=32"} | composed).get(spec, spec)
-    context = compressed(tiny, tokenizer, spec)
+    context = compressed(tiny, tokenizer, SMALL.get(spec) or composed(spec))
     before, alone = held(context), logits(tiny, fork(context.cache))
     document = sizes(context.cache)
     reader, ids, nbytes = fork_within(context.cache, OWN), context.ids, []

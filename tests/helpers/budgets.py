@@ -57,6 +57,11 @@ def _stands_alone(name: str) -> bool:
     return True
 
 
+def composed(name: str) -> str:
+    """A method's text, with SnapKV in front of one that adds to others."""
+    return name if _stands_alone(name) else f"snapkv + {name}"
+
+
 def merges(spec: str) -> bool:
     """Whether kept entries are changed by those that are evicted."""
     return kvfold.parse(spec).stages().merge is not None
