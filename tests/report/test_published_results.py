@@ -151,7 +151,8 @@ def test_records_are_those_of_the_samples(folder: str) -> None:
         cell = record.cell
         if cell.method == FULL or record.difference is None:
             continue
-        unit = paired().Unit(cell.task, str(cell.length or ""), cell.protocol.question_aware)
+        length, data = str(cell.length or ""), ";".join(cell.data)
+        unit = paired().Unit(cell.task, length, cell.protocol.question_aware, data)
         name = cell.method if cell.budget is None else f"{cell.method}@{cell.budget}"
         found = paired().gap({unit: samples(folder)[unit]}, name, FULL, unit.aware, cell.task)
         expected = record.difference
