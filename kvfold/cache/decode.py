@@ -24,7 +24,7 @@ from kvfold.cache.state import LayerState
 from kvfold.kernels.gather import joined
 from kvfold.kernels.single_query import mean_of_heads
 from kvfold.methods.observation import Observation
-from kvfold.methods.stages.decode import evicts_each_token
+from kvfold.methods.stages.decode import rounds_hold
 from kvfold.methods.stages.merge.base import Leaving
 from kvfold.methods.stages.select.choose import leaving, leaving_between, scores_of
 from kvfold.store.dense import DenseStore
@@ -42,7 +42,7 @@ def evicts_one(state: LayerState, new: int) -> bool:
     if new > 1 or state.surplus != 1:
         return False
     stages, phase, valid = state.plan.stages, state.phase, state.sequence.valid
-    if not evicts_each_token(stages) or phase.frozen or phase.layerwise:
+    if phase.frozen or phase.layerwise or not (stages.decode == "hold" or rounds_hold(stages)):
         return False
     if phase.step(state.sequence.seen, new) != "decode":
         return False

@@ -66,13 +66,13 @@ def check_decode(stages: Stages) -> None:
     _check_positions(stages)
 
 
-def evicts_each_token(stages: Stages) -> bool:
-    """True if each generated token evicts as with decode="hold": rounds of 1 do, if they can.
+def rounds_hold(stages: Stages) -> bool:
+    """True if rounds of 1 evict for each generated token as decode="hold" does.
 
     They cannot where a round reads queries of the answer, or does what "hold" refuses.
     """
     if stages.decode != "every" or stages.every > 1:
-        return stages.decode == "hold"
+        return False
     needs, as_if_held = stages.needs, stages.prompt == "counted" and not stages.agree
     others = stages.heads, stages.select, stages.encode, stages.refit, needs.query_moments
     return as_if_held and stages.positions != "consecutive" and not (needs.window or any(others))
