@@ -122,7 +122,7 @@ class Matching:
 
     def _of_heads(
         self, given: Compaction, row: int, references: RowReferences, heads: list[int], mine: Tensor
-    ) -> FittedHeads:
+    ) -> RefittedHeads:
         """The fit of some KV heads' entries, those of their slots where `mine [H, K]`."""
         scale, softcap, old = given.scale, given.softcap, given.bias
         # A head's own entries first.
@@ -157,7 +157,7 @@ class Matching:
 
     def fitted(
         self, targets: Queries, judges: int, real: Tensor, values: Tensor, longest: Tensor
-    ) -> FittedHeads:
+    ) -> RefittedHeads:
         """The fit of kept `values [H, t, Dv]` to queries, but for the last `judges` ones.
 
         `real [H, t]` is False where a head has no entry; `longest [H]` are the norms of the blocks'
@@ -173,7 +173,7 @@ class Matching:
                 new, guarded = self.values(fit, values, bias, LONGEST * longest)
         norm = held.whole.out.double().square().sum()
         sums = torch.stack([held.wrong(values, nothing), held.wrong(new, bias), norm])
-        return FittedHeads(new, bias, guarded, sums)
+        return RefittedHeads(new, bias, guarded, sums)
 
     def biases(self, fit: Queries, real: Tensor) -> Tensor:
         """Biases `[H, t]` that give kept entries the block's mass; 0 without any.
@@ -238,7 +238,7 @@ class Matching:
             ridge = torch.where(long, (ridge * 10).clamp(min=1e-6), ridge)
 
 
-class FittedHeads(NamedTuple):
+class RefittedHeads(NamedTuple):
     """The fit of some KV heads.
 
     `sums`: squared errors of the held-out outputs with the entries as they were, refitted, and the
