@@ -28,7 +28,7 @@ demo: .venv/ready $(if $(REAL),real)
 real: .venv/ready
 	$(BIN)/python -m real_model.make $(REAL)
 	$(if $(REAL),,test -f $(FITTED)-scorer.safetensors || \
-		$(FIT) --resume --out $(FITTED)-scorer.safetensors)
+		$(FIT) --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors)
 	$(if $(REAL),,test -f $(FITTED)-filters.safetensors || \
 		$(FIT) --scorer qfilter --out $(FITTED)-filters.safetensors)
 	$(if $(REAL),,test -f $(FITTED)-heads.safetensors || \
