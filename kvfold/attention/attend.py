@@ -125,10 +125,13 @@ def attend_and_watch_row(
 ) -> Observed:
     """Observes a single query's attention weights; with a `predicted` slot, its products too."""
     hidden = _hidden(call, store, seen, mask)
-    if predicted is None:
+    if predicted is None or (mask is not None and mask.shape[1] > 1):
         out, row = attend_with_row(call.query, call.key, call.value, hidden, **call.logits)
         return out.transpose(1, 2), AttentionCall(*call[:4], row)
     other = call.key[:, :, predicted : predicted + 1]
+    if hidden is not None:
+        # One model mask for all query heads: a group's heads see the same entries.
+        hidden = hidden[:, :, :1].expand(-1, call.key.shape[1], -1, -1)
     out, row, products = attend_beside(
         call.query, call.key, call.value, hidden, other, **call.logits
     )

@@ -90,10 +90,11 @@ def columns(cache):
 
 @pytest.mark.slow
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])  # gpt_oss: eager, always with a mask
 @pytest.mark.parametrize("expected", [None, 0], ids=["nothing", "what never leaves"])
-def test_what_is_foreseen_changes_nothing(expected, monkeypatch):
+def test_what_is_foreseen_changes_nothing(expected, family, monkeypatch):
     """Whether products come with attention, are made afterwards, or came for another entry."""
-    model, hits = build("llama", dtype=torch.float32), []
+    model, hits = build(family, dtype=torch.float32), []
     ids = torch.randint(5, 190, (1, 130), generator=torch.Generator().manual_seed(5))
     known = decode._products
 
