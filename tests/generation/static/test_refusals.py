@@ -50,7 +50,8 @@ def test_nothing_may_be_encoded_when_decoding_begins(model, spec):
         for cache, how in zip(caches, ({}, COMPILED), strict=True)
     ]
     assert torch.equal(*outs)
-    check_same(*caches)
+    # Scales of 16 bits: a product that a compiler rounds otherwise may flip the last one.
+    check_same(*caches, atol=2**-8)
 
 
 def test_after_an_error_the_cache_holds_what_was_read(model):
