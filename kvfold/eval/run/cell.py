@@ -50,7 +50,8 @@ class EvalProtocol(BaseModel):
         ("gold").
     max_length: limit of prompt plus answer in tokens. Longer prompts are truncated in the middle
         if the benchmark does so, and are errors otherwise.
-    answer_tokens: limit of an answer in tokens where the benchmark's own is higher; None: no other.
+    answer_tokens: limit of an answer in tokens where the benchmark's own is higher, and in any case
+        for tasks that compress while the answer is generated; None: the benchmark's own.
     """
 
     model_config = ConfigDict(frozen=True)

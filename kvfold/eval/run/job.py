@@ -135,7 +135,7 @@ def _outcomes(
     """
     first = cells[0]
     task, limit = tasks()[first.task], first.protocol.answer_tokens
-    prompts = [_prompt(sample, tokenizer, limit) for sample in samples]
+    prompts = [_prompt(sample, tokenizer, limit, task) for sample in samples]
     if task.phase == "stream":
         for cell in cells:
             yield cell, attempt(lambda: run_streaming(model, prompts, cell))  # noqa: B023
@@ -151,7 +151,10 @@ def _outcomes(
 
 
 def _prompt(
-    sample: TaskSample | UnreadableSample, tokenizer: PreTrainedTokenizerBase, limit: int | None
+    sample: TaskSample | UnreadableSample,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    task: Task,
 ) -> SamplePrompt:
     """A sample's prompt, with answers of at most `limit` tokens.
 
@@ -159,7 +162,8 @@ def _prompt(
     """
     if isinstance(sample, UnreadableSample):
         raise KvfoldError(f"{sample.where}: {sample.why}")
-    return SamplePrompt.of(sample.with_answers_within(limit), tokenizer)
+    answers_long = task.phase == "decode"
+    return SamplePrompt.of(sample.with_answers_within(limit, longer=answers_long), tokenizer)
 
 
 def _truncated(

@@ -56,15 +56,18 @@ class TaskSample:
         """The benchmark's whole prompt, byte for byte, without a chat template."""
         return self.context + question.text + question.answer_prefix
 
-    def with_answers_within(self, tokens: int | None) -> TaskSample:
-        """The sample with answers of at most so many tokens; None changes nothing."""
+    def with_answers_within(self, tokens: int | None, longer: bool = False) -> TaskSample:
+        """The sample with answers of at most so many tokens; None changes nothing.
+
+        With `longer`, also where the benchmark's limit is lower.
+        """
         if tokens is None:
             return self
-        shorter = (
-            replace(each, max_new_tokens=min(each.max_new_tokens, tokens))
+        limited = (
+            replace(each, max_new_tokens=tokens if longer else min(each.max_new_tokens, tokens))
             for each in self.questions
         )
-        return replace(self, questions=tuple(shorter))
+        return replace(self, questions=tuple(limited))
 
 
 @dataclass(frozen=True)

@@ -124,3 +124,14 @@ def test_answers_are_cut_where_the_protocol_says_so(setting, samples, aware):
         for answer, before in zip(answers, whole, strict=True):
             assert answer.tokens == min(limit, before.tokens) and answer.ended == "limit"
             assert before.prediction.startswith(answer.prediction)
+
+
+def test_answers_that_are_compressed_while_they_grow_may_pass_the_benchmarks_limit(setting):
+    sample = record("gsm8k", count=20, new=6)
+    own, longer = (
+        setting.outcome_in(sample, setting.cell("gsm8k", "h2o", "20", answer_tokens=limit))
+        for limit in (None, 40)
+    )
+    assert [answer.tokens for answer in own.answers] == [6] * len(own.answers)
+    for answer, before in zip(longer.answers, own.answers, strict=True):
+        assert answer.tokens == 40 and answer.prediction.startswith(before.prediction)
