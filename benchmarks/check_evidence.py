@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether `kvfold check` foretells lost accuracy, on the samples of a leaderboard:
 
-    python benchmarks/check_evidence.py MODEL BOOK FOLDER OUT
+    python benchmarks/check_evidence.py MODEL BOOK OUT [--method kvzip --method snapkv] [--agnostic]
 
-Every method and budget of FOLDER (`real_leaderboard.sh`) is measured as `kvfold check` measures it,
-on the samples whose answers FOLDER has scores of; BOOK is the haystack. Measurements are kept in
-OUT, so a rerun goes on. Results and their page are written into docs/results/check.
+The methods and budgets whose answers docs/results has scores of, or those of `--method`, are
+measured as `kvfold check` measures them, on the same samples; BOOK is the haystack. Measurements
+are kept in OUT, so a rerun goes on. Results and their page are written into docs/results/check.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import check_evidence_page as page
+import compact_samples
 import numpy as np
 import torch
 from rich.progress import track
@@ -39,11 +40,11 @@ from kvfold.checks.summary import cell
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import FULL, TRUNCATED
 from kvfold.eval.run.prompt import SamplePrompt
-from kvfold.eval.run.run_folder import samples_file
-from kvfold.eval.run.sample_result import SampleResult, sample_digest
+from kvfold.eval.run.sample_result import sample_digest
 from kvfold.eval.tasks import SampleRequest, tasks
 from kvfold.hf.chat_template import token_count
 
+PUBLISHED = Path(__file__).parents[1] / "docs" / "results" / "samples.csv.gz"
 TOKENS = 64
 SPLITS = 50  # random halves of a task's prompts
 
@@ -64,20 +65,22 @@ class Scored(NamedTuple):
 
 
 def scored(
-    tokenizer: PreTrainedTokenizerBase, book: Path, lines: Sequence[SampleResult]
+    tokenizer: PreTrainedTokenizerBase, book: Path, rows: Sequence[Mapping[str, str]]
 ) -> dict[Workload, Scored]:
     """Workloads with one question a sample, and the methods that have answered all of it."""
-    found: dict[Workload, dict[MethodAtBudget, dict[int, SampleResult]]] = {}
-    for line in lines:
-        at = line.cell
-        if at.method == TRUNCATED or line.outcome is None or len(line.outcome.answers) != 1:
+    found: dict[Workload, dict[MethodAtBudget, dict[int, Mapping[str, str]]]] = {}
+    several = {(row["task"], row["length"]) for row in rows if row["turn"] not in ("", "0")}
+    for row in rows:
+        scored = tasks()[row["task"]].metric and (row["task"], row["length"]) not in several
+        if row["method"] == TRUNCATED or row["error"] or not scored:
             continue
-        key = Workload(at.task, at.length, at.protocol.question_aware)
-        found.setdefault(key, {}).setdefault((at.method, at.budget), {})[line.index] = line
+        work = Workload(row["task"], int(row["length"]), row["question_aware"] == "1")
+        at = row["method"], row["budget"] or None
+        found.setdefault(work, {}).setdefault(at, {})[int(row["index"])] = row
     return {
         work: _scored(tokenizer, book, work, own)
         for work, own in found.items()
-        if (FULL, None) in own and tasks()[work.task].metric
+        if (FULL, None) in own
     }
 
 
@@ -85,14 +88,11 @@ def _scored(
     tokenizer: PreTrainedTokenizerBase,
     book: Path,
     work: Workload,
-    own: dict[MethodAtBudget, dict[int, SampleResult]],
+    own: dict[MethodAtBudget, dict[int, Mapping[str, str]]],
 ) -> Scored:
-    full, metric = own[FULL, None], tasks()[work.task].metric
-    assert metric is not None
-    first = full[min(full)]
+    full = own[FULL, None]
     request = SampleRequest(
         samples=max(full) + 1,
-        seed=first.cell.seed,
         count=partial(token_count, tokenizer),
         haystack=book,
         length=work.length,
@@ -100,17 +100,17 @@ def _scored(
     prompts = []
     for sample in tasks()[work.task].samples(request):
         if sample.index in full:
-            if sample_digest(sample) != full[sample.index].text:
+            if sample_digest(sample) != full[sample.index]["text"]:
                 raise KvfoldError(f"{work.task} is drawn otherwise than it was: another book?")
             prompt = SamplePrompt.of(sample, tokenizer)
             ids = torch.cat([prompt.ids, prompt.question_ids(sample.questions[0])], 1)
             context = None if work.aware else prompt.ids.shape[1]
             where = f"{work.task} {sample.index}"
-            prompts.append(EncodedPrompt(where, ids, context, {}, first.cell.seed + sample.index))
+            prompts.append(EncodedPrompt(where, ids, context, {}, request.seed + sample.index))
     scores = {
-        at: [100 * lines[index].outcome.answers[0].scores[metric] for index in sorted(full)]
-        for at, lines in own.items()
-        if lines.keys() == full.keys()
+        at: [100 * float(rows[index]["score"]) for index in sorted(full)]
+        for at, rows in own.items()
+        if rows.keys() == full.keys()
     }
     return Scored(prompts, scores)
 
@@ -180,14 +180,21 @@ def certificates(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("model", "book", "folder", "out"):
+    for name in ("model", "book", "out"):
         parser.add_argument(name, type=Path)
+    parser.add_argument("--method", action="append", help="these only, by their published names")
+    parser.add_argument("--agnostic", action="store_true", help="before the question is known only")
     given = parser.parse_args()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto").eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    works = scored(tokenizer, given.book, samples_file(given.folder).load().records)
+    rows = [
+        row
+        for row in compact_samples.read(PUBLISHED)
+        if (given.method is None or row["method"] in (FULL, *given.method))
+        and not (given.agnostic and row["question_aware"] == "1")
+    ]
     found, certified = list[page.Cell](), list[page.Certified]()
-    for work, of in works.items():
+    for work, of in scored(tokenizer, given.book, rows).items():
         store = CheckStore(str(work), given.out)
         measured = PromptMeasurements(model, tokenizer, store, TOKENS, TOKENS)
         measure(measured, work, of)

@@ -30,7 +30,7 @@ each budget on SmolLM2-135M-Instruct: the same samples of the [leaderboard](../R
 both.
 
 ```
-python benchmarks/check_evidence.py MODEL BOOK FOLDER OUT
+python benchmarks/check_evidence.py MODEL BOOK OUT
 ```
 
 | task | tokens | compressed | prompts | cells | Spearman (95 %) | lost at KL ≤ 0.05 | lost above |

@@ -28,9 +28,11 @@ import real_picture
 
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.eval.run.plan import contenders
 from kvfold.eval.run.run_folder import RECORDS, SAMPLES, samples_file, summarize, write_records
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import select
+from kvfold.methods.registry import listed
 from kvfold.report import write
 from kvfold.report.board import boards
 from kvfold.report.load import load_results
@@ -41,10 +43,11 @@ SAMPLE_ROWS = "samples.csv.gz"
 
 
 def planned() -> list[real_page.Planned]:
-    """What `real_leaderboard.sh` runs, as it tells itself."""
+    """What `real_leaderboard.sh` runs, as it tells itself, with all fitted files there."""
+    own = {name: value for name, value in os.environ.items() if name not in ("STEPS", "METHODS")}
     told = subprocess.run(
         ["bash", str(SCRIPT), "BOOK"],
-        env={name: value for name, value in os.environ.items() if name != "STEPS"} | {"PLAN": "1"},
+        env=own | {"PLAN": "1"},
         capture_output=True,
         text=True,
         check=True,
@@ -53,12 +56,19 @@ def planned() -> list[real_page.Planned]:
 
 
 def _planned(line: str) -> list[real_page.Planned]:
-    """Tasks and lengths of one `kvfold eval` command."""
-    options = dict(re.findall(r"--(tasks|lengths|samples) (\S+)", line))
+    """Tasks, lengths and contenders of one `kvfold eval` command."""
+    pattern = r"--(tasks|lengths|samples|methods|budgets) (.+?)(?= --|$)"
+    options = dict(re.findall(pattern, line))
     lengths = [int(length) for length in options.get("lengths", "").split(",") if length]
     aware, samples = "--question-aware" in line, int(options["samples"])
+    methods = listed(options["methods"])
     return [
-        real_page.Planned(real_page.Unit(task.name, length, aware), samples, not task.by_likelihood)
+        real_page.Planned(
+            real_page.Unit(task.name, length, aware),
+            samples,
+            frozenset(contenders(methods, options["budgets"].split(","))),
+            not task.by_likelihood,
+        )
         for task in select(options["tasks"].split(","))
         for length in lengths or [None]
     ]

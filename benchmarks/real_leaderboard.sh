@@ -6,10 +6,11 @@
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. MODEL is a transformers
 # folder; by default `make real` has made .models/smollm2, and fitted what zap, qfilter and duo read.
 # TEXTS, a folder of other plain texts, and LONGBENCH, one of LongBench's rows, add their steps.
-# Samples are kept in FOLDER; run again, it goes on where it stopped, and STEPS="needles uuids" runs
-# these steps only. Records name the commit, so nothing may be uncommitted when it begins. One worker
-# takes about WORKERS=1 core. PLAN=1 prints the commands and runs none. `publish_real.py FOLDER` makes
-# the pages, also while it runs.
+# Samples are kept in FOLDER; run again, it goes on where it stopped. STEPS="needles uuids" runs these
+# steps only, METHODS=kvzip,snapkv these methods beside the baselines. Records name the commit, so
+# nothing may be uncommitted when it begins. One worker takes about WORKERS=1 core. PLAN=1 prints the
+# commands and runs none. `publish_real.py FOLDER` makes the pages, also while it runs, and
+# `reproduce.py MODEL BOOK` runs three of the published cells again.
 set -eu
 book=$1 out=${2:-kvfold-real} root=$(cd "$(dirname "$0")/.." && pwd)
 model=${3:-$root/.models/smollm2}
@@ -19,12 +20,13 @@ if [ -z "${PLAN:-}" ] && [ ! -d "$out" ] && ! git -C "$root" diff --quiet HEAD; 
 fi
 
 zap= fits= fitted=.models/smollm2
-if [ -f $fitted-scorer.safetensors ]; then
+made() { [ -n "${PLAN:-}" ] || [ -f "$fitted-$1.safetensors" ]; }
+if made scorer; then
     zap=,zap:file=$fitted-scorer.safetensors
     fits=$zap,zap_threshold:file=$fitted-scorer.safetensors
 fi
-if [ -f $fitted-filters.safetensors ]; then fits=$fits,qfilter:file=$fitted-filters.safetensors; fi
-if [ -f $fitted-heads.safetensors ]; then fits=$fits,duo:file=$fitted-heads.safetensors; fi
+if made filters; then fits=$fits,qfilter:file=$fitted-filters.safetensors; fi
+if made heads; then fits=$fits,duo:file=$fitted-heads.safetensors; fi
 
 # SimLayerKV's window is an eighth of the shortest texts, as its 1024 is of the 8 k of its models.
 lazy="simlayerkv:window=128"
@@ -60,7 +62,7 @@ step() {
     shift
     case " ${STEPS:-$name} " in *" $name "*) ;; *) return 0 ;; esac
     for view in $views; do
-        ${PLAN:+echo} kvfold eval --model "$model" --methods "$methods" --budgets $budgets \
+        ${PLAN:+echo} kvfold eval --model "$model" --methods "${METHODS:-$methods}" --budgets $budgets \
             --samples $samples --batch-size $batch --workers "${WORKERS:-1}" --out "$out" ${!view} "$@"
     done
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import real_picture
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.eval.run.plan import Contender
 from kvfold.methods.description import shortest
 from kvfold.report.board import Board, boards, haystacks, sources
 from kvfold.report.headline import FIFTH, headline
@@ -23,7 +25,10 @@ COMMAND = "benchmarks/real_leaderboard.sh BOOK FOLDER\npython benchmarks/publish
 WHEN = {False: "before the question is known", True: "with the question in view"}
 PERCENT = "\u00a0%"  # never on another line than its number
 BEST = 8  # methods of a table beside those of the picture
-SHOWN = ("method", "budget", "score", "− full (95 %)", "kept", "bytes", "samples")
+SHOWN = (
+    "method", "budget", "score", "− full (95 %)", "kept", "bytes", "operations", "length",
+    "samples",
+)  # fmt: skip
 READING = """\
 - **Before the question is known**, the context is compressed first and answers every question
   from what is left. **With the question in view**, the two are compressed together, once for
@@ -31,8 +36,10 @@ READING = """\
 - **score** is in percent with its 95 % interval; **− full** the difference to the full cache on
   the same samples, ≈ if its interval holds zero; **kept** the entries asked for and those
   measured, and **bytes** theirs, over the full cache's. With the question in view the two are
-  measured after the answer and grow with it. A mean is over the two needles at 1024 tokens,
-  which every method is run on; the other tasks stand task by task.
+  measured after the answer and grow with it. **operations** are of a prefill with its compression
+  and of a token of the answer, and **length** is the answers' in tokens, over the full cache's.
+- A mean is over the two needles at 1024 tokens, which every method is run on; the other tasks
+  stand task by task.
   [Evaluation](../evaluation.md) has the rest.
 - **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
   `streaming_llm` keeps sinks and the newest tokens.
@@ -71,6 +78,7 @@ class Planned(NamedTuple):
 
     unit: Unit
     samples: int
+    contenders: frozenset[Contender]  # methods at their budgets
     scored: bool = True
 
 
@@ -258,16 +266,21 @@ def _scores(own: Sequence[CellResult], asked: int) -> list[str]:
 
 def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iterator[str]:
     """How much of the plan is done, unless it is all."""
-    full = [one for one in results if one.cell.method == FULL]
-    done = [
-        one
+    samples: dict[Unit, dict[Contender, int]] = defaultdict(dict)
+    for one in results:
+        unit = Unit(one.cell.task, one.cell.length, one.cell.protocol.question_aware)
+        samples[unit][one.cell.method, one.cell.budget] = one.samples
+    done = sum(
+        samples[one.unit].get(contender, 0) >= one.samples
         for one in planned
-        if any(_is_of(known, one.unit) and known.samples >= one.samples for known in full)
-    ]
-    if len(done) < len(planned):
+        for contender in one.contenders
+    )
+    total = sum(len(one.contenders) for one in planned)
+    if done < total:
         yield (
-            f"**Not complete**: {len(done)} of {len(planned)} planned runs are done, each of one "
-            "task, length and protocol. The tables task by task say which lack."
+            f"**Not complete**: {done} of {total} planned cells are done, each a method at a "
+            "budget on one task, at one length, under one protocol. The tables task by task say "
+            "which tasks lack."
         )
 
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from kvfold.errors import KvfoldError
+from kvfold.eval.run.sample_result import sample_digest
+from kvfold.eval.tasks import SampleRequest, tasks
+from kvfold.hf.chat_template import token_count
+from kvfold.loading import load
 
 # Resamples of three cells may be of one cell alone.
 pytestmark = pytest.mark.filterwarnings("ignore:An input array is constant")
@@ -92,3 +99,35 @@ def test_the_published_page_is_that_of_the_records(bench):
     if not bench.OUT.is_dir():
         pytest.skip("no records yet")
     assert (bench.OUT / bench.PAGE).read_text(encoding="utf-8") == bench.text(*bench.load())
+
+
+def test_prompts_are_drawn_again_from_published_rows(tmp_path):
+    """Digests tell that they are the samples that were scored; another haystack is refused."""
+    path = list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    evidence = import_module("check_evidence")
+    sys.path[:] = path
+    _, tokenizer = load("bundled")
+    book, other = tmp_path / "book.txt", tmp_path / "other.txt"
+    book.write_text("The sea was calm that day. " * 200)
+    other.write_text("The hills were green that day. " * 200)
+    request = SampleRequest(
+        samples=3, count=partial(token_count, tokenizer), haystack=book, length=512
+    )
+    task = "ruler_niah_single_2"
+    known = {"task": task, "length": "512", "question_aware": "0", "turn": "0", "error": ""}
+    rows = [
+        known
+        | {"method": method, "budget": budget, "index": str(sample.index), "score": score}
+        | {"text": sample_digest(sample)}
+        for sample in tasks()[task].samples(request)
+        for method, budget, score in (("full", "", "1.0"), ("knorm", "0.2", "0.0"))
+    ]
+    ((work, of),) = evidence.scored(tokenizer, book, rows).items()
+    assert work == (task, 512, False)
+    assert of.scores == {("full", None): [100.0] * 3, ("knorm", "0.2"): [0.0] * 3}
+    assert [prompt.where for prompt in of.prompts] == [f"{task} {index}" for index in range(3)]
+    # A method that lacks a sample is not compared.
+    assert ("knorm", "0.2") not in evidence.scored(tokenizer, book, rows[:-1])[work].scores
+    with pytest.raises(KvfoldError, match="another book"):
+        evidence.scored(tokenizer, other, rows)

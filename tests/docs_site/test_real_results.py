@@ -18,12 +18,15 @@ from types import ModuleType
 
 import pytest
 
-from kvfold.eval.run.cell import EvalCell, EvalProtocol
+from kvfold.eval.run.cell import FULL, EvalCell, EvalProtocol
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.run_folder import samples_file
 from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, SampleResult, ScoredAnswer
+from kvfold.methods.base import parse
+from kvfold.methods.registry import listed
 from kvfold.report.board import boards
 from kvfold.report.load import load_results
+from kvfold.report.style import BASELINES
 from kvfold.report.tables import by_task, markdown
 from tests.helpers.reports import HERE, MODEL, made
 
@@ -214,18 +217,19 @@ def test_means_are_of_the_needles_that_every_method_is_run_on(publishing: Module
 def test_what_has_not_been_run_is_named(publishing: ModuleType) -> None:
     def planned(task: str, samples: int, scored: bool = True):
         real = publishing.real_page
-        return real.Planned(real.Unit(task, 1024, False), samples, scored)
+        contenders = frozenset({("full", None), ("kvzip", "0.2")})
+        return real.Planned(real.Unit(task, 1024, False), samples, contenders, scored)
 
     plan = [planned(NOISE, 100), planned(NOVEL, 140), planned("c", 10), planned("d", 10, False)]
     page = publishing.real_page.page(measured(), plan)
     (rows,) = (part for part in page.split("\n\n") if "not run yet" in part)
 
-    assert "1 of 4 planned runs are done" in page
+    assert "2 of 8 planned cells are done" in page
     assert f"| `{NOISE}` | 1024 | book.txt | 100 | 98.0 | 91.0 |" in rows
     assert f"| `{NOVEL}` | 1024 | book.txt | 100 of 140 | 98.0 | 91.0 |" in rows
     assert "| `c` | 1024 |  | not run yet |" in rows
     assert "`d`" not in rows  # its score is a perplexity
-    assert "planned runs" not in publishing.real_page.page(measured(), plan[:1])
+    assert "planned cells" not in publishing.real_page.page(measured(), plan[:1])
 
 
 def test_a_perplexity_is_in_a_table_of_its_own(publishing: ModuleType) -> None:
@@ -241,27 +245,42 @@ def test_a_perplexity_is_in_a_table_of_its_own(publishing: ModuleType) -> None:
     assert "answers **91 %**" in breakable(page)
 
 
+def _methods(line: str) -> frozenset[str]:
+    """Methods of a command as records name them, but for the baselines."""
+    (text,) = re.findall(r"--methods (.+?) --", line)
+    return frozenset(str(parse(name)) for name in listed(text)) - {FULL, *BASELINES}
+
+
 def test_the_plan_is_what_the_command_runs(
     publishing: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with the arguments that `kvfold` gets."""
     program, told = tmp_path / "kvfold", tmp_path / "told"
+    models = tmp_path / ".models"
+    models.mkdir()
+    for fitted in ("scorer", "filters", "heads"):
+        (models / f"smollm2-{fitted}.safetensors").touch()
     program.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
     program.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", ROOT / "benchmarks" / "real_leaderboard.sh", "book.txt", tmp_path]
-    subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
+    subprocess.run(command, env=os.environ | {"PATH": path}, cwd=tmp_path, check=True)
     ran = {
-        (task, length, "--question-aware" in line, samples)
+        (task, length, "--question-aware" in line, samples, _methods(line))
         for line in told.read_text().splitlines()
         for task in re.findall(r"--tasks (\S+)", line)[0].split(",")
         for length in map(int, re.findall(r"--lengths (\d+)", line))
         for samples in map(int, re.findall(r"--samples (\d+)", line))
     }
 
-    monkeypatch.setenv("STEPS", "none")  # a part of the run is not the plan
+    for part in ("STEPS", "METHODS"):
+        monkeypatch.setenv(part, "none")  # a part of the run is not the plan
     planned = publishing.planned()
-    assert {(*one.unit, one.samples) for one in planned} == ran
+    baselines = {FULL, *BASELINES}
+    assert {
+        (*one.unit, one.samples, frozenset(name for name, _ in one.contenders) - baselines)
+        for one in planned
+    } == ran
     assert len(planned) == len(ran) >= 10
 
 
