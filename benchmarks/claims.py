@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import claims_curves
 from claims_evidence import Better, Kept, Layers, Measured, Operations, Rule
 
 ROOT = Path(__file__).parents[1]
@@ -47,10 +48,17 @@ STEPS="{steps}" benchmarks/claims.sh BOOK BOOKS
 python benchmarks/claims.py
 ```
 """
-PICTURE = """\
+LAYERS = """\
 ![statistics over layers](results/claims/layers/layers.png)
 
 Each line is the mean over passages of novels, the band goes from the lowest to the highest passage.
+"""
+THRESHOLDS = """\
+![score and entries kept over the threshold](results/claims/thresholds.svg)
+
+SimLayerKV trims a layer if more than the threshold of the last query's attention is on sinks and
+recent tokens. DBudgetKV evicts until the norm of the newest query's attention has fallen by the
+threshold. Both are means over the two needles, 80 samples, with the question in view.
 """
 
 
@@ -148,7 +156,9 @@ def page(records: Path = RESULTS, path: Path = CLAIMS) -> str:
     papers, claims = load(path)
     parts = [HEAD.format(steps=" ".join(steps(claims))), _summary(papers, claims, records)]
     if (records / "layers" / "layers.png").exists():
-        parts.append(PICTURE)
+        parts.append(LAYERS)
+    if (records / claims_curves.FILE).exists():
+        parts.append(THRESHOLDS)
     for system, paper in papers.items():
         parts.append(_section(system, paper, [c for c in claims if c.system == system], records))
     return "\n".join(parts)
@@ -181,4 +191,5 @@ def _section(system: str, paper: str, claims: list[Claim], records: Path) -> str
 
 
 if __name__ == "__main__":
+    claims_curves.draw(RESULTS, RESULTS / claims_curves.FILE)
     PAGE.write_text(page(), encoding="utf-8")

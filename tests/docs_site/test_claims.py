@@ -20,11 +20,12 @@ import kvfold
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.run_folder import samples_file, summarize
 from kvfold.methods.registry import listed
+from kvfold.report.load import load_results
 from tests.helpers.eval_results import cell, lines, scored
 from tests.helpers.evaluation import HELD
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"claims", "claims_evidence", "compact_samples", "layers", "paired"}
+MODULES = {"claims", "claims_curves", "claims_evidence", "compact_samples", "layers", "paired"}
 
 
 @pytest.fixture(scope="module")
@@ -251,3 +252,17 @@ def test_the_script_runs_what_the_claims_compare(bench, tmp_path):
         assert run["aware"] == getattr(of, "aware", False)
         tasks = {getattr(of, "task", None), getattr(of, "other_task", None)} - {None}
         assert tasks <= set(run["--tasks"].split(","))
+
+
+def test_the_curve_over_the_threshold_is_that_of_the_records(bench: ModuleType) -> None:
+    """Means of the two needles; other options of the method are not in it."""
+    curves = bench.claims_curves
+    points = {point.threshold: point[1:] for point in curves.curve(bench.RESULTS, "dbudgetkv")}
+    assert list(points) == [0.001, 0.01, 0.05, 0.1, 0.3]
+    records = load_results([bench.RESULTS / "dbudgetkv" / "records.jsonl"])
+    own = [one for one in records if one.cell.method == "dbudgetkv:threshold=0.1"]
+    assert len(own) == 2
+    assert points[0.1] == pytest.approx(
+        (sum(one.score.value for one in own) / 2, 50 * sum(one.kept for one in own))
+    )
+    assert len(curves.curve(bench.RESULTS, "simlayerkv")) == 8
