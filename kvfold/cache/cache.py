@@ -155,7 +155,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of columns that the next forward's mask covers, and the first of them.
 
-        Raises UnsupportedModel if layers hold different numbers of tokens; changes nothing.
+        Raises UnsupportedModel if layers hold different numbers of tokens, and KvfoldError as
+        `ModelBinding.check_length`; changes nothing.
         """
         lengths = layer_lengths(self)
         if len(lengths) > 1:
@@ -163,6 +164,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
                 f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: the last "
                 "forward failed, or single layers were cropped; make a new cache"
             )
+        self.binding.check_length(max(lengths, default=0) + query_length)
         announce(Padding(self.binding.name, query_length, slides=bool(self._other_layers())))
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -255,11 +257,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     def _other_layers(self) -> dict[int, Any]:
         """The layers that stay transformers' own: sliding windows and recurrent states."""
-        return {
-            i: layer
-            for i, layer in enumerate(self.layers)
-            if not isinstance(layer, CompressedLayer)
-        }
+        layers = enumerate(self.layers)
+        return {i: layer for i, layer in layers if not isinstance(layer, CompressedLayer)}
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding, which crops tokens; KvfoldError unless frozen."""

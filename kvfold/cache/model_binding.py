@@ -13,6 +13,11 @@ from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.adapters import active_adapters
 from kvfold.hf.attention import is_routed
 from kvfold.hf.models import text_config
+from kvfold.hf.stock_layers import never_sliding_windows
+
+
+class KeysLost(UnsupportedModel):
+    """Another attention than kvfold's took a layer's keys."""
 
 
 class ModelBinding:
@@ -23,6 +28,7 @@ class ModelBinding:
         self.name = type(model).__name__
         self.config = text_config(model)
         self.tokenizer = tokenizer
+        self.window = min(never_sliding_windows(model).values(), default=None)
         self.waiting = False
         self.adapters: tuple[str, ...] | None = None
         self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
@@ -59,10 +65,18 @@ class ModelBinding:
             )
         self.adapters = active
 
+    def check_length(self, columns: int) -> None:
+        """Raises KvfoldError if a text of `columns` makes windows slide that cover shorter ones."""
+        if self.window is not None and columns > self.window:
+            raise KvfoldError(
+                f"the text would have {columns} tokens, and the layers of {self.name} slide from "
+                f"{self.window} on, which is beyond the length it was trained for: shorten the text"
+            )
+
     def check_answered(self, lost: bool = False) -> None:
         """Raises UnsupportedModel if another attention took a layer's keys, or they are `lost`."""
         if self.waiting or lost:
-            raise UnsupportedModel(
+            raise KeysLost(
                 "this cache's keys did not come back to kvfold's attention: the last forward "
                 "failed, kvfold.disable(model) was called, or another model used the cache; "
                 "make a new cache"

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.model_binding import KeysLost
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.models import read_tokens
 from kvfold.hf.recurrent import note_restarts
@@ -53,15 +54,33 @@ def _read(model: PreTrainedModel, cache: Cache) -> None:
                 ids = torch.ones((1, tokens), dtype=torch.long, device=model.device)
                 read_tokens(model, ids, cache, None)
             note_restarts(model)
+    except KeysLost as problem:
+        raise UnsupportedModel(
+            f"{name} attends to its cache without transformers' attention interface, so kvfold "
+            "cannot observe its attention"
+        ) from problem
     except (KvfoldError, torch.OutOfMemoryError):
         raise
     except Exception as problem:
+        without = _problem_without_cache(model)
+        if without is not None:
+            raise UnsupportedModel(f"{name} cannot read text alone: {without}") from problem
         raise UnsupportedModel(
-            f"{name} cannot read text alone, with a cache that holds fewer entries than it has "
-            f"seen: {problem}"
+            f"{name} reads text, but not with a cache of kvfold's: {problem}"
         ) from problem
     seen = {x.get_seq_length() for x in cache.layers if isinstance(x, CompressedLayer)}
     if seen != {sum(FORWARDS)}:
         raise UnsupportedModel(
             f"{name} does not write every token to every layer of its cache: nothing to compress"
         )
+
+
+def _problem_without_cache(model: PreTrainedModel) -> Exception | None:
+    """The error of a forward of text alone, without any cache; None if there is none."""
+    ids = torch.ones((1, FORWARDS[0]), dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad(), left_alone(model):
+            model(input_ids=ids, use_cache=False)
+    except Exception as problem:
+        return problem
+    return None

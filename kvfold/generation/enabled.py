@@ -11,6 +11,8 @@ from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import generate
+from kvfold.generation.inputs import BY_IDS, check_embeddings
+from kvfold.generation.length import check_length
 from kvfold.hf import attention
 from kvfold.hf.forward_hooks import preparing
 from kvfold.methods.base import Method
@@ -57,7 +59,17 @@ class CompressedGenerate:
         if inputs is not None:
             options["input_ids"] = inputs
         cache = CompressedCache(self.model, **self.make)
-        return generate(self.model, cache=cache, **self.read | options)
+        options = self.read | options
+        if options.get("inputs_embeds") is not None:
+            return self._from_embeddings(cache, options)
+        return generate(self.model, cache=cache, **options)
+
+    def _from_embeddings(self, cache: CompressedCache, options: dict[str, Any]) -> Any:
+        """What the stock `generate` makes of `inputs_embeds [B, N, hidden]`, read in one piece."""
+        check_embeddings(cache, options)
+        own = {name: options.pop(name, None) for name in (*BY_IDS, "allow_longer")}
+        check_length(self.model, options["inputs_embeds"].shape[1], bool(own["allow_longer"]))
+        return self.stock(past_key_values=cache, **options)
 
 
 def enable(
@@ -96,6 +108,7 @@ def enable(
         _restore(model)
         replaced: Any = CompressedGenerate(model, make, {"prefill_chunk": prefill_chunk})
         model.generate = replaced
+        attention.begin_batching_by(model, _refuse_batching)
     return Enabled(model)
 
 
@@ -104,6 +117,13 @@ def disable(model: PreTrainedModel) -> None:
     with preparing:
         _restore(model)
         attention.disable(model)
+
+
+def _refuse_batching(*_: Any, **__: Any) -> Any:
+    raise KvfoldError(
+        "continuous batching (generate_batch) pages a cache of its own and would not compress: use "
+        "generate, or kvfold.disable(model) first"
+    )
 
 
 def _restore(model: Any) -> None:

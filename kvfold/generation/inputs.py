@@ -15,6 +15,9 @@ from kvfold.errors import KvfoldError
 from kvfold.generation.resume import Resumption
 from kvfold.methods.base import Method
 
+# Options of `kvfold.generate` for which it reads the prompt by its ids.
+BY_IDS = ("prefill_chunk", "compress", "compile", "reuse")
+
 
 def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]) -> None:
     """Raises KvfoldError if the cache or the ids are missing, or given by another name."""
@@ -33,6 +36,20 @@ def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]
         )
     if input_ids is None:
         raise KvfoldError("kvfold.generate needs input_ids, the whole conversation so far `[B, N]`")
+
+
+def check_embeddings(cache: CompressedCache, options: dict[str, Any]) -> None:
+    """Raises KvfoldError if a prompt cannot be read as `inputs_embeds` into a fresh cache."""
+    given = [name for name in BY_IDS if options.get(name)]
+    reason = None
+    if cache.runs_own_forwards or cache.needs_ids:
+        reason = f"{cache.method} reads the prompt's ids"
+    elif given:
+        reason = f"{', '.join(given)} needs the prompt's ids"
+    elif cache.dropping_length is not None:
+        reason = f"{cache.binding.name} keeps a cache only if kvfold reads the prompt's ids ahead"
+    if reason is not None:
+        raise KvfoldError(f"{reason}, which inputs_embeds= lacks: give input_ids")
 
 
 def check_read_ahead(model: Any, resumed: Resumption, options: dict[str, Any]) -> None:

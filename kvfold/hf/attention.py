@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from kvfold.kernels.logits import LogitOptions
 # The name over each delegate: "sdpa" or "flash" in a name would mean more to transformers.
 NAMES = {"sdpa": "kvfold", "eager": "kvfold_eager"}
 
+# Method of models by which `generate_batch` and the like begin.
+BATCHING = "init_continuous_batching"
 # Attention implementations with which routed models were loaded
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.WeakKeyDictionary()
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -38,7 +40,7 @@ def register_attention(
     """
     make = ALL_MASK_ATTENTION_FUNCTIONS[kind]
 
-    @functools.wraps(make)
+    @wraps(make)
     def mask(*args: Any, **kwargs: Any) -> Any:
         check_padding(kwargs.get("attention_mask"))
         return make(*args, **kwargs)
@@ -90,6 +92,28 @@ def _route(model: PreTrainedModel) -> None:
     before = {"": model.config._attn_implementation} | _of_decoder(model, loaded)
     model.set_attn_implementation({"": NAMES[kind]} | _of_decoder(model, NAMES[kind]))
     _loaded[model] = before
+    begin_batching_by(model, partial(_batch_without_kvfold, model))
+
+
+def begin_batching_by(model: PreTrainedModel, begin: Callable[..., Any]) -> None:
+    """Lets continuous batching of the model begin by `begin`, until `disable`."""
+    setattr(_unwrapped(model), BATCHING, begin)
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """The model that PEFT wraps, or the model itself."""
+    unwrapped: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model
+    return unwrapped
+
+
+def _batch_without_kvfold(model: Any, *args: Any, **options: Any) -> Any:
+    """Transformers' continuous batching, under the attention that the model was loaded with.
+
+    It pages a cache of its own, and accepts no other attention. kvfold's comes back with the next
+    cache that is made, or with `kvfold.enable(model)`.
+    """
+    disable(model)
+    return model.init_continuous_batching(*args, **options)
 
 
 def _of_decoder(model: PreTrainedModel, name: str) -> dict[str, str]:
@@ -107,6 +131,7 @@ def _of_decoder(model: PreTrainedModel, name: str) -> dict[str, str]:
 def disable(model: PreTrainedModel) -> None:
     """Gives the model back the attention implementation it was loaded with."""
     with preparing:
+        vars(_unwrapped(model)).pop(BATCHING, None)
         for kind, name in NAMES.items():
             if text_config(model)._attn_implementation == name:
                 model.set_attn_implementation(_loaded.pop(model, kind))

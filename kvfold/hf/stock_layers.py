@@ -12,11 +12,12 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
 
 from kvfold.errors import UnsupportedModel
-from kvfold.hf.models import text_config
+from kvfold.hf.models import text_config, trained_length
 
 # Layers that stay transformers' own; the last of these classes came after 5.15.
 LEFT_ALONE = tuple(
@@ -27,8 +28,13 @@ LEFT_ALONE = tuple(
 
 
 def stock_layers(model: PreTrainedModel) -> list[Any]:
-    """The layers of transformers' own cache; UnsupportedModel for a kind that kvfold cannot use."""
-    layers = DynamicCache(config=text_config(model)).layers
+    """The layers of transformers' own cache, full ones where a window never slides.
+
+    Raises UnsupportedModel for a kind that kvfold cannot use, and where none is full.
+    """
+    wide = never_sliding_windows(model)
+    layers = _own_layers(model)
+    layers = [DynamicLayer() if i in wide else layer for i, layer in enumerate(layers)]
     for index, layer in enumerate(layers):
         mixed = isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer)
         if mixed or not (type(layer) is DynamicLayer or isinstance(layer, LEFT_ALONE)):
@@ -39,6 +45,20 @@ def stock_layers(model: PreTrainedModel) -> list[Any]:
     if not any(is_compressible(layer) for layer in layers):
         raise UnsupportedModel(_nothing_to_compress(type(model).__name__, layers))
     return layers
+
+
+def never_sliding_windows(model: PreTrainedModel) -> dict[int, int]:
+    """Windows by layer that cover the longest text the model was trained for (Phi-3-mini-128k)."""
+    length = trained_length(model)
+    return {
+        i: layer.sliding_window
+        for i, layer in enumerate(_own_layers(model))
+        if type(layer) is DynamicSlidingWindowLayer and length and layer.sliding_window >= length
+    }
+
+
+def _own_layers(model: PreTrainedModel) -> list[Any]:
+    return DynamicCache(config=text_config(model)).layers
 
 
 def _nothing_to_compress(name: str, layers: list[Any]) -> str:

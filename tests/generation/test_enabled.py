@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, pipeline
+from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
 from tests.helpers.caches import GREEDY
 from tests.helpers.contexts import DOCUMENT
+from tests.helpers.longrope import longrope
 from tests.helpers.models import build, prompts
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import stock_cache
+
+EVERY = "knorm + every:interval=4"
 
 
 @pytest.fixture
@@ -47,9 +50,7 @@ def test_an_enabled_model_answers_as_an_explicit_cache(model, method, budget, le
 
 def test_options_of_the_cache_and_of_generate(model):
     ids, mask = prompts((64,))
-    expected = explicit(
-        model, ids, mask, "knorm + every:interval=4", 20, prefill_chunk=16, num_beams=2
-    )
+    expected = explicit(model, ids, mask, EVERY, 20, prefill_chunk=16, num_beams=2)
     kvfold.enable(model, "knorm", 20, every=4, prefill_chunk=16)
     got = model.generate(
         ids, attention_mask=mask, num_beams=2, return_dict_in_generate=True, **GREEDY
@@ -120,6 +121,85 @@ def test_transformers_text_generation_pipeline(model):
     with kvfold.enable(small, "knorm", 40):
         found = pipe(DOCUMENT, return_full_text=True, **GREEDY)[0]["generated_text"]
     assert found.split()[-5:] == expected.split()[-5:]
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "streaming_llm", EVERY])
+@pytest.mark.parametrize("lengths", [(64,), (64, 40, 52)])
+def test_embeddings_are_read_into_a_fresh_cache(model, spec, lengths):
+    ids, mask = prompts(lengths)
+    embedded = model.get_input_embeddings()(ids).detach()
+    expected = explicit(model, ids, mask, spec, 20)[:, 64:]
+    kvfold.enable(model, spec, 20)
+    options = {"attention_mask": mask, "return_dict_in_generate": True, **GREEDY}
+    for _ in range(2):
+        made = model.generate(inputs_embeds=embedded, **options)
+        assert torch.equal(made.sequences, expected)
+        assert made.past_key_values.stats().kept_fraction < 0.6
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "reason"),
+    [
+        ("pyramidinfer", {}, "pyramidinfer reads the prompt's ids, which inputs_embeds= lacks"),
+        ("kvzip", {}, "kvzip reads the prompt's ids"),
+        ("knorm", {"prefill_chunk": 16}, "prefill_chunk needs the prompt's ids"),
+        ("knorm", {"reuse": "prefix"}, "reuse needs the prompt's ids"),
+    ],
+)
+def test_embeddings_are_refused_where_ids_are_read(model, spec, options, reason):
+    embedded = model.get_input_embeddings()(prompts((64,))[0]).detach()
+    budget = None if spec == "pyramidinfer" else 40
+    kvfold.enable(model, spec, budget, tokenizer=word_tokenizer())
+    with pytest.raises(KvfoldError, match=reason):
+        model.generate(inputs_embeds=embedded, **options, **GREEDY)
+
+
+def test_embeddings_are_refused_where_the_model_drops_its_cache():
+    model = longrope()
+    kvfold.enable(model, "knorm", 20)
+    embedded = model.get_input_embeddings()(prompts((20,))[0]).detach()
+    with pytest.raises(KvfoldError, match=r"Phi3ForCausalLM keeps a cache only if .* input_ids"):
+        model.generate(inputs_embeds=embedded, **GREEDY)
+
+
+def test_embeddings_of_a_text_that_is_too_long():
+    model = build("llama", max_position_embeddings=32)
+    embedded = model.get_input_embeddings()(prompts((40,))[0]).detach()
+    kvfold.enable(model, "knorm", 20)
+    with pytest.raises(KvfoldError, match="allow_longer=True"):
+        model.generate(inputs_embeds=embedded, **GREEDY)
+    made = model.generate(inputs_embeds=embedded, allow_longer=True, **GREEDY)
+    assert made.shape == (1, GREEDY["max_new_tokens"])
+
+
+def batched(model: Any) -> list[list[int]]:
+    """What transformers' continuous batching generates for two prompts, in a small paged cache."""
+    made = model.generate_batch(
+        [[5, 6, 7, 8], [9, 10, 11]],
+        GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16),
+        warmup=False,
+    )
+    return [request.generated_tokens for _, request in sorted(made.items())]
+
+
+@pytest.mark.slow
+def test_continuous_batching_has_the_stock_attention(model):
+    expected, (ids, mask) = batched(model), prompts((64,))
+    answer = explicit(model, ids, mask, "snapkv:window=8", 20)
+    assert batched(model) == expected
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(explicit(model, ids, mask, "snapkv:window=8", 20), answer)
+    kvfold.disable(model)
+    assert batched(model) == expected
+
+
+def test_continuous_batching_would_not_compress(model):
+    kvfold.enable(model, "snapkv:window=8", 20)
+    with pytest.raises(KvfoldError, match=r"generate_batch.* kvfold\.disable\(model\)"):
+        batched(model)
+    kvfold.disable(model)
+    assert "init_continuous_batching" not in vars(model)
 
 
 def test_what_does_not_go_together_is_refused(model):

@@ -12,7 +12,7 @@ from tests.helpers.budgets import (
     sums_columns,
 )
 from tests.helpers.caches import ALONE
-from tests.helpers.models import FAMILIES, continuation, prompts
+from tests.helpers.models import build, continuation, prompts
 from tests.helpers.truth import MaskedDense, Reader, stock_cache, worst
 
 # Their own attention rounds to float32 even in a float64 model, and is NaN there with padding.
@@ -38,7 +38,7 @@ def all_logits(reader: Reader, ids: Tensor, mask: Tensor | None) -> list[Tensor]
 
 def kernel_spread(name: str, ids: Tensor, mask: Tensor | None) -> float:
     """What two stock attention kernels differ by, in float32."""
-    sdpa, eager = FAMILIES[name](), FAMILIES[name]()
+    sdpa, eager = build(name), build(name)
     eager.set_attn_implementation("eager")
     readers = [Reader(model, stock_cache(model), mask) for model in (sdpa, eager)]
     return max(map(worst, *(all_logits(reader, ids, mask) for reader in readers)))
@@ -48,7 +48,7 @@ def assert_as_stock(
     name: str, spec: str, budget: float, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     ids, mask = read_prompt(lengths)
-    model = FAMILIES[name](dtype)
+    model = build(name, dtype)
     expected = all_logits(Reader(model, stock_cache(model), mask), ids, mask)
     cache = compressed(model, spec, budget)
     got = all_logits(Reader(model, cache, mask), ids, mask)
@@ -69,9 +69,9 @@ def against_truth(
 ) -> tuple[float, float, float]:
     """Largest difference to the truth; smallest effect of eviction; noise of plain attention."""
     ids, mask = read_prompt(lengths)
-    model = FAMILIES[name](dtype)
+    model = build(name, dtype)
     plain = Reader(model, stock_cache(model), mask)
-    truth = MaskedDense(FAMILIES[name](dtype), mask, **options)
+    truth = MaskedDense(build(name, dtype), mask, **options)
     noise = worst(plain(ids), truth(ids), mask)
     steps = pieces(len(ids), 8)
     unmasked = [plain(piece) for piece in steps]

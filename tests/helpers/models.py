@@ -19,6 +19,8 @@ WITHOUT_INTERFACE = ("falcon", "gptj", "bloom", "mpt")  # attention written out 
 WITHOUT_OUR_CACHE = ("diffllama", "doge", "jetmoe", "minimax")
 # Their own positions begin elsewhere, or anew in each forward.
 COUNTING_OTHERWISE = ("bamba", "roberta")
+# Windows that no text of the trained length fills, as in Phi-3-mini-128k.
+NEVER_SLIDING = ("phi3_wide", "mistral_wide")
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -78,6 +80,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, **_EXPERTS}),
     "phi3": ("Phi3Config", {"partial_rotary_factor": 0.5}),
+    "phi3_wide": ("Phi3Config", {"partial_rotary_factor": 0.5, "sliding_window": 8192}),
+    "mistral_wide": ("MistralConfig", {"sliding_window": 4096}),
     "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 16}),
     "gemma3": (
         "Gemma3TextConfig",
@@ -190,7 +194,7 @@ def sharpen(model: PreTrainedModel, seed: int) -> None:
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     name: partial(build, name)
     for name in _CONFIGS
-    if name not in WITHOUT_INTERFACE + WITHOUT_OUR_CACHE + COUNTING_OTHERWISE
+    if name not in WITHOUT_INTERFACE + WITHOUT_OUR_CACHE + COUNTING_OTHERWISE + NEVER_SLIDING
 }
 
 

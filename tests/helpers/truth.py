@@ -54,7 +54,8 @@ class MaskedDense(Reader):
     ) -> None:
         super().__init__(model, stock_cache(model), mask)
         model.set_attn_implementation(NAME)
-        self.own = [i for i, layer in enumerate(self.cache.layers) if type(layer) is DynamicLayer]
+        length = model.config.get_text_config(decoder=True).max_position_embeddings
+        self.own = [i for i, layer in enumerate(self.cache.layers) if _holds_all(layer, length)]
         self.stored: dict[int, Tensor] = {}
         self.bias: dict[int, Tensor] = {}
         self.move = move
@@ -97,6 +98,11 @@ class MaskedDense(Reader):
             return super().__call__(ids, **inputs)
         finally:
             _running = None
+
+
+def _holds_all(layer: Any, length: int) -> bool:
+    """True if a layer holds the keys of all tokens of a text of the trained `length`."""
+    return type(layer) is DynamicLayer or getattr(layer, "sliding_window", 0) >= length
 
 
 def _widened(numbers: Tensor, heads: int, columns: int) -> Tensor:

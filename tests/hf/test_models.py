@@ -8,13 +8,17 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
+    GitConfig,
+    GitForCausalLM,
+    Kosmos2Config,
+    Kosmos2ForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.modeling_utils import AttentionInterface
 
 import kvfold
-from kvfold import CompressedCache, UnsupportedModel
+from kvfold import CompressedCache, KvfoldError, UnsupportedModel
 from kvfold.cache import model_trial
 from kvfold.hf.attention import NAMES
 from tests.helpers.models import WITHOUT_INTERFACE, WITHOUT_OUR_CACHE, build, prompts
@@ -24,6 +28,17 @@ from tests.helpers.truth import Reader
 @pytest.fixture
 def model():
     return build("llama")
+
+
+def small(kind):
+    """A tiny configuration of a model that reads images."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2}
+    if kind is GitForCausalLM:
+        return GitConfig(vision_config={**sizes, "image_size": 32}, vocab_size=99, **sizes)
+    text = {"embed_dim": 32, "layers": 2, "ffn_dim": 32, "attention_heads": 2, "vocab_size": 99}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    return Kosmos2Config(text_config=text, vision_config=vision, latent_query_num=2)
 
 
 @pytest.mark.parametrize("name", WITHOUT_INTERFACE)
@@ -40,7 +55,7 @@ def test_models_that_would_be_answered_wrongly_are_refused_when_a_cache_is_made(
     model = build(name)
     before = model.config._attn_implementation
     for spec in ("knorm", "h2o", "knorm"):
-        with pytest.raises(UnsupportedModel, match=r"cannot tell what|cannot read"):
+        with pytest.raises(UnsupportedModel, match=r"cannot tell what|not with a cache of kvfold"):
             CompressedCache(model, spec, 20)
     assert model.config._attn_implementation == before
 
@@ -105,6 +120,41 @@ def test_a_model_whose_layers_all_slide_is_refused():
     with pytest.raises(UnsupportedModel, match=r"slide, and hold 16 tokens.* nothing to compress"):
         CompressedCache(model, "snapkv", 64)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_refused_model_reads_no_text_or_no_cache_of_kvfolds():
+    for name, kind, reason in (
+        ("minimax", None, "reads text, but not with a cache of kvfold's: MiniMax uses cache of"),
+        (None, GitForCausalLM, "attends to its cache without transformers' attention interface"),
+        (None, Kosmos2ForConditionalGeneration, "cannot read text alone: You have to specify"),
+    ):
+        model = build(name) if name else kind(small(kind))
+        with pytest.raises(UnsupportedModel, match=reason):
+            CompressedCache(model, "snapkv", 64)
+
+
+def test_a_window_is_compared_with_the_length_after_rope_scaling():
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    yarn["original_max_position_embeddings"] = 64
+    wide = build("mistral", max_position_embeddings=64, sliding_window=256, rope_parameters=yarn)
+    assert len(CompressedCache(wide, "snapkv", 64).states) == 4
+    changes = {"max_position_embeddings": 64, "sliding_window": 128, "rope_parameters": yarn}
+    with pytest.raises(UnsupportedModel, match=r"slide, and hold 128 tokens"):
+        CompressedCache(build("mistral", **changes), "snapkv", 64)
+
+
+def test_a_text_that_would_fill_a_wide_window_is_refused():
+    model = build("mistral", max_position_embeddings=64, sliding_window=70)
+
+    def made(tokens, new, **options):
+        cache, ids = CompressedCache(model, "snapkv:window=8", 30), prompts((tokens,))[0]
+        options |= {"allow_longer": True, "max_new_tokens": new, "min_new_tokens": new}
+        return kvfold.generate(model, ids, cache=cache, **options)
+
+    assert made(68, 3).shape == (1, 71)  # the last token is not read
+    for tokens, new, options in ((68, 4, {}), (71, 1, {}), (68, 4, {"compile": True})):
+        with pytest.raises(KvfoldError, match=r"slide from 70 on.* shorten the text"):
+            made(tokens, new, **options)
 
 
 def test_a_model_whose_forward_takes_no_cache_is_refused(model, monkeypatch):

@@ -14,7 +14,7 @@ from tests.helpers.exactness import (
     kernel_spread,
     read_prompt,
 )
-from tests.helpers.models import FAMILIES
+from tests.helpers.models import FAMILIES, NEVER_SLIDING
 
 
 @BATCHES
@@ -28,6 +28,15 @@ def test_with_budget_to_spare_column_sums_change_no_logits(name, lengths):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_budget_to_spare_every_family_is_the_stock_cache(name, spec, budget, lengths):
     assert_as_stock(name, spec, budget, lengths, torch.float32)
+
+
+@BATCHES
+@pytest.mark.parametrize("name", NEVER_SLIDING)
+def test_layers_whose_windows_never_slide_are_compressed_as_full_ones(name, lengths):
+    assert_as_stock(name, "snapkv:window=8", 1.0, lengths, torch.float32)
+    off, effect, _ = against_truth(name, "snapkv:window=8", lengths, torch.float64, False)
+    assert off <= 1e-6
+    assert effect > 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

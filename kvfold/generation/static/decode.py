@@ -159,6 +159,7 @@ def decode_compiled(
     options = dict(options)
     config = compile_config(_chosen(model, options, "compile_config"))
     room = max(0, _new_tokens(model, options, input_ids.shape[1]) - 1)
+    cache.binding.check_length(input_ids.shape[1] + room)
     handed = GraphCache(cache, room, config.backend)
     # First, since a processor may fail as well.
     processors = [_AfterForward(handed), *(options.pop("logits_processor", None) or [])]

@@ -17,7 +17,7 @@ from kvfold.hf.header import differences, digest, rope_differences
 from kvfold.hf.identity import FIELDS, rope_header
 from kvfold.hf.models import shares_entries, text_config
 from kvfold.hf.rotation import Rotation
-from kvfold.hf.stock_layers import is_compressible, stock_layers
+from kvfold.hf.stock_layers import is_compressible, never_sliding_windows, stock_layers
 from kvfold.serve.vllm.checkpoint import weights
 
 
@@ -100,10 +100,12 @@ class MetaModel:
 
     def _check_layers(self) -> None:
         own = [is_compressible(layer) for layer in stock_layers(self.model)]
-        if not all(own) or len(own) != self.layers or shares_entries(self.model):
+        plain = all(own) and not never_sliding_windows(self.model)
+        if not plain or len(own) != self.layers or shares_entries(self.model):
             raise UnsupportedModel(
-                f"{self.name} has layers that hold something else than the keys and values of all "
-                "tokens, or share them: vLLM lays these out apart, which kvfold does not fill"
+                f"{self.name} has layers with a window, or that hold something else than the keys "
+                "and values of all tokens, or share them: vLLM lays these out apart, which kvfold "
+                "does not fill"
             )
 
     def _rotation(self, layer: int) -> Rotation:
