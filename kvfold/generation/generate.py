@@ -328,6 +328,11 @@ def _assisted(
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
     cache, last = resumed.cache, input_ids.shape[1] - 1
     check_assisted()
+    if cache.method.stages().decode == "every":
+        raise KvfoldError(
+            f"{cache.method} evicts in rounds, and assisted decoding freezes the cache while it "
+            "checks its drafts: choose one of them"
+        )
     if restarts(model):
         raise KvfoldError(
             f"recurrent layers of {type(model).__name__} begin anew in a forward of several "

@@ -147,8 +147,11 @@ assisted = pytest.mark.skipif(
 )
 
 
+IN_ROUNDS = [spec for spec in COMPRESSING if kvfold.parse(spec).stages().decode == "every"]
+
+
 @assisted
-@pytest.mark.parametrize("spec", COMPRESSING)
+@pytest.mark.parametrize("spec", [spec for spec in COMPRESSING if spec not in IN_ROUNDS])
 @pytest.mark.parametrize("helper", ["prompt lookup", "assistant"])
 def test_assisted_is_greedy_on_the_same_frozen_cache(model, spec, helper):
     ids = prompts((30,))[0].repeat(1, 2)  # repeats itself, so that lookup finds something
@@ -187,6 +190,16 @@ def test_assistance_follows_a_method_s_own_forwards(spec, budget):
         assert cache.get_seq_length() == 0
     got = kvfold.generate(model, ids, cache=cache, prompt_lookup_num_tokens=3, **greedy)
     assert torch.equal(got, expected)
+
+
+@assisted
+@pytest.mark.parametrize("spec", ["snapkv:window=8 + every:interval=4", *IN_ROUNDS])
+def test_assistance_is_refused_to_methods_in_rounds(model, spec):
+    """A frozen cache has no rounds, and would grow by the whole answer."""
+    cache = compressed(model, spec)
+    with pytest.raises(KvfoldError, match="evicts in rounds.*choose one"):
+        kvfold.generate(model, prompts((64,))[0], cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    assert cache.get_seq_length() == 0
 
 
 @assisted
