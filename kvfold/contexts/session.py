@@ -200,7 +200,13 @@ class Session:
         now: bool = False,
         special_tokens: bool = False,
     ) -> None:
-        """Drops messages and shortens others, by id, in one pass; as `drop` and `shorten`."""
+        """Drops messages and shortens others, by id, in one pass; as `drop` and `shorten`.
+
+        Raises KvfoldError for a message that is to be both.
+        """
+        both = sorted(set(drop) & set(shorten))
+        if both:
+            raise KvfoldError(f"message {both[0]!r} is dropped or shortened, not both")
         texts = {
             name: self._shorter(self.record.item(name), text, special_tokens)
             for name, text in shorten.items()

@@ -273,6 +273,15 @@ def test_an_edit_that_fails_changes_nothing(new, model, monkeypatch):
     assert session.context is context and session.record is record
 
 
+def test_a_message_is_not_dropped_and_shortened_in_one_edit(new):
+    session = new("knorm", 500)
+    session.ask(Message(text(0), id="a"), Message(text(1), id="b"), max_new_tokens=2)
+    context, record = session.context, session.record
+    with pytest.raises(KvfoldError, match="message 'b' is dropped or shortened, not both"):
+        session.edit(["a", "b"], {"b": text(2, 2)}, now=True)
+    assert session.context is context and session.record is record
+
+
 def test_a_message_is_dropped_rather_than_shortened(new):
     session = new("knorm", 500)
     session.ask(Message(text(0, 3), id="a"), Message(text(1), id="b"), max_new_tokens=2)
