@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on tensors, counted as they run."""
+"""Operations on tensors as they run: their count, and the largest tensor that they make."""
 
 from __future__ import annotations
 
@@ -32,4 +32,18 @@ class Operations(TorchDispatchMode):
         elif not func.is_view:
             written = (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
             self.count += sum(tensor.numel() for tensor in written)
+        return out
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *made, 0)
         return out

@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kvfold.inspect.attention_maps import (
     CELLS,
@@ -22,6 +18,7 @@ from kvfold.inspect.attention_maps import (
 from kvfold.inspect.downsample import cuts
 from tests.helpers.inspected import TOKENS, dense, ids
 from tests.helpers.models import build
+from tests.helpers.operations import LargestTensor
 
 
 @pytest.mark.slow
@@ -98,22 +95,10 @@ def test_rows_of_cells_are_all_of_a_query_s_attention() -> None:
         assert bool((layer.edges[: lazy_window(TOKENS)] > 0.999).all())
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.elements = max(self.elements, *made, 0)
-        return out
-
-
 @pytest.mark.slow
 def test_no_matrix_of_all_queries_and_entries_is_made() -> None:
     tokens = 1500
-    with Largest() as largest:
+    with LargestTensor() as largest:
         watch_attention(build("llama"), ids(tokens))
     assert 0 < largest.elements < tokens * tokens / 2
 

@@ -24,6 +24,7 @@ from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.methods.base import Composition, Measured
 from kvfold.methods.every import Every
+from kvfold.methods.stages.score import redundancy
 from tests.helpers.budgets import SMALL, compressed
 from tests.helpers.by_hand import (
     WINDOW,
@@ -51,6 +52,7 @@ from tests.helpers.caches import (
 from tests.helpers.contexts import assert_same, new_model
 from tests.helpers.exactness import against_truth
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.operations import LargestTensor
 from tests.helpers.rounds import assert_each_round, per_full_head, unlike
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
@@ -507,6 +509,28 @@ def test_bytes_stay_flat_over_a_long_answer(spec):
         sizes.append(reader.cache.stats().nbytes - reader.cache.stats().slack_bytes)
     assert max(sizes[-32:]) <= max(sizes[:32])
     assert max(kept(reader.cache)) <= 2 * SMALL + 16
+
+
+def largest_of_prompt_and_round(spec: str, tokens: int) -> int:
+    """Elements of the largest tensor made while a prompt is read and a round of 3 is over."""
+    with LargestTensor() as largest:
+        reader = start(build("llama"), every(spec), (tokens,), budget=tokens // 2)
+        decode(reader, 3)
+    assert kept(reader.cache) == [tokens // 2]
+    return largest.elements
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["rkv", "snapkv_decode", "scissorhands", TRIATTENTION])
+def test_no_matrix_of_all_pairs_of_tokens_is_made(spec):
+    tokens = 1500
+    assert 0 < largest_of_prompt_and_round(spec, tokens) < tokens**2 / 2
+
+
+@pytest.mark.slow
+def test_a_matrix_of_all_pairs_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(redundancy, "TILE", 1500)
+    assert largest_of_prompt_and_round("rkv", 1500) >= 1500**2
 
 
 @pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8"])

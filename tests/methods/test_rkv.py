@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold import KvfoldError
+from kvfold.methods import rkv
 from kvfold.methods.rkv import RKV, important_and_new
 from kvfold.methods.stages.score import redundancy as module
 from kvfold.methods.stages.score.redundancy import redundancy, shares
@@ -16,6 +17,7 @@ from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     PADDED,
     SHAPES,
+    ByHand,
     Layer,
     assert_prefill,
 )
@@ -99,6 +101,22 @@ def test_prompts_by_hand(name, lam, spare_first, heads, lengths):
 def test_rounds_by_hand(name, lam, spare_first, lengths, interval):
     rule = per_full_head(lambda head: important_and_new_by_hand(head, lam, spare_first))
     assert_each_round(f"{name} + every:interval={interval}", rule, lengths, interval)
+
+
+@pytest.mark.parametrize("interval", [3, 10])
+@pytest.mark.parametrize("lengths", [PADDED, (64,), (17,)], ids=["padded", "long", "short"])
+def test_official_rounds_count_the_whole_text_by_hand(lengths, interval, monkeypatch):
+    """In a batch they count the longest row, as the columns do."""
+    monkeypatch.setattr(rkv, "INTERVAL", interval)
+    keep = per_full_head(lambda head: important_and_new_by_hand(head, 0.07, True))
+
+    def where_due(one: ByHand) -> None:
+        one.prompt = getattr(one, "prompt", one.seen)
+        columns = one.seen - one.prompt + max(lengths)
+        if one.seen == one.prompt or columns % interval == 0:
+            keep(one)
+
+    assert_each_round("rkv_official", where_due, lengths, 1)
 
 
 def test_rounds_are_every_128_tokens_unless_asked_otherwise():
