@@ -19,6 +19,7 @@ from kvfold.attention import handshake
 from kvfold.attention.padding import Padding, announce, forget_announced
 from kvfold.budget import Budget
 from kvfold.cache import model_trial, setup
+from kvfold.cache.bound import bounded
 from kvfold.cache.byte_count import stats_of
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
@@ -37,7 +38,6 @@ from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
 from kvfold.hf.stock_layers import can_crop_stock, crop_stock, layer_lengths, stock_layers
 from kvfold.methods.base import Method, parse
-from kvfold.methods.every import in_rounds
 from kvfold.methods.observation import ContextReconstruction
 
 
@@ -54,10 +54,11 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         seed: fixes the choice of random methods.
         keep_scores: keep the scores of kept entries, for smaller budgets later (`cache/shrink.py`).
         every: generated tokens after which the cache is back at its size, "method + every".
+        max_cache_tokens: most entries while answering, with rounds if needed (`cache/bound.py`).
 
     Raises BudgetError for a budget that is missing, superfluous, or below the forced entries;
     UnsupportedModel for a model whose answers would be wrong; KvfoldError for a bad method, and for
-    `keep_scores` or `every` of a method that cannot.
+    `keep_scores`, `every` or `max_cache_tokens` of a method that cannot.
 
     Under tensor parallelism each process's cache holds its own KV heads, and all must do the same
     at the same time; see `cache/tensor_parallel.py`.
@@ -74,8 +75,10 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         seed: int = 0,
         keep_scores: bool = False,
         every: int | None = None,
+        max_cache_tokens: int | None = None,
     ) -> None:
-        self.method, self.seed = in_rounds(parse(method), every), seed
+        self.method, budget = bounded(parse(method), budget, every, max_cache_tokens)
+        self.max_cache_tokens, self.seed = max_cache_tokens, seed
         if keep_scores:
             check_nested(self.method)
         self.protect = spans_of(protect)

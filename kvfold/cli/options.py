@@ -220,18 +220,19 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def checked(
-    method: str, budget: str | None, every: int | None = None
+    method: str,
+    budget: str | None,
+    every: int | None = None,
+    max_cache_tokens: int | None = None,
 ) -> tuple[Method, Budget | None]:
-    """A parsed method and budget; `every` as `CompressedCache` takes it.
+    """A parsed method and budget; the other options are those of `CompressedCache`.
 
     Raises KvfoldError for those that a cache would refuse: commands call it before they load a
     large model.
     """
-    from kvfold.budget import Budget
+    from kvfold.cache.bound import bounded
     from kvfold.cache.plan import checked_budget
     from kvfold.methods.base import parse
-    from kvfold.methods.every import in_rounds
 
-    made = in_rounds(parse(method), every)
-    limit = None if budget is None else Budget.of(budget)
+    made, limit = bounded(parse(method), budget, every, max_cache_tokens)
     return made, checked_budget(made, limit, made.stages().forced.least)

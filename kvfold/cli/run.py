@@ -60,6 +60,10 @@ def command(
         int | None,
         typer.Option(min=1, help="Generated tokens after which the cache is back at its size."),
     ] = None,
+    max_cache_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most entries per layer and KV head while answering."),
+    ] = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt read per forward.")
     ] = None,
@@ -85,7 +89,7 @@ def command(
         from kvfold.cli.streamed_answer import streamed_answer
         from kvfold.generation.generate import check_per_chunk
     # Refused here, before a large model is loaded.
-    chosen, limit = checked(method, budget, every)
+    chosen, limit = checked(method, budget, every, max_cache_tokens)
     if compress == "per_chunk":
         check_per_chunk(chosen, prefill_chunk)
     # transformers shows its own progress.

@@ -80,6 +80,7 @@ def enable(
     tokenizer: PreTrainedTokenizerBase | None = None,
     prefill_chunk: int | None = None,
     every: int | None = None,
+    max_cache_tokens: int | None = None,
     seed: int = 0,
 ) -> Enabled:
     """Routes the model's attention through kvfold, where nothing changes without our cache.
@@ -96,7 +97,13 @@ def enable(
     Raises UnsupportedModel for encoder-decoders and for models that compute attention themselves;
     KvfoldError for options without a method; and what `CompressedCache` raises.
     """
-    make: dict[str, Any] = {"budget": budget, "tokenizer": tokenizer, "every": every, "seed": seed}
+    make: dict[str, Any] = {
+        "budget": budget,
+        "tokenizer": tokenizer,
+        "every": every,
+        "max_cache_tokens": max_cache_tokens,
+        "seed": seed,
+    }
     if method is None:
         if any((*make.values(), prefill_chunk)):
             raise KvfoldError('name a method, too: kvfold.enable(model, "snapkv", 0.3)')

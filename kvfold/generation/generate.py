@@ -328,10 +328,12 @@ def _assisted(
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
     cache, last = resumed.cache, input_ids.shape[1] - 1
     check_assisted()
-    if cache.method.stages().decode == "every":
+    bound = cache.max_cache_tokens
+    if bound is not None or cache.method.stages().decode == "every":
+        what = f"max_cache_tokens={bound} bounds the answer"
         raise KvfoldError(
-            f"{cache.method} evicts in rounds, and assisted decoding freezes the cache while it "
-            "checks its drafts: choose one of them"
+            f"{what if bound else f'{cache.method} evicts in rounds'}, and assisted decoding "
+            "freezes the cache while it checks its drafts: choose one of them"
         )
     if restarts(model):
         raise KvfoldError(

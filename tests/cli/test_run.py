@@ -52,6 +52,17 @@ def test_run_holds_its_budget_over_long_answers(folder: Path) -> None:
     assert {n for layer in asked["stats"]["kept"] for row in layer for n in row} == {22}
 
 
+def test_run_bounds_an_answer(folder: Path) -> None:
+    """72 words, 19 generated tokens are read: rounds of 4, after 20 entries."""
+    given = ["run", str(folder), "--method", "knorm", "--prompt", PROMPT, "--max-new-tokens", "20"]
+    bounded = run_json(*given, "--max-cache-tokens", "24", "--every", "4")
+    composed = run_json(*given, "--budget", "20", "--every", "4")
+    assert bounded["answer"] == composed["answer"] and bounded["stats"] == composed["stats"]
+    assert {n for layer in bounded["stats"]["kept"] for row in layer for n in row} == {23}
+    message = refused(*given[:3], "full", *given[4:], "--max-cache-tokens", "24")
+    assert "takes no budget" in message
+
+
 def test_run_gives_the_model_s_own_answer_with_the_full_cache(folder: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(PROMPT)

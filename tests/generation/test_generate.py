@@ -197,7 +197,7 @@ def test_assistance_follows_a_method_s_own_forwards(spec, budget):
 def test_assistance_is_refused_to_methods_in_rounds(model, spec):
     """A frozen cache has no rounds, and would grow by the whole answer."""
     cache = compressed(model, spec)
-    with pytest.raises(KvfoldError, match="evicts in rounds.*choose one"):
+    with pytest.raises(KvfoldError, match=r"evicts in rounds.*choose one"):
         kvfold.generate(model, prompts((64,))[0], cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
     assert cache.get_seq_length() == 0
 
