@@ -32,6 +32,7 @@ from kvfold.eval.run.plan import contenders
 from kvfold.eval.run.run_folder import RECORDS, SAMPLES, samples_file, summarize, write_records
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import select
+from kvfold.methods.description import without_files
 from kvfold.methods.registry import listed
 from kvfold.report import write
 from kvfold.report.board import boards
@@ -79,15 +80,21 @@ def settled(samples: Sequence[SampleResult]) -> list[SampleResult]:
     begun: dict[bool, set[str]] = defaultdict(set)
     met: dict[tuple[EvalCell, int], set[str]] = defaultdict(set)
     for sample in samples:
-        cell = sample.cell
-        if cell.method in {FULL, *real_picture.LINES}:
-            begun[cell.protocol.question_aware].add(cell.method)
-            met[cell.reference, sample.index].add(cell.method)
+        cell, name = sample.cell, without_files(sample.cell.method)
+        if name in {FULL, *real_picture.LINES}:
+            begun[cell.protocol.question_aware].add(name)
+            met[cell.reference, sample.index].add(name)
     return [
         sample
         for sample in samples
         if met[sample.cell.reference, sample.index] == begun[sample.cell.protocol.question_aware]
     ]
+
+
+def of_newest_files(samples: Sequence[SampleResult]) -> list[SampleResult]:
+    """Samples of each method with the files that it read last, such as a scorer fitted anew."""
+    newest = {sample.cell.method: sample.cell.files for sample in samples}
+    return [sample for sample in samples if sample.cell.files == newest[sample.cell.method]]
 
 
 def named(results: Sequence[CellResult]) -> list[CellResult]:
@@ -135,7 +142,7 @@ def publish(folder: Path, root: Path = ROOT) -> None:
     with tempfile.TemporaryDirectory() as name:
         copied = Path(name)
         shutil.copy(folder / SAMPLES, copied)
-        samples = settled(samples_file(copied).load().records)
+        samples = settled(of_newest_files(samples_file(copied).load().records))
         results = named(summarize(samples))
         results, rows, ours = merged(results, out)
         fresh = [sample for sample in samples if key(sample.cell) in ours]

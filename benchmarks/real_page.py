@@ -16,6 +16,7 @@ from kvfold.eval.run.plan import Contender
 from kvfold.methods.description import shortest
 from kvfold.report.board import Board, boards, haystacks, sources
 from kvfold.report.headline import FIFTH, headline
+from kvfold.report.names import readable
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow, rows
 from kvfold.report.tables import COLUMNS, cells
@@ -102,7 +103,7 @@ def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
     for aware, when in WHEN.items():
         parts.append(f"## {when[0].upper()}{when[1:]}")
         parts += _board(found[aware]) if aware in found else []
-        parts += _by_task(results, planned, aware)
+        parts += _by_task(readable(results), planned, aware)
     parts += ["## How to read it", READING, command, _setup(results)]
     parts += ["## More", f"{LINKS}\n{OTHERS}"]
     return "\n\n".join(part for part in parts if part) + "\n"

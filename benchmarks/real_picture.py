@@ -36,10 +36,10 @@ class Line(NamedTuple):
     dash: tuple[int, ...] = ()
 
 
-# Methods of the picture, by their text in the records.
+# Methods of the picture, by their names in reports.
 LINES = {
     "kvzip": Line("KVzip", COLORS[0], "o"),
-    "zap:file=.models/smollm2-scorer.safetensors": Line("zap", "#5f6b00", "h", (1, 1)),
+    "zap": Line("zap", "#5f6b00", "h", (1, 1)),
     "pyramidkv": Line("PyramidKV", COLORS[1], "s", (6, 3)),
     "snapkv": Line("SnapKV", COLORS[2], "^", (2, 2)),
     "d2o": Line("D2O", COLORS[3], "D", (8, 3, 2, 3)),

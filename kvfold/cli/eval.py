@@ -128,6 +128,7 @@ def command(
         from kvfold.eval.run import plan as planning
         from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
         from kvfold.eval.run.job import worker_spec
+        from kvfold.eval.run.read_files import digests
         from kvfold.eval.tasks import SampleRequest
         from kvfold.hf.chat_template import token_count
         from kvfold.jobs.executor import here
@@ -135,6 +136,8 @@ def command(
         from kvfold.methods.registry import listed
     # Refused here, before a large model is loaded.
     contenders = planning.contenders(listed(methods), words(budgets) if budgets else [])
+    for name, _ in contenders:
+        digests(name)
     request = SampleRequest(
         samples=samples,
         seed=seed,

@@ -38,11 +38,6 @@ from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.select.one_set import Rule
 from kvfold.store.encoding import Encode
 
-
-class FileName(str):
-    """An option that names a file, "none" for no file; a server refuses it from clients."""
-
-
 # Largest options of methods: an int32 token count, a float32 score
 LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
 
@@ -298,16 +293,17 @@ def spelled_out(method: Method) -> str:
 
 def is_registered(method: Method) -> bool:
     """True if another process can make the method from its `spelled_out` text."""
-    return all(registered(called(part)) is type(part) for part in _parts(method))
+    return all(registered(called(part)) is type(part) for part in parts_of(method))
 
 
 def origins(method: Method) -> dict[str, str]:
     """Module of each part that is not kvfold's own, by the part's name."""
-    modules = {called(part): type(part).__module__ for part in _parts(method)}
+    modules = {called(part): type(part).__module__ for part in parts_of(method)}
     return {name: of for name, of in modules.items() if not of.startswith("kvfold.")}
 
 
-def _parts(method: Method) -> tuple[Method, ...]:
+def parts_of(method: Method) -> tuple[Method, ...]:
+    """The methods of a composition; of another method, itself."""
     return method.parts if isinstance(method, Composition) else (method,)
 
 
@@ -347,7 +343,7 @@ def parse(spec: str | Method) -> Method:
 
 def _check_numbers(method: Method) -> None:
     """Raises KvfoldError, naming the option, for a number outside int32 or float32."""
-    for part in _parts(method):
+    for part in parts_of(method):
         for option in dataclasses.fields(part):
             value = getattr(part, option.name)
             for number in value if isinstance(value, tuple) else (value,):

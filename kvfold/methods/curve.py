@@ -2,12 +2,10 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvfold.methods.base import Across, FileName, Method, Stages, register
+from kvfold.methods.base import Across, Method, Stages, register
 from kvfold.methods.expected_attention import ExpectedAttention
-from kvfold.methods.fitted import FittedFile
+from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.stages.allocate.parts import Curve, bounds, by_parts
-
-NO_FILE = FileName("none")
 
 
 @register(

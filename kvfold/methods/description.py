@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Across, Measured, Method, Stages, parse
+from kvfold.methods.base import Across, Measured, Method, Stages, called, parse, parts_of
+from kvfold.methods.fitted import NO_FILE, FileName
 from kvfold.methods.registry import list_methods, preset
 
 DECODE = {
@@ -67,6 +68,33 @@ def shortest(text: str) -> str:
     except KvfoldError:
         return text
     return " + ".join(map(_shortest, getattr(method, "parts", (method,))))
+
+
+def files_of(method: Method) -> dict[str, FileName]:
+    """Files that the method's options name, each by "method:option"."""
+    named = {
+        f"{called(part)}:{option.name}": getattr(part, option.name)
+        for part in parts_of(method)
+        for option in dataclasses.fields(part)
+    }
+    return {n: v for n, v in named.items() if isinstance(v, FileName) and v != NO_FILE}
+
+
+def without_files(text: str) -> str:
+    """A method's text without the options that name files; what is no method stays as it is."""
+    try:
+        method = parse(text)
+    except KvfoldError:
+        return text
+    if not files_of(method):
+        return text
+    return " + ".join(map(_without_files, parts_of(method)))
+
+
+def _without_files(method: Method) -> str:
+    options = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
+    named = [name for name, value in options.items() if isinstance(value, FileName)]
+    return str(dataclasses.replace(method, **dict.fromkeys(named, NO_FILE)))
 
 
 def _shortest(method: Method) -> str:

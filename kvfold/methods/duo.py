@@ -4,8 +4,8 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, FileName, Method, Stages, register
-from kvfold.methods.fitted import FittedFile
+from kvfold.methods.base import Across, Method, Stages, register
+from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.retrieval import (
     RetrievalScores,
@@ -16,7 +16,6 @@ from kvfold.methods.stages.allocate.retrieval import (
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 
-NO_FILE = FileName("none")
 WHOLE = "heads keep everything, or their first and last tokens"
 
 

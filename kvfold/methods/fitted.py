@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from kvfold.methods.observation import Observation
 
 
+class FileName(str):
+    """An option that names a file, "none" for no file; a server refuses it from clients."""
+
+
+NO_FILE = FileName("none")
+
+
 @dataclass(frozen=True, eq=False)
 class Fitted:
     """Numbers of one model, for each of its layers and KV heads.

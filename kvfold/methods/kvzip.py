@@ -4,13 +4,13 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, FileName, Method, Schedule, Stages, register
+from kvfold.methods.base import Across, Method, Schedule, Stages, register
+from kvfold.methods.fitted import NO_FILE, FileName
 from kvfold.methods.observation import ContextReconstruction, Needs
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS, most_attention
 
-NO_FILE = FileName("none")
 POOL = partial(Across, partial(candidates_of, score=most_attention), per_head=True)
 
 

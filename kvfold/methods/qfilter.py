@@ -2,14 +2,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.methods.base import FileName, Method, Stages, register
-from kvfold.methods.fitted import FittedFile
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.filters import Filters
 from kvfold.methods.stages.score.learned import learned
-
-NO_FILE = FileName("none")
 
 
 @register("qfilter", paper="arXiv 2503.02812", formula="s[l, h, t] = ⟨k[l, h, t], u[l, h]⟩")

@@ -3,13 +3,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.methods.base import Across, FileName, Method, Stages, register
+from kvfold.methods.base import Across, Method, Stages, register
+from kvfold.methods.fitted import NO_FILE, FileName
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.parts import PartsFile, bounds, by_parts
 from kvfold.methods.stages.score.observation_window import check_window, window_votes
 from kvfold.methods.stages.select.forced import Forced
-
-NO_FILE = FileName("none")
 
 
 @register(

@@ -4,15 +4,13 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Across, FileName, Method, Stages, register
-from kvfold.methods.fitted import FittedFile
+from kvfold.methods.base import Across, Method, Stages, register
+from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled
 from kvfold.methods.stages.allocate.uniform import uniform
 from kvfold.methods.stages.score.learned import Scorer, learned
 from kvfold.methods.stages.select.forced import Forced
-
-NO_FILE = FileName("none")
 
 
 @register(

@@ -4,13 +4,12 @@ from functools import partial
 from typing import ClassVar
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import FileName, Measured, Method, Stages, register
-from kvfold.methods.fitted import FittedFile
+from kvfold.methods.base import Measured, Method, Stages, register
+from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.above import above
 from kvfold.methods.stages.score.learned import Scorer, learned
 from kvfold.methods.stages.select.forced import Forced
-from kvfold.methods.zap import NO_FILE
 
 
 @register(

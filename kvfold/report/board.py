@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from kvfold.eval.run.cell import EvaluatedModel
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.report.names import readable
 from kvfold.report.summary import ReportRow, rows
 
 Kind = Literal["overall", "group", "task"]
@@ -113,9 +114,9 @@ def _with_tasks(named: Iterable[tuple[str, str]]) -> str:
 
 
 def boards(results: Sequence[CellResult]) -> list[Board]:
-    """One board per model and protocol, question-agnostic ones first."""
+    """One board per model and protocol, agnostic ones first; methods have `readable` names."""
     found: dict[tuple[EvaluatedModel, bool, str], list[CellResult]] = {}
-    for result in results:
+    for result in readable(results):
         protocol = result.cell.protocol
         key = (result.cell.subject, protocol.question_aware, protocol.history)
         found.setdefault(key, []).append(result)

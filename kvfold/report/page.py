@@ -188,6 +188,8 @@ def _facts(board: Board) -> list[tuple[str, list[str]]]:
         ("Longest prompt", [f"{r.cell.protocol.max_length:,} tokens" for r in results]),
         ("Cut prompts by rule", rules),
         ("Seed", [str(r.cell.seed) for r in results]),
+        ("Fitted files", [f"{r.cell.method}: {', '.join(r.cell.files)}" for r in results
+         if r.cell.files]),
         ("Data", [name for r in results for name in r.cell.data]),
         ("Machine", machines),
         ("Versions", versions),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from functools import partial
 from itertools import chain
 from threading import Event, local
@@ -28,7 +27,8 @@ from kvfold.contexts.files.coding import Coding
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
 from kvfold.hf.models import text_config, trained_length
-from kvfold.methods.base import Composition, FileName, Method, parse
+from kvfold.methods.base import Method, parse, parts_of
+from kvfold.methods.description import files_of
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import TEXT, TOKENS, ContextPool, token_bytes
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted, generate_answer
@@ -337,15 +337,11 @@ class Engine:
 
 def _check_no_files(method: Method) -> None:
     """Raises KvfoldError for a client's method with an option that names a file on this machine."""
-    for part in method.parts if isinstance(method, Composition) else (method,):
-        for option in fields(part):
-            value = getattr(part, option.name)
-            if isinstance(value, FileName) and value != "none":
-                raise KvfoldError(f"{part.name}:{option.name} names a file, which clients may not")
+    for option in files_of(method):
+        raise KvfoldError(f"{option} names a file, which clients may not")
 
 
 def _names(*methods: str | Method) -> frozenset[str]:
     """Names of methods; of a composition, those of its parts; of a preset, its method's name."""
     parsed = [parse(method) for method in methods]
-    parts = (m.parts if isinstance(m, Composition) else (m,) for m in parsed)
-    return frozenset(part.name for several in parts for part in several)
+    return frozenset(part.name for method in parsed for part in parts_of(method))

@@ -395,3 +395,15 @@ def test_the_picture_is_read_on_a_small_screen_without_colours(publishing: Modul
     assert len({line.marker for line in lines}) == len(lines)
     with_budget = [line for name, line in picture.LINES.items() if name in SEVERAL]
     assert len({line.dash for line in with_budget}) == len(SEVERAL)
+
+
+def test_samples_of_a_file_fitted_anew_are_not_mixed_with_older_ones(
+    publishing: ModuleType,
+) -> None:
+    def of(files: tuple[str, ...], index: int) -> SampleResult:
+        line = sample("zap:file=a", "0.2", index, True)
+        return line.model_copy(update={"cell": line.cell.model_copy(update={"files": files})})
+
+    full, old, new = sample("full", None, 0, True), of(("1a",), 0), of(("2b",), 0)
+
+    assert publishing.of_newest_files([full, old, of(("1a",), 1), new]) == [full, new]

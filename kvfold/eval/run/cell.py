@@ -67,7 +67,8 @@ class EvalCell(BaseModel):
 
     `length` is the token length of generated samples, None for a benchmark's own rows. `data` names
     the sources of the samples. The method "cut" is a full cache on a context truncated to the
-    budget.
+    budget. `files` are digests of what the method reads, such as a fitted scorer, so that another
+    file is another cell; records from before they were noted have none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -80,6 +81,7 @@ class EvalCell(BaseModel):
     protocol: EvalProtocol
     method: str
     budget: str | None
+    files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         length = "" if self.length is None else f" {self.length}"
@@ -89,4 +91,4 @@ class EvalCell(BaseModel):
     @property
     def reference(self) -> EvalCell:
         """The cell of the full cache on the same samples."""
-        return self.model_copy(update={"method": FULL, "budget": None})
+        return self.model_copy(update={"method": FULL, "budget": None, "files": ()})

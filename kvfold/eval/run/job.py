@@ -18,6 +18,7 @@ from kvfold.eval.run.outcome import BatchOutcome, attempt
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.question_agnostic import run_question_agnostic
 from kvfold.eval.run.question_aware import run_question_aware
+from kvfold.eval.run.read_files import check_unchanged
 from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, sample_digest
 from kvfold.eval.run.streaming import run_streaming
 from kvfold.eval.run.truncated import as_whole_context, context_room
@@ -131,8 +132,10 @@ def _outcomes(
 ) -> Iterator[tuple[EvalCell, BatchOutcome]]:
     """Outcomes of cells that differ in method and budget only, by the task's phase and protocol.
 
-    Raises KvfoldError for samples that cannot be read, or are too long.
+    Raises KvfoldError for samples that cannot be read, or are too long, and for changed files.
     """
+    for cell in cells:
+        check_unchanged(cell)
     first = cells[0]
     task, limit = tasks()[first.task], first.protocol.answer_tokens
     prompts = [_prompt(sample, tokenizer, limit, task) for sample in samples]

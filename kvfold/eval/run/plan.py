@@ -19,6 +19,7 @@ from kvfold.eval.run.cell import (
     EvaluatedModel,
 )
 from kvfold.eval.run.job import EvalJob
+from kvfold.eval.run.read_files import digests
 from kvfold.eval.run.sample_result import sample_digest
 from kvfold.eval.run.shared_reading import observing_alike
 from kvfold.eval.tasks import SampleRequest, Task, TaskSample, UnreadableSample, source
@@ -114,6 +115,7 @@ class TaskSamples:
                 protocol=protocol,
                 method=method,
                 budget=budget,
+                files=digests(method),
             )
             for method, budget in contenders
             if self.task.phase != "stream" or streams(method)

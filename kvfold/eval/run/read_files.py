@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of the files that methods read: fitted scorers, filters, heads, and sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import lru_cache
+
+from kvfold.bundled import FOLDER
+from kvfold.errors import KvfoldError
+from kvfold.eval.run.cell import TRUNCATED, EvalCell
+from kvfold.methods.base import Across, Stages, parse
+from kvfold.methods.description import files_of
+from kvfold.methods.fitted import NO_FILE, FittedFile
+
+
+def digests(method: str) -> tuple[str, ...]:
+    """Digest of each file that the method reads, the bundled ones among them.
+
+    Raises KvfoldError, naming the file, if one cannot be read.
+    """
+    if method == TRUNCATED:
+        return ()
+    parsed = parse(method)
+    paths = [*files_of(parsed).values(), *_bundled(parsed.stages())]
+    return tuple(map(_digest, paths))
+
+
+def check_unchanged(cell: EvalCell) -> None:
+    """Raises KvfoldError if a file that the cell's method reads is not the one it was planned with.
+
+    So no record mixes two versions of a file, and no worker reads another machine's.
+    """
+    if cell.files != digests(cell.method):
+        raise KvfoldError(
+            f"a file that {cell.method} reads has changed since the run began: start it again, "
+            "which evaluates the method with the new file"
+        )
+
+
+def _bundled(stages: Stages) -> list[str]:
+    """Paths of the bundled model's files that the stages read."""
+    parts = stages.allocate.parts if isinstance(stages.allocate, Across) else None
+    needs = (stages.needs.scorer, stages.needs.fitted_heads, parts)
+    fitted = [need for need in needs if isinstance(need, FittedFile) and need.file == NO_FILE]
+    return [str(FOLDER / need.kind.bundled) for need in fitted]
+
+
+def _digest(path: str) -> str:
+    try:
+        state = os.stat(path)
+        return _digest_of(path, state.st_mtime_ns, state.st_size)
+    except OSError as problem:
+        raise KvfoldError(f"cannot read {path}: {problem.strerror or problem}") from problem
+
+
+@lru_cache(maxsize=64)
+def _digest_of(path: str, modified: int, size: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
