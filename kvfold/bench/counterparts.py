@@ -30,6 +30,7 @@ from kvfold.methods.simlayerkv import SimLayerKV
 from kvfold.methods.snapkv import SnapKV
 from kvfold.methods.streaming_llm import StreamingLLM
 from kvfold.methods.tova import TOVA
+from kvfold.methods.zap import Zap
 
 # [name, arguments] of a press; an argument may itself be a press.
 Press = list[Any]
@@ -100,6 +101,8 @@ PRESSES: dict[type[Method], Callable[[Any], Press]] = {
             "epsilon": m.epsilon,
         },
     ],
+    # Reads the attention module's input, and keeps equally many entries in every head.
+    Zap: lambda m: ["KVzapPress", {"model_type": "linear"}],
     SimLayerKV: lambda m: [
         "SimLayerKVPress",
         {"lazy_threshold": m.threshold, "n_recent": m.window, "n_initial": m.sinks},

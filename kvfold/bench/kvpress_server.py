@@ -25,7 +25,7 @@ from typing import Any
 import kvpress
 import torch
 import transformers
-from kvpress.presses import kvzip_press
+from kvpress.presses import kvzap_press, kvzip_press
 
 Answer = dict[str, Any]
 CUDA = torch.cuda.is_available()
@@ -105,6 +105,9 @@ class KvpressServer:
         # KVzipPress loads a tokenizer by the model's name, which a random model lacks.
         folded = KvpressTokenizer(own, model.config.vocab_size)
         kvzip_press.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: folded)
+        # KVzapPress downloads its scorers by the model's name.
+        scorer = random_scorer(model.config).to(DEVICE)
+        kvzap_press.KVzapModel = SimpleNamespace(from_pretrained=lambda _: scorer)
         last = sorted(model.named_parameters())[-1][1].detach()
         return {"check": last.flatten()[:8].double().tolist()}
 
@@ -188,6 +191,16 @@ class KvpressServer:
         masks = state.masks or [None] * len(attentions)
         for attention, mask in zip(attentions, masks, strict=True):
             attention.masked_key_indices = mask
+
+
+def random_scorer(config: Any) -> Any:
+    """A linear KVzap of random weights for a model of that configuration."""
+    shape = kvzap_press.KVzapConfig(
+        input_dim=config.hidden_size,
+        output_dim=config.num_key_value_heads,
+        n_modules=config.num_hidden_layers,
+    )
+    return kvzap_press.KVzapModel(shape)
 
 
 def timed(function: Callable[..., Any], spans: list[tuple[Any, Any]]) -> Callable[..., Any]:

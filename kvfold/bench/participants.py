@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from kvfold.bench.baseline import full_cache, full_twin
 from kvfold.bench.clock import compression_watched, seconds
 from kvfold.bench.models import BenchModel
 from kvfold.bench.peak import can_measure, peak_of
+from kvfold.bench.random_scorer import runnable
 from kvfold.bench.sdpa_variants import SdpaChoice
 from kvfold.cache.cache import CompressedCache
 from kvfold.generation.generate import read_turn
@@ -183,12 +186,14 @@ class MethodParticipant(LocalParticipant):
 
     def __init__(self, subject: BenchModel, method: str, budget: str | None) -> None:
         super().__init__(ParticipantLabel("kvfold", method, budget), subject, subject.model)
+        self.folder = TemporaryDirectory(prefix="kvfold-bench-")
+        self.method = runnable(method, subject, Path(self.folder.name))
         self.cache = self.make(0)  # checks method, budget and model now
 
     def make(self, room: int) -> CompressedCache:
         return CompressedCache(
             self.model,
-            self.label.method,
+            self.method,
             self.label.budget,
             tokenizer=self.subject.tokenizer,
             seed=self.subject.source.seed,

@@ -27,35 +27,54 @@ if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
 
 
-@torch.no_grad()
 def shrunk(cache: CompressedCache, budget: Budget | float | str) -> CompressedCache:
     """A copy of `cache` with a smaller budget, as if its first prefill had been compressed to it.
 
-    Raises BudgetError for a larger budget; KvfoldError for a cache without kept scores, for one
-    that has read or generated more since, and for a method that is not nested.
+    Only kept entries are copied. Raises as `shrink`.
+    """
+    # The stores share their entries until each has gathered what it keeps.
+    stores = {id(state.store): state.stored().fork() for state in cache.states if state.store}
+    other = copy.deepcopy(cache, dict(stores))
+    shrink(other, budget)
+    for state in other.states:
+        state.stored().unshare()
+    return other
+
+
+@torch.no_grad()
+def shrink(cache: CompressedCache, budget: Budget | float | str) -> None:
+    """Evicts to a smaller budget, in place, as if the first prefill had been compressed to it.
+
+    One layer after another, so that no second cache is held; forks keep the entries that they
+    share. Raises BudgetError for a larger budget; KvfoldError for a cache without kept scores, for
+    one that has read or generated more since, and for a method that is not nested. The cache then
+    stays as it is.
     """
     check_nested(cache.method)
     _check_settled(cache)
-    stages = setup.stages_of(
-        cache.method, cache.protect, cache.ranks, cache.states[0].rotation.model
-    )
+    model = cache.states[0].rotation.model
+    stages = setup.stages_of(cache.method, cache.protect, cache.ranks, model)
     made = checked_budget(cache.method, budget, stages.forced.least)
     assert made is not None
     by_kept = cache.ranks.joining(_by_kept_scores(cache.method.stages(), stages))
-    other = copy.deepcopy(cache)
-    other.budget = made
-    plans = [replace(state.plan, budget=made) for state in other.states]
-    observed = [(state, _observation(state)) for state in other.states]
-    for state, plan in zip(other.states, plans, strict=True):
+    plans = [state.plan for state in cache.states]
+    for state in cache.states:
         _check_smaller(state, made)
-        state.plan = replace(plan, stages=by_kept)
-    for state, observation in observed:
-        _check_monotone(state, observation)
-    for state, observation in observed:
-        bring_to_budget(state, observation)
-    for state, plan in zip(other.states, plans, strict=True):
-        state.plan = plan
-    return other
+    observed = [(state, _observation(state)) for state in cache.states]
+    try:
+        for state, observation in observed:
+            state.plan = replace(state.plan, budget=made, stages=by_kept)
+            _check_monotone(state, observation)
+        cache.budget = made
+        plans = [replace(plan, budget=made) for plan in plans]
+        for state, observation in observed:
+            if state.reindexed is not None:
+                # Sinks that have moved are written back in place, which no fork may see.
+                state.store = copy.deepcopy(state.store)
+            bring_to_budget(state, observation)
+    finally:
+        for state, plan in zip(cache.states, plans, strict=True):
+            state.plan = plan
 
 
 def check_nested(method: Method) -> None:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
+from kvfold.cache.shrink import shrink
 from kvfold.contexts.context import Context
 from kvfold.errors import KvfoldError
 from kvfold.serve.context_folder import ContextFolder
@@ -62,13 +63,18 @@ class ContextPool(Pool[Context]):
         return True
 
     def _shrink(self, held: Stored[Context], budget: float | str) -> None:
-        """Replaces a context by a smaller one; it stays as it is where that is refused."""
+        """Makes a context smaller, layer by layer; it stays as it is where that is refused.
+
+        Nobody else uses it, so it shrinks in place: a copy would have to be counted, too.
+        """
         assert held.value is not None
         held.moving = held.shrunk = True
+        before = held.size
         try:
             with self._released():
-                smaller, before = held.value.shrink(budget), held.size
-            held.note(smaller)
+                held.value.check()
+                shrink(held.value.cache, budget)
+            held.note(held.value)
             self._free(before - held.size)
         except KvfoldError as problem:
             log.info("context %s does not shrink: %s", held.id, problem)

@@ -100,6 +100,10 @@ class Store(ABC):
         """A store that shares all present entries and grows by itself."""
 
     @abstractmethod
+    def unshare(self) -> None:
+        """Copies the entries that it still shares with the store that it was forked from."""
+
+    @abstractmethod
     def named(self) -> Named:
         """All tensors by name, as views, one for each row's KV head; for context files."""
 

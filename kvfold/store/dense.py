@@ -172,6 +172,14 @@ class DenseStore(Store):
             other._bias = SharedNumbers(self._bias.rows)
         return other
 
+    def unshare(self) -> None:
+        if isinstance(self._keys, SharedBuffer):
+            self._keys, self._values = GrowingBuffer(self.keys), GrowingBuffer(self.values)
+        if isinstance(self._columns, SharedColumns):
+            self._columns = EntryColumns(self._columns.rows)
+        if isinstance(self._bias, SharedBuffer):
+            self.set_bias(self._bias.rows)
+
     def view(self) -> Tensor | BiasedColumns | None:
         """Columns `[B, H, T]`, int32, for attention's mask; None while slot i is column i."""
         columns = self.stored_columns

@@ -133,6 +133,10 @@ class RaggedStore(Store):
         other._bias = None if self._bias is None else self._bias.fork()
         return other
 
+    def unshare(self) -> None:
+        for part in self._parts():
+            part.unshare()
+
     def view(self) -> RaggedView | None:
         """View for attention; a later append does not change it.
 

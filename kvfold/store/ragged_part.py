@@ -77,6 +77,11 @@ class Part:
         other.tail = SharedBuffer(self.tail.rows)
         return other
 
+    def unshare(self) -> None:
+        """Copies a tail that it shares; encoded entries never change, and may stay shared."""
+        if isinstance(self.tail, SharedBuffer):
+            self.tail = GrowingBuffer(self.tail.rows, ROOM)
+
     def view(self) -> PartView:
         """View for one attention call."""
         return PartView(self.encoded, self.tail.rows, self.gaps)

@@ -16,6 +16,7 @@ from kvfold.bench.record import RoundRecord
 from kvfold.bench.sdpa_variants import SdpaChoice, fastest
 from kvfold.errors import KvfoldError
 from kvfold.generation.static.decode import compiling
+from kvfold.hf.fitted_numbers import read_scorer_file
 from kvfold.jobs.records import RecordFile
 from tests.helpers.benchmarks import bench
 from tests.helpers.models import build
@@ -104,3 +105,26 @@ def test_bytes_of_quantized_layers_count_each_storage_once() -> None:
     shared = torch.zeros(10, dtype=torch.uint8)
     held = {"a": shared, "b": [shared[2:], (torch.zeros(3), {"c": torch.zeros(2)})], "d": 4}
     assert transformers_quantized.tensor_bytes(held, set()) == 10 + 12 + 8
+
+
+@pytest.mark.parametrize("method", ["zap", "zap:level=uniform", "zap_threshold:threshold=0"])
+def test_zap_runs_on_random_weights_by_a_scorer_of_their_shape(
+    subject: BenchModel, method: str
+) -> None:
+    """By the seed, so that the process that measures the peak makes the same one."""
+    budget = None if "threshold" in method else "0.5"
+    one, other = (MethodParticipant(subject, method, budget) for _ in range(2))
+    for participant in (one, other):
+        participant.prefill(subject.tokens(1, 64), 1)
+
+    assert one.label.method == method
+    assert one.cache_size() == other.cache_size() and 0.2 < one.cache_size().kept <= 1
+    assert read_scorer_file(one.method.file)[1].keys() > {"weights", "scales", "projections"}
+
+
+def test_zap_of_a_loaded_model_reads_its_own_scorer() -> None:
+    subject = BenchModel.of("bundled", None, 0)
+
+    assert str(MethodParticipant(subject, "zap", "0.5").method) == "zap"
+    with pytest.raises(KvfoldError, match="cannot read nowhere"):
+        MethodParticipant(BenchModel.of("tiny", "float32", 0), "zap:file=nowhere", "0.5")

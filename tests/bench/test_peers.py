@@ -53,6 +53,8 @@ def test_counterparts_pass_on_parameters_and_what_is_evicted() -> None:
         },
     ]
     assert press("compactor", "0.25")[1]["blending"] is None
+    zap = {"model_type": "linear", "compression_ratio": 0.75}
+    assert press("zap", "0.25") == ["KVzapPress", zap]
     for method in ("keydiff", "cur", "lagkv", "leverage", "non_causal", "expected_attention"):
         assert press(method, "0.25")[1]["compression_ratio"] == 0.75
     for method, budget in (

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 import kvfold
-from kvfold.cache.shrink import check_nested, shrunk
+from kvfold.cache.fork import fork
+from kvfold.cache.shrink import check_nested, shrink, shrunk
 from kvfold.errors import BudgetError, KvfoldError
 from tests.helpers.budgets import METHODS, NAMED
 from tests.helpers.caches import ALONE, PADDED, decode
+from tests.helpers.chats import storages
 from tests.helpers.contexts import DOCUMENT, assert_same, new_model
 from tests.helpers.models import build, prompts
+from tests.helpers.scorers import zap_of
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
 
@@ -76,6 +80,46 @@ def check_shrunk(model: Any, spec: str, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("spec", NESTED)
 def test_shrunk_is_compressed_at_once(models, spec):
     check_shrunk(models[3], spec, PADDED)
+
+
+ENTRIES = ["knorm", "streaming_llm:positions=reindex,sinks=2", "snapkv:window=8", "zap"]
+
+
+@pytest.mark.parametrize("spec", ENTRIES)
+@pytest.mark.parametrize("small", [0.25, 0.6])
+def test_the_two_share_no_entries(models, spec, small, tmp_path):
+    """The larger cache stays bit for bit, also where a layer keeps everything."""
+    spec = zap_of(models[3], tmp_path) if spec == "zap" else spec
+    large = reader_of(models[3], spec, 0.6, ALONE).cache
+    before = copy.deepcopy(large)
+    smaller = shrunk(large, small)
+
+    assert_same(large, before)
+    mine, theirs = (
+        storages([vars(layer.state.stored()) for layer in cache.layers], {}, set())
+        for cache in (smaller, large)
+    )
+    everything = small == 0.6 and spec.startswith("zap")  # packed entries, which never change
+    assert bool(mine.keys() & theirs.keys()) == everything
+
+
+@pytest.mark.parametrize("spec", ENTRIES)
+def test_in_place_forks_keep_what_they_share(models, spec, tmp_path):
+    spec = zap_of(models[3], tmp_path) if spec == "zap" else spec
+    large, small = (reader_of(models[3], spec, budget, ALONE).cache for budget in (0.6, 0.25))
+    readers = [Reader(models[3], fork(large)), Reader(models[3], fork(copy.deepcopy(large)))]
+    for reader in readers:
+        reader.started = True
+    with pytest.raises(BudgetError):
+        shrink(large, 0.7)
+    shrink(large, 0.25)
+
+    for mine, theirs in zip(large.states, small.states, strict=True):
+        one, two = mine.stored().named(), theirs.stored().named()
+        assert one.keys() == two.keys()
+        assert all(all(map(torch.equal, parts, two[name])) for name, parts in one.items())
+    for one, two in zip(*(decode(reader, 2) for reader in readers), strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("groups", [1, 8])

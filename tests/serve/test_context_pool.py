@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -21,6 +22,7 @@ from kvfold.serve.stored import size_of
 from tests.helpers.chats import storages
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.held_contexts import counted, in_memory
+from tests.helpers.scorers import zap_of
 from tests.helpers.serving import until
 
 
@@ -57,17 +59,21 @@ def test_the_least_recently_used_go_to_disk_and_come_back(holder, made):
     assert not any(prefixes._named for prefixes in contexts._prefixes.values())
 
 
-def test_contexts_shrink_before_any_goes_to_disk(model, tokenizer, holder, made):
-    contexts, texts = holder(2.5), (DOCUMENT, DOCUMENT[:-9], DOCUMENT[:-21])
+@pytest.mark.parametrize(("spec", "room"), [("knorm", 2.5), ("zap", 2.9)])
+def test_contexts_shrink_before_any_goes_to_disk(
+    model, tokenizer, holder, made, spec, room, tmp_path
+):
+    spec = zap_of(model, tmp_path) if spec == "zap" else spec
+    contexts, texts = holder(room), (DOCUMENT, DOCUMENT[:-9], DOCUMENT[:-21])
     contexts.shrink = 20
     for i, text in enumerate(texts):
-        context = kvfold.compress(model, tokenizer, text, "knorm", 40, keep_scores=True)
+        context = kvfold.compress(model, tokenizer, text, spec, 40, keep_scores=True)
         contexts.add(context, f"c{i}")
     assert in_memory(contexts) == ["c0", "c1", "c2"] and contexts.to_disk == 0
     assert contexts.nbytes == counted(contexts) <= contexts.memory
     assert [held.stats.budget for held in contexts.all()] == ["20 tokens", "20 tokens", "40 tokens"]
     for i, budget in enumerate((20, 20, 40)):
-        alone = kvfold.compress(model, tokenizer, texts[i], "knorm", budget)
+        alone = kvfold.compress(model, tokenizer, texts[i], spec, budget)
         with contexts.reading(f"c{i}") as context:
             assert context.ask(QUESTION, max_new_tokens=6) == alone.ask(QUESTION, max_new_tokens=6)
     # Without scores, and where nothing is left to shrink, contexts go to disk.
@@ -76,6 +82,19 @@ def test_contexts_shrink_before_any_goes_to_disk(model, tokenizer, holder, made)
     contexts.add(made[2], "d2")
     assert contexts.to_disk > 0 and contexts.nbytes == counted(contexts) <= contexts.memory
     assert contexts.get("d0").stats.budget == "40 tokens"
+
+
+def test_a_context_shrinks_without_a_second_cache(model, tokenizer, holder, made, tmp_path):
+    """Its own layers let go of the larger stores."""
+    contexts = holder(10)
+    contexts.shrink = 20
+    context = kvfold.compress(model, tokenizer, DOCUMENT, zap_of(model, tmp_path), 40)
+    stored = contexts.add(context)
+    held = [weakref.ref(state.stored()) for state in context.cache.states]
+    with contexts._changed:
+        contexts._shrink(stored, 20)
+    assert not any(store() for store in held) and stored.value is context
+    assert contexts.nbytes == counted(contexts) == stored.size
 
 
 def test_a_context_is_written_once(holder, made, monkeypatch):
