@@ -49,7 +49,10 @@ def take_over(
 def check_observed(reader: Method, method: Method) -> None:
     """Raises KvfoldError unless a prefill by `reader` observes what `method` needs."""
     read, wanted = reader.stages(), method.stages()
-    alike = read.needs.while_reading == wanted.needs.while_reading
+    needs = wanted.needs
+    if needs.references is None:  # queries that were noted beside all else change nothing
+        needs = replace(needs, references=read.needs.references)
+    alike = read.needs.while_reading == needs.while_reading
     pruned = read.token_pruning is not None or wanted.token_pruning is not None
     if reader != method and (not alike or pruned or wanted.needs.window > read.needs.window):
         raise KvfoldError(

@@ -48,7 +48,7 @@ class Match(Method):
     bias: BiasPer = "entry"  # a bias for each entry, one for a head, none
     values: Literal["fit", "kept"] = "fit"  # fitted, or as they were
     references: Literal["repeat", "text"] = "repeat"  # of the repetition where there is one
-    queries: int = 4096  # most reference queries of a KV head
+    queries: int = 2048  # most reference queries of a KV head
     ridge: float = 0.0  # pull towards the values as they were, 0: by the bias
     hold: float = 1e-3  # pull of weights towards 1
 
