@@ -295,9 +295,7 @@ def main(
             named = path.stem, seed, tokens
             wanted.add(named)
             missing = [
-                name
-                for name in methods
-                if any((*named, name, part) not in known for part in parts)
+                name for name in methods if any((*named, name, part) not in known for part in parts)
             ]
             for made in rows(model, tokenizer, document, missing, parts) if missing else ():
                 row = Row(text=path.stem, seed=seed, tokens=tokens, **made)

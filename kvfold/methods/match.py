@@ -35,7 +35,8 @@ class Match(Method):
     gives all entries of a head one bias; `"none"`, with `target="block"`, none: such contexts go
     into vLLM. `values="kept"` leaves the values. Errors on held-out reference queries, and guards,
     are in `stats()`. `ridge=0` means 0.01 with a bias per head and 0.001 else; with
-    `target="whole"` a smaller one lets values explode. A text's opening is kept as it is, and a
+    `target="whole"` a smaller one lets values explode. A head that keeps more than the part `up_to`
+    of its entries stays as it is: it loses least, and would cost most. So does a text's opening; a
     later turn is fitted by its own queries. Raises KvfoldError for options out of range, and for
     `bias="none"` with values fitted to the whole output, which overshoot.
     Different from the released code: true non-negative weights, and the ridge.
@@ -51,10 +52,13 @@ class Match(Method):
     queries: int = 2048  # most reference queries of a KV head
     ridge: float = 0.0  # pull towards the values as they were, 0: by the bias
     hold: float = 1e-3  # pull of weights towards 1
+    up_to: float = 0.5  # heads that keep a larger part of their entries stay as they are
 
     def __post_init__(self) -> None:
-        if self.queries < 64 or self.ridge < 0 or self.hold < 0:
-            raise KvfoldError("match takes at least 64 queries, and ridge and hold from 0 on")
+        if self.queries < 64 or min(self.ridge, self.hold, self.up_to) < 0:
+            raise KvfoldError(
+                "match takes at least 64 queries, and ridge, hold and up_to from 0 on"
+            )
         if self.bias == "none" and self.values == "fit" and self.target == "whole":
             raise KvfoldError(
                 "match: without a bias, values fitted to the whole output overshoot, and the cache "
@@ -69,6 +73,6 @@ class Match(Method):
 
     def brings(self) -> Stages:
         ridge = self.ridge or (1e-2 if self.bias == "head" else 1e-3)
-        refit = Matching(self.target, self.bias, self.values == "fit", ridge, self.hold)
+        refit = Matching(self.target, self.bias, self.values == "fit", ridge, self.hold, self.up_to)
         repeated = self.references == "repeat"
         return Stages(needs=Needs(references=ReferencesNeed(self.queries, repeated)), refit=refit)

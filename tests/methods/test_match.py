@@ -23,6 +23,7 @@ from kvfold.serve.vllm.export import check_plain
 from tests.helpers.caches import ALONE, BATCHES, PADDED, positions, start
 from tests.helpers.contexts import assert_same, new_model
 from tests.helpers.models import build, continuation, prompts
+from tests.helpers.scorers import zap_of
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader, stock_cache
 
@@ -149,6 +150,26 @@ def test_the_same_entries_are_kept_with_other_values_and_a_bias(spec, lengths):
     assert "refitted: error of held-out outputs" in str(made.stats())
 
 
+@pytest.mark.parametrize("spec", ["kvzip_plus", "kvzip:score=rms,floor=0.25", "zap"])
+def test_a_pool_of_all_heads_is_refitted(spec, tmp_path):
+    """The same entries stay, and the report's error is lower in all layers together."""
+    model, tokenizer = new_model(), word_tokenizer()
+    spec = zap_of(model, tmp_path) if spec == "zap" else spec
+    plain, made = (
+        kvfold.compress(model, tokenizer, DOCUMENT, each, 30).cache
+        for each in (spec, f"{spec} + match")
+    )
+    assert positions(made) == positions(plain)
+    for own, other in zip(made.states, plain.states, strict=True):
+        real = own.columns() >= 0
+        (keys, values), (as_read, before) = own.stored().dense(), other.stored().dense()
+        assert torch.equal(keys[real], as_read[real])
+        assert not torch.equal(values[real], before[real])
+        assert bool(own.stored().bias[real].any())
+    refits = torch.tensor(made.stats().refits)
+    assert float(refits[:, 1].mean()) < float(refits[:, 0].mean())
+
+
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "kvzip"])
 def test_without_biases_and_values_it_is_plain_eviction(spec):
     model, tokenizer = new_model(), word_tokenizer()
@@ -252,7 +273,7 @@ def test_what_cannot_be_refitted_is_refused(spec, reason):
         parse(spec).stages()
 
 
-@pytest.mark.parametrize("options", ["queries=10", "ridge=-1", "hold=-0.1"])
+@pytest.mark.parametrize("options", ["queries=10", "ridge=-1", "hold=-0.1", "up_to=-1"])
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(KvfoldError, match="match takes at least 64 queries"):
         parse(f"snapkv + match:{options}")

@@ -49,6 +49,13 @@ def give_biases(cache: kvfold.CompressedCache, seed: int = 3) -> list[Tensor]:
     return by_column
 
 
+def grouped(name: str, groups: int, **changes: Any) -> Any:
+    """A random model with so many query heads of each KV head."""
+    query_heads, heads = GROUPS[groups]
+    sizes = {"num_attention_heads": query_heads, "num_key_value_heads": heads}
+    return build(name, hidden_size=8 * query_heads, **sizes, **changes)
+
+
 def biased(
     model: Any, spec: str, lengths: tuple[int, ...] = ALONE
 ) -> tuple[Reader, MaskedDense, list[Tensor]]:
@@ -91,11 +98,7 @@ def test_biases_are_an_additive_mask_in_every_family(name, spec, lengths):
 @STORES
 @pytest.mark.parametrize("groups", GROUPS)
 def test_biases_are_an_additive_mask_for_all_groups(groups, spec, lengths):
-    query_heads, heads = GROUPS[groups]
-    sizes = {"num_attention_heads": query_heads, "num_key_value_heads": heads}
-    sizes |= {"hidden_size": 8 * query_heads}
-    model = build("llama", torch.float64, **sizes)
-    reader, truth, _ = biased(model, spec, lengths)
+    reader, truth, _ = biased(grouped("llama", groups, dtype=torch.float64), spec, lengths)
     assert off(reader, truth) <= 1e-6
 
 
@@ -211,12 +214,9 @@ def test_tokens_in_place_of_others_have_no_bias(spec):
         assert torch.equal(found[old], expected[old])
 
 
-@pytest.mark.slow
-@BATCHES
-@pytest.mark.parametrize("spec", [DENSE, RAGGED, "tova", f"{DENSE} + kivi:group=8,residual=8"])
-def test_compiled_decoding_adds_biases(spec, lengths):
+def check_compiled(model: Any, spec: str, lengths: tuple[int, ...]) -> None:
+    """Raises AssertionError unless compiled decoding of biased entries has the eager logits."""
     torch._dynamo.reset()
-    model = build("llama", num_hidden_layers=2)
     ids, mask = prompts(lengths)
     outs = []
     for how in ({}, COMPILED):
@@ -241,3 +241,24 @@ def test_compiled_decoding_adds_biases(spec, lengths):
         assert all(state.stored().bias is not None for state in cache.states)
     for expected, got in zip(outs[0].logits, outs[1].logits, strict=True):
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@BATCHES
+@pytest.mark.parametrize("spec", [DENSE, RAGGED, "tova", f"{DENSE} + kivi:group=8,residual=8"])
+def test_compiled_decoding_adds_biases(spec, lengths):
+    check_compiled(build("llama", num_hidden_layers=2), spec, lengths)
+
+
+@pytest.mark.slow
+@STORES
+@pytest.mark.parametrize("groups", GROUPS)
+def test_compiled_decoding_adds_biases_for_all_groups(groups, spec):
+    check_compiled(grouped("llama", groups, num_hidden_layers=2), spec, PADDED)
+
+
+@pytest.mark.slow
+@STORES
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3", "olmo2"])
+def test_compiled_decoding_adds_biases_in_every_family(name, spec):
+    check_compiled(build(name, num_hidden_layers=2), spec, PADDED)

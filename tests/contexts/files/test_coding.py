@@ -97,6 +97,21 @@ def test_kivi4_gives_back_codes_of_groups(model, tokenizer, tmp_path, spec):
     assert loaded.ask(QUESTION, max_new_tokens=5)
 
 
+@pytest.mark.parametrize("codec", ["zstd", "kivi4", "kvtc:file={},ratio=2,window=8"])
+@pytest.mark.parametrize("spec", ["snapkv:window=8 + match", "kvzip + match"])
+def test_biases_are_exact_with_every_codec(model, tokenizer, tmp_path, basis, spec, codec):
+    context = kvfold.compress(model, tokenizer, DOCUMENT, spec, 40)
+    context.save(tmp_path / "coded", codec=codec.format(basis))
+    loaded = kvfold.load(tmp_path / "coded", model, tokenizer)
+    for given, found in zip(context.cache.states, loaded.cache.states, strict=True):
+        real = given.columns() >= 0
+        assert torch.equal(given.columns(), found.columns())
+        assert bool(given.stored().bias[real].any())
+        assert torch.equal(found.stored().bias[real], given.stored().bias[real])
+    assert loaded.stats().refits == context.stats().refits
+    assert loaded.ask(QUESTION, max_new_tokens=5)
+
+
 def test_a_low_ratio_is_near_exact(model, tokenizer, tmp_path, basis):
     context = compressed(model, tokenizer, "full")
     context.save(tmp_path / "coded", codec=f"kvtc:file={basis},ratio=1")

@@ -54,6 +54,12 @@ class RowReferences(NamedTuple):
     rest_mass: Tensor  # [H, n]
     judges: int
 
+    def judging(self) -> RowReferences:
+        """Those that judge a fit, without the others."""
+        first = self.queries.shape[1] - self.judges
+        queries, rest, mass = (each[:, first:] for each in self[:3])
+        return RowReferences(queries, rest, mass, self.judges)
+
 
 @dataclass(frozen=True)
 class Compaction:

@@ -82,7 +82,8 @@ class Matching:
     `target`: "whole" fits the attention output with all else in view, "block" the entries' alone,
     as published. `bias`: of each entry, one number for a head's entries, or none. `ridge` draws
     values towards the kept ones, `hold` weights towards 1, both as parts of the largest eigenvalue.
-    `fit_values`: False keeps the values.
+    `fit_values`: False keeps the values. Heads that keep more than the part `up_to` of the block
+    stay as they are: they cost most, and lose least.
     """
 
     target: Target
@@ -90,6 +91,7 @@ class Matching:
     fit_values: bool
     ridge: float
     hold: float
+    up_to: float = 1.0
 
     @property
     def gives_bias(self) -> bool:
@@ -107,8 +109,8 @@ class Matching:
         for row, references in enumerate(given.references.rows()):
             mine = (slots[row] >= 0) & given.block[row].gather(1, slots[row].clamp(min=0))
             sums = torch.zeros(3, dtype=torch.float64, device=slots.device)
-            for heads in _together(mine.sum(-1).tolist(), references.queries.shape[1]):
-                fitted = self._of_heads(given, row, references, heads, mine[heads])
+            for heads, queries in self._batches(references, mine, given.block[row]):
+                fitted = self._of_heads(given, row, queries, heads, mine[heads])
                 found = fitted.values.clamp(-most, most).to(values.dtype)
                 for head, now, added in zip(heads, found, fitted.bias, strict=True):
                     at = mine[head].nonzero()[:, 0]
@@ -119,6 +121,16 @@ class Matching:
                 report[row, 3] += (fitted.bias <= torch.tensor(LEAST).log() + 1e-3).sum()
             report[row, :2] = (sums[:2] / sums[2]).sqrt().float()
         return Refitted(values, bias if self.gives_bias or given.bias is not None else None, report)
+
+    def _batches(
+        self, references: RowReferences, mine: Tensor, block: Tensor
+    ) -> Iterator[tuple[list[int], RowReferences]]:
+        """Heads that are fitted together, with their references: judges alone where none is."""
+        counts = mine.sum(-1)
+        dense = counts > self.up_to * block.sum(-1)
+        for queries, chosen in ((references, ~dense), (references.judging(), dense)):
+            for heads in _together(chosen, counts, queries.queries.shape[1]):
+                yield heads, queries
 
     def _of_heads(
         self, given: Compaction, row: int, references: RowReferences, heads: list[int], mine: Tensor
@@ -251,16 +263,19 @@ class RefittedHeads(NamedTuple):
     sums: Tensor  # [3]
 
 
-def _together(counts: list[int], queries: int) -> Iterator[list[int]]:
-    """Heads that are fitted together: of at least half as many entries as the first of them."""
-    batch: list[int] = []
-    for head in sorted(range(len(counts)), key=lambda head: -counts[head]):
-        most = counts[batch[0]] if batch else 0
-        if batch and (2 * counts[head] < most or (len(batch) + 1) * most * queries > MOST_LOGITS):
+def _together(chosen: Tensor, counts: Tensor, queries: int) -> Iterator[list[int]]:
+    """Batches of the `chosen [H]` heads: of at least 3/4 as many entries as the first of them."""
+    heads = chosen.nonzero()[:, 0]
+    of_heads = counts[heads].sort(descending=True, stable=True)
+    room, batch, most = MOST_LOGITS // max(1, queries), list[int](), 0
+    for head, count in zip(heads[of_heads.indices].tolist(), of_heads.values.tolist(), strict=True):
+        if batch and (4 * count < 3 * most or room < (len(batch) + 1) * most):
             yield batch
             batch = []
+        most = count if not batch else most
         batch.append(head)
-    yield batch
+    if batch:
+        yield batch
 
 
 def _wide(slots: Tensor, entries: Tensor) -> Tensor:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import e
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvfold.kernels.column_maxima import attend_with_column_maxima
 from kvfold.kernels.partial_attention import PartOutput, attend_to_part, largest_logits
 from kvfold.methods.stages.refit.base import Compaction, References
 from kvfold.methods.stages.refit.matching import Matching, Queries
@@ -45,6 +47,29 @@ def test_biases_are_those_of_non_negative_least_squares(golden):
     scaled = (golden.logits[0] - golden.largest[0, :, None]).exp()
     mass = (golden.block.mass - golden.largest)[0].exp()
     assert float((scaled @ weights - mass).square().sum()) == pytest.approx(3.301085, abs=1e-5)
+
+
+def test_keys_of_highest_attention_are_those_computed_by_hand():
+    everything = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    query, key, value = (each[None, None] for each in (QUERIES, KEYS, VALUES))
+    scored = everything[0, :, 0]
+    options = {"scale": 0.5, "scored": scored, "rms": True}
+    _, rms = attend_with_column_maxima(query, key, value, everything, **options)
+    expected = [0.136458, 0.121252, 0.136786, 0.125746, 0.129136, 0.167189, 0.140199, 0.121100]
+    torch.testing.assert_close(rms[0, 0], torch.tensor(expected).double(), rtol=0, atol=1e-6)
+    assert torch.equal(rms[0, 0].topk(3).indices, KEPT)
+
+
+def test_true_non_negative_weights_err_less_than_the_published_clamped_ones(golden):
+    scaled = (golden.logits[0] - golden.largest[0, :, None]).exp()
+    mass = (golden.block.mass - golden.largest)[0].exp()
+    clamped = torch.linalg.lstsq(scaled, mass[:, None]).solution[:, 0].clamp(e**-3, e**3)
+    expected = torch.tensor([0.049787, 3.739806, 4.310226]).double()
+    torch.testing.assert_close(clamped, expected, rtol=0, atol=1e-5)
+    published = float((scaled @ clamped - mass).square().sum())
+    assert published == pytest.approx(4.122851, abs=1e-5)
+    own = PUBLISHED.biases(golden, torch.ones(1, 3, dtype=torch.bool))[0].exp()
+    assert float((scaled @ own - mass).square().sum()) < published
 
 
 def test_values_are_those_of_least_squares(golden):
@@ -228,6 +253,22 @@ def test_all_entries_stay_as_they_are(target):
     assert float(made.bias[real].abs().max()) <= 1e-5
     expected = given.values[real]
     torch.testing.assert_close(made.values[real], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_keep_much_stay_as_they_are_and_count_in_the_report():
+    given = compaction()
+    slots = given.slots.clone()
+    slots[:, 1, 3:] = -1  # the second heads keep 3 entries, the first ones 12 of 40 and of 30
+    given = replace(given, slots=slots)
+    made, every = replace(WHOLE, up_to=0.2)(given), WHOLE(given)
+    assert torch.equal(made.values[:, 0], kept_values(given)[:, 0])
+    assert not made.bias[:, 0].any()
+    torch.testing.assert_close(made.values[:, 1], every.values[:, 1])
+    torch.testing.assert_close(made.bias[:, 1], every.bias[:, 1])
+    before = errors(given, kept_values(given), None, judges=True)
+    after = errors(given, made.values, made.bias, judges=True)
+    torch.testing.assert_close(made.report[:, 0], torch.tensor(before), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(made.report[:, 1], torch.tensor(after), rtol=1e-4, atol=1e-6)
 
 
 def test_without_a_fit_it_is_plain_eviction_bit_for_bit():

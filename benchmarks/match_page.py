@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picture and tables of docs/how-far-down.md: `python benchmarks/match_page.py`.
+
+The records of `match_kl.py` are docs/results/match/rows.jsonl. Equal records give equal files.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from match_kl import Row
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from numpy.typing import NDArray
+
+from kvfold.jobs.records import RecordFile
+from kvfold.report.style import COLORS, DASHES
+
+Array = NDArray[np.float64]
+
+ROOT = Path(__file__).parents[1]
+PAGE, OUT = ROOT / "docs" / "how-far-down.md", ROOT / "docs" / "results" / "match"
+PICTURE = "kl-against-bytes.svg"
+BEGIN, END = "<!-- made by benchmarks/match_page.py: {} -->", "<!-- end -->"
+BASE = "kvzip"
+TARGETS = {0.2: 0.45, 0.1: 0.5, 0.05: 0.65, 0.02: 0.85}  # of KL beside `BASE`
+DRAWN = [
+    "kvzip", "kvzip + match", "kvzip_plus", "kvzip_plus + match", "kvzip:score=rms,floor=0.25",
+    "kvzip:score=rms,floor=0.25 + match", "kvzip + kivi:bits=4", "kvzip + turboquant_3bit",
+]  # fmt: skip
+COLUMNS = ["method", "texts", "KL", "× kvzip (95 %)", "lower on", "answers", "MB", "× bytes"]
+COLUMNS += ["× operations"]
+DRAWS = 10_000
+LETTERS = 13
+Passage = tuple[str, int, int]
+
+
+def load() -> list[Row]:
+    """All records."""
+    return RecordFile(OUT / "rows.jsonl", Row).load().records
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of a method at one budget, and those of `BASE` on the same passages."""
+
+    own: list[Row]
+    base: list[Row]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], method: str, kept: float) -> Pairs:
+        """Those of the passages that both have."""
+        of_budget = [row for row in rows if row.kept == kept]
+        base = {row.passage: row for row in of_budget if row.method == BASE}
+        own = [row for row in of_budget if row.method == method and row.passage in base]
+        return cls(own, [base[row.passage] for row in own])
+
+    def ratio(self, kl: Sequence[float] | None = None) -> float:
+        """Mean KL, or that of other numbers `kl`, over that of `BASE`."""
+        own = [row.kl for row in self.own] if kl is None else kl
+        return float(np.mean(own) / np.mean([row.kl for row in self.base]))
+
+    def interval(self) -> tuple[float, float]:
+        """95 % bootstrap interval of the ratio; books are drawn, with all of their passages."""
+        sums: dict[str, Array] = defaultdict(lambda: np.zeros(2))
+        for row, other in zip(self.own, self.base, strict=True):
+            sums[row.text] += row.kl, other.kl
+        books = np.stack([sums[name] for name in sorted(sums)])
+        draws = np.random.default_rng(0).integers(len(books), size=(DRAWS, len(books)))
+        own, base = books[draws].sum(1).T
+        low, high = np.quantile(own / base, [0.025, 0.975])
+        return float(low), float(high)
+
+
+def at_bytes(points: Iterable[tuple[float, float]], nbytes: float) -> float:
+    """KL at `nbytes`, log-linear between a method's `(bytes, KL)`; beyond, as at the end."""
+    x, y = np.log(np.array(sorted(points))).T
+    at = np.log(nbytes)
+    right = int(np.clip(np.searchsorted(x, at), 1, len(x) - 1))
+    slope = (y[right] - y[right - 1]) / (x[right] - x[right - 1])
+    return float(np.exp(y[right] + slope * (at - x[right])))
+
+
+def at_equal_bytes(rows: Sequence[Row], method: str, kept: float) -> list[float]:
+    """KL of each passage, where the method takes the bytes that `BASE` has at `kept`."""
+    curves: dict[Passage, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.method == method:
+            curves[row.passage].append((row.nbytes, row.kl))
+    pairs = Pairs.of(rows, method, kept)
+    return [at_bytes(curves[row.passage], row.nbytes) for row in pairs.base]
+
+
+def budgets(rows: Iterable[Row]) -> list[float]:
+    """All budgets, the largest first."""
+    return sorted({row.kept for row in rows}, reverse=True)
+
+
+def methods(rows: Iterable[Row]) -> list[str]:
+    """All methods, in the order of the picture and then of their names."""
+    found = {row.method for row in rows}
+    return [name for name in DRAWN if name in found] + sorted(found - set(DRAWN))
+
+
+def grid(rows: Sequence[Row]) -> str:
+    """A table for each budget with a row for each method."""
+    return "\n\n".join(f"Kept {kept:g}:\n\n{_table(rows, kept)}" for kept in budgets(rows))
+
+
+def _table(rows: Sequence[Row], kept: float) -> str:
+    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    return "\n".join(head + [_row(Pairs.of(rows, method, kept)) for method in methods(rows)])
+
+
+def _row(pairs: Pairs) -> str:
+    own, base = pairs.own, pairs.base
+    low, high = pairs.interval()
+    same = own[0].method == BASE
+    lower = sum(row.kl < other.kl for row, other in zip(own, base, strict=True))
+    cells = [
+        f"`{own[0].method}`",
+        f"{len(own)}",
+        f"{np.mean([row.kl for row in own]):.3f}",
+        "1" if same else f"{pairs.ratio():.2f} ({low:.2f} to {high:.2f})",
+        "" if same else f"{lower}",
+        _answers(own, base),
+        f"{np.mean([row.nbytes for row in own]) / 1e6:.2f}",
+        f"{_mean_ratio(own, base, 'nbytes'):.3f}",
+        f"{_mean_ratio(own, base, 'operations'):.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _answers(own: Sequence[Row], base: Sequence[Row]) -> str:
+    """Right answers of all asked, and in brackets those of `BASE` where they differ."""
+    right, other = (sum(row.right for row in rows) for rows in (own, base))
+    beside = "" if right == other else f" ({other})"
+    return f"{right} of {sum(row.asked for row in own)}{beside}"
+
+
+def _mean_ratio(own: Sequence[Row], base: Sequence[Row], field: str) -> float:
+    pairs = zip(own, base, strict=True)
+    return float(np.mean([getattr(row, field) / getattr(other, field) for row, other in pairs]))
+
+
+def targets(rows: Sequence[Row]) -> str:
+    """What `match` reaches beside plain `BASE`, at equal entries and at equal bytes."""
+    columns = ["kept", "method", "× KL, equal entries", "× KL, equal bytes", "wanted"]
+    columns += ["lower on, equal bytes", "answers"]
+    head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return "\n".join([*head, *_targets(rows)])
+
+
+def _targets(rows: Sequence[Row]) -> Iterator[str]:
+    for kept, wanted in TARGETS.items():
+        for method in (name for name in DRAWN if name.endswith("+ match")):
+            pairs, equal = Pairs.of(rows, method, kept), at_equal_bytes(rows, method, kept)
+            lower = sum(kl < row.kl for kl, row in zip(equal, pairs.base, strict=True))
+            cells = [
+                f"{kept:g}",
+                f"`{method}`",
+                f"{pairs.ratio():.2f}",
+                f"{pairs.ratio(equal):.2f}",
+            ]
+            cells += [f"{wanted:g}", f"{lower} of {len(equal)}", _answers(pairs.own, pairs.base)]
+            yield f"| {' | '.join(cells)} |"
+
+
+TABLES = {"targets": targets, "grid": grid}
+
+
+def page(text: str, rows: Sequence[Row]) -> str:
+    """The page's `text` with the tables between their marks."""
+    for name, made in TABLES.items():
+        begin = BEGIN.format(name)
+        before, _, rest = text.partition(begin)
+        _, mark, after = rest.partition(END)
+        assert mark, f"{PAGE} lacks the lines {begin} and {END}"
+        text = f"{before}{begin}\n\n{made(rows)}\n\n{END}{after}"
+    return text
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Writes the picture: mean KL over mean bytes, on the passages that all drawn methods have."""
+    drawn = [name for name in DRAWN if any(row.method == name for row in rows)]
+    of = {name: {row.passage for row in rows if row.method == name} for name in drawn}
+    shared = set.intersection(*of.values())
+    with matplotlib.rc_context({"svg.hashsalt": path.stem, "font.size": LETTERS}):
+        figure = Figure(figsize=(6.4, 6.8), layout="constrained")
+        axes = figure.subplots()
+        for number, name in enumerate(drawn):
+            own = [row for row in rows if row.method == name and row.passage in shared]
+            line = [[row for row in own if row.kept == kept] for kept in budgets(own)]
+            axes.plot(
+                [np.mean([row.nbytes for row in each]) / 1e6 for each in line],
+                [np.mean([row.kl for row in each]) for each in line],
+                label=name,
+                color=COLORS[number % len(COLORS)],
+                dashes=DASHES[number % len(DASHES)],
+                marker="o",
+            )
+        axes.set(
+            xscale="log", yscale="log", xlabel="MB of the cache", ylabel="KL to the full cache"
+        )
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=LETTERS)
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
+
+
+def main() -> None:
+    rows = load()
+    draw(rows, OUT / PICTURE)
+    PAGE.write_text(page(PAGE.read_text("utf-8"), rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
