@@ -48,8 +48,8 @@ class Row(BaseModel):
     """One passage, method and budget: means over the tokens that follow, and right answers.
 
     `operations` are those of reading, repetition and compression, as `kvfold eval` counts them. The
-    seconds are of the processor, and the first two are shared by methods that observe the same;
-    `errors` are of held-out outputs before a refit and after it.
+    seconds are of the processor, the counting included, and the first two are shared by methods
+    that observe the same; `errors` are of held-out outputs before a refit and after it.
     """
 
     model_config = ConfigDict(frozen=True)

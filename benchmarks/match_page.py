@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picture and tables of docs/how-far-down.md: `python benchmarks/match_page.py`.
 
-The records of `match_kl.py` are docs/results/match/rows.jsonl. Equal records give equal files.
+The records of `match_grid.sh` are docs/results/match/rows.jsonl. Equal records give equal files.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from match_kl import Row
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 from numpy.typing import NDArray
 
 from kvfold.jobs.records import RecordFile
@@ -29,9 +30,11 @@ PICTURE = "kl-against-bytes.svg"
 BEGIN, END = "<!-- made by benchmarks/match_page.py: {} -->", "<!-- end -->"
 BASE = "kvzip"
 TARGETS = {0.2: 0.45, 0.1: 0.5, 0.05: 0.65, 0.02: 0.85}  # of KL beside `BASE`
-DRAWN = [
-    "kvzip", "kvzip + match", "kvzip_plus", "kvzip_plus + match", "kvzip:score=rms,floor=0.25",
-    "kvzip:score=rms,floor=0.25 + match", "kvzip + kivi:bits=4", "kvzip + turboquant_3bit",
+RMS = "kvzip:score=rms,floor=0.25"
+CORE = [BASE, f"{BASE} + match", RMS, f"{RMS} + match"]
+SHOWN = [
+    BASE, f"{RMS} + match", "snapkv", "snapkv + match", "kvzip_plus", "kvzip_plus + match",
+    f"{BASE} + kivi:bits=4", f"{BASE} + turboquant_3bit",
 ]  # fmt: skip
 COLUMNS = ["method", "texts", "KL", "× kvzip (95 %)", "lower on", "answers", "MB", "× bytes"]
 COLUMNS += ["× operations"]
@@ -96,25 +99,40 @@ def at_equal_bytes(rows: Sequence[Row], method: str, kept: float) -> list[float]
     return [at_bytes(curves[row.passage], row.nbytes) for row in pairs.base]
 
 
+def measured(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:
+    """Rows of the methods, on the passages that all of them have at every budget."""
+    kept = len({row.kept for row in rows})
+    found = Counter(row.passage for row in rows if row.method in wanted)
+    whole = {passage for passage, count in found.items() if count == kept * len(wanted)}
+    order = {name: number for number, name in enumerate(wanted)}
+    own = [row for row in rows if row.method in order and row.passage in whole]
+    return sorted(own, key=lambda row: order[row.method])
+
+
 def budgets(rows: Iterable[Row]) -> list[float]:
     """All budgets, the largest first."""
     return sorted({row.kept for row in rows}, reverse=True)
 
 
-def methods(rows: Iterable[Row]) -> list[str]:
-    """All methods, in the order of the picture and then of their names."""
-    found = {row.method for row in rows}
-    return [name for name in DRAWN if name in found] + sorted(found - set(DRAWN))
+def core(rows: Sequence[Row]) -> str:
+    """A table of the methods that are run on all passages, for each budget."""
+    return _tables(measured(rows, CORE))
 
 
-def grid(rows: Sequence[Row]) -> str:
-    """A table for each budget with a row for each method."""
+def beside(rows: Sequence[Row]) -> str:
+    """A table of all methods for each budget, on the passages that they share; "" without any."""
+    own = measured(rows, list(dict.fromkeys([*CORE, *sorted({row.method for row in rows})])))
+    same = {row.method for row in own} == set(CORE)
+    return "" if same else _tables(own)
+
+
+def _tables(rows: Sequence[Row]) -> str:
     return "\n\n".join(f"Kept {kept:g}:\n\n{_table(rows, kept)}" for kept in budgets(rows))
 
 
 def _table(rows: Sequence[Row], kept: float) -> str:
-    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join(head + [_row(Pairs.of(rows, method, kept)) for method in methods(rows)])
+    names = dict.fromkeys(row.method for row in rows)
+    return "\n".join(_head(COLUMNS) + [_row(Pairs.of(rows, name, kept)) for name in names])
 
 
 def _row(pairs: Pairs) -> str:
@@ -152,26 +170,25 @@ def targets(rows: Sequence[Row]) -> str:
     """What `match` reaches beside plain `BASE`, at equal entries and at equal bytes."""
     columns = ["kept", "method", "× KL, equal entries", "× KL, equal bytes", "wanted"]
     columns += ["lower on, equal bytes", "answers"]
-    head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return "\n".join([*head, *_targets(rows)])
+    return "\n".join([*_head(columns), *_targets(measured(rows, CORE))])
 
 
 def _targets(rows: Sequence[Row]) -> Iterator[str]:
     for kept, wanted in TARGETS.items():
-        for method in (name for name in DRAWN if name.endswith("+ match")):
+        for method in (CORE[1], CORE[3]):
             pairs, equal = Pairs.of(rows, method, kept), at_equal_bytes(rows, method, kept)
             lower = sum(kl < row.kl for kl, row in zip(equal, pairs.base, strict=True))
-            cells = [
-                f"{kept:g}",
-                f"`{method}`",
-                f"{pairs.ratio():.2f}",
-                f"{pairs.ratio(equal):.2f}",
-            ]
-            cells += [f"{wanted:g}", f"{lower} of {len(equal)}", _answers(pairs.own, pairs.base)]
+            cells = [f"{kept:g}", f"`{method}`", f"{pairs.ratio():.2f}"]
+            cells += [f"{pairs.ratio(equal):.2f}", f"{wanted:g}", f"{lower} of {len(equal)}"]
+            cells.append(_answers(pairs.own, pairs.base))
             yield f"| {' | '.join(cells)} |"
 
 
-TABLES = {"targets": targets, "grid": grid}
+def _head(columns: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
+TABLES = {"targets": targets, "core": core, "beside": beside}
 
 
 def page(text: str, rows: Sequence[Row]) -> str:
@@ -186,33 +203,36 @@ def page(text: str, rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Writes the picture: mean KL over mean bytes, on the passages that all drawn methods have."""
-    drawn = [name for name in DRAWN if any(row.method == name for row in rows)]
-    of = {name: {row.passage for row in rows if row.method == name} for name in drawn}
-    shared = set.intersection(*of.values())
+    """Writes the picture: mean KL over mean bytes, of few methods and of more on fewer passages."""
+    panels = [own for own in (measured(rows, CORE), measured(rows, SHOWN)) if own]
     with matplotlib.rc_context({"svg.hashsalt": path.stem, "font.size": LETTERS}):
-        figure = Figure(figsize=(6.4, 6.8), layout="constrained")
-        axes = figure.subplots()
-        for number, name in enumerate(drawn):
-            own = [row for row in rows if row.method == name and row.passage in shared]
-            line = [[row for row in own if row.kept == kept] for kept in budgets(own)]
-            axes.plot(
-                [np.mean([row.nbytes for row in each]) / 1e6 for each in line],
-                [np.mean([row.kl for row in each]) for each in line],
-                label=name,
-                color=COLORS[number % len(COLORS)],
-                dashes=DASHES[number % len(DASHES)],
-                marker="o",
-            )
-        axes.set(
-            xscale="log", yscale="log", xlabel="MB of the cache", ylabel="KL to the full cache"
-        )
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=LETTERS)
+        figure = Figure(figsize=(6.4, 6.2 * len(panels)), layout="constrained")
+        drawn = figure.subplots(len(panels), squeeze=False).flat
+        for axes, own in zip(drawn, panels, strict=True):
+            _panel(axes, own)
         figure.savefig(path, metadata={"Date": None}, facecolor="white")
+
+
+def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+    for number, name in enumerate(dict.fromkeys(row.method for row in rows)):
+        own = [row for row in rows if row.method == name]
+        line = [[row for row in own if row.kept == kept] for kept in budgets(own)]
+        axes.plot(
+            [np.mean([row.nbytes for row in each]) / 1e6 for each in line],
+            [np.mean([row.kl for row in each]) for each in line],
+            label=name,
+            color=COLORS[number % len(COLORS)],
+            dashes=DASHES[number % len(DASHES)],
+            marker="o",
+        )
+    texts = len({row.passage for row in rows})
+    axes.set(xscale="log", yscale="log", title=f"{texts} texts")
+    axes.set(xlabel="MB of the cache", ylabel="KL to the full cache")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, fontsize=LETTERS)
 
 
 def main() -> None:

@@ -50,8 +50,27 @@ def test_a_method_compresses_what_another_has_read(setting, spec):
     assert taken.stats().nbytes == alone.stats().nbytes
 
 
+def test_a_reading_that_notes_reference_queries_serves_methods_without_a_refit(setting):
+    ids = setting.ids(words(60))
+    shared = kvfold.CompressedCache(setting.model, "snapkv:window=8 + match", 0.5)
+    alone = kvfold.CompressedCache(setting.model, "snapkv:window=8", 0.4)
+    with shared.reading():
+        read(setting.model, shared, ids)
+        taken = shared.to_budget(0.4, "snapkv:window=8")
+    with alone.reading():
+        read(setting.model, alone, ids)
+    assert equal(contents(taken), contents(alone))
+    assert taken.stats().nbytes == alone.stats().nbytes
+
+
 @pytest.mark.parametrize(
-    ("reader", "other"), [("snapkv", "h2o"), ("h2o", "roco"), ("snapkv", "snapkv:window=65")]
+    ("reader", "other"),
+    [
+        ("snapkv", "h2o"),
+        ("h2o", "roco"),
+        ("snapkv", "snapkv:window=65"),
+        ("snapkv", "snapkv + match"),
+    ],
 )
 def test_a_method_that_needs_more_is_refused(setting, reader, other):
     cache = kvfold.CompressedCache(setting.model, reader, 0.5)

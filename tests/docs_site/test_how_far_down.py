@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/how-far-down.md: its tables and its picture are those of the records."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[ModuleType]:
+    """`benchmarks/match_page.py`."""
+    path = list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield import_module("match_page")
+    sys.path[:] = path
+    for name in ("match_page", "match_kl"):
+        sys.modules.pop(name, None)
+
+
+def row(pages: Any, text: str, method: str, kept: float, kl: float, nbytes: int = 100) -> Any:
+    return pages.Row(
+        text=text,
+        seed=1,
+        tokens=880,
+        method=method,
+        kept=kept,
+        kl=kl,
+        agree=0.9,
+        right=2,
+        asked=3,
+        nbytes=nbytes,
+        operations=10,
+        reading=3.0,
+        repetition=4.0,
+        compression=0.5,
+        errors=None,
+        guarded=0,
+    )
+
+
+def test_the_published_tables_and_picture_are_those_of_the_records(pages, tmp_path):
+    rows = pages.load()
+    text = pages.PAGE.read_text(encoding="utf-8")
+    assert pages.page(text, rows) == text
+    pages.draw(rows, tmp_path / pages.PICTURE)
+    published = (pages.OUT / pages.PICTURE).read_bytes()
+    assert (tmp_path / pages.PICTURE).read_bytes() == published
+
+
+def test_records_hold_no_text(pages):
+    names = {each.text for each in pages.load()}
+    assert all(len(name) < 60 and " " not in name for name in names)
+
+
+def test_kl_between_two_budgets_is_log_linear_in_bytes(pages):
+    points = [(100.0, 1.0), (400.0, 0.25), (800.0, 0.05)]
+    assert pages.at_bytes(points, 400) == pytest.approx(0.25)
+    assert pages.at_bytes(points, 200) == pytest.approx(0.5)
+    assert pages.at_bytes(points, 50) == pytest.approx(2)  # as between the two nearest
+    assert pages.at_bytes(points, 1600) == pytest.approx(0.01)
+
+
+def test_pairs_are_of_the_same_passages(pages):
+    rows = [row(pages, text, "kvzip", 0.1, 0.2) for text in ("a", "b", "c")]
+    rows += [row(pages, "a", "match", 0.1, 0.1), row(pages, "b", "match", 0.1, 0.15)]
+    rows += [row(pages, "d", "match", 0.1, 9.0), row(pages, "c", "match", 0.2, 9.0)]
+    pairs = pages.Pairs.of(rows, "match", 0.1)
+    assert [each.text for each in pairs.own] == [each.text for each in pairs.base] == ["a", "b"]
+    assert pairs.ratio() == pytest.approx(0.25 / 0.4)
+    low, high = pairs.interval()
+    assert (low, high) == pytest.approx((0.5, 0.75))  # both books alike, as some draws have it
+
+
+def test_passages_that_a_method_lacks_are_left_out(pages):
+    rows = [row(pages, text, "x", kept, 1) for text in ("a", "b") for kept in (0.1, 0.2)]
+    rows += [
+        row(pages, "a", "y", 0.1, 1),
+        row(pages, "a", "y", 0.2, 1),
+        row(pages, "b", "y", 0.2, 1),
+    ]
+    assert {each.text for each in pages.measured(rows, ["x", "y"])} == {"a"}
+    assert {each.text for each in pages.measured(rows, ["x"])} == {"a", "b"}
+
+
+def test_one_reading_serves_methods_that_observe_the_same(pages):
+    grid = sys.modules["match_kl"]
+    repeating = ["kvzip", "kvzip + match", "kvzip + kivi", "kvzip_plus", "kvzip:score=rms"]
+    text = ["snapkv", "snapkv + match", "kvzip + match:references=text"]
+    groups = grid.observing_alike([*repeating, *text])
+    assert sorted(map(sorted, groups)) == [
+        ["kvzip", "kvzip + kivi", "kvzip + match"],
+        ["kvzip + match:references=text"],
+        ["kvzip:score=rms"],
+        ["kvzip_plus"],
+        ["snapkv", "snapkv + match"],
+    ]
+    assert all("match" in group[0] for group in groups if len(group) > 1)
