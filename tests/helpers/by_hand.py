@@ -23,14 +23,17 @@ from tests.helpers.truth import Reader
 
 LAYERS, WINDOW, SINKS = 4, 8, 4
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-HEADS = pytest.mark.parametrize("heads", [8, 2, 1], ids=["G1", "G4", "G8"])
+QUERY_HEADS = {8: 8, 2: 6, 1: 8}  # by the number of KV heads
+HEADS = pytest.mark.parametrize("heads", QUERY_HEADS, ids=["G1", "G3", "G8"])
 ALONE, PADDED = (64,), (64, 53, 24)
 BATCHES = pytest.mark.parametrize("lengths", [ALONE, PADDED], ids=["alone", "padded"])
 SHAPES = pytest.mark.parametrize(
     ("heads", "lengths"),
     [(8, PADDED), (2, ALONE), (2, PADDED), (1, PADDED)],
-    ids=["G1-padded", "G4-alone", "G4-padded", "G8-padded"],
+    ids=["G1-padded", "G3-alone", "G3-padded", "G8-padded"],
 )
+
+PIECES = pytest.mark.parametrize("chunk", [None, 17], ids=["whole", "pieces"])
 
 
 class Head:
@@ -83,7 +86,10 @@ class Layer:
 
 
 class ByHand:
-    """Reads one prompt without padding; transformers holds no cache for it."""
+    """Reads one prompt without padding; transformers holds no cache for it.
+
+    `logits [S, V]` are those of the newest forward.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         model.set_attn_implementation("by_hand")
@@ -93,6 +99,7 @@ class ByHand:
     def __deepcopy__(self, memo: dict[int, Any]) -> ByHand:
         twin = ByHand(self.model)
         twin.seen, twin.layers = self.seen, copy.deepcopy(self.layers, memo)
+        twin.logits = self.logits
         return twin
 
     @torch.no_grad()
@@ -100,7 +107,7 @@ class ByHand:
         global _running
         _running = self
         places = torch.arange(self.seen, self.seen + ids.shape[1])[None]
-        self.model(ids, position_ids=places, use_cache=False)
+        self.logits = self.model(ids, position_ids=places, use_cache=False).logits[0]
         self.seen += ids.shape[1]
         return self
 
@@ -124,7 +131,9 @@ AttentionMaskInterface.register("by_hand", ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 @cache
 def model_with(heads: int, role: str, **changes: Any) -> PreTrainedModel:
     """One model for kvfold, an equal one for the loops."""
-    return build("llama", torch.float64, num_key_value_heads=heads, **changes)
+    asked = QUERY_HEADS[heads]
+    sizes = {"num_attention_heads": asked, "num_key_value_heads": heads, "hidden_size": 8 * asked}
+    return build("llama", torch.float64, **sizes, **changes)
 
 
 def distinct_prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -149,15 +158,24 @@ def prompt_read(heads: int, lengths: tuple[int, ...], row: int, **changes: Any) 
 
 
 def read_by_kvfold(
-    spec: str, budget: float | None, heads: int, lengths: tuple[int, ...], **changes: Any
+    spec: str,
+    budget: float | None,
+    heads: int,
+    lengths: tuple[int, ...],
+    chunk: int | None = None,
+    **changes: Any,
 ) -> Reader:
-    """The same prompts, read by kvfold."""
+    """The same prompts, read by kvfold at once, or `chunk` tokens at a time."""
     ids, mask = distinct_prompts(lengths)
     model = model_with(heads, "kvfold", **changes)
     reader = Reader(
         model, kvfold.CompressedCache(model, spec, budget), mask if len(lengths) > 1 else None
     )
-    reader(ids)
+    if chunk is None:
+        reader(ids)
+    else:
+        pieces = {"prefill_chunk": chunk, "max_new_tokens": 1, "do_sample": False}
+        kvfold.generate(model, ids, cache=reader.cache, attention_mask=mask, **pieces)
     return reader
 
 
@@ -201,10 +219,11 @@ def assert_prefill(
     heads: int,
     lengths: tuple[int, ...],
     keep: Keep,
+    chunk: int | None = None,
     **changes: Any,
 ) -> kvfold.CompressedCache:
     """After the prompt the cache holds what `keep` leaves of it, and that is not everything."""
-    held = read_by_kvfold(spec, budget, heads, lengths, **changes).cache
+    held = read_by_kvfold(spec, budget, heads, lengths, chunk, **changes).cache
     expected = [
         evict(copy.deepcopy(prompt_read(heads, lengths, row, **changes)), keep)
         for row in range(len(lengths))

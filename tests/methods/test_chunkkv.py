@@ -10,6 +10,17 @@ import kvfold
 from kvfold.methods.chunkkv import whole_chunks
 from kvfold.methods.keydiff import dissimilarity
 from kvfold.methods.observation import Observation
+from tests.helpers.budgets import SMALL
+from tests.helpers.by_hand import (
+    PIECES,
+    SHAPES,
+    WINDOW,
+    Layer,
+    assert_prefill,
+    best,
+    newest,
+    votes,
+)
 from tests.helpers.models import build
 
 CHUNKED = torch.tensor(
@@ -65,3 +76,39 @@ def test_chunks_go_with_any_score_but_not_with_eviction_while_decoding() -> None
     assert kvfold.parse("keydiff + chunkkv:length=10").stages().score is dissimilarity
     with pytest.raises(kvfold.IllegalComposition, match="while decoding"):
         kvfold.parse("h2o + chunkkv").stages()
+
+
+LENGTH = 7
+
+
+def best_chunks(scores: list[float]) -> list[int]:
+    """Whole chunks by their mean score, and the best tokens of the one that does not fit."""
+    chunks = [
+        list(range(first, min(first + LENGTH, len(scores))))
+        for first in range(0, len(scores), LENGTH)
+    ]
+    means = [sum(scores[i] for i in chunk) / len(chunk) for chunk in chunks]
+    kept: list[int] = []
+    for place in best(means, len(chunks)):
+        chunk = chunks[place]
+        in_order = [chunk[i] for i in best([scores[i] for i in chunk], len(chunk))]
+        kept += in_order[: SMALL - WINDOW - len(kept)]
+    return kept
+
+
+def of_layer(layer: Layer, shared: bool) -> list[list[int]]:
+    own = [votes(head, kernel=1) for head in layer.heads]
+    if shared:
+        own = [[sum(column) for column in zip(*own, strict=True)]] * len(own)
+    heads = zip(layer.heads, own, strict=True)
+    return [best_chunks(scores) + newest(head, WINDOW) for head, scores in heads]
+
+
+@PIECES
+@pytest.mark.parametrize("shared", [True, False])
+@SHAPES
+def test_kept_entries(heads, lengths, shared, chunk) -> None:
+    spec = f"chunkkv:window={WINDOW},length={LENGTH},shared={shared}"
+    assert_prefill(
+        spec, SMALL, heads, lengths, lambda layers: [of_layer(x, shared) for x in layers], chunk
+    )

@@ -114,9 +114,6 @@ def compactor(weight: float | None, first: int, last: int) -> Keep:
     return keep
 
 
-GROUP_OF_3 = {"num_attention_heads": 6, "hidden_size": 48}
-
-
 @SHAPES
 def test_entries_that_their_chunk_attends_to_stay(heads, lengths):
     assert_prefill(f"non_causal:chunk={CHUNK}", SMALL, heads, lengths, non_causal)
@@ -134,13 +131,6 @@ def test_entries_that_their_chunk_attends_to_stay(heads, lengths):
 def test_both_scores_are_standardized_and_added(spec, weight, first, last, heads, lengths):
     spec += f"{',' if ':' in spec else ':'}chunk={CHUNK}"
     assert_prefill(spec, SMALL, heads, lengths, compactor(weight, first, last))
-
-
-def test_three_query_heads_of_a_kv_head():
-    lengths = (64, 53)
-    assert_prefill(f"non_causal:chunk={CHUNK}", SMALL, 2, lengths, non_causal, **GROUP_OF_3)
-    spec = f"compactor:chunk={CHUNK}"
-    assert_prefill(spec, SMALL, 2, lengths, compactor(None, 8, 4), **GROUP_OF_3)
 
 
 def test_options_out_of_range_are_refused() -> None:

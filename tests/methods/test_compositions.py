@@ -25,6 +25,7 @@ from tests.helpers.by_hand import (
     BATCHES,
     HEADS,
     LAYERS,
+    QUERY_HEADS,
     SHAPES,
     Head,
     adaptive,
@@ -200,7 +201,7 @@ def test_what_is_selected_loses_channels(heads):
         keys, values = entries(plain.cache, layer, row, head)
         left, untouched = entries(pruned.cache, layer, row, head)
         assert torch.equal(untouched, values)
-        group = 8 // heads
+        group = QUERY_HEADS[heads] // heads
         queries = read[layer].query[head * group : (head + 1) * group, -8:]
         scores = queries.square().mean((0, 1)) * keys.square().mean(0)
         kept = sorted(best(scores, 8 - int(0.4 * 8)))

@@ -15,6 +15,17 @@ import kvfold
 from kvfold import CompressedCache, IllegalComposition, ScorerFileError
 from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.stages.allocate.parts import Curve, proportional_within
+from tests.helpers.budgets import SMALL
+from tests.helpers.by_hand import (
+    PIECES,
+    SHAPES,
+    WINDOW,
+    Keep,
+    Layer,
+    assert_prefill,
+    model_with,
+    with_window,
+)
 from tests.helpers.caches import GREEDY, PADDED, positions, start
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.models import build, prompts
@@ -35,6 +46,48 @@ def curve_of(model: Any, folder: Path, curve: Curve | None = None) -> str:
     path = folder / "curve.safetensors"
     write_fitted(path, curve or random_curve(model), model, written_by="", target="snapkv", texts=0)
     return f"curve:file={path}"
+
+
+def shared_out(weights: list[float], total: int, least: int, most: int) -> list[int]:
+    """Shares in proportion, heads outside the bounds fixed step by step; largest remainder."""
+    fixed: dict[int, float] = {}
+    while True:
+        open_ = [i for i in range(len(weights)) if i not in fixed]
+        each = (total - sum(fixed.values())) / sum(weights[i] for i in open_) if open_ else 0
+        wanted = {i: weights[i] * each for i in open_}
+        off = {i: min(max(share, least), most) - share for i, share in wanted.items()}
+        whole = sum(off.values())
+        wrong = [i for i, by in off.items() if by * whole > 0 or (by and not whole)]
+        if not wrong:
+            break
+        fixed |= {i: wanted[i] + off[i] for i in wrong}
+    shares = [fixed.get(i, wanted.get(i, 0.0)) for i in range(len(weights))]
+    counts = [math.floor(share + 1e-9) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def of_curve(curve: Curve) -> Keep:
+    def keep(layers: list[Layer]) -> list[list[list[int]]]:
+        tokens, heads = len(layers[0].heads[0]), len(layers[0].heads)
+        weights = curve.at(SMALL / tokens).flatten().tolist()
+        sizes = shared_out(weights, SMALL * len(weights), WINDOW, tokens)
+        return [
+            [with_window(head, sizes[i * heads + h]) for h, head in enumerate(layer.heads)]
+            for i, layer in enumerate(layers)
+        ]
+
+    return keep
+
+
+@PIECES
+@SHAPES
+def test_kept_entries(heads, lengths, chunk, tmp_path) -> None:
+    model = model_with(heads, "kvfold")
+    spec = f"{SNAPKV} + {curve_of(model, tmp_path)}"
+    assert_prefill(spec, SMALL, heads, lengths, of_curve(random_curve(model)), chunk)
 
 
 @pytest.mark.parametrize("budget", [20, 0.5])

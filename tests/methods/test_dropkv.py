@@ -9,6 +9,18 @@ from torch import Tensor
 
 from kvfold.methods.dropkv import removal_change
 from kvfold.methods.observation import Observation
+from tests.helpers.budgets import SMALL
+from tests.helpers.by_hand import (
+    PIECES,
+    SHAPES,
+    WINDOW,
+    Head,
+    assert_prefill,
+    best,
+    newest,
+    per_head,
+    pooled,
+)
 from tests.helpers.observations import KEYS, QUERIES, VALUES, D, T, observed
 
 
@@ -40,3 +52,22 @@ def test_an_entry_that_takes_all_attention_is_finite() -> None:
         keys, values, torch.arange(4)[None, None], torch.ones(1, 1, 1, D), torch.tensor([[3]])
     )
     assert removal_change(seen, window=1, kernel=1).isfinite().all()
+
+
+def missed(head: Head) -> list[int]:
+    """The window, and the entries without which its outputs change most."""
+    changes = torch.zeros(len(head), dtype=torch.float64)
+    for rows in head.rows:
+        for row in rows[-WINDOW:]:
+            without = row.expand(len(head), -1).clone().fill_diagonal_(0)
+            without /= without.sum(-1, keepdim=True)
+            changes += (without @ head.values - row @ head.values).square().sum(-1)
+    scores = pooled((changes / len(head.rows)).tolist(), 7, "avg")
+    return best(scores[:-WINDOW], SMALL - WINDOW) + newest(head, WINDOW)
+
+
+@PIECES
+@SHAPES
+def test_kept_entries(heads, lengths, chunk) -> None:
+    spec = f"dropkv:window={WINDOW}"
+    assert_prefill(spec, SMALL, heads, lengths, per_head(missed), chunk)

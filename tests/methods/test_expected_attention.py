@@ -143,12 +143,6 @@ def test_options_by_hand(options, changed):
     assert_prefill(f"expected_attention:future=5,{options}", SMALL, 2, (64, 53), keep)
 
 
-def test_three_query_heads_of_a_kv_head():
-    shape = {"hidden_size": 48, "num_attention_heads": 6}
-    keep, lengths = keeping(False, future=5), (64, 24)
-    assert_prefill("expected_attention:future=5", SMALL, 2, lengths, keep, **shape)
-
-
 @SHAPES
 def test_a_budget_for_each_head_by_hand(heads, lengths):
     keep = keeping(True, future=5, epsilon=0.02)

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from kvfold.methods.keydiff import dissimilarity
 from kvfold.methods.observation import Observation
+from tests.helpers.budgets import SMALL
+from tests.helpers.by_hand import PIECES, SHAPES, assert_prefill, per_head
 from tests.helpers.observations import KEYS, D, T, observed
+from tests.helpers.rounds import unlike
 
 
 def best(scores: Tensor, count: int) -> set[int]:
@@ -28,3 +31,9 @@ def test_a_key_of_zeros_is_neither_like_nor_unlike() -> None:
     keys = torch.cat([torch.zeros(1, D), KEYS[1:]])[None, None]
     scores = dissimilarity(Observation(keys, keys, torch.arange(T)[None, None]))
     assert scores[0, 0, 0] == 0 and not scores.isnan().any()
+
+
+@PIECES
+@SHAPES
+def test_kept_entries(heads, lengths, chunk) -> None:
+    assert_prefill("keydiff", SMALL, heads, lengths, per_head(unlike), chunk)

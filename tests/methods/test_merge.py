@@ -36,11 +36,12 @@ def test_what_h2o_evicts_is_merged(heads, lengths):
 @HEADS
 def test_what_h2o_evicts_is_spread_or_not(heads):
     """21 tokens and a budget of 20: one value leaves each head, wholly or not at all."""
-    held = read_by_kvfold("h2o + merge:rule=cam", SMALL, heads, (21,)).cache
-    before = prompt_read(heads, (21,), 0).layers
+    lengths = (21, 21)
+    held = read_by_kvfold("h2o + merge:rule=cam", SMALL, heads, lengths).cache
+    before = [prompt_read(heads, lengths, row).layers for row in range(2)]
     outcomes = set()
     for layer, row, h in each_head(held):
-        head = before[layer].heads[h]
+        head = before[row][layer].heads[h]
         kept = sorted(h2o(head, SMALL))
         assert held.positions(layer)[row][h].tolist() == kept
         (gone,) = set(range(21)) - set(kept)
