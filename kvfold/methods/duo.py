@@ -10,6 +10,7 @@ from kvfold.methods.observation import Needs
 from kvfold.methods.stages.allocate.retrieval import (
     RetrievalScores,
     above,
+    above_quantile,
     fitting,
     retrieval_scores,
 )
@@ -25,7 +26,7 @@ WHOLE = "heads keep everything, or their first and last tokens"
     formula="""
         size[l, h] = n if α[l, h] is among the best that fit the budget, else sinks + recent
     """,
-    presets={"paper": {"threshold": 0.5}},
+    presets={"paper": {"threshold": 0.5}, "official": {"sparsity": 0.5}},
 )
 @dataclass(frozen=True)
 class Duo(Method):
@@ -34,7 +35,8 @@ class Duo(Method):
     1. A file scores each KV head by α from 0 to 1. `kvfold fit MODEL TEXTS --scorer duo` fits one
        in place of the paper's training: how far back a head's mean query looks among mean keys.
     2. As many heads of the highest α as the budget holds are retrieval heads. With `threshold`
-       there is no budget, and those of at least that α are.
+       there is no budget, and those of at least that α are; with `sparsity`, as released, those
+       from that quantile of all α on.
 
     `file` names the scores: a file of `kvfold fit`, or a text table (.tsv, .txt) of a line of
     numbers for each layer, as the authors publish them, clipped to 0 … 1; none: those of the
@@ -49,24 +51,30 @@ class Duo(Method):
     by_head: ClassVar[bool] = True
     file: FileName = NO_FILE  # scores of heads, none: the bundled model's
     threshold: float = 0.0  # α of retrieval heads, without a budget; 0: as many as fit
+    sparsity: float = 0.0  # part of the heads that stream, without a budget; 0: as many as fit
     sinks: int = 128  # first tokens that a streaming head keeps
     recent: int = 256  # last tokens that it keeps
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.recent < 1:
             raise KvfoldError("duo: sinks is 0 or more, recent 1 or more")
-        if not 0 <= self.threshold <= 1:
-            raise KvfoldError(f"duo:threshold is a score from 0 to 1, not {self.threshold}")
+        if not (0 <= self.threshold <= 1 and 0 <= self.sparsity <= 1):
+            raise KvfoldError("duo: threshold is a score and sparsity a part, from 0 to 1")
+        if self.threshold and self.sparsity:
+            raise KvfoldError("duo: heads are chosen by threshold or by sparsity: leave out one")
 
     @property
     def takes_budget(self) -> bool:  # type: ignore[override]
-        """False with a threshold."""
-        return not self.threshold
+        """False with a threshold or a sparsity."""
+        return not (self.threshold or self.sparsity)
 
     def stages(self) -> Stages:
-        share = partial(fitting, window=self.sinks + self.recent)
+        window = self.sinks + self.recent
+        share = partial(fitting, window=window)
         if self.threshold:
-            share = partial(above, window=self.sinks + self.recent, threshold=self.threshold)
+            share = partial(above, window=window, threshold=self.threshold)
+        if self.sparsity:
+            share = partial(above_quantile, window=window, sparsity=self.sparsity)
         return Stages(
             needs=Needs(fitted_heads=FittedFile(RetrievalScores, str(self.file))),
             score=recency,

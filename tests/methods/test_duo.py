@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -112,6 +113,20 @@ def test_a_threshold_takes_no_budget(model, tmp_path):
     with pytest.raises(BudgetError, match="takes no budget"):
         CompressedCache(model, spec, 0.5)
     assert kvfold.parse("duo_paper").threshold == 0.5
+
+
+@pytest.mark.parametrize("sparsity", [0.1, 0.25, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("group", [1, 3])
+def test_heads_below_the_quantile_stream_as_released(tmp_path, group, sparsity):
+    model = model_of(group)
+    spec = duo_of(model, tmp_path, f",sparsity={sparsity}").replace("duo:", "duo_official:")
+    scores = scores_of(model)
+    streaming = scores.numpy() < np.quantile(scores.double().numpy(), sparsity)
+    cache = CompressedCache(model, spec)
+    Reader(model, cache)(prompts((64,))[0])
+    expected = by_hand(scores, 64, int((~streaming).sum()))
+    assert [layer[0] for layer in positions(cache)] == expected
+    assert kvfold.parse("duo_official") == kvfold.parse("duo:sparsity=0.5")
 
 
 @BATCHES

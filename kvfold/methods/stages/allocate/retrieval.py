@@ -49,6 +49,22 @@ def above(
     return [torch.where(layer >= threshold, UNLIMITED, window) for layer in scores]
 
 
+def above_quantile(
+    scores: list[Tensor], budget: Tensor, seen: Tensor, *, window: int, sparsity: float
+) -> list[Tensor]:
+    """Sizes `[B, H]` of each layer: no limit for heads from the `sparsity` quantile of all on.
+
+    scores: `[B, H]` of each layer; `window` is the size of the others. Quantiles between two heads
+    are interpolated; the released code adds noise of 1e-6, by which equal heads part.
+    Source: mit-han-lab/duo-attention `duo_attn/utils.py`, `sparsify_attention_heads`.
+    """
+    every = torch.cat([layer.to(scores[0].device) for layer in scores], 1).double()
+    least = every.quantile(sparsity, dim=-1, keepdim=True)
+    return [
+        torch.where(layer.double() >= least.to(layer.device), UNLIMITED, window) for layer in scores
+    ]
+
+
 def fitting(scores: list[Tensor], budget: Tensor, seen: Tensor, *, window: int) -> list[Tensor]:
     """Sizes `[B, H]` of each layer: no limit for as many of the best heads as the budget holds.
 
