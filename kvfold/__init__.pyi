@@ -24,6 +24,8 @@ from kvfold.errors import KvfoldError as KvfoldError
 from kvfold.errors import ScorerFileError as ScorerFileError
 from kvfold.errors import UnsupportedModel as UnsupportedModel
 from kvfold.eval.evaluate import evaluate as evaluate
+from kvfold.fit.centres import CentreFit as CentreFit
+from kvfold.fit.centres import fit_centres as fit_centres
 from kvfold.fit.codec import CodecFit as CodecFit
 from kvfold.fit.codec import fit_codec as fit_codec
 from kvfold.fit.curves import CurveFit as CurveFit
@@ -79,6 +81,7 @@ from kvfold.methods.observation import ChunkSumsNeed as ChunkSumsNeed
 from kvfold.methods.observation import Needs as Needs
 from kvfold.methods.observation import Observation as Observation
 from kvfold.methods.observation import QueryMomentsNeed as QueryMomentsNeed
+from kvfold.methods.observation import SurpriseNeed as SurpriseNeed
 from kvfold.methods.pyramidinfer import PyramidInfer as PyramidInfer
 from kvfold.methods.pyramidkv import PyramidKV as PyramidKV
 from kvfold.methods.qfilter import QFilter as QFilter
@@ -88,6 +91,7 @@ from kvfold.methods.registry import register as register
 from kvfold.methods.reindex import Reindex as Reindex
 from kvfold.methods.roco import RoCo as RoCo
 from kvfold.methods.simlayerkv import SimLayerKV as SimLayerKV
+from kvfold.methods.sirllm import SirLLM as SirLLM
 from kvfold.methods.sizes import Sizes as Sizes
 from kvfold.methods.snapkv import SnapKV as SnapKV
 from kvfold.methods.stages.select.forced import Forced as Forced

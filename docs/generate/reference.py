@@ -21,9 +21,9 @@ GROUPS = {
     "Sessions": ("begin_session", "load_session", "Session", "Message"),
     "Methods": (
         "list_methods", "parse", "register", "Method", "Stages", "Needs", "QueryMomentsNeed",
-        "ChunkSumsNeed", "Observation", "Forced", "Measured", "Across", "fit_scorer", "FitResult",
-        "fit_filters", "FilterFit", "fit_heads", "HeadFit", "fit_curve", "CurveFit", "fit_codec",
-        "CodecFit",
+        "ChunkSumsNeed", "SurpriseNeed", "Observation", "Forced", "Measured", "Across",
+        "fit_scorer", "FitResult", "fit_filters", "FilterFit", "fit_centres", "CentreFit",
+        "fit_heads", "HeadFit", "fit_curve", "CurveFit", "fit_codec", "CodecFit",
     ),
     "Policies": (
         "policies.policy", "policies.Policy", "policies.PolicyNeeds", "policies.Prefill",

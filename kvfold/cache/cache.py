@@ -25,7 +25,7 @@ from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
-from kvfold.cache.open_forward import OpenForward
+from kvfold.cache.open_forward import OpenForward, evict_judged
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
 from kvfold.cache.shrink import check_nested
@@ -89,7 +89,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         layers = stock_layers(model)
         trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
         setup.prepare(model, trial)
-        self.phase, self.binding = Phase(), ModelBinding(model, tokenizer)
+        self.phase, self.binding = Phase.of(stages.needs), ModelBinding(model, tokenizer)
         self.dropping_length = dropping_length(model)
         shared = setup.Shared(self.phase, Waiting(), self.binding)
         setup.put_compressed_layers(
@@ -99,7 +99,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self._generating = False
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
-        self._forward, self.needs_ids = OpenForward(), stages.needs.token_ids
+        self._forward, self.reads_logits = OpenForward(), stages.needs.surprise is not None
         self.per_chunk: int | None = None  # tokens after which a prompt was compressed, each time
 
     @property
@@ -168,28 +168,32 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
                 "forward failed, or single layers were cropped; make a new cache"
             )
         self.binding.check_length(max(lengths, default=0) + query_length)
-        announce(Padding(self.binding.name, query_length, slides=bool(self._other_layers())))
+        announce(Padding(self.binding.name, query_length, slides=bool(self.other_layers())))
         return super().get_mask_sizes(query_length, layer_idx)
 
     @torch.compiler.disable
     def forward_begins(self, ids: Tensor | None) -> None:
         """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and `check_adapters`."""
         self.binding.check_adapters()
-        if self.needs_ids:
-            self.phase.expect(ids)
-        self._forward.begin(self.get_seq_length(), self._is_level)
+        self._forward.begin(start := self.get_seq_length(), self._is_level)
+        self.phase.expect(ids, start)
+        self.states[0].waiting.take_unjudged()  # of a forward that failed
 
     def _is_level(self) -> bool:
         """True if all layers have stored, and attended to, the same tokens."""
         return not self.binding.waiting and len(layer_lengths(self)) == 1
 
     @torch.compiler.disable
-    def forward_returned(self, ids: Tensor | None) -> None:
-        """Closes the last forward, and adds its `ids [B, S]`, if it had any, to the history."""
+    def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
+        """Closes the last forward, and notes its `ids [B, S]` and the `logits` that stages read.
+
+        Layers that waited for these evict. Raises UnsupportedModel as `Phase.note_read`.
+        """
         if ids is not None and self._forward.begun is not None:
-            self.phase.history = self.phase.history.plus(ids, self._forward.begun)
-        self.phase.incoming = None
+            self.phase.note_read(ids, self._forward.begun, logits, self.tokens_read())
+        self.phase.forget_incoming()
         self._forward.close()
+        evict_judged(self.states[0].waiting)
 
     def forward_failed(self, seen: int) -> None:
         """Notes that a forward that began at `seen` columns stored tokens and then failed."""
@@ -227,7 +231,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
             self.phase.until = 0
             raise
         finally:
-            self.phase.reading = False
+            self.phase.end_reading()
         if until is None:
             for layer in self.compressed_layers:
                 layer.end_reading()
@@ -248,17 +252,19 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         before, self.phase.frozen = self.phase.frozen, True
         outer = self._before_freezing
         if outer is None:
-            saved = {i: copy.deepcopy(layer) for i, layer in self._other_layers().items()}
+            saved = {i: copy.deepcopy(layer) for i, layer in self.other_layers().items()}
             self._before_freezing = (self.get_seq_length(), saved)
+            self.phase.before_frozen = self.phase.surprise
         try:
             yield
         finally:
             self.phase.frozen, self._before_freezing = before, outer
             if not before:
-                for layer in self._other_layers().values():
+                self.phase.before_frozen = None
+                for layer in self.other_layers().values():
                     layer.record_past = False
 
-    def _other_layers(self) -> dict[int, Any]:
+    def other_layers(self) -> dict[int, Any]:
         """The layers that stay transformers' own: sliding windows and recurrent states."""
         layers = enumerate(self.layers)
         return {i: layer for i, layer in layers if not isinstance(layer, CompressedLayer)}
@@ -286,7 +292,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self._forward.states_moved &= saved is None
         for layer in self.compressed_layers:
             layer.crop(tokens_to_remove)
-        for i, other in self._other_layers().items():
+        for i, other in self.other_layers().items():
             if saved is None:
                 crop_stock(other, tokens_to_remove)
             else:
@@ -297,7 +303,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         for layer in self.compressed_layers:
             layer.check_crop(tokens_to_remove)
         if self._saved_at(self.get_seq_length() + tokens_to_remove) is None and not all(
-            can_crop_stock(layer, tokens_to_remove) for layer in self._other_layers().values()
+            can_crop_stock(layer, tokens_to_remove) for layer in self.other_layers().values()
         ):
             raise KvfoldError(
                 f"{self.binding.name} has sliding windows or recurrent layers, which have let go "
@@ -389,14 +395,4 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     def stats(self) -> Stats:
         """Entries and bytes stored now; prints in a few lines, `details()` layer by layer."""
-        return stats_of(
-            self.states,
-            self.phase,
-            method=str(self.method),
-            budget="none" if self.budget is None else str(self.budget),
-            per_chunk=self.per_chunk,
-            seen=self.get_seq_length(),
-            id_bytes=self.phase.history.nbytes,
-            other_layers={i: type(layer).__name__ for i, layer in self._other_layers().items()},
-            inexact=self.method.stages().inexact,
-        )
+        return stats_of(self)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvfold.budget import Budget
 from kvfold.cache import setup
+from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method
@@ -34,13 +35,14 @@ def take_over(
         setup.check_layer(stages, state.rotation, state.projection)
     fits = setup.Fits.of(stages, model, len(cache.states))
     other = copy.deepcopy(cache)
-    other.method, other.budget, other.needs_ids = method, made, stages.needs.token_ids
+    other.phase.reads_ids = Phase.of(stages.needs).reads_ids
+    other.method, other.budget = method, made
     for state in other.states:
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
         state.plan = replace(state.plan, stages=own, budget=made)
         state.narrow_windows(own.needs.window)
         fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
-        state.scorer, state.fitted_heads = fitted
+        state.scorer, state.fitted_heads, state.fitted_moments = fitted
     with other.reading():
         pass
     return other

@@ -54,8 +54,8 @@ class Edits:
         """Reads tokens `ids [B, m]` in place of a span. KvfoldError for a batch with padding.
 
         The new tokens attend to what stands before them, and come on top of the budget. Later
-        tokens keep their entries. KvfoldError for methods that sum attention: that of the later
-        tokens to new ones is not known.
+        tokens keep their entries. KvfoldError for methods that sum attention, or score by logits:
+        those of later tokens after new ones are not known.
         """
         take_from(self, replaced(self, span, ids))
 
@@ -214,7 +214,12 @@ def _checked(cache: CompressedCache, span: Span, to: int | None = None) -> Span:
 
 
 def check_replaceable(cache: CompressedCache) -> None:
-    """Raises KvfoldError for methods that sum attention, which is unknown for tokens read apart."""
+    """Raises KvfoldError where numbers of a method are unknown for tokens that were read apart."""
+    if cache.reads_logits:
+        raise KvfoldError(
+            f"{cache.method} scores each token by the text before it, and tokens that were read "
+            f"apart have another: {REREAD}"
+        )
     if cache.states[0].plan.stages.needs.column_sums:
         raise KvfoldError(
             f"{cache.method} sums the attention that tokens receive, and what tokens that were "
@@ -264,4 +269,5 @@ def _phase(phase: Phase, by: Renumbering, new: New | None) -> Phase:
         known = by.ids(known) if new is None else by.ids(known, new.ids, new.first)
     if prefix is not None:
         prefix = prefix.new_tensor([by.first_tokens(count) for count in prefix.tolist()])
-    return replace(phase, history=History(known), prefix=prefix, until=0)
+    surprise = phase.surprise and phase.surprise.renumber(by.ids, by.counts.__getitem__)
+    return replace(phase, history=History(known), prefix=prefix, until=0, surprise=surprise)

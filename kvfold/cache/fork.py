@@ -32,7 +32,8 @@ def fork(cache: CompressedCache) -> CompressedCache:
     states of sliding and recurrent layers, which are small, are copied.
     """
     reader = copy.copy(cache)
-    reader.phase = Phase(frozen=True, prefix=cache.phase.prefix, history=cache.phase.history)
+    old, reader.reads_logits = cache.phase, False
+    reader.phase = Phase(old.reads_ids, frozen=True, prefix=old.prefix, history=old.history)
     waiting: Waiting[LayerState] = Waiting()
     reader.binding = copy.deepcopy(cache.binding)
     reader.binding.answered()
@@ -75,9 +76,9 @@ def fork_within(cache: CompressedCache, size: int) -> CompressedCache:
     """As `fork`, with a budget of its own: `end_turn` evicts to `own` entries per KV head.
 
     Only entries that the fork read itself are evicted, by the method's scores. The newest stay if
-    it has none, or if its scores take its own forwards (KVzip). Nothing is merged, and all layers
-    and heads keep equally many. Raises BudgetError for less than one entry, or than the method's
-    window.
+    it has none, or if its scores take its own forwards (KVzip) or logits (SirLLM). Nothing is
+    merged, and all layers and heads keep equally many. Raises BudgetError for less than one entry,
+    or than the method's window.
     """
     stages = own_stages(cache.method.stages())
     least = max(1, stages.forced.least)
@@ -95,7 +96,8 @@ def fork_within(cache: CompressedCache, size: int) -> CompressedCache:
 
 def own_stages(stages: Stages) -> Stages:
     """Stages for a fork's own entries, after a document that was compressed by `stages`."""
-    if stages.score is None or stages.needs.reconstruction is not None:
+    apart = stages.needs.reconstruction or stages.needs.surprise
+    if stages.score is None or apart is not None:
         return Stages(score=recency, allocate=uniform)
     forced = Forced(recent=stages.forced.recent)
     needs = dataclasses.replace(stages.needs, references=None)

@@ -26,12 +26,13 @@ from kvfold.cache.observe import (
     add_moments,
     check_positions,
     norms_of_outputs,
+    note_piece,
     observation_at,
     observation_of,
     settle_chunks,
 )
 from kvfold.cache.phase import ReconstructionForward
-from kvfold.cache.prefill import end_prefill, end_with, note_piece, size_and_evict
+from kvfold.cache.prefill import end_prefill, end_with, size_and_evict
 from kvfold.cache.references import add_repeated
 from kvfold.cache.rounds import note_token
 from kvfold.cache.sequence import LogicalSequence

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,10 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
+from kvfold.cache.references import add_references
 from kvfold.cache.state import OF_PREFILLS, LayerState
+from kvfold.cache.surprise import Surprise
 from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import pick
-from kvfold.methods.observation import Observation, ProjectedNorms
+from kvfold.kernels.query_moments import QueryMoments
+from kvfold.methods.observation import Observation, ProjectedNorms, QueryMomentsNeed
 from kvfold.methods.stages.score.learned import ScoredOnce
 
 
@@ -33,10 +37,17 @@ def add_maxima(state: LayerState, maxima: Tensor) -> None:
     state.reconstruction_scores = maxima.clone() if old is None else torch.maximum(old, maxima)
 
 
+def note_piece(state: LayerState, call: AttentionCall) -> None:
+    """Notes what the method reads of each piece of a prefill, window queries and sums aside."""
+    add_query_moments(state, call)
+    add_to_chunks(state, call)
+    add_references(state, call)
+
+
 def add_query_moments(state: LayerState, call: AttentionCall) -> None:
     """Adds the queries of a piece of a prefill, if the method reads their moments."""
     need, query = state.plan.stages.needs.query_moments, call.query
-    if need is None:
+    if need is None or need.fitted is not None:
         return
     state.evicted_at = state.seen
     columns = torch.arange(state.seen - query.shape[2], state.seen, device=query.device)
@@ -151,12 +162,22 @@ def observation_at(
         key_positions=state.key_positions() if needs.unrotated else None,
         rotate=state.rotation if needs.rotated_back else None,
         norms_of_outputs=norms_of_outputs(state, call),
-        query_moments=None if moments is None else state.query_moments.of(call.query, moments),
+        query_moments=None if moments is None else query_moments_of(state, call.query, moments),
         scorer=_scorer_of(state),
         fitted_heads=state.fitted_heads,
         bias=per_head(store.bias),
         previous_scores=per_head(previous_scores_of(state)) if needs.previous_scores else None,
+        surprise=per_head(surprise_of(state)) if needs.surprise else None,
+        prompt_tokens=prompt_tokens_of(state) if needs.surprise else None,
     )
+
+
+def query_moments_of(state: LayerState, query: Tensor, need: QueryMomentsNeed) -> QueryMoments:
+    """Moments of the queries so far, shaped like `query [B, Hq, S, D]`; or those of a file."""
+    fitted = state.fitted_moments
+    if fitted is None:
+        return state.query_moments.of(query, need)
+    return fitted.index(lambda x: x.to(query.device).expand(len(query), *x.shape[1:]))
 
 
 def norms_of_outputs(state: LayerState, call: AttentionCall) -> ProjectedNorms | None:
@@ -222,6 +243,34 @@ def token_ids_of(state: LayerState) -> Tensor:
     if ids is None:
         return torch.full_like(columns, -1)
     return pick(ids[:, None].expand(-1, columns.shape[1], -1), columns, -1)
+
+
+def surprise_of(state: LayerState) -> Tensor:
+    """−ln p of the stored entries' tokens `[B, H, T]`; 0 for padding, holes, and until it is known.
+
+    Raises UnsupportedModel if tokens were read without their logits.
+    """
+    columns = state.columns()
+    numbers = _surprise(state).of(state.seen).nan_to_num(0).to(columns.device)
+    return pick(numbers[:, None].expand(-1, columns.shape[1], -1), columns, 0)
+
+
+def prompt_tokens_of(state: LayerState) -> Tensor:
+    """Tokens `[B]` of the prompt that has just ended; 0 if none has."""
+    rows, device = len(state.stored().keys), state.stored().keys.device
+    return _surprise(state).prompt_tokens(state.sequence.tokens(), state.seen, rows).to(device)
+
+
+def judged(state: LayerState, observation: Observation) -> Observation:
+    """The observation of a forward that has returned, whose logits were not known inside it."""
+    expanded = observation.keys.shape[1] // state.stored().keys.shape[1]
+    return replace(observation, surprise=surprise_of(state).repeat_interleave(expanded, 1))
+
+
+def _surprise(state: LayerState) -> Surprise:
+    known = state.phase.incoming_surprise or state.phase.surprise
+    assert known is not None
+    return known
 
 
 def draw(state: LayerState) -> int:

@@ -6,6 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from kvfold.cache.observe import judged
+from kvfold.cache.prefill import bring_to_budget
+from kvfold.cache.state import LayerState
+from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError
 
 
@@ -43,3 +49,10 @@ class OpenForward:
     def close(self) -> None:
         """Notes that the forward has returned."""
         self.begun, self.states_moved = None, False
+
+
+@torch.no_grad()
+def evict_judged(waiting: Waiting[LayerState]) -> None:
+    """Evicts the layers that waited for the logits of a forward, which has returned."""
+    for state, observation in waiting.take_unjudged():
+        bring_to_budget(state, judged(state, observation))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.history import History
+from kvfold.cache.surprise import ROWS, Surprise
 from kvfold.errors import KvfoldError
-from kvfold.methods.observation import Observation
+from kvfold.methods.observation import Needs, Observation
 
 Step = Literal["prefill", "prefill end", "decode"]
 
@@ -42,6 +43,7 @@ class Phase:
     `cache.reading()`; a method's eviction comes at its end.
     """
 
+    reads_ids: bool = False  # a stage reads the ids of tokens
     reading: bool = False  # inside `with cache.reading():`
     until: int = 0  # tokens at which a prefill that is read in pieces ends
     frozen: bool = False  # nothing is evicted, and tokens can be cropped
@@ -52,6 +54,16 @@ class Phase:
     own_size: int | None = None  # entries per KV head to keep of a fork's own tokens; None: all
     history: History = field(default_factory=History)  # ids of all that was read
     incoming: Tensor | None = None  # ids [B, S] of the forward that runs, if a stage reads them
+    surprise: Surprise | None = None  # of all that was read, if a stage reads it
+    incoming_surprise: Surprise | None = None  # with the forward that runs
+    before_frozen: Surprise | None = None  # what a `frozen()` block began with
+
+    @classmethod
+    def of(cls, needs: Needs) -> Phase:
+        """The phase of a new cache, which notes the ids and logits that stages read."""
+        need = needs.surprise
+        surprise = None if need is None else Surprise(need.decay)
+        return cls(reads_ids=needs.token_ids or need is not None, surprise=surprise)
 
     def step(self, seen: int, new: int) -> Step:
         """Step of a forward of `new` tokens that reached `seen` columns."""
@@ -63,13 +75,44 @@ class Phase:
         """True if more pieces of this prefill follow after `seen` columns."""
         return self.reading or seen < self.until
 
-    def expect(self, ids: Tensor | None) -> None:
-        """Notes the `ids [B, S]` of a forward that begins; KvfoldError for embeddings (None)."""
+    def expect(self, ids: Tensor | None, start: int) -> None:
+        """Notes the `ids [B, S]` of a forward that begins at column `start`.
+
+        Raises KvfoldError for embeddings (None) if a stage reads ids, and as `Surprise.begin`.
+        """
+        if not self.reads_ids:
+            return
         if ids is None:
             raise KvfoldError(
                 "this cache's method reads token ids, and inputs_embeds has none: give input_ids"
             )
         self.incoming = ids
+        if self.surprise is not None:
+            step = self.step(start + ids.shape[1], ids.shape[1])
+            prompt = step != "decode" and not self.frozen
+            self.incoming_surprise = self.surprise.begin(ids, start, prompt, step == "prefill")
+
+    def note_read(
+        self, ids: Tensor, start: int, logits: Tensor | None, tokens: Tensor | None
+    ) -> None:
+        """Notes that a forward has read `ids [B, S]`, and its `logits [B, S, V]` if a stage does.
+
+        `tokens [B, N]` is False at padding. Raises UnsupportedModel as `Surprise.end`.
+        """
+        self.history = self.history.plus(ids, start)
+        if self.incoming_surprise is not None:
+            rows = ROWS if self.frozen else 1
+            self.surprise = self.incoming_surprise.end(ids, logits, tokens, rows)
+
+    def forget_incoming(self) -> None:
+        """Notes that no forward runs."""
+        self.incoming = self.incoming_surprise = None
+
+    def end_reading(self) -> None:
+        """Notes the end of a `reading()` block, whose prompt is complete unless `until` follows."""
+        self.reading = False
+        if self.surprise is not None and not self.until:
+            self.surprise = replace(self.surprise, open=False)
 
     def ids(self, seen: int, device: torch.device) -> Tensor | None:
         """Token ids `[B, seen]` of all columns, int64, −1 where unknown; None if all are."""
@@ -83,17 +126,28 @@ class Phase:
 
     def crop(self, length: int) -> None:
         """Forgets the ids of columns from `length` on."""
-        self.history, self.incoming = self.history.crop(length), None
+        self.history = self.history.crop(length)
+        self.forget_incoming()
+        if self.before_frozen is not None and len(self.before_frozen) == length:
+            self.surprise = self.before_frozen
+        elif self.surprise is not None:
+            self.surprise = self.surprise.crop(length)
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a selection along the batch axis."""
         self.history = self.history.index(rows)
         if self.prefix is not None:
             self.prefix = rows(self.prefix)
+        for name in ("surprise", "before_frozen"):
+            known: Surprise | None = getattr(self, name)
+            setattr(self, name, None if known is None else known.index(rows))
 
     def reset(self) -> None:
         """As before the first token."""
         self.reading = self.frozen = self.layerwise = False
         self.until = 0
-        self.repeating = self.observed = self.prefix = self.incoming = None
+        self.repeating = self.observed = self.prefix = self.before_frozen = None
+        self.forget_incoming()
         self.history = History()
+        if self.surprise is not None:
+            self.surprise = Surprise(self.surprise.decay)

@@ -18,9 +18,9 @@ from kvfold.budget import Budget
 from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
 from kvfold.cache.level import alike
-from kvfold.cache.observe import add_query_moments, add_to_chunks, observation_of, settle_chunks
+from kvfold.cache.observe import observation_of, settle_chunks
 from kvfold.cache.plan import with_forced_room
-from kvfold.cache.references import add_references, refitted
+from kvfold.cache.references import refitted
 from kvfold.cache.sizes import even_size, size_of
 from kvfold.cache.state import LayerState, alive
 from kvfold.cache.waiting import EvictionDue
@@ -35,13 +35,6 @@ from kvfold.methods.stages.select.forced import with_forced
 from kvfold.methods.stages.select.top import kept_mask, top
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
-
-
-def note_piece(state: LayerState, call: AttentionCall) -> None:
-    """Notes what the method reads of each piece of a prefill, window queries and sums aside."""
-    add_query_moments(state, call)
-    add_to_chunks(state, call)
-    add_references(state, call)
 
 
 def end_with(state: LayerState, call: AttentionCall) -> None:
@@ -76,7 +69,10 @@ def end_prefill(state: LayerState, observation: Observation) -> None:
     if stages.decode == "every":
         state.begin_rounds(observation)
     state.settled = state.seen
-    bring_to_budget(state, observation)
+    if state.phase.incoming_surprise is not None:
+        state.waiting.unjudged.append((state, observation))
+    else:
+        bring_to_budget(state, observation)
 
 
 def bring_to_budget(state: LayerState, observation: Observation) -> None:

@@ -36,8 +36,15 @@ from kvfold.hf.rotation import Rotation
 from kvfold.hf.scorer_file import read_fitted
 from kvfold.hf.stock_layers import is_compressible, is_recurrent, stock_layers
 from kvfold.hf.versions import PARALLEL_FROM
+from kvfold.kernels.query_moments import QueryMoments
 from kvfold.methods.base import Across, Method, Stages
-from kvfold.methods.fitted import FittedFile, FittedHeads, FittedScorer, LayerScores
+from kvfold.methods.fitted import (
+    FittedFile,
+    FittedHeads,
+    FittedMoments,
+    FittedScorer,
+    LayerScores,
+)
 from kvfold.methods.stages.allocate.parts import Curve
 
 
@@ -173,10 +180,11 @@ def put_compressed_layers(
 
 @dataclass(frozen=True)
 class Fits:
-    """What was fitted for the model and the stages read: a scorer, numbers of KV heads, or none."""
+    """What was fitted for the model and the stages read; None of what they do not."""
 
     scorer: FittedScorer | None
     heads: FittedHeads | None
+    moments: FittedMoments | None
 
     @classmethod
     def of(cls, stages: Stages, model: PreTrainedModel, layers: int) -> Fits:
@@ -189,14 +197,21 @@ class Fits:
         heads = _fitted_in(needs.fitted_heads, model)
         if heads is not None:
             _check_shape(needs.fitted_heads, heads, model, layers)
-        return cls(_fitted_in(needs.scorer, model), heads)
+        moments = None if needs.query_moments is None else needs.query_moments.fitted
+        return cls(_fitted_in(needs.scorer, model), heads, _fitted_in(moments, model))
 
-    def of_layer(self, layer: int, heads: slice | None) -> tuple[LayerScores | None, Tensor | None]:
-        """The scorer of one layer, and the numbers `[H]` of its KV heads `heads` (None: all)."""
-        scorer, numbers = self.scorer, self.heads
+    def of_layer(
+        self, layer: int, heads: slice | None
+    ) -> tuple[LayerScores | None, Tensor | None, QueryMoments | None]:
+        """One layer's scorer, numbers `[H]` of KV heads, and moments of queries of one row.
+
+        `heads` are its KV heads; None: all.
+        """
+        scorer, numbers, moments = self.scorer, self.heads, self.moments
         return (
             None if scorer is None else scorer.of_layer(layer, heads),
             None if numbers is None else numbers.of_layer(layer, heads),
+            None if moments is None else moments.of_layer(layer, heads),
         )
 
 

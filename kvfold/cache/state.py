@@ -20,6 +20,7 @@ from kvfold.cache.running_moments import RunningMoments
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.waiting import Waiting
 from kvfold.kernels.gather import pick
+from kvfold.kernels.query_moments import QueryMoments
 from kvfold.methods.fitted import LayerScores
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.select.choose import Chosen
@@ -59,6 +60,7 @@ class LayerState:
     projection: OutputProjection
     scorer: LayerScores | None = None
     fitted_heads: Tensor | None = None
+    fitted_moments: QueryMoments | None = None  # of one row
     store: Store | None = None
     sequence: LogicalSequence = field(default_factory=LogicalSequence)
     rounds: int = 0  # evictions of all kinds so far: each draws a seed of its own
@@ -114,8 +116,9 @@ class LayerState:
 
     def reset(self) -> None:
         """Resets everything but the plan and the objects shared by all layers."""
-        shared = self.waiting, self.rotation, self.projection, self.scorer, self.fitted_heads
-        new = LayerState(self.plan, self.phase, *shared)
+        fitted = self.scorer, self.fitted_heads, self.fitted_moments
+        shared = self.waiting, self.rotation, self.projection
+        new = LayerState(self.plan, self.phase, *shared, *fitted)
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
 

@@ -32,6 +32,7 @@ BY_KV_HEAD = (
     "column_sums",
     "column_squares",
     "reconstruction_scores",
+    "surprise",
     "chunk_sums",
     "key_positions",
     "evictable",

@@ -32,7 +32,8 @@ class Waiting(Generic[Layer]):
 
     `sized`: layers whose size depends on all layers' observations (D2O, KVzip), evicted by the
     last layer's attention. `agreeing`: layers that keep the same tokens (TriAttention, `level`),
-    evicted by it too. `first_of_pair`: a layer that is quantized together with the next one
+    evicted by it too. `unjudged`: layers whose scores are of the forward's logits (SirLLM), evicted
+    when it has returned. `first_of_pair`: a layer that is quantized together with the next one
     (MiniCache). `evicting`: layers of which one entry leaves in this decode step; all are evicted
     together after the last layer's attention, since dozens of small operations per layer take less
     time in one loop than between attention calls.
@@ -41,6 +42,7 @@ class Waiting(Generic[Layer]):
     sized: list[tuple[Layer, Observation]] = field(default_factory=list)
     first_of_pair: Layer | None = None
     agreeing: list[EvictionDue[Layer]] = field(default_factory=list)
+    unjudged: list[tuple[Layer, Observation]] = field(default_factory=list)
     evicting: dict[Layer, AttentionCall] = field(default_factory=dict)
 
     def take_sized(self) -> list[tuple[Layer, Observation]]:
@@ -51,6 +53,11 @@ class Waiting(Generic[Layer]):
     def take_agreeing(self) -> list[EvictionDue[Layer]]:
         """The evictions that are due in all layers; none waits from now on."""
         taken, self.agreeing = self.agreeing, []
+        return taken
+
+    def take_unjudged(self) -> list[tuple[Layer, Observation]]:
+        """The layers with their observations; none waits from now on."""
+        taken, self.unjudged = self.unjudged, []
         return taken
 
     def take_evicting(self) -> dict[Layer, AttentionCall]:
@@ -70,3 +77,4 @@ class Waiting(Generic[Layer]):
     def reset(self) -> None:
         """Empties all lists."""
         self.sized, self.first_of_pair, self.agreeing, self.evicting = [], None, [], {}
+        self.unjudged = []

@@ -38,8 +38,8 @@ def command(
     scorer: Annotated[
         str,
         typer.Option(
-            help="Method whose scores zap learns, kvzip or kvzip_plus; qfilter; duo; or curve, "
-            'with another method in front: "snapkv + curve".'
+            help="Method whose scores zap learns, kvzip or kvzip_plus; qfilter; triattention; duo; "
+            'or curve, with another method in front: "snapkv + curve".'
         ),
     ] = "kvzip",
     codec: Annotated[
@@ -61,7 +61,7 @@ def command(
     *,
     loading: Loading,
 ) -> None:
-    """Fit on your own model what zap, qfilter, duo, curve or a codec reads: zap:file=FILE."""
+    """Fit on your own model what zap, qfilter, triattention, duo, curve or a codec read."""
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         from kvfold.fit.fit import FitResult, fit_scorer

@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from kvfold.fit.centres import CentreFit, fit_centres
 from kvfold.fit.codec import CodecFit, fit_codec
 from kvfold.fit.curves import PUBLISHED, CurveFit, fit_curve, ranking_method
 from kvfold.fit.filters import FilterFit, fit_filters
 from kvfold.fit.heads import HeadFit, fit_heads
 
-OtherFit = FilterFit | HeadFit | CurveFit | CodecFit
+OtherFit = CentreFit | FilterFit | HeadFit | CurveFit | CodecFit
 # (model, tokenizer, texts, out, *, note) → result
 OTHERS: dict[str, Callable[..., OtherFit]] = {
     "qfilter": fit_filters,
+    "triattention": fit_centres,
     "duo": fit_heads,
     "kvtc": fit_codec,
 }

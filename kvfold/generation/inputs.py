@@ -42,7 +42,7 @@ def check_embeddings(cache: CompressedCache, options: dict[str, Any]) -> None:
     """Raises KvfoldError if a prompt cannot be read as `inputs_embeds` into a fresh cache."""
     given = [name for name in BY_IDS if options.get(name)]
     reason = None
-    if cache.runs_own_forwards or cache.needs_ids:
+    if cache.runs_own_forwards or cache.phase.reads_ids:
         reason = f"{cache.method} reads the prompt's ids"
     elif given:
         reason = f"{', '.join(given)} needs the prompt's ids"

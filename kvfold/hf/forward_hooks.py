@@ -22,6 +22,8 @@ class ToldOfForwards(ABC):
     """A cache that is told of the forwards that read into it."""
 
     rope_deltas: rope_deltas.Deltas | None = None  # of its text; None before that has any
+    reads_logits: bool = False  # of all tokens, whatever the caller keeps
+    logits_kept: int | Tensor = 0  # by the caller of the forward that runs, as `logits_to_keep`
 
     @abstractmethod
     def get_seq_length(self) -> int:
@@ -35,8 +37,11 @@ class ToldOfForwards(ABC):
         """
 
     @abstractmethod
-    def forward_returned(self, ids: Tensor | None) -> None:
-        """Called after a forward has returned; `ids [B, S]` are its inputs, None for embeddings."""
+    def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
+        """Called after a forward has returned; `ids [B, S]` are its inputs, None for embeddings.
+
+        `logits [B, S, V]` are its outputs, None for a cache that does not read them.
+        """
 
 
 # Held while a model's attention or its hooks change, and while it is tried out.
@@ -65,16 +70,31 @@ def unwatch(model: nn.Module) -> None:
         handle.remove()
 
 
-def _begins(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _begins(
+    model: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, ToldOfForwards):
-        cache.forward_begins(_ids(args, kwargs))
+    if not isinstance(cache, ToldOfForwards):
+        return None
+    cache.forward_begins(_ids(args, kwargs))
+    if not cache.reads_logits or "logits_to_keep" not in kwargs:
+        return None
+    cache.logits_kept = kwargs["logits_to_keep"]
+    return args, kwargs | {"logits_to_keep": 0}
 
 
 def _returned(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, ToldOfForwards):
-        cache.forward_returned(_ids(args, kwargs))
+    if not isinstance(cache, ToldOfForwards):
+        return
+    if not cache.reads_logits:
+        cache.forward_returned(_ids(args, kwargs), None)
+        return
+    logits = getattr(output, "logits", None)
+    cache.forward_returned(_ids(args, kwargs), logits)
+    kept, cache.logits_kept = cache.logits_kept, 0
+    assert logits is not None  # else the cache refused
+    output.logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]
 
 
 def _give(

@@ -148,7 +148,7 @@ class Stages:
         if self.token_pruning is not None and self.needs.beyond_attention:
             raise IllegalComposition(
                 "tokens are pruned between the layers by entries and attention alone: leave "
-                "token_ids, unrotated and output_norms out of Needs"
+                "token_ids, unrotated, output_norms and surprise out of Needs"
             )
 
     @property

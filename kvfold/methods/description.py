@@ -174,6 +174,7 @@ def observed(stages: Stages) -> str:
     parts += ["norms of projected values"] if needs.output_norms else []
     parts += ["attention inside chunks"] if needs.chunk_sums else []
     parts += ["token ids"] if needs.token_ids else []
+    parts += ["the logits of each token"] if needs.surprise else []
     parts += ["its last scores"] if needs.previous_scores else []
     if needs.window:
         parts.append("the last query" if needs.window == 1 else f"the last {needs.window} queries")
@@ -182,7 +183,8 @@ def observed(stages: Stages) -> str:
     if needs.query_moments:
         spread = " and covariance" if needs.query_moments.covariance else ""
         lengths = " and pairs' lengths" if needs.query_moments.moduli else ""
-        parts.append(f"the queries' mean{spread}{lengths}")
+        whose = "other texts' queries'" if needs.query_moments.fitted else "the queries'"
+        parts.append(f"{whose} mean{spread}{lengths}")
     if needs.references:
         where = "the repetition, if there is one" if needs.references.repeated else "the text"
         parts.append(f"queries of {where}")

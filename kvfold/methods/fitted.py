@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from kvfold.kernels.query_moments import QueryMoments
     from kvfold.methods.observation import Observation
 
 
@@ -70,6 +71,13 @@ class FittedHeads(Protocol):
 
     def of_layer(self, layer: int, heads: slice | None = None) -> Tensor:
         """Numbers `[H]` of one layer, of its KV heads `heads` (None: all)."""
+
+
+class FittedMoments(Protocol):
+    """Fitted moments of queries of all layers."""
+
+    def of_layer(self, layer: int, heads: slice | None = None) -> QueryMoments:
+        """Moments of one row, in one layer, of its KV heads `heads` (None: all)."""
 
 
 class FittedScorer(Protocol):

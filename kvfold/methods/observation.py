@@ -50,6 +50,7 @@ class QueryMomentsNeed:
     covariance: bool = True  # beside the mean
     moduli: bool = False  # beside the mean: mean length of each rotary pair
     running: bool = False  # those of generated tokens count too, from the next round on
+    fitted: FittedFile | None = None  # those of other texts, from a file, instead
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,13 @@ class ReferencesNeed:
 
     queries: int  # most queries of a KV head
     repeated: bool  # those of the reconstruction where the method has one
+
+
+@dataclass(frozen=True)
+class SurpriseNeed:
+    """How improbable the model found each token that it read: −ln p, by its own logits."""
+
+    decay: float = 1.0  # factor of all older numbers when another prompt is read
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,14 @@ class Needs:
     fitted_heads: FittedFile | None = None  # numbers of each KV head
     references: ReferencesNeed | None = None  # queries that kept entries are fitted to
     previous_scores: bool = False  # of the last eviction, for entries that it kept
+    surprise: SurpriseNeed | None = None  # −ln p of each entry's token
 
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
         """True if stages read what neither entries nor attention hold."""
-        others = self.output_norms, self.chunk_sums
+        others = self.output_norms, self.chunk_sums, self.surprise
         own = self.token_ids or self.previous_scores
-        return own or self.rotated_back or others != (None, None)
+        return own or self.rotated_back or any(each is not None for each in others)
 
     @cached_property  # asked at every step
     def rotated_back(self) -> bool:
@@ -123,6 +132,7 @@ class Needs:
             self.query_moments,
             self.chunk_sums,
             self.references,
+            self.surprise,
         )
 
     def joined(self, other: Needs) -> Needs:
@@ -161,6 +171,7 @@ class Needs:
             self.fitted_heads or other.fitted_heads,
             self.references or other.references,
             self.previous_scores or other.previous_scores,
+            self.surprise or other.surprise,
         )
 
 
@@ -209,6 +220,8 @@ class Observation:
     bias: Tensor | None = None  # [B, H, T], float32, added to the entries' logits
     # [B, H, T], of the method's last eviction; 0 for entries that it did not score
     previous_scores: Tensor | None = None
+    surprise: Tensor | None = None  # [B, H, T], −ln p of each entry's token, float32
+    prompt_tokens: Tensor | None = None  # [B], of the prompt that has just ended, 0 in rounds
 
     def padding_first(self) -> tuple[Observation, Tensor | None]:
         """Observation with padding moved to the left, and the slots `[B, H, T]` in that order.
@@ -238,6 +251,7 @@ class Observation:
             key_positions=moved(self.key_positions),
             bias=moved(self.bias),
             previous_scores=moved(self.previous_scores),
+            surprise=moved(self.surprise),
         )
         return again, order
 
@@ -267,6 +281,7 @@ class Observation:
             key_positions=picked(self.key_positions, 0),
             bias=picked(self.bias, 0),
             previous_scores=picked(self.previous_scores, 0),
+            surprise=picked(self.surprise, 0),
         )
 
     def unrotated(self) -> Tensor:

@@ -7,9 +7,15 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.observation import Needs, Observation, QueryMomentsNeed
 from kvfold.methods.stages.decode import Prompt
-from kvfold.methods.stages.score.distant_queries import Over, distant_logits, standardized
+from kvfold.methods.stages.score.distant_queries import (
+    Centres,
+    Over,
+    distant_logits,
+    standardized,
+)
 
 FARTHEST = 2**20  # positions
 
@@ -22,6 +28,7 @@ FARTHEST = 2**20  # positions
         norms[q, t] = Σ_pairs (mean_i |q[i]| − |μ[q]|)·|k[h, t]|;  δ = 1, 2, 4, … offsets
         μ[q]: mean of q before RoPE;  R: rotation;  n: tokens so far
     """,
+    presets={"official": {"scope": "model"}},
 )
 @dataclass(frozen=True)
 class TriAttention(Method):
@@ -35,11 +42,12 @@ class TriAttention(Method):
        largest of its query heads, after each 128 generated tokens (another number, and which
        entries count: "triattention + every:interval=64,prompt=kept").
 
-    The prompt is kept beside the budget. Different from the released code: centres are of the
-    prompt's own queries (`centre="running"`: of the answer's too), not of a calibration text; each
-    KV head of each layer keeps entries of its own. `scope="model"` keeps the same tokens in all, as
-    released, by their highest score in any. Components without RoPE are pairs of one. Raises
-    KvfoldError for options out of range; models that change RoPE with the length are refused.
+    The prompt is kept beside the budget. Centres are of the prompt's own queries
+    (`centre="running"`: of the answer's too), or, as released, of other texts: `file` names those
+    that `kvfold fit MODEL TEXTS --scorer triattention` fits. Each KV head of each layer keeps
+    entries of its own; `scope="model"` (`_official`) keeps the same tokens in all, by their highest
+    score in any, as released. Components without RoPE are pairs of one. Raises KvfoldError
+    for options out of range; models that change RoPE with the length are refused.
     Source: WeianMao/triattention `pruning_utils.py`.
     """
 
@@ -48,12 +56,15 @@ class TriAttention(Method):
     group: Over = "max"  # over the query heads of a KV head
     normalize: bool = True  # standardizes each query head's scores
     centre: Literal["prompt", "running"] = "prompt"  # of the prompt's queries, or the answer's too
+    file: FileName = NO_FILE  # fitted centres, none: those of the text
     scope: Literal["head", "model"] = "head"  # heads choose alone, or all alike
     prompt: Prompt = "kept"  # the prompt is beside the size, or part of it
 
     def __post_init__(self) -> None:
         if not 1 <= self.offsets <= FARTHEST:
             raise KvfoldError(f"triattention:offsets is from 1 to {FARTHEST}, not {self.offsets}")
+        if self.centre == "running" and self.file != NO_FILE:
+            raise KvfoldError("triattention: centres of a file do not run along: leave out one")
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
@@ -61,7 +72,12 @@ class TriAttention(Method):
         return self.scope == "head"
 
     def stages(self) -> Stages:
-        moments = QueryMomentsNeed(covariance=False, moduli=True, running=self.centre == "running")
+        moments = QueryMomentsNeed(
+            covariance=False,
+            moduli=True,
+            running=self.centre == "running",
+            fitted=None if self.file == NO_FILE else FittedFile(Centres, str(self.file)),
+        )
         return Stages(
             needs=Needs(query_moments=moments),
             score=partial(at_later_distances, method=self),

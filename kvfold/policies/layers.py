@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
 from kvfold.budget import Budget
-from kvfold.cache.observe import add_moments, observation_of
+from kvfold.cache.observe import add_moments, note_piece, observation_of
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
-from kvfold.cache.prefill import end_with, note_piece, size_and_evict
+from kvfold.cache.prefill import end_with, size_and_evict
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
@@ -54,9 +54,12 @@ def chosen_in(
 
 def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) -> list[LayerState]:
     needs, count = stages.needs, prefill.layers
-    scorer, heads = (fitted_in(each, prefill) for each in (needs.scorer, needs.fitted_heads))
-    check_shape(needs.scorer, scorer, prefill)
-    check_shape(needs.fitted_heads, heads, prefill)
+    moments = None if needs.query_moments is None else needs.query_moments.fitted
+    files = needs.scorer, needs.fitted_heads, moments
+    fits = [fitted_in(each, prefill) for each in files]
+    for file, fitted in zip(files, fits, strict=True):
+        check_shape(file, fitted, prefill)
+    scorer, heads, centres = fits
     ids = None if prefill.token_ids is None else prefill.token_ids[None]
     # `until`: a window of one query is a prefill's too.
     phase, waiting = Phase(until=prefill.tokens, incoming=ids), Waiting[LayerState]()
@@ -70,6 +73,7 @@ def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) 
             _projection(prefill, layer),
             None if scorer is None else scorer.of_layer(layer),
             None if heads is None else heads.of_layer(layer),
+            None if centres is None else centres.of_layer(layer),
         )
         for layer in range(count)
     ]

@@ -47,7 +47,8 @@ class Policy:
     def needs(self) -> PolicyNeeds:
         """What `keep` reads beside keys and values."""
         needs = self._stages.needs
-        everything = needs.column_sums or needs.query_moments or needs.chunk_sums
+        moments = needs.query_moments is not None and needs.query_moments.fitted is None
+        everything = needs.column_sums or moments or needs.chunk_sums
         return PolicyNeeds(
             "all" if everything else needs.window,
             rope=needs.rotated_back,
@@ -110,14 +111,16 @@ class Policy:
 def policy(method: Method | str) -> Policy:
     """The policy of a method, or of its text such as "snapkv:window=16 + adakv".
 
-    Raises KvfoldError for a method that runs forwards of its own (KVzip), that evicts nothing, or
-    that changes entries: a policy chooses among them only.
+    Raises KvfoldError for a method that runs forwards of its own (KVzip) or reads logits (SirLLM),
+    that evicts nothing, or that changes entries: a policy chooses among them only.
     """
     made = Policy(parse(method))
     stages = made._stages
     reason = None
     if stages.runs_own_forwards:
         reason = "runs forwards of its own over the prompt, which take the model"
+    elif stages.needs.surprise is not None:
+        reason = "scores tokens by the model's logits, which an engine's cache does not have"
     elif stages.encode is not None:
         reason = "stores entries otherwise than they came"
     elif stages.merge is not None or stages.refit is not None:

@@ -31,7 +31,7 @@ def budget_of(spec: str) -> float | None:
 def test_a_method_compresses_what_another_has_read(setting, spec):
     needs = kvfold.parse(spec).stages().needs
     # What no other method observes is read by the method itself, at another budget.
-    own = needs.query_moments or needs.chunk_sums
+    own = needs.query_moments or needs.chunk_sums or needs.surprise
     reader = spec if own else READERS[needs.column_sums, needs.column_squares]
     ids = setting.ids(words(60))
     shared = kvfold.CompressedCache(setting.model, reader, 0.5, seed=7)

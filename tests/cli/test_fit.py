@@ -49,6 +49,17 @@ def test_heads_are_scored_and_used(book, tmp_path):
     assert 0.4 < context.stats().kept_fraction <= 0.5
 
 
+def test_centres_are_fitted_and_used(book, tmp_path):
+    out = tmp_path / "centres.safetensors"
+    options = ["--scorer", "triattention", "--passages", "4", "--words", "80", "--out", str(out)]
+    found = run_json("fit", "bundled", str(book), *options)
+    assert [len(layer) for layer in found["concentration"]] == [8] * 4
+    model, tokenizer = kvfold.bundled_model()
+    spec = f"triattention:file={out},prompt=counted"
+    context = kvfold.compress(model, tokenizer, PROSE, spec, 0.3)
+    assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
+
+
 def test_a_codec_is_fitted_and_used(book, tmp_path):
     basis, out = tmp_path / "codec.safetensors", tmp_path / "book.kvfold"
     options = ["--codec", "kvtc", "--passages", "4", "--words", "80", "--out", str(basis)]

@@ -72,6 +72,11 @@ def encodes(spec: str) -> bool:
     return kvfold.parse(spec).stages().encode is not None
 
 
+def reads_logits(spec: str) -> bool:
+    """Whether tokens are scored by the model's logits, so that entries leave after the forward."""
+    return kvfold.parse(spec).stages().needs.surprise is not None
+
+
 def is_uniform(spec: str) -> bool:
     """Whether all layers and heads keep the same number of entries."""
     stages = kvfold.parse(spec).stages()

@@ -6,19 +6,23 @@ from __future__ import annotations
 import cmath
 import dataclasses
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import kvfold
-from kvfold import IllegalComposition, KvfoldError, Observation, UnsupportedModel
+from kvfold import IllegalComposition, KvfoldError, Observation, ScorerFileError, UnsupportedModel
+from kvfold.hf.scorer_file import write_fitted
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.kernels.query_moments import query_moments
-from kvfold.methods.stages.score.distant_queries import distant_logits, standardized
+from kvfold.methods.stages.score.distant_queries import Centres, distant_logits, standardized
 from kvfold.methods.triattention import TriAttention, at_later_distances
+from kvfold.policies.method_policy import policy
 from tests.helpers.budgets import SMALL
-from tests.helpers.by_hand import PADDED, ByHand, Head, Layer, best
+from tests.helpers.by_hand import PADDED, ByHand, Head, Layer, best, model_with
 from tests.helpers.caches import decode, kept, start
 from tests.helpers.models import build
 from tests.helpers.observations import KEYS, QUERIES, D, T, observed
@@ -137,11 +141,18 @@ def note_queries(layer: Layer, running: bool) -> None:
         layer.before = new if first else [a + b for a, b in zip(layer.before, new, strict=True)]
 
 
+def proposed_and_ranked(rows: list[Tensor]) -> list[int]:
+    """As released: each head proposes its best, the union is ranked by the highest score of any."""
+    highest = [max(float(row[i]) for row in rows) for i in range(len(rows[0]))]
+    union = sorted({i for row in rows for i in best(row, SMALL)})
+    return [union[place] for place in best([highest[i] for i in union], SMALL)]
+
+
 def rounds(prompt: str, normalize: bool, group: str, scope: str = "head"):
     """What loops leave of each head: the best entries, beside or with those of the prompt."""
 
     def round_of(one: ByHand) -> None:
-        kept: list[tuple[Head, list[int], Tensor]] = []
+        kept: list[tuple[Head, list[int], Tensor, list[Tensor]]] = []
         for layer in one.layers:
             for head, entries in enumerate(layer.heads):
                 began = layer.prompt if prompt == "kept" else 0
@@ -162,11 +173,11 @@ def rounds(prompt: str, normalize: bool, group: str, scope: str = "head"):
                     rows = [(row - row.mean()) / row.std(correction=0) for row in rows]
                 of_group = torch.stack(rows)
                 scores = of_group.amax(0) if group == "max" else of_group.mean(0)
-                kept.append((entries, beside, scores))
-        for entries, beside, scores in kept:
-            if scope == "model":
-                scores = torch.stack([of_head for *_, of_head in kept]).amax(0)
-            entries.keep(beside + [len(beside) + i for i in best(scores, SMALL)])
+                kept.append((entries, beside, scores, rows))
+        of_all = [row for *_, rows in kept for row in rows]
+        for entries, beside, scores, _ in kept:
+            chosen = proposed_and_ranked(of_all) if scope == "model" else best(scores, SMALL)
+            entries.keep(beside + [len(beside) + i for i in chosen])
 
     return round_of
 
@@ -200,6 +211,57 @@ def test_rounds_by_hand(options, changed, lengths):
     spec += f",prompt={changed['prompt']}"
     steps = 30 if changed["prompt"] == "kept" else 12
     assert_each_round(spec, by_rule, lengths, 3, before_each_step, steps)
+
+
+def centres_of(model: Any, folder: Path) -> tuple[str, Centres]:
+    """A file of random centres of the model, as an option, and what it holds."""
+    config, draw = model.config, torch.Generator().manual_seed(0)
+    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    shape = config.num_hidden_layers, heads, config.num_attention_heads // heads, size
+    centres = torch.randn(shape, generator=draw)
+    lengths = torch.complex(*centres.chunk(2, -1)).abs().repeat(1, 1, 1, 2) * 1.5
+    fitted, path = Centres(centres, lengths), folder / "centres.safetensors"
+    write_fitted(path, fitted, model, written_by="", target="triattention", texts=0)
+    return f"file={path}", fitted
+
+
+@pytest.mark.parametrize("name", ["triattention", "triattention_official"])
+@pytest.mark.parametrize("lengths", [PADDED, (17,)], ids=["padded", "short"])
+def test_rounds_by_the_centres_of_a_file(tmp_path, name, lengths):
+    """Queries c + i·d and c − i·d have the centre c; each of their pairs is 1.5 times as long."""
+    option, fitted = centres_of(model_with(2, "kvfold"), tmp_path)
+
+    def before_each_step(one: ByHand) -> None:
+        for index, layer in enumerate(one.layers):
+            layer.prompt = getattr(layer, "prompt", one.seen)
+            layer.seen = one.seen
+            c = torch.complex(*fitted.centres[index].flatten(0, 1).double().chunk(2, -1))
+            both = c * complex(1, 1.25**0.5), c * complex(1, -(1.25**0.5))
+            layer.before = [[one.tolist() for one in pair] for pair in zip(*both, strict=True)]
+
+    spec = f"{name}:offsets=8,{option} + every:interval=3,prompt=counted"
+    scope = "model" if name.endswith("official") else "head"
+    assert_each_round(spec, rounds("counted", True, "max", scope), lengths, 3, before_each_step)
+
+
+def test_the_centres_of_a_file_are_read_by_policies_too(tmp_path):
+    option, _ = centres_of(build("llama"), tmp_path)
+    made = policy(f"triattention:{option},prompt=counted")
+    assert made.needs.queries == 0 and policy("triattention:prompt=counted").needs.queries == "all"
+
+
+def test_centres_of_others_and_running_ones_of_a_file_are_refused(tmp_path):
+    model = build("llama")
+    option, _ = centres_of(model, tmp_path)
+    kvfold.CompressedCache(model, f"triattention:{option}", SMALL)
+    with pytest.raises(ScorerFileError, match=r"other weights.*--scorer triattention"):
+        kvfold.CompressedCache(build("llama", seed=1), f"triattention:{option}", SMALL)
+    with pytest.raises(KvfoldError, match="do not run along"):
+        kvfold.parse(f"triattention:{option},centre=running")
+
+
+def test_the_official_preset_keeps_one_set():
+    assert kvfold.parse("triattention_official") == kvfold.parse("triattention:scope=model")
 
 
 def test_running_centres_where_the_first_round_comes_early():

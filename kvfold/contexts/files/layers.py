@@ -6,7 +6,7 @@ State of an unfinished prefill (the query window) is not saved: such a cache is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ WINDOW, WINDOW_COLUMNS = "window_queries", "window_columns"
 # Moments of the prompt's queries that later evictions read, and the number of queries.
 MOMENTS = {"mean": "query_means", "covariance": "query_covariances", "moduli": "query_moduli"}
 COUNT = "query_count"
+# −ln p of the tokens read, and the logits for the token to come; in the file of the first layer.
+SURPRISE, SURPRISE_LOGITS = "surprise", "surprise_logits"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
         queries, whole[WINDOW_COLUMNS] = state.answer_window.joined()
         by_head[WINDOW] = list(queries[0].unflatten(0, (store.keys.shape[1], -1)))
     _describe_moments(state, by_head, whole)
+    whole |= _surprise(state)
     new, first_new = store.new
     header = LayerHeader(
         index=index,
@@ -97,6 +100,7 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
         queries = torch.stack(by_head.pop(WINDOW)).flatten(0, 1)[None]
         state.answer_window.add(queries, saved.whole[WINDOW_COLUMNS].clone())
     _restore_moments(state, by_head, saved.whole)
+    _restore_surprise(state, saved.whole)
     state.store = _store(state, header, by_head)
     layer.dtype, layer.device = state.store.keys.dtype, state.store.keys.device
     layer.is_initialized = True
@@ -155,6 +159,22 @@ def _restore_moments(state: LayerState, by_head: Named, whole: dict[str, Tensor]
     }
     if found:
         state.query_moments.restore(QueryMoments(whole[COUNT].clone(), **found))
+
+
+def _surprise(state: LayerState) -> dict[str, Tensor]:
+    """Tensors of the surprise, which all layers share, in the first one."""
+    surprise = state.phase.surprise
+    if surprise is None or state.plan.layer > 0:
+        return {}
+    held = {SURPRISE: surprise.numbers, SURPRISE_LOGITS: surprise.logits}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def _restore_surprise(state: LayerState, whole: dict[str, Tensor]) -> None:
+    if SURPRISE in whole and state.phase.surprise is not None:
+        numbers, logits = whole[SURPRISE].clone(), whole.get(SURPRISE_LOGITS)
+        logits = None if logits is None else logits.clone()
+        state.phase.surprise = replace(state.phase.surprise, numbers=numbers, logits=logits)
 
 
 def _store(state: LayerState, header: LayerHeader, by_head: Named) -> DenseStore | RaggedStore:

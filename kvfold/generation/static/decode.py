@@ -57,10 +57,10 @@ class GraphCache(Cache, ToldOfForwards):
         if not torch.compiler.is_compiling():
             self.cache.forward_begins(ids)
 
-    def forward_returned(self, ids: Tensor | None) -> None:
+    def forward_returned(self, ids: Tensor | None, logits: Tensor | None) -> None:
         """Tells the cache of a returned forward outside of graphs."""
         if not torch.compiler.is_compiling():
-            self.cache.forward_returned(ids)
+            self.cache.forward_returned(ids, logits)
 
     def after_forward(self) -> None:
         """Runs the layers' work between steps, outside of the graph."""
@@ -213,6 +213,8 @@ def _step_of(stages: Stages) -> str | None:
         return f"evicts many entries at once after every {stages.every} tokens"
     if stages.decode == "once":
         return "may still compress the prompt at every step"
+    if stages.needs.surprise is not None:
+        return "reads the logits of each token at every step"
     adding = stages.needs.column_sums or stages.needs.column_squares
     return "adds up attention at every step" if adding else None
 

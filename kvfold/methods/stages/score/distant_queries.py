@@ -3,15 +3,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
-from kvfold.methods.observation import Observation
+from kvfold.kernels.query_moments import QueryMoments
+from kvfold.methods.fitted import Fitted
+
+if TYPE_CHECKING:
+    from kvfold.methods.observation import Observation
 
 Over = Literal["mean", "max"]
+
+
+@dataclass(frozen=True, eq=False)
+class Centres(Fitted):
+    """Mean query before RoPE and mean length of each rotary pair, `[L, H, G, D]` each."""
+
+    method: ClassVar[str] = "triattention"
+    command: ClassVar[str] = "kvfold fit MODEL TEXTS --scorer triattention"
+    bundled: ClassVar[str] = ""
+    centres: Tensor
+    lengths: Tensor
+
+    def of_layer(self, layer: int, heads: slice | None = None) -> QueryMoments:
+        """Moments of one row, in one layer, of its KV heads `heads` (None: all)."""
+        own = heads or slice(None)
+        centres, lengths = (each[layer, own].flatten(0, 1)[None] for each in self.tensors.values())
+        return QueryMoments(torch.ones(1), centres, moduli=lengths)
 
 
 def distant_logits(observation: Observation, farthest: int, over: Over) -> Tensor:

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Surprise of the tokens that a cache has read: −ln p, by the model's own logits (SirLLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfold.errors import UnsupportedModel
+
+PIECE = 256  # columns whose logits are in float32 at once
+ROWS = 64  # most last columns whose logits are held inside a frozen block, for a crop
+
+
+@dataclass(frozen=True)
+class Surprise:
+    """−ln p of each column read, `numbers [B, N]`, float32; 0 at padding.
+
+    p is the probability that the model gave a token before it read it. Nothing predicts the first
+    token of a prompt: it gets the largest number of that prompt, and so does a token whose
+    prediction a crop or an edit took away. When another prompt begins, all numbers are multiplied
+    by `decay`.
+
+    `logits [B, n, V]` are those of the last `n` columns, for the token to come. `prompt` are the
+    columns of the newest prompt, half open; it is `open` while it is read in pieces.
+    """
+
+    decay: float
+    numbers: Tensor | None = None
+    logits: Tensor | None = None
+    prompt: tuple[int, int] = (0, 0)
+    open: bool = False
+
+    def __len__(self) -> int:
+        """Number of columns with a number."""
+        return 0 if self.numbers is None else self.numbers.shape[1]
+
+    def begin(self, ids: Tensor, start: int, prompt: bool, more: bool) -> Surprise:
+        """With the tokens `ids [B, S]` of a forward that begins at column `start`.
+
+        The first one's number is known, the others' are NaN until `end`. `prompt`: the forward
+        reads a prompt, of which `more` follows. Raises UnsupportedModel if columns before it were
+        read without their logits.
+        """
+        self._check(start)
+        numbers, began = self.numbers, self.prompt[0]
+        if prompt and not self.open:
+            began = start
+            numbers = None if numbers is None else numbers * self.decay
+        new = torch.full(ids.shape, torch.nan, device=ids.device)
+        if self.logits is not None:
+            new[:, :1] = surprise(self.logits[:, -1:].to(ids.device), ids[:, :1])
+        return replace(
+            self,
+            numbers=new if numbers is None else torch.cat([numbers, new], 1),
+            prompt=(began, start + ids.shape[1]) if prompt else self.prompt,
+            open=prompt and more,
+        )
+
+    def end(self, ids: Tensor, logits: Tensor | None, tokens: Tensor | None, rows: int) -> Surprise:
+        """With the `logits [B, S, V]` of the forward that began last, of which `rows` are held.
+
+        `tokens [B, N]` is False at padding, None without any. Raises UnsupportedModel without
+        logits of all tokens.
+        """
+        if logits is None or logits.shape[:2] != ids.shape:
+            raise UnsupportedModel(
+                "the model gives no logits of all tokens, by which sirllm scores them: use a "
+                "causal language model, and leave return_dict and logits_to_keep out"
+            )
+        assert self.numbers is not None
+        numbers, new = self.numbers.clone(), ids.shape[1]
+        numbers[:, 1 - new or len(self) :] = surprise(logits[:, :-1], ids[:, 1:]).to(numbers)
+        filled = _filled(numbers, tokens, *self.prompt)
+        return replace(self, numbers=filled, logits=logits[:, -rows:].detach().clone())
+
+    def of(self, seen: int) -> Tensor:
+        """Numbers `[B, seen]`; UnsupportedModel if columns were read without their logits."""
+        self._check(seen)
+        assert self.numbers is not None
+        return self.numbers
+
+    def prompt_tokens(self, tokens: Tensor | None, seen: int, rows: int) -> Tensor:
+        """Tokens `[B]` of the prompt that ends at column `seen`; 0 if none ends there."""
+        began, ended = self.prompt
+        if ended != seen:
+            return torch.zeros(rows, dtype=torch.long)
+        return torch.full((rows,), seen - began) if tokens is None else tokens[:, began:].sum(-1)
+
+    def crop(self, length: int) -> Surprise:
+        """The surprise of the first `length` columns."""
+        if self.numbers is None or len(self) <= length:
+            return self
+        logits = self.logits
+        if logits is not None:
+            left = logits.shape[1] - (len(self) - length)
+            logits = logits[:, :left].clone() if left > 0 else None
+        began, ended = (min(column, length) for column in self.prompt)
+        return Surprise(
+            self.decay,
+            self.numbers[:, :length].clone(),
+            logits,
+            (began, ended),
+            self.open and began < length,
+        )
+
+    def renumber(self, ids: Callable[[Tensor], Tensor], count: Callable[[int], int]) -> Surprise:
+        """The surprise after an edit; nothing predicts the token to come.
+
+        `ids` moves numbers `[B, N]` to their new columns, `count` gives how many of the first
+        columns there are afterwards.
+        """
+        began, ended = map(count, self.prompt)
+        return Surprise(
+            self.decay, None if self.numbers is None else ids(self.numbers), None, (began, ended)
+        )
+
+    def index(self, rows: Callable[[Tensor], Tensor]) -> Surprise:
+        """Applies `rows`, a selection along the batch axis."""
+        numbers, logits = (None if x is None else rows(x) for x in (self.numbers, self.logits))
+        return replace(self, numbers=numbers, logits=logits)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers and logits."""
+        both = (x for x in (self.numbers, self.logits) if x is not None)
+        return sum(x.numel() * x.element_size() for x in both)
+
+    def _check(self, seen: int) -> None:
+        if len(self) < seen:
+            raise UnsupportedModel(
+                "tokens were read past the model that the cache was made for, and sirllm scores "
+                "tokens by its logits: call that model"
+            )
+
+
+def surprise(logits: Tensor, ids: Tensor) -> Tensor:
+    """−ln p `[B, S]`, float32, of the tokens `ids [B, S]` by the `logits [B, S, V]` before each."""
+    pieces = zip(logits.split(PIECE, 1), ids.to(logits.device).split(PIECE, 1), strict=True)
+    found = [
+        F.cross_entropy(of_piece.mT.float(), wanted, reduction="none")
+        for of_piece, wanted in pieces
+    ]
+    return torch.cat(found, 1).clamp(0, torch.finfo(torch.float32).max)
+
+
+def _filled(numbers: Tensor, tokens: Tensor | None, began: int, ended: int) -> Tensor:
+    """Numbers `[B, N]` with those of the prompt's first tokens, and of tokens without any.
+
+    The prompt's columns go from `began` to `ended`. A prompt of one token keeps its number.
+    """
+    seen = numbers.shape[1]
+    real = torch.ones_like(numbers, dtype=torch.bool) if tokens is None else tokens
+    columns = torch.arange(seen, device=numbers.device)
+    inside = real & (columns >= began) & (columns < ended)
+    first = inside & (inside.cumsum(-1) == 1)
+    others = numbers.masked_fill(~inside | first, torch.nan).nan_to_num(-torch.inf)
+    largest = others.amax(-1, keepdim=True)
+    unknown = numbers.isnan() | (first & largest.isfinite())
+    return torch.where(unknown, largest.clamp(min=0), numbers).masked_fill(~real, 0)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold.fit_centres`: where each head's queries lie before RoPE, for `triattention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.fit.fitted_file import weights_of, write_fit
+from kvfold.fit.queries import LayerRead, check_texts, layers_read
+from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
+from kvfold.methods.stages.score.distant_queries import Centres
+
+
+@dataclass(frozen=True)
+class CentreFit:
+    """Fitted centres: their file, and how tightly queries lie around them.
+
+    `concentration[l][q]` is R of each query head: the length of its mean query over the mean length
+    of its queries, rotary pair by rotary pair, mean over the pairs. It is 1 where all queries are
+    alike, and small where they point everywhere. `numbers` is the size of what was fitted, `share`
+    that as part of the model's weights.
+    """
+
+    path: Path
+    texts: int
+    numbers: int
+    share: float
+    concentration: list[list[float]]
+
+    @property
+    def report(self) -> str:
+        """What the fit measured, in words."""
+        heads = [head for layer in self.concentration for head in layer]
+        return (
+            f"length of the centres over that of the queries, R: mean over heads "
+            f"{sum(heads) / len(heads):.3f}, lowest {min(heads):.3f}"
+        )
+
+
+def fit_centres(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    out: str | Path,
+    *,
+    note: Callable[[str], None] = lambda line: None,
+) -> CentreFit:
+    """Fits the centres of `triattention:file=…`, two vectors for each layer and query head.
+
+    A centre is the mean query before RoPE, over all tokens of all texts; beside it the mean length
+    of each rotary pair. Each text is read once, and then gone. `note` is called with a line of
+    progress after each.
+
+    Raises KvfoldError for no text, and for a text of less than 64 tokens; UnsupportedModel for a
+    model that caches latents, or whose keys cannot be rotated back.
+    Source: WeianMao/triattention, the calibration of `pruning_utils.py`.
+    """
+    check_texts(tokenizer, texts, 1)
+    sums, tokens = torch.zeros(()), 0
+    for number, text in enumerate(texts):
+        read = list(layers_read(model, tokenizer, text))
+        sums = sums + torch.stack([_sums(layer) for layer in read])
+        tokens += read[0].queries.shape[1]
+        note(f"{number + 1} of {len(texts)} passages")
+    heads = read[0].keys.shape[0]
+    centres, lengths = (sums / tokens).float().unflatten(2, (heads, -1)).unbind(1)
+    fitted = Centres(centres.contiguous(), lengths.contiguous())
+    pairs = _pairs(read[0]).cpu()
+    share = pair_norms(centres, pairs) / lengths.clamp(min=torch.finfo(lengths.dtype).tiny)
+    result = CentreFit(
+        Path(out),
+        len(texts),
+        fitted.numbers,
+        fitted.numbers / weights_of(model),
+        share.mean(-1).flatten(1).tolist(),
+    )
+    report = {"concentration": result.concentration}
+    write_fit(result.path, fitted, model, target=Centres.method, texts=len(texts), report=report)
+    return result
+
+
+def _sums(layer: LayerRead) -> Tensor:
+    """Sums over queries before RoPE `[2, Hq, D]`, float64: of them, and of their pairs' lengths."""
+    layer.rotation.check_reversible()
+    at = torch.arange(layer.queries.shape[1], device=layer.queries.device)[None]
+    before = layer.rotation(layer.queries[None].float(), -at)[0].double()
+    lengths = pair_norms(before, _pairs(layer).double())
+    return torch.stack([before.sum(1), lengths.sum(1)]).cpu()
+
+
+def _pairs(layer: LayerRead) -> Tensor:
+    return rotary_pairs(layer.rotation, layer.keys.shape[-1], layer.keys.device)
