@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -31,13 +31,11 @@ CONTEXTS: dict[str, tuple[str, Any]] = {
 }
 # Heads that keep different numbers of tokens, levelled: method, budget, rule.
 LEVELLED: dict[str, tuple[str, Any, Rule]] = {
-    "kvzip": ("kvzip", 0.3, "mass"),
-    "kvzip-votes": ("kvzip", 0.3, "votes"),
-    "adakv": ("adakv", 200, "mass"),
-    "adakv-union": ("adakv", 100, "union"),
-    "pyramidkv": ("pyramidkv", 200, "votes"),
+    f"{method}-{rule}": (method, 60 if rule == "union" else 200, rule)
+    for method in ("kvzip", "adakv", "pyramidkv")
+    for rule in get_args(Rule)
 }
-CODED = "coded"
+CODED, UNEVEN = "coded", "uneven"
 NAMES = (*CONTEXTS, *LEVELLED, CODED)
 QUESTIONS = ("What is this text about?", "Which number is it?")
 
@@ -54,7 +52,10 @@ class Kvfold:
 
     @classmethod
     def with_files_in(cls, folder: Path) -> Kvfold:
-        """All contexts, and `packed`, which vLLM cannot hold, and `stranger`, of other weights."""
+        """All contexts, and what vLLM cannot hold: `packed`, `biased`, `uneven`, and `stranger`.
+
+        The last one is of other weights.
+        """
         model, tokenizer = kvfold.bundled_model()
         count = partial(token_count, tokenizer)
         sample = short_ruler.generate("single", TOKENS, count, random.Random(1))
@@ -69,6 +70,10 @@ class Kvfold:
             context.save(folder / f"{name}.kvfold")
         contexts[CODED] = _coded(model, tokenizer, contexts["whole-pages"], folder)
         read(model, tokenizer, method="kivi").save(folder / "packed.kvfold")
+        biased = read(model, tokenizer, method="snapkv + match", budget=200)
+        biased.save(folder / "biased.kvfold")
+        contexts[UNEVEN] = read(model, tokenizer, method="pyramidkv", budget=200)
+        contexts[UNEVEN].save(folder / f"{UNEVEN}.kvfold")
         other, _ = kvfold.bundled_model()
         with torch.no_grad():
             other.model.norm.weight.mul_(1.01)

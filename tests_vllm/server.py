@@ -22,7 +22,7 @@ from kvfold.cli.serve_vllm import serve
 if __name__ == "__main__":
     serve("bundled", host="127.0.0.1", port=int(sys.argv[1]), api_key=sys.argv[2],
           folder=Path(sys.argv[3]), body=2**20, arguments="--max-model-len 1024 --max-num-seqs 8",
-          method="kvzip + level", budget="0.3", parts=None if sys.argv[4] == "" else sys.argv[4])
+          method="kvzip", budget="0.3", parts=None if sys.argv[4] == "" else sys.argv[4])
 """
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import kvfold
 from kvfold.serve.vllm.placeholders import ServedFolder
-from tests_vllm.bundled import NEW, Kvfold, asked
+from tests_vllm.bundled import NEW, UNEVEN, Kvfold, asked
 from tests_vllm.server import KEY, START, served
 
 NAME = "whole-pages"
@@ -134,8 +134,9 @@ def test_a_completion_goes_on_from_the_document(client, made):
 
 
 def test_a_text_in_a_request_is_compressed_on_arrival(address, client, made):
-    """vLLM reads none of it: its prompt is the kept entries and the question."""
-    expected = kvfold.compress(made.model, made.tokenizer, made.document, "kvzip + level", 0.3)
+    """It is levelled, and vLLM reads none of it: its prompt is kept entries and the question."""
+    own = kvfold.compress(made.model, made.tokenizer, made.document, "kvzip", 0.3)
+    expected = own.levelled()
     for question in made.questions:
         answer = client.chat.completions.create(
             model="bundled",
@@ -154,10 +155,20 @@ def test_a_text_in_a_request_is_compressed_on_arrival(address, client, made):
     posted = {"text": made.document, "id": "posted"}
     about = httpx.post(f"{address}/v1/contexts", json=posted, headers=headers, timeout=60)
     assert about.status_code == 201 and about.json()["kept"] == kept
+    assert about.json()["level"] == pytest.approx(expected.level.model_dump())
     answer = chat(client, "posted", made.questions[0], max_tokens=NEW)
     assert answer.choices[0].message.content.strip() == expected.ask(
         made.questions[0], max_new_tokens=NEW
     )
+
+
+def test_an_uneven_file_is_levelled_when_it_is_first_asked(client, made):
+    expected = made.contexts[UNEVEN].levelled()
+    for question in made.questions:
+        answer = chat(client, UNEVEN, question, max_tokens=NEW)
+        assert answer.choices[0].message.content.strip() == expected.ask(
+            question, max_new_tokens=NEW
+        )
 
 
 def test_many_at_once_with_ordinary_requests(client, made):
@@ -198,7 +209,7 @@ def test_hits_are_counted(address, client, made):
 
 @pytest.mark.parametrize(
     "name, status",
-    [("none", 404), ("packed", 400), ("stranger", 400), ("../whole-pages", 400)],
+    [("none", 404), ("packed", 400), ("biased", 400), ("stranger", 400), ("../whole-pages", 400)],
 )
 def test_refusals_say_why(client, made, name, status):
     with pytest.raises(openai.APIStatusError) as refusal:

@@ -38,7 +38,8 @@ from kvfold.terminal import console, messages, print_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvfold.jobs.compress import CompressOptions
+    from kvfold.jobs.compress import Job, LevelJob
+    from kvfold.methods.stages.select.one_set import Rule
 
 
 # The budget of methods that take one, if none is given.
@@ -48,7 +49,10 @@ BUDGET = "0.5"
 @with_options(loading=loading)
 def command(
     model: ModelName,
-    documents: Annotated[list[Path], typer.Argument(help="Text files; - is standard input.")],
+    documents: Annotated[
+        list[Path],
+        typer.Argument(help="Text files; - is standard input; a context file, with --level."),
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -95,7 +99,10 @@ def command(
     *,
     loading: Loading,
 ) -> None:
-    """Compress documents into files; ask them questions later with `kvfold ask`."""
+    """Compress documents into files; ask them questions later with `kvfold ask`.
+
+    A context file's text is read again by the file's own method and budget, and levelled.
+    """
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
         import kvfold
@@ -104,7 +111,12 @@ def command(
         from kvfold.contexts.context import check_reusable
         from kvfold.contexts.levelled import level_of
         from kvfold.generation.generate import check_per_chunk
-        from kvfold.jobs.compress import CompressOptions
+        from kvfold.jobs.compress import CompressJob, CompressOptions
+        from kvfold.serve.context_folder import SUFFIX
+    if any(path.suffix == SUFFIX for path in documents):
+        alone = budget is budgets is ray is None and compress == "at_end" and not keep_scores
+        job = _of_file(documents, out, level, prefill_chunk, codec, alone)
+        return _compress_one(notes, model, loading, job, as_json)
     # Refused here, before a large model is loaded.
     usual = BUDGET if kvfold.parse(method).takes_budget else None
     chosen, limit = checked(method, budget or usual)
@@ -140,11 +152,36 @@ def command(
     elif len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
         text = read_text(documents[0], encoding)
-        _compress_one(notes, model, loading, text, path, options, as_json)
+        _compress_one(notes, model, loading, CompressJob(text, path, options), as_json)
     else:
         from kvfold.cli.compress_many import compress_many
 
         compress_many(notes, model, loading, documents, encoding, out, options, ray, as_json)
+
+
+def _of_file(
+    documents: list[Path],
+    out: Path | None,
+    level: Rule | None,
+    prefill_chunk: int | None,
+    codec: str | None,
+    alone: bool,
+) -> LevelJob:
+    """The job that levels a context file; `alone`: without options that the file fixes.
+
+    Raises KvfoldError unless it is one file, with a rule, and another file to write.
+    """
+    from kvfold.jobs.compress import LevelJob
+
+    source = documents[0]
+    if len(documents) > 1 or level is None or not alone:
+        raise KvfoldError(
+            f"{source} holds a method and a budget of its own: name one context file, with --level "
+            "and --out"
+        )
+    if out is None or out.resolve() == source.resolve():
+        raise KvfoldError(f"{source} stays as it is: name the levelled file, --out PATH")
+    return LevelJob(source, _file(source, out), level, prefill_chunk, codec)
 
 
 def _file(document: Path, out: Path | None) -> Path:
@@ -162,9 +199,7 @@ def _compress_one(
     notes: Console,
     model: str,
     loading: Loading,
-    text: str,
-    path: Path,
-    options: CompressOptions,
+    job: Job,
     as_json: bool,
 ) -> None:
     """Compresses one document and prints kept entries and bytes."""
@@ -172,8 +207,9 @@ def _compress_one(
 
     network, tokenizer = load(model, loading, among_ranks=True)
     with progress(notes) as bar, _watched(network, bar):
-        context = options.compressed(network, tokenizer, text)
-    context.save(path, codec=options.codec)
+        context = job.made(network, tokenizer)
+    path = job.path
+    context.save(path, codec=job.codec)
     ranks = context.cache.ranks
     if ranks.rank > 0:
         return

@@ -18,6 +18,7 @@ from kvfold.jobs.compress import (
     CompressJob,
     CompressOptions,
     CompressResult,
+    Job,
     check_models,
     check_options,
     worker_spec,
@@ -78,7 +79,7 @@ def compress_many(
 
 def _workers(
     model: str, loading: Loading, there: Sequence[Path], ray: str | None
-) -> RunJobs[CompressJob, CompressResult]:
+) -> RunJobs[Job, CompressResult]:
     """Workers that compress, on Ray or here.
 
     Raises ContextFileError if an existing file is of another model.

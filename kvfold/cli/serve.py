@@ -15,6 +15,7 @@ from kvfold.cli.console import size
 from kvfold.cli.options import (
     AllowLonger,
     CodecText,
+    LevelRule,
     ModelName,
     SpecialTokens,
     checked,
@@ -32,7 +33,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 # Parameters that apply with --engine vllm.
 OF_VLLM = (
     "model", "host", "port", "api_key", "folder", "body", "engine", "vllm", "modules", "method",
-    "budget", "contexts", "parts",
+    "budget", "level", "contexts", "parts",
 )  # fmt: skip
 
 
@@ -125,6 +126,14 @@ def command(
         typer.Option(help="vllm: a stock vLLM answers from the files of --folder."),
     ] = "transformers",
     vllm: Annotated[str, typer.Option(help='Arguments for vLLM: "--max-model-len 8192".')] = "",
+    level: Annotated[
+        LevelRule | None,
+        typer.Option(
+            help="With vLLM: one set of tokens for all heads of texts compressed on arrival and of "
+            "uneven files.",
+            show_default="mass, where heads keep different numbers",
+        ),
+    ] = None,
     parts: Annotated[
         str | None,
         typer.Option(help='With vLLM: the part of contexts that each layer holds: "1,1,0.5,0.25".'),
@@ -136,8 +145,8 @@ def command(
 
     Each worker answers one request after the other; requests are not batched together. Contexts
     are shared: a request costs its question and its answer. With --engine vllm only host, port,
-    api-key, folder, body, import, parts, and for texts compressed on arrival method, budget and
-    contexts apply; others are refused.
+    api-key, folder, body, import, parts, and for texts compressed on arrival method, budget, level
+    and contexts apply; others are refused.
     """
     from kvfold.budget import Budget
     from kvfold.methods.registry import listed
@@ -159,12 +168,13 @@ def command(
             arguments=vllm,
             method=method if _is_given(ctx, "method") else None,
             budget=budget if _is_given(ctx, "budget") else None,
+            level=level,
             contexts=contexts,
             parts=parts,
         )
         return
-    if vllm or parts is not None:
-        raise KvfoldError("--vllm and --parts are for --engine vllm")
+    if vllm or level is not None or parts is not None:
+        raise KvfoldError("--vllm, --level and --parts are for --engine vllm")
     out = console()
     with out.status("importing torch and transformers"):
         try:

@@ -13,6 +13,7 @@ from kvfold.serve.vllm.versions import check_installed
 from kvfold.terminal import console, errors
 
 if TYPE_CHECKING:
+    from kvfold.methods.stages.select.one_set import Rule
     from kvfold.serve.vllm.arrivals import Arrivals
 
 BUDGET = "0.5"  # of texts compressed on arrival
@@ -30,15 +31,16 @@ def serve(
     arguments: str,
     method: str | None = None,
     budget: str | None = None,
+    level: Rule | None = None,
     contexts: int = 1000,
     parts: str | None = None,
 ) -> None:
     """Serves the context files of `folder` with vLLM; `arguments` are for vLLM's command line.
 
     `body` bounds requests, in bytes. With a `method`, texts of requests are compressed to `budget`
-    on arrival, and `contexts` of them kept. `parts` of a context are held by each layer. Raises
-    KvfoldError without a folder, for a missing package, another version of vLLM or an unsupported
-    model, and if vLLM ends.
+    on arrival, levelled by the rule `level`, and `contexts` of them kept. `parts` of a context are
+    held by each layer. Raises KvfoldError without a folder, for a missing package, another version
+    of vLLM, a method whose texts vLLM cannot hold or an unsupported model, and if vLLM ends.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -50,8 +52,9 @@ def serve(
         raise KvfoldError(
             "name the folder of the contexts, made with `kvfold compress`: --folder PATH"
         )
-    if budget is not None and method is None:
-        raise KvfoldError("--budget is of texts compressed on arrival: name their --method")
+    if method is None and (budget is not None or level is not None):
+        named = "--budget" if level is None else "--level"
+        raise KvfoldError(f"{named} is of texts compressed on arrival: name their --method")
     out = console()
     with out.status("importing torch and transformers"):
         from transformers import AutoTokenizer
@@ -64,6 +67,9 @@ def serve(
         from kvfold.serve.vllm.meta_model import MetaModel
         from kvfold.serve.vllm.per_layer.sizes import Parts, block_size
         from kvfold.serve.vllm.placeholders import ServedFolder
+    arrivals = None
+    if method is not None:
+        arrivals = _arrivals(model, folder, method, budget, level, contexts, parts is not None)
     place, config, dtype = _model(model)
     words = shlex.split(arguments)
     held = None if parts is None else Parts.of(parts, block_size(words))
@@ -72,14 +78,15 @@ def serve(
     if held is not None:
         held.check_layers(meta_model.layers)
     compatibility = CompatibilityCheck(served_folder, meta_model, dtype)
-    catalog = ContextCatalog(served_folder, compatibility, AutoTokenizer.from_pretrained(place))
-    arrivals = None
-    if method is not None:
-        arrivals = _arrivals(model, folder, method, budget, contexts)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    levels = arrivals is not None
+    catalog = ContextCatalog(served_folder, compatibility, tokenizer, levels=levels)
     bound = listening(host, port)
     for about in catalog.all():
         if "refused" in about:
             errors().print(f"refused: {about['id']}: {about['refused']}", markup=False)
+        elif "uneven" in about:
+            errors().print(f"uneven: {about['id']}: {about['uneven']}", markup=False)
         elif about["lost"]:
             lost = (
                 f"{about['id']} loses {about['lost']:.1%} of its entries: heads need equal counts"
@@ -96,7 +103,15 @@ def serve(
     run(engine, catalog, bound, body=body, arrivals=arrivals)
 
 
-def _arrivals(model: str, folder: Path, method: str, budget: str | None, contexts: int) -> Arrivals:
+def _arrivals(
+    model: str,
+    folder: Path,
+    method: str,
+    budget: str | None,
+    level: Rule | None,
+    contexts: int,
+    parts: bool,
+) -> Arrivals:
     """Compression of texts on arrival, by a process of its own with the model `model`."""
     from kvfold.cli.options import checked
     from kvfold.jobs.compress import CompressOptions, worker_spec
@@ -104,12 +119,14 @@ def _arrivals(model: str, folder: Path, method: str, budget: str | None, context
     from kvfold.methods.base import parse
     from kvfold.serve.settings import ServerSettings
     from kvfold.serve.vllm.arrivals import Arrivals
+    from kvfold.serve.vllm.methods import level_for
 
     usual = BUDGET if parse(method).takes_budget else None
     chosen, limit = checked(method, budget or usual)
     # A method that prunes tokens between layers reads its text in one forward.
     chunk = None if chosen.stages().token_pruning else ServerSettings.prefill_chunk
-    options = CompressOptions(chosen, limit, chunk, "at_end", 0)
+    rule = level_for(chosen, level, parts=parts)
+    options = CompressOptions(chosen, limit, chunk, "at_end", 0, level=rule)
     return Arrivals(folder, options, processes(worker_spec(model), 1), contexts)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compression of many documents, each to a context file, by the next free worker."""
+"""Compression of many documents, each to a context file, by the next free worker.
+
+Also of texts that files hold, levelled.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from kvfold.codecs.codec import codec_of, spelled
 from kvfold.contexts import context
 from kvfold.contexts.files.format import Header, read_header
 from kvfold.contexts.files.read import check_model
+from kvfold.contexts.files.read import load as load_context
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress
@@ -120,6 +124,34 @@ class CompressJob:
     path: Path
     options: CompressOptions
 
+    @property
+    def codec(self) -> str | None:
+        """The codec of the file."""
+        return self.options.codec
+
+    def made(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> context.Context:
+        """The context; raises as `CompressOptions.compressed`."""
+        return self.options.compressed(model, tokenizer, self.text)
+
+
+@dataclass(frozen=True)
+class LevelJob:
+    """The text of the context file `source`, read again and levelled by `rule` into `path`."""
+
+    source: Path
+    path: Path
+    rule: Rule
+    prefill_chunk: int | None = None
+    codec: str | None = None
+
+    def made(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> context.Context:
+        """The context; raises as `kvfold.load` and `Context.levelled`."""
+        uneven = load_context(self.source, model, tokenizer)
+        return uneven.levelled(self.rule, prefill_chunk=self.prefill_chunk)
+
+
+Job = CompressJob | LevelJob
+
 
 @dataclass(frozen=True)
 class CompressResult:
@@ -130,24 +162,22 @@ class CompressResult:
     why: str | None = None
 
 
-def worker_spec(
-    name: str, loading: Loading | None = None
-) -> WorkerSpec[CompressJob, CompressResult]:
+def worker_spec(name: str, loading: Loading | None = None) -> WorkerSpec[Job, CompressResult]:
     """Spec of workers that compress documents with the model `name`."""
     return WorkerSpec(name, compress_document, _given_up, loading=loading or Loading())
 
 
-def _given_up(job: CompressJob, why: str) -> CompressResult:
+def _given_up(job: Job, why: str) -> CompressResult:
     return CompressResult(job.path, None, why)
 
 
 def compress_document(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: CompressJob
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job
 ) -> CompressResult:
     """Compresses a document and writes its file; a failure is returned in `why`, not raised."""
     try:
-        made = job.options.compressed(model, tokenizer, job.text)
-        made.save(job.path, codec=job.options.codec)
+        made = job.made(model, tokenizer)
+        made.save(job.path, codec=job.codec)
     except (KvfoldError, RuntimeError) as problem:
         # RuntimeError covers out of memory: the other documents may be shorter.
         return CompressResult(job.path, None, str(problem).partition("\n")[0])

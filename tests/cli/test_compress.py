@@ -93,6 +93,28 @@ def test_levelled_files_hold_one_set_and_what_it_changes(folder: Path, tmp_path:
     assert shown.exit_code == 0 and "mean KL to that" in shown.output
 
 
+def test_a_context_file_is_levelled_into_another(folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = tiny_llama(), word_tokenizer()
+    uneven = kvfold.compress(model, tokenizer, PROMPT, "kvzip", 8)
+    source, out = tmp_path / "a.kvfold", tmp_path / "b.kvfold"
+    uneven.save(source)
+    before = source.read_bytes()
+    given = ["compress", str(folder), str(source), "--level", "union"]
+    ran = CliRunner().invoke(app, [*given, "--out", str(out), "--json"])
+    assert ran.exit_code == 0, ran.output
+    loaded, expected = kvfold.load(out, model, tokenizer), uneven.levelled("union")
+    assert loaded.level == expected.level and source.read_bytes() == before
+    assert_same(loaded.cache, expected.cache)
+    for wrong, said in (
+        (given, "name the levelled file"),
+        ([*given, "--out", str(source)], "stays as it is"),
+        (given[:3], "a method and a budget of its own"),
+        ([*given, "--budget", "4", "--out", str(out)], "a method and a budget of its own"),
+        ([*given, str(source), "--out", str(out)], "name one context file"),
+    ):
+        assert said in refused(*wrong)
+
+
 def test_what_cannot_be_levelled_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(PROMPT)

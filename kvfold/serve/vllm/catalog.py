@@ -15,6 +15,7 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.prompt_encoder import PromptEncoder
 from kvfold.serve.request_schemas import ChatRequest, CompletionRequest
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
+from kvfold.serve.vllm.equalize import UnevenContext
 from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder, UnknownContext
 from kvfold.serve.vllm.request import ContextPrompt, check_vocabulary, vocabulary
 
@@ -23,6 +24,7 @@ class ContextCatalog:
     """Contexts of a folder; makes prompts of vLLM from requests over them.
 
     Raises ApiError for a context that is missing or cannot be served, and for a malformed request.
+    With `levels`, uneven contexts are levelled when they are first asked.
     """
 
     def __init__(
@@ -30,8 +32,11 @@ class ContextCatalog:
         served_folder: ServedFolder,
         compatibility: CompatibilityCheck,
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        levels: bool = False,
     ) -> None:
         self.served_folder, self.compatibility = served_folder, compatibility
+        self.levels = levels
         self.prompts = PromptEncoder(
             tokenizer, PromptFrame.of(tokenizer), compatibility.meta_model.config.vocab_size
         )
@@ -56,7 +61,7 @@ class ContextCatalog:
         return ContextPrompt(served, ids)
 
     def all(self) -> list[dict[str, Any]]:
-        """All contexts: tokens, entries per head, fraction lost by equalizing; or the error."""
+        """All contexts: tokens, entries per head, part lost by equalizing, level; or why not."""
         return [self.about(name) for name in self.served_folder.ids()]
 
     def about(self, name: str) -> dict[str, Any]:
@@ -65,8 +70,19 @@ class ContextCatalog:
         try:
             served = self._servable(name)
         except KvfoldError as problem:
+            if self.levels and isinstance(problem, UnevenContext):
+                return about | {"uneven": "it is levelled when it is first asked"}
             return about | {"refused": str(problem)}
-        return about | {"tokens": served.seen, "kept": served.kept, "lost": served.lost}
+        about |= {"tokens": served.seen, "kept": served.kept, "lost": served.lost}
+        return about if served.level is None else about | {"level": served.level.model_dump()}
+
+    def is_levelled_first(self, name: str | None) -> bool:
+        """True for a context that must be levelled before it can be asked."""
+        try:
+            self.served_folder.get(name)
+        except KvfoldError as problem:
+            return self.levels and isinstance(problem, UnevenContext)
+        return False
 
     def _requested(self, name: str | None) -> ServedContext:
         try:

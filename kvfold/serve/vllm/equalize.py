@@ -22,6 +22,10 @@ from kvfold.methods.stages.select.top import top
 LEAST = 0.75
 
 
+class UnevenContext(KvfoldError):
+    """A context whose heads or layers keep numbers of entries that differ too much for pages."""
+
+
 @dataclass(frozen=True)
 class EntryCounts:
     """Entry counts of a context in vLLM.
@@ -38,22 +42,20 @@ class EntryCounts:
 
     @classmethod
     def of(cls, header: Header) -> EntryCounts:
-        """The same count in every layer and head; raises KvfoldError if too much would be lost."""
+        """The same count in every layer and head; raises UnevenContext if that loses too much."""
         count = min(count for layer in header.layers for count in layer.kept)
         return cls.checked(header, count, (count,) * len(header.layers))
 
     @classmethod
     def checked(cls, header: Header, count: int, layers: tuple[int, ...]) -> EntryCounts:
-        """These counts; raises KvfoldError if too much would be lost, or a layer had no entries."""
+        """These counts; raises UnevenContext if they lose too much, or a layer had no entries."""
         counts = [count for layer in header.layers for count in layer.kept]
         pairs = zip(layers, header.layers, strict=True)
         remaining = sum(size * len(part.kept) for size, part in pairs) / max(1, sum(counts))
         if min(layers) == 0 or remaining < LEAST:
-            raise KvfoldError(
+            raise UnevenContext(
                 f"heads keep {min(counts)} to {max(counts)} entries, and vLLM holds equally many "
-                f"of each head and layer: {1 - remaining:.0%} of them would be lost; compress the "
-                "document with --level mass, `+ level` behind its method, or a method that keeps "
-                "equally many, such as snapkv or kvzip:level=uniform"
+                f"of each head and layer: {1 - remaining:.0%} of them would be lost"
             )
         return cls(count, 1 - remaining, layers)
 

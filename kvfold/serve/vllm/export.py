@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.contexts.files.coding import decoded
 from kvfold.contexts.files.format import ContextFile, LayerHeader, has_bias
-from kvfold.contexts.files.layers import BY_HEAD
+from kvfold.contexts.files.layers import BY_HEAD, MOMENTS
 from kvfold.errors import KvfoldError
 from kvfold.kernels.views import Named
 from kvfold.methods.base import parse
@@ -33,6 +33,8 @@ PLAIN = {
         "columns", "keys.rows", "keys.tail", "values.rows", "values.tail",
     },
 }  # fmt: skip
+# Tensors beside a store, which later evictions read and vLLM does not.
+BESIDE = {*BY_HEAD, *MOMENTS.values()}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def check_plain(file: ContextFile) -> None:
             "for: compress the document with match:bias=none,target=block"
         )
     for saved in header.layers:
-        foreign = set(saved.by_head) - PLAIN[saved.store] - set(BY_HEAD)
+        foreign = set(saved.by_head) - PLAIN[saved.store] - BESIDE
         if foreign:
             raise KvfoldError(
                 f"{header.method} stores entries encoded ({', '.join(sorted(foreign))}), and "
@@ -90,7 +92,7 @@ def entries(
     def tensor(name: str) -> Tensor:
         return coded[name] if name in coded else file.tensor(name)
 
-    names = [name for name in saved.by_head if name not in BY_HEAD]
+    names = [name for name in saved.by_head if name not in BESIDE]
     by_head: Named = {
         name: [tensor(f"layers.{saved.index}.{name}.{head}") for head in heads] for name in names
     }

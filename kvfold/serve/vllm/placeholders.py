@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from kvfold.contexts.files.format import ContextFile, Header, opened
+from kvfold.contexts.files.format import ContextFile, Header, LevelHeader, opened
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import digest
 from kvfold.serve.context_folder import SUFFIX
 from kvfold.serve.request_schemas import CONTEXT_ID
-from kvfold.serve.vllm.equalize import EntryCounts, voted, votes
+from kvfold.serve.vllm.equalize import EntryCounts, UnevenContext, voted, votes
 from kvfold.serve.vllm.export import check_plain
 
 # Prefix of every context's salt.
@@ -40,6 +40,7 @@ class ServedContext:
         lost: fraction of the kept entries that equalizing drops.
         frame: chat template parts around a question.
         vocabulary: checksum of the tokenizer's vocabulary.
+        level: what levelling has changed; None: it was not levelled afterwards.
     """
 
     id: str
@@ -49,6 +50,7 @@ class ServedContext:
     lost: float
     frame: PromptFrame
     vocabulary: str
+    level: LevelHeader | None = None
 
     @property
     def kept(self) -> int:
@@ -68,6 +70,7 @@ class ServedContext:
             lost=counts.lost,
             frame=PromptFrame(header.before, header.after, header.between),
             vocabulary=header.model.vocabulary,
+            level=header.level,
         )
 
 
@@ -112,7 +115,10 @@ class ServedFolder:
         return path
 
     def get(self, name: object) -> ServedContext:
-        """The context of a name; raises UnknownContext, ContextFileError, KvfoldError."""
+        """The context of a name.
+
+        Raises UnknownContext, ContextFileError, UnevenContext, and KvfoldError for what pages lack.
+        """
         path = self.path(name)
         try:
             state = path.stat()
@@ -123,8 +129,19 @@ class ServedFolder:
         if known is None or known[0] != version:
             with opened(path) as file:
                 made = ServedContext.of(
-                    path.name.removesuffix(SUFFIX), file, self.counts(file.header)
+                    path.name.removesuffix(SUFFIX), file, self._counts(file.header, path)
                 )
                 known = version, made
             self._read[path.name] = known
         return known[1]
+
+    def _counts(self, header: Header, path: Path) -> EntryCounts:
+        """`counts`, whose refusal names the command that makes a context of equal counts."""
+        try:
+            return self.counts(header)
+        except UnevenContext as problem:
+            levelled = path.with_name(f"{path.stem}-mass{SUFFIX}")
+            raise UnevenContext(
+                f"{problem}; make one set of tokens of them: "
+                f"kvfold compress MODEL {path} --level mass --out {levelled}"
+            ) from None

@@ -107,11 +107,21 @@ class Proxy:
         return await self._forward(request, await self.auth.read(request))
 
     async def _asking(self, request: Request, body: bytes, kind: type[A]) -> A | None:
-        """The request, or None if it names and brings no context; its text is compressed first."""
+        """The request, or None if it names and brings no context.
+
+        Its text is compressed first, or the context that it names is levelled.
+        """
         found = await run_in_threadpool(_naming_a_context, body, kind)
-        if found is None or found.text is None:
-            return None if found is None else found.asking
-        name = await _unless_gone(request, self._arrivals().made(found.text))
+        if found is None:
+            return None
+        asked = found.asking.context_id
+        if found.text is not None:
+            coming = self._arrivals().made(found.text)
+        elif await run_in_threadpool(self.contexts.is_levelled_first, asked):
+            coming = self._arrivals().levelled(str(asked))
+        else:
+            return found.asking
+        name = await _unless_gone(request, coming)
         return found.asking.model_copy(update={"context_id": name})
 
     def _arrivals(self) -> Arrivals:

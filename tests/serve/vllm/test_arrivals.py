@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import kvfold
 from kvfold import Budget
-from kvfold.jobs.compress import CompressOptions, CompressResult, worker_spec
+from kvfold.jobs.compress import CompressJob, CompressOptions, CompressResult, worker_spec
 from kvfold.jobs.executor import here
 from kvfold.serve.errors import ApiError
 from kvfold.serve.vllm.arrivals import OWN, Arrivals
@@ -31,7 +32,7 @@ class Counted:
     def __call__(self, jobs: Any) -> Any:
         def noted() -> Any:
             for job in jobs:
-                self.texts.append(job.text)
+                self.texts.append(job.text if isinstance(job, CompressJob) else job.source.stem)
                 yield job
 
         return self.inner(noted())
@@ -57,11 +58,12 @@ def test_a_text_is_compressed_once_and_as_by_the_command(run, model, tokenizer, 
     assert name.startswith(OWN) and served.kept == 40
 
 
-def test_ids_tell_texts_methods_and_budgets_apart(run, tmp_path) -> None:
-    other = CompressOptions(kvfold.parse("snapkv"), Budget.of(41), None, "at_end", 0)
-    one, two = Arrivals(tmp_path, OPTIONS, run), Arrivals(tmp_path, other, run)
-    ids = {one.id_of("a"), one.id_of("b"), two.id_of("a")}
-    assert len(ids) == 3 and one.id_of("a") == Arrivals(tmp_path, OPTIONS, run).id_of("a")
+def test_ids_tell_texts_methods_budgets_and_levels_apart(run, tmp_path) -> None:
+    one = Arrivals(tmp_path, OPTIONS, run)
+    two = Arrivals(tmp_path, replace(OPTIONS, budget=Budget.of(41)), run)
+    three = Arrivals(tmp_path, replace(OPTIONS, level="votes"), run)
+    ids = {one.id_of("a"), one.id_of("b"), two.id_of("a"), three.id_of("a")}
+    assert len(ids) == 4 and one.id_of("a") == Arrivals(tmp_path, OPTIONS, run).id_of("a")
 
 
 def test_a_name_that_is_taken_and_a_text_that_cannot_be_are_told(run, tmp_path) -> None:
@@ -74,6 +76,17 @@ def test_a_name_that_is_taken_and_a_text_that_cannot_be_are_told(run, tmp_path) 
         asyncio.run(arrivals.made(DOCUMENT * 500))
     assert long.value.status_code == 400 and "tokens" in str(long.value.detail)
     assert asyncio.run(arrivals.made(DOCUMENT)).startswith(OWN)
+
+
+def test_a_file_is_levelled_once_for_each_version_of_it(run, model, tokenizer, tmp_path) -> None:
+    arrivals, path = Arrivals(tmp_path, OPTIONS, run), tmp_path / "a.kvfold"
+    names = []
+    for method in ("adakv", "kvzip"):
+        kvfold.compress(model, tokenizer, DOCUMENT, method, 40).save(path)
+        names += [asyncio.run(arrivals.levelled("a")) for _ in range(2)]
+    assert names[0] == names[1] != names[2] == names[3] and run.texts == ["a", "a"]
+    level = ServedFolder(tmp_path).get(names[0]).level
+    assert level is not None and level.rule == "mass" and level.kl > 0
 
 
 def test_a_process_that_ends_ends_those_that_wait_and_is_started_again(tmp_path) -> None:

@@ -17,7 +17,7 @@ from kvfold import ContextFileError, KvfoldError
 from kvfold.cache.fork import fork
 from kvfold.contexts.files.format import opened, read_header
 from kvfold.serve.vllm.compatibility import CompatibilityCheck
-from kvfold.serve.vllm.equalize import EntryCounts
+from kvfold.serve.vllm.equalize import EntryCounts, UnevenContext
 from kvfold.serve.vllm.export import pages
 from kvfold.serve.vllm.meta_model import MetaModel
 from kvfold.serve.vllm.placeholders import ServedContext, ServedFolder
@@ -165,14 +165,18 @@ def test_levels_report_what_is_lost_and_refuse_too_much(served_folder):
     assert EntryCounts.of(keeping(30, 50)) == EntryCounts(30, pytest.approx(0.25), (30,))
     with pytest.raises(KvfoldError, match=r"heads keep 29 to 51 .* 28% of them would be"):
         EntryCounts.of(keeping(29, 51))
-    with pytest.raises(KvfoldError, match="kvzip:level=uniform"):
+    with pytest.raises(UnevenContext):
         EntryCounts.of(keeping(0, 0))
 
 
-def test_uneven_layers_are_refused(model, tokenizer, tmp_path):
+def test_uneven_layers_are_refused_with_the_command_that_levels_them(model, tokenizer, tmp_path):
     kvfold.compress(model, tokenizer, DOCUMENT, "pyramidkv", 40).save(tmp_path / "a.kvfold")
-    with pytest.raises(KvfoldError, match="of them would be lost"):
+    with pytest.raises(UnevenContext, match="of them would be lost") as refusal:
         ServedFolder(tmp_path).get("a")
+    command = (
+        f"kvfold compress MODEL {tmp_path}/a.kvfold --level mass --out {tmp_path}/a-mass.kvfold"
+    )
+    assert str(refusal.value).endswith(command)
 
 
 @pytest.mark.parametrize("method", [KIVI, "think", "minicache"])

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError
+from kvfold.contexts.files.format import CHECKSUM, FORMAT, HEADER, VERSION
+from kvfold.hf.header import digest
 from kvfold.serve.vllm.placeholders import ServedFolder, UnknownContext
 from tests.helpers.contexts import DOCUMENT
 
@@ -50,6 +56,25 @@ def test_a_damaged_file_is_refused(served_folder, tmp_path):
     (tmp_path / "cut.kvfold").write_bytes(data[:-9])
     with pytest.raises(ContextFileError):
         ServedFolder(tmp_path).get("cut")
+
+
+def test_odd_files_are_refused_one_by_one(served_folder, tmp_path):
+    """A dangling link, a pipe, a folder, and a header that is nested too deep to be parsed."""
+    (tmp_path / "dangling.kvfold").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe.kvfold")
+    (tmp_path / "folder.kvfold").mkdir()
+    deep = "[" * 10**5
+    about = {FORMAT: VERSION, HEADER: deep, CHECKSUM: digest(VERSION + deep)}
+    save_file({"ids": torch.zeros(1)}, tmp_path / "deep.kvfold", about)
+    (tmp_path / "fine.kvfold").write_bytes(served_folder.path("even").read_bytes())
+    folder = ServedFolder(tmp_path)
+    assert folder.ids() == ["dangling", "deep", "fine", "folder", "pipe"]
+    for name in ("dangling", "pipe", "folder"):
+        with pytest.raises(UnknownContext):
+            folder.get(name)
+    with pytest.raises(ContextFileError):
+        folder.get("deep")
+    assert folder.get("fine").kept == 40
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

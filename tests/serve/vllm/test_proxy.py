@@ -71,6 +71,7 @@ class Fake:
         self, contexts: ContextCatalog, key: str | None = None, arrivals: Any = None
     ) -> None:
         self.seen: list[httpx.Request] = []
+        self.catalog = contexts
         self.size = 2**20
         self.answer: Callable[[httpx.Request], httpx.Response] = lambda _: completion()
         client = httpx.AsyncClient(
@@ -322,6 +323,7 @@ def test_the_key_and_the_size_are_checked(contexts):
             ("POST", "/invocations"),
             ("POST", "/tokenize"),
             ("GET", "/version"),
+            ("GET", "/openapi.json"),
         ):
             assert vllm.ask(method, path, json=CHAT, headers=headers).status_code == 401
     assert vllm.seen == []
@@ -333,6 +335,26 @@ def test_the_key_and_the_size_are_checked(contexts):
     large = json.dumps(CHAT | {"user": "x" * LARGEST})
     answer = vllm.ask("POST", "/v1/chat/completions", content=large, headers=right)
     assert answer.status_code == 413
+
+
+def test_pages_of_other_sites_are_refused_without_a_key(vllm):
+    foreign = {"Origin": "https://elsewhere.example"}
+    for method, path in (("POST", "/v1/contexts"), ("POST", "/tokenize"), ("GET", "/openapi.json")):
+        assert vllm.ask(method, path, json=CHAT, headers=foreign).status_code == 403
+    assert vllm.seen == []
+
+
+def test_a_body_that_does_not_end_is_given_up(contexts):
+    vllm = Fake(contexts)
+    auth = ProxyAuth(None, LARGEST, timeout=0.05)
+    vllm.app = build(Proxy(contexts, httpx.AsyncClient(), auth, LONGEST))
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+
+    answer = vllm.ask("POST", "/v1/chat/completions", content=half())
+    assert answer.status_code == 408 and not vllm.seen
 
 
 def test_many_values_are_refused_and_deep_ones_are_vllm_s_own_business(vllm, contexts):
@@ -384,6 +406,65 @@ def test_a_new_context_is_made_and_listed(arriving):
     assert made.json() in listed
     asked = arriving.ask("POST", "/v1/chat/completions", json=CHAT | {"context_id": "new"})
     assert asked.status_code == 200
+
+
+@pytest.fixture
+def levelling(context, tokenizer, tmp_path):
+    """A vLLM before which texts and uneven files are levelled, and the uneven context `uneven`."""
+    uneven = kvfold.compress(context.model, tokenizer, DOCUMENT, "pyramidkv", 40)
+    uneven.save(tmp_path / "uneven.kvfold")
+    context.model.save_pretrained(tmp_path / "model")
+    served_folder = ServedFolder(tmp_path)
+    meta_model = MetaModel(context.model.config, str(tmp_path / "model"))
+    compatibility = CompatibilityCheck(served_folder, meta_model, "float32")
+    catalog = ContextCatalog(served_folder, compatibility, tokenizer, levels=True)
+    budget = Budget.of(40)
+    options = CompressOptions(kvfold.parse("kvzip"), budget, None, "at_end", 0, level="votes")
+    run = here(worker_spec("none"), context.model, tokenizer)
+    return Fake(catalog, arrivals=Arrivals(tmp_path, options, run)), uneven, served_folder
+
+
+def test_a_text_is_levelled_on_arrival_with_the_kl_in_its_record(levelling, context, tokenizer):
+    vllm, _, served_folder = levelling
+    made = vllm.ask("POST", "/v1/contexts", json={"text": DOCUMENT, "id": "new"})
+    own = kvfold.compress(context.model, tokenizer, DOCUMENT, "kvzip", 40)
+    expected = own.levelled("votes").level
+    assert made.status_code == 201 and made.json()["level"] == expected.model_dump()
+    assert expected.kl > 0 and served_folder.get("new").kept == expected.tokens
+
+
+def test_an_uneven_file_is_levelled_when_it_is_first_asked(levelling):
+    vllm, uneven, served_folder = levelling
+    (listed,) = vllm.ask("GET", "/v1/contexts").json()["data"]
+    assert "levelled when it is first asked" in listed["uneven"]
+    for _ in range(2):
+        answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"context_id": "uneven"})
+        assert answer.status_code == 200
+    first, second = (json.loads(request.content) for request in vllm.seen)
+    assert first == second
+    copy = served_folder.get(first["kv_transfer_params"]["kvfold_context"])
+    expected = uneven.levelled("votes")
+    assert copy.level == expected.level and copy.salt == first["cache_salt"]
+    chosen = expected.cache.positions(0)[0][0]
+    assert copy.tokens == expected.ids[0, chosen].tolist() == first["prompt"][: copy.kept]
+    assert len(served_folder.ids()) == 2
+
+
+def test_a_file_that_cannot_be_levelled_is_refused(levelling, context, tokenizer):
+    vllm, _, served_folder = levelling
+    merged = kvfold.compress(context.model, tokenizer, DOCUMENT, "d2o", 40)
+    merged.save(served_folder.folder / "merged.kvfold")
+    answer = vllm.ask("POST", "/v1/chat/completions", json=CHAT | {"context_id": "merged"})
+    assert answer.status_code == 400 and "level" in answer.json()["error"]["message"]
+    assert not vllm.seen
+
+
+def test_an_uneven_file_is_refused_by_a_server_that_compresses_none(levelling):
+    vllm, _, served_folder = levelling
+    catalog = vllm.catalog
+    plain = ContextCatalog(served_folder, catalog.compatibility, catalog.prompts.tokenizer)
+    refused = Fake(plain).ask("POST", "/v1/chat/completions", json=CHAT | {"context_id": "uneven"})
+    assert refused.status_code == 400 and "kvfold compress MODEL" in refused.text
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Parts:
     def level(self, header: Header) -> EntryCounts:
         """The largest counts for which every layer keeps enough entries.
 
-        Raises KvfoldError for another number of layers, and what `EntryCounts.checked` raises.
+        Raises KvfoldError for another number of layers, and UnevenContext.
         """
         self.check_layers(len(header.layers))
         least = [min(layer.kept) for layer in header.layers]
