@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated fleet that answers questions about long documents, with their caches kept or not.
 
-    python benchmarks/fleet.py docs/results/fleet/runs.jsonl
+    python benchmarks/fleet.py docs/results/fleet
 
 Servers compute one thing at a time: a document's prefill, which needs its operations, or decoding
 steps of all running answers, which need the bytes of the weights and of their contexts. Contexts
 stay in a server's memory, the least recently used leaves first, and return from shared storage over
 the server's link, or by another prefill. Files are there from the start: a document is read and
 compressed when it is uploaded. Operations are counted on the model without weights, but
-those of causal attention; machines, arrivals and popularity are assumptions, named in `Assumed`.
-Runs are appended to the file, and those that it has are not simulated again.
+those of causal attention and of methods; machines, arrivals and popularity are assumptions, named
+in `Assumed`. `runs.jsonl` holds fleets of equal size under several rates, `servers.jsonl` how many
+servers a limit to the first token takes. What they have is not simulated again.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import simpy
@@ -33,6 +35,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvfold.jobs.records import RecordFile
 
 STEPS = 16  # decoding steps between two looks at the queue
+PART, REQUEST = 2000, 32  # KVzip: tokens repeated at once, and those that ask for them, about
+PROJECTIONS = 64  # zap: random projections of an entry's features
+
+
+Method = Literal["", "kvzip", "zap"]
 
 
 class Record(BaseModel):
@@ -66,6 +73,25 @@ class Shape(Record):
         """Operations of a forward of `tokens` over a `context` of entries."""
         attended = tokens * context + tokens**2 / 2
         return tokens * _operations_per_token(self) + 4 * self.layers * self.hidden * attended
+
+    def scoring(self, method: Method, tokens: int) -> float:
+        """Operations by which a method scores the entries of `tokens`, once they are read."""
+        if method == "kvzip":
+            return sum(
+                self._repeating(min(PART, tokens - at), tokens) for at in range(0, tokens, PART)
+            )
+        if method == "zap":
+            size = self.hidden // self.heads
+            features = 2 * size + 3
+            each = 2 * features * PROJECTIONS + 2 * (features + PROJECTIONS)
+            return self.layers * self.kv_heads * tokens * each
+        return 0.0
+
+    def _repeating(self, part: int, tokens: int) -> float:
+        """Operations of a forward that repeats a part, and of its second softmax, by that part."""
+        new = part + REQUEST
+        logits = new * (part + new / 2)
+        return self.operations(new, tokens) + 2 * self.layers * self.hidden * logits
 
 
 @cache
@@ -102,13 +128,13 @@ class Deployment(Record):
     Args:
         kept: part of the entries in memory; 0: nothing stays.
         stored: bytes on shared storage, as a part of the full cache's; None: nothing is stored.
-        operations: of reading and compressing a document, over those of reading it.
+        method: that chooses the entries; "": all are kept.
     """
 
     name: str
     kept: float
     stored: float | None = None
-    operations: float = 1.0
+    method: Method = ""
 
 
 class Assumed(Record):
@@ -142,6 +168,8 @@ class Run(Record):
     median: float | None  # seconds; None: more have no answer
     slowest: float | None  # the 95th percentile
     busy: float  # part of the time that servers computed, up to the last request
+    gpu_seconds: float  # of work for each first token, up to the last request
+    compressing: float  # operations of reading and compressing a document, over those of reading it
     upload: float  # seconds of a server to read and compress a document
     contexts: float  # that fit into a server's memory
     finished: float  # part of the requests with a first token, in twice the time in which all came
@@ -150,6 +178,27 @@ class Run(Record):
     def key(self) -> tuple[Shape, Deployment, Assumed, float]:
         """What names a run."""
         return self.shape, self.deployment, self.assumed, self.rate
+
+
+class Sized(Record):
+    """The smallest fleet whose first tokens, 95 % of them, come `within` some seconds.
+
+    `servers` is None if `MOST` servers do not.
+    """
+
+    shape: Shape
+    deployment: Deployment
+    assumed: Assumed  # but the number of servers
+    rate: float
+    within: float
+    servers: int | None
+    contexts: float  # that fit into a server's memory
+    gpu_seconds: float | None  # of the whole fleet, for each request
+
+    @property
+    def key(self) -> tuple[Shape, Deployment, Assumed, float, float]:
+        """What names a record."""
+        return self.shape, self.deployment, self.assumed, self.rate, self.within
 
 
 @dataclass(eq=False)
@@ -285,10 +334,13 @@ class Fleet:
         self.weights, self.bandwidth = shape.weights, assumed.bandwidth * shape.gpus
         self.context = (deployment.kept or 1.0) * full
         self.file = (deployment.stored or 0.0) * full
-        self.read = deployment.operations * shape.operations(assumed.tokens) / flops
+        reading = shape.operations(assumed.tokens)
+        scoring = shape.scoring(deployment.method, assumed.tokens)
+        self.compressing = 1 + scoring / reading
+        self.read = (reading + scoring) / flops
         entries = (deployment.kept or 1.0) * assumed.tokens
         self.ask = shape.operations(assumed.question, entries) / flops
-        self.busy = 0.0
+        self.busy = self.work = 0.0
         room = assumed.memory * shape.gpus - self.weights
         self.contexts = room // self.context
         self.servers = [Server(self.env, self, room) for _ in range(assumed.servers)]
@@ -313,7 +365,8 @@ class Fleet:
         self.env.process(self._come(requests))
         last = requests[-1].came
         self.env.run(until=last)
-        self.busy = sum(server.busy for server in self.servers) / len(self.servers) / last
+        self.work = sum(server.busy for server in self.servers)
+        self.busy = self.work / len(self.servers) / last
         self.env.run(until=2 * last)
 
     def _come(self, requests: list[Request]) -> Iterator[simpy.Event]:
@@ -332,6 +385,7 @@ def simulate(shape: Shape, deployment: Deployment, assumed: Assumed, rate: float
     fleet.run(requests)
     counted = requests[assumed.warm :]
     waits = [r.first - r.came if r.first is not None else np.inf for r in counted]
+    answered = sum(r.first is not None and r.first <= requests[-1].came for r in requests)
     shares = [np.mean([r.source == name for r in counted]) for name in SOURCES]
     return Run(
         shape=shape,
@@ -344,9 +398,37 @@ def simulate(shape: Shape, deployment: Deployment, assumed: Assumed, rate: float
         median=_quantile(waits, 0.5),
         slowest=_quantile(waits, 0.95),
         busy=fleet.busy,
+        gpu_seconds=fleet.work * shape.gpus / max(1, answered),
+        compressing=fleet.compressing,
         upload=fleet.read,
         contexts=fleet.contexts,
         finished=float(np.isfinite(waits).mean()),
+    )
+
+
+def sized(
+    shape: Shape, deployment: Deployment, assumed: Assumed, rate: float, within: float
+) -> Sized:
+    """The smallest fleet, by doubling and bisection."""
+
+    def suffices(servers: int) -> bool:
+        fleet = assumed.model_copy(update={"servers": servers})
+        slowest = simulate(shape, deployment, fleet, rate).slowest
+        return slowest is not None and slowest <= within
+
+    powers = (2**power for power in range(MOST.bit_length()))
+    enough = next((servers for servers in powers if suffices(servers)), None)
+    if enough is not None:
+        enough = bisect_left(range(enough), True, enough // 2 + 1, key=suffices)
+    return Sized(
+        shape=shape,
+        deployment=deployment,
+        assumed=assumed,
+        rate=rate,
+        within=within,
+        servers=enough,
+        contexts=Fleet(shape, deployment, assumed).contexts,
+        gpu_seconds=None if enough is None else enough * shape.gpus / rate,
     )
 
 
@@ -387,33 +469,41 @@ SHAPES = (
     ),
 )
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+RATE, WITHIN, MOST = 4.0, 1.0, 64  # requests a second, seconds, servers of fleets that are sized
+MEMORIES = (141e9, 80e9)  # bytes of a GPU, of which nine tenths are used
 
 
-def deployments(kvzip: float, zap: float, coded: float) -> Iterator[Deployment]:
-    """Full and compressed caches; operations of KVzip and zap, and kvtc's part of their entries."""
+def deployments(coded: float) -> Iterator[Deployment]:
+    """Full and compressed caches; `coded`: bytes of files of kvtc, as a part of their entries'."""
     yield Deployment(name="prefill each time", kept=0)
     yield Deployment(name="prefix cache", kept=1)
     yield Deployment(name="prefix cache, files", kept=1, stored=1)
-    yield Deployment(name="kvzip 0.3, files", kept=0.3, stored=0.3, operations=kvzip)
-    yield Deployment(name="kvzip 0.3, kvtc files", kept=0.3, stored=0.3 * coded, operations=kvzip)
-    yield Deployment(name="zap 0.2, files", kept=0.2, stored=0.2, operations=zap)
+    for kept in (0.5, 0.3, 0.2, 0.1):
+        name = f"kvzip {kept:g}, files"
+        yield Deployment(name=name, kept=kept, stored=kept, method="kvzip")
+    name = "kvzip 0.3, kvtc files"
+    yield Deployment(name=name, kept=0.3, stored=0.3 * coded, method="kvzip")
+    yield Deployment(name="zap 0.2, files", kept=0.2, stored=0.2, method="zap")
 
 
-def main(out: Path, kvzip: float = 2.11, zap: float = 1.02, coded: float = 0.27) -> None:
-    """Simulates what OUT lacks."""
-    records = RecordFile(out, Run)
-    known = {run.key for run in records.load().records}
-    cells = itertools.product(SHAPES, deployments(kvzip, zap, coded), RATES)
-    for shape, deployment, rate in cells:
-        if (shape, deployment, Assumed(), rate) not in known:
-            run = simulate(shape, deployment, Assumed(), rate)
-            records.add([run])
-            print(
-                f"{shape.name:14} {deployment.name:22} {rate:6} /s: memory {run.in_memory:.0%} "
-                f"storage {run.loaded:.0%} first token {run.median} s, "
-                f"95 % {run.slowest} s, busy {run.busy:.0%}, {run.contexts:.0f} contexts",
-                flush=True,
-            )
+def main(out: Path, coded: float = 0.27) -> None:
+    """Simulates what the folder OUT lacks."""
+    ways = list(deployments(coded))
+    runs = RecordFile(out / "runs.jsonl", Run)
+    known = {run.key for run in runs.load().records}
+    for shape, way, rate in itertools.product(SHAPES, ways, RATES):
+        if (shape, way, Assumed(), rate) not in known:
+            run = simulate(shape, way, Assumed(), rate)
+            runs.add([run])
+            print(f"{shape.name:14} {way.name:22} {rate:4} /s: 95 % {run.slowest} s", flush=True)
+    fleets = RecordFile(out / "servers.jsonl", Sized)
+    there = {fleet.key for fleet in fleets.load().records}
+    for memory, shape, way in itertools.product(MEMORIES, SHAPES, ways):
+        assumed = Assumed(memory=0.9 * memory)
+        if (shape, way, assumed, RATE, WITHIN) not in there:
+            fleet = sized(shape, way, assumed, RATE, WITHIN)
+            fleets.add([fleet])
+            print(f"{shape.name:14} {way.name:22} {memory:.0e}: {fleet.servers}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture and table of docs/fleet.md: `python benchmarks/fleet_page.py`.
+"""Picture and tables of docs/fleet.md: `python benchmarks/fleet_page.py`.
 
-The records of `fleet.py` are docs/results/fleet/runs.jsonl. Equal records give equal files.
+The records of `fleet.py` are in docs/results/fleet. Equal records give equal files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from fleet import Run
+from fleet import MEMORIES, Run, Sized
 from matplotlib.figure import Figure
 
 from kvfold.jobs.records import RecordFile
@@ -19,16 +19,17 @@ from kvfold.report.style import COLORS, DASHES
 ROOT = Path(__file__).parents[1]
 PAGE, OUT = ROOT / "docs" / "fleet.md", ROOT / "docs" / "results" / "fleet"
 PICTURE = "first-token.svg"
-BEGIN, END = "<!-- made by benchmarks/fleet_page.py -->", "<!-- end -->"
+BEGIN, END = "<!-- made by benchmarks/fleet_page.py: {} -->", "<!-- end -->"
 SHOWN = 4.0  # requests a second, of the table
 COLUMNS = ["model", "cache", "contexts a server", "from memory", "from files", "read again"]
-COLUMNS += ["first token, median", "95 %", "busy", "upload"]
+COLUMNS += ["first token, median", "95 %", "busy", "GPU seconds", "upload"]
 LETTERS = 13
 
 
-def load() -> list[Run]:
+def load() -> tuple[list[Run], list[Sized]]:
     """All records."""
-    return RecordFile(OUT / "runs.jsonl", Run).load().records
+    runs = RecordFile(OUT / "runs.jsonl", Run).load().records
+    return runs, RecordFile(OUT / "servers.jsonl", Sized).load().records
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -42,16 +43,53 @@ def _row(run: Run) -> str:
     times = ["none" if each is None else f"{each:.2f} s" for each in (run.median, run.slowest)]
     upload = "" if run.deployment.stored is None else f"{run.upload:.1f} s"
     held = "" if not run.deployment.kept else f"{run.contexts:.0f}"
-    cells = [run.shape.name, run.deployment.name, held, *shares, *times, f"{run.busy:.0%}", upload]
+    work = [f"{run.busy:.0%}", f"{run.gpu_seconds:.2f}", upload]
+    cells = [run.shape.name, run.deployment.name, held, *shares, *times, *work]
     return f"| {' | '.join(cells)} |"
 
 
-def page(text: str, runs: Sequence[Run]) -> str:
-    """The page's `text` with the table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    assert mark, f"{PAGE} lacks the lines {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{table(runs)}\n\n{END}{after}"
+def fleets(found: Sequence[Sized]) -> str:
+    """A row for each shape and deployment, with columns for each size of a GPU's memory."""
+    sizes = [f"{memory / 1e9:.0f} GB" for memory in MEMORIES]
+    each = ["contexts a server", "servers", "GPU seconds"]
+    columns = ["model", "cache", *(f"{name}, {size}" for size in sizes for name in each)]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for shape, way in dict.fromkeys((one.shape, one.deployment) for one in found):
+        own = [one for one in found if (one.shape, one.deployment) == (shape, way)]
+        own.sort(key=lambda one: one.assumed.memory, reverse=True)
+        cells = [shape.name, way.name, *(cell for one in own for cell in _sized(one))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _sized(one: Sized) -> list[str]:
+    held = f"{one.contexts:.0f}" if one.deployment.kept else ""
+    if one.servers is None or one.gpu_seconds is None:
+        return [held, "none", ""]
+    return [held, f"{one.servers}", f"{one.gpu_seconds:.2f}"]
+
+
+def compressing(runs: Sequence[Run]) -> str:
+    """Operations of reading and compressing a document, over those of reading it."""
+    found = {(run.shape.name, run.deployment.method): run.compressing for run in runs}
+    methods = [name for name in dict.fromkeys(method for _, method in found) if name]
+    lines = [f"| model | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
+    for shape in dict.fromkeys(name for name, _ in found):
+        cells = [f"{found[shape, method]:.4g}" for method in methods]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page(text: str, runs: Sequence[Run], sized: Sequence[Sized]) -> str:
+    """The page's `text` with the tables between their marks."""
+    tables = {"runs": table(runs), "servers": fleets(sized), "compressing": compressing(runs)}
+    for name, made in tables.items():
+        begin = BEGIN.format(name)
+        before, _, rest = text.partition(begin)
+        _, mark, after = rest.partition(END)
+        assert mark, f"{PAGE} lacks the lines {begin} and {END}"
+        text = f"{before}{begin}\n\n{made}\n\n{END}{after}"
+    return text
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
@@ -69,7 +107,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                     [run.rate for run in line],
                     [run.slowest for run in line],
                     label=name if shape == shapes[0] else None,
-                    color=COLORS[number],
+                    color=COLORS[number % len(COLORS)],
                     dashes=DASHES[number % len(DASHES)],
                     marker="o",
                 )
@@ -81,9 +119,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def main() -> None:
-    runs = load()
+    runs, sized = load()
     draw(runs, OUT / PICTURE)
-    PAGE.write_text(page(PAGE.read_text("utf-8"), runs), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text("utf-8"), runs, sized), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of one LMCache edit, beyond the tensors that it is given.
+"""Time and memory of one LMCache edit, and the tensors that it is given.
 
 `python benchmarks/lmcache_edit.py`: random bfloat16 tensors of a 1.7 B-model shape, 28 layers, 16
 query heads, 8 KV heads of size 128, each method in a process of its own. Every edit is compared
@@ -89,7 +89,7 @@ def _pairs(keys: Tensor) -> tuple[Tensor, ...]:
 
 
 def edit(method: str, budget: float, tokens: int, threads: int, answers) -> None:
-    """Puts seconds, peak bytes, bytes of the result, its tokens and whether it is right."""
+    """Puts seconds; GB of the input, the peak beyond it and the result; tokens; if it is right."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         made = LMCacheEdit(
@@ -107,7 +107,8 @@ def edit(method: str, budget: float, tokens: int, threads: int, answers) -> None
         seconds = time.perf_counter() - start
         peak = memory("VmHWM") - before
     right = is_right(given["kv"], kv, torch.tensor(ids))
-    answers.put((seconds, peak, kv.numel() * kv.element_size(), len(ids), right))
+    sizes = sum(tensor.nbytes for tensor in given.values()), peak, kv.nbytes
+    answers.put((seconds, [size / 1e9 for size in sizes], len(ids), right))
 
 
 def main() -> None:
@@ -125,11 +126,11 @@ def main() -> None:
         process = context.Process(target=edit, args=work)
         process.start()
         process.join()
-        seconds, peak, size, kept, right = answers.get()
+        seconds, (given, peak, result), kept, right = answers.get()
         print(
             f"{method}: {kept} of {arguments.tokens} tokens, {'right' if right else 'WRONG'}, "
-            f"{seconds:.0f} s, peak {peak / 1e9:.2f} GB beyond the input, "
-            f"{size / 1e9:.2f} GB of it the result",
+            f"{seconds:.0f} s, peak {peak:.2f} GB beyond the input, {result:.2f} GB of it the "
+            f"result; {given:.2f} GB of input, {given + peak:.2f} GB in all",
             flush=True,
         )
 

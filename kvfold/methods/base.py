@@ -166,20 +166,6 @@ class Stages:
         """True if all layers are of one size."""
         return self.allocate is uniform
 
-    @property
-    def even_heads(self) -> bool:
-        """True if all KV heads of a layer keep equally many entries, whatever their scores."""
-        own_sizes = self.heads is not None or getattr(self.allocate, "per_head", False)
-        return not own_sizes or self.agree or self.level is not None
-
-    @property
-    def even(self) -> bool:
-        """True if all KV heads of all layers keep equally many entries, whatever their scores."""
-        if self.agree or self.level is not None:
-            return True
-        same_layers = self.token_pruning is None and (self.score is None or self.uniform)
-        return same_layers and self.even_heads
-
     def _same_in_all_heads(self) -> bool:
         evenly = self.uniform and self.heads is None
         return self.score is None or (self.score is recency and evenly)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Method
+from kvfold.methods.base import Method, Stages
 from kvfold.methods.stages.select.one_set import Rule
 
 LEVEL: Rule = "mass"  # where heads keep different numbers of entries, and no rule is named
@@ -29,7 +29,7 @@ def level_for(method: Method, asked: Rule | None = None, *, parts: bool = False)
             f"{method} gives entries an attention bias, which vLLM's pages have no place for: "
             "choose match:bias=none,target=block"
         )
-    if asked is None and (stages.even_heads if parts else stages.even):
+    if asked is None and is_even(stages, parts=parts):
         return None
     try:
         level_of(method, asked or LEVEL)
@@ -39,3 +39,15 @@ def level_for(method: Method, asked: Rule | None = None, *, parts: bool = False)
         )
         raise KvfoldError(f"{method} {why}cannot be levelled: {problem}") from None
     return asked or LEVEL
+
+
+def is_even(stages: Stages, *, parts: bool) -> bool:
+    """True if all KV heads keep equally many entries whatever their scores.
+
+    Of all layers, or of each layer by itself with `parts`.
+    """
+    if stages.agree or stages.level is not None:
+        return True
+    if stages.heads is not None or getattr(stages.allocate, "per_head", False):
+        return False
+    return parts or (stages.token_pruning is None and (stages.score is None or stages.uniform))

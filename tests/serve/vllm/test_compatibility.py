@@ -119,5 +119,5 @@ def test_keys_that_cannot_be_moved_are_refused(family, changes):
 def test_layers_of_several_kinds_are_refused(family):
     from tests.helpers.models import config
 
-    with pytest.raises(UnsupportedModel, match="layers that hold something else"):
+    with pytest.raises(UnsupportedModel, match="or that hold something else"):
         MetaModel(config(family), None)
