@@ -121,13 +121,14 @@ class Rotation(LayerOfModel):
         kinds = getattr(text_config(self.model), "layer_types", None)
         takes_kind = "layer_type" in inspect.signature(embedding.forward).parameters
         kind = {"layer_type": kinds[self.layer]} if kinds and takes_kind else {}
-        cos, sin = embedding(keys.float(), at, **kind)
+        wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        cos, sin = embedding(wide, at, **kind)
         # YaRN's attention factor is already inside the stored key.
         prefix = f"{kind['layer_type']}_" if kind else ""
         factor = getattr(embedding, f"{prefix}attention_scaling", 1.0)
         cos, sin = cos / factor, sin / factor
         size = 2 * getattr(embedding, f"{prefix}inv_freq").shape[-1]
-        turning, still = keys[..., :size].float(), keys[..., size:].float()
+        turning, still = wide[..., :size], wide[..., size:]
         if "k" in inspect.signature(apply).parameters:
             turned = apply(turning[:, :1], turning, cos, sin)[1]  # of queries nothing is needed
         else:

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,19 +19,30 @@ import kvfold
 from tests.helpers.commands import refused
 
 
-@pytest.mark.slow
-def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
-    folder = tmp_path / "contexts"
+def served(folder: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """A server of the bundled model that keeps its files in `folder`, and its address."""
     command = [sys.executable, "-c", "from kvfold.cli import main; main()", "serve", "bundled"]
     made = subprocess.Popen(
-        [*command, "--port", "0", "--folder", str(folder), "--budget", "64"],
+        [*command, "--port", "0", "--folder", str(folder), *options],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "KVFOLD_API_KEY": "hidden-key"},
     )
     assert made.stdout is not None
-    url = next(found[0] for line in made.stdout if (found := re.search(r"http://\S+/v1", line)))
-    client = httpx.Client(headers={"Authorization": "Bearer hidden-key"}, timeout=60)
+    return made, next(
+        found[0] for line in made.stdout if (found := re.search(r"http://\S+/v1", line))
+    )
+
+
+def with_key() -> httpx.Client:
+    return httpx.Client(headers={"Authorization": "Bearer hidden-key"}, timeout=60)
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
+    folder = tmp_path / "contexts"
+    made, url = served(folder, "--budget", "64")
+    client = with_key()
     text = "The grass is green. " * 20
     name = client.post(f"{url}/contexts", json={"text": text}).json()["id"]
     messages = [{"role": "user", "content": "What is green?"}]
@@ -43,6 +56,41 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
     alone = kvfold.load(folder / f"{name}.kvfold", *kvfold.bundled_model())
     said = first["choices"][0]["message"]["content"]
     assert said == alone.ask("What is green?", max_new_tokens=6)
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_middle_of_forty_turns_loses_nothing(tmp_path):
+    """The turn that was being answered is sent again to the next server."""
+    opening, budget = "You keep a list of files. ", 200
+    turns = [f"File {number} is in folder {number % 7}. Where is it?" for number in range(40)]
+
+    def body(text: str, **options: Any) -> dict[str, Any]:
+        message = {"role": "user", "content": text}
+        asked = {"model": "bundled", "session_id": "agent", "messages": [message]}
+        return asked | {"temperature": 0, "max_tokens": 8} | options
+
+    made, url = served(tmp_path)
+    answers, client = list[str](), with_key()
+    begun = {"id": "agent", "text": opening, "method": "snapkv", "budget": budget}
+    assert client.post(f"{url}/sessions", json=begun).status_code == 201
+    for number, text in enumerate(turns):
+        if number == 20:
+            cut = body(text, stream=True, max_tokens=500)
+            with client.stream("POST", f"{url}/chat/completions", json=cut) as streamed:
+                next(streamed.iter_lines())
+                made.kill()
+            assert made.wait(20) == -signal.SIGKILL
+            made, url = served(tmp_path)
+            assert client.get(f"{url}/sessions/agent").json()["turns"] == 20
+        answered = client.post(f"{url}/chat/completions", json=body(text)).json()
+        answers.append(answered["choices"][0]["message"]["content"])
+    known = client.get(f"{url}/sessions/agent").json()
+    made.terminate()
+    assert made.wait(20) == 0
+    alone = kvfold.begin_session(*kvfold.bundled_model(), opening, "snapkv", budget)
+    assert answers == [alone.ask(text, max_new_tokens=8).text.strip() for text in turns]
+    assert (known["turns"], known["tokens"]) == (40, alone.ids.shape[1])
+    assert known["compactions"] == alone.record.compactions > 1
 
 
 def test_the_command_refuses(tmp_path, monkeypatch):

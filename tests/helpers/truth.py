@@ -173,6 +173,28 @@ def rotated(keys: Tensor, by: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+class ExactRope(nn.Module):
+    """Llama's cosines and sines in float64, which transformers takes in float32."""
+
+    attention_scaling = 1.0
+
+    def __init__(self, half: int) -> None:
+        super().__init__()
+        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        self.register_buffer("inv_freq", frequency)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angle = (position_ids[..., None].double() * self.inv_freq).repeat(1, 1, 2)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+
+def with_exact_rope(model: PreTrainedModel) -> PreTrainedModel:
+    """The same float64 model, whose cosines are float64 too."""
+    decoder = model.get_decoder()
+    decoder.rotary_emb = ExactRope(len(decoder.rotary_emb.inv_freq))
+    return model
+
+
 def sinks_moved_up(keys: Tensor, gone: Tensor) -> Tensor:
     """Each row's first four tokens follow the rest: by as many positions as were evicted."""
     columns = torch.arange(keys.shape[2])

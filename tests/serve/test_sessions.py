@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 import kvfold
+from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.session import Message
 from kvfold.serve.session_pool import SessionPool
 from kvfold.serve.stored import size_of
@@ -67,39 +68,62 @@ def about(server: Running, session: str) -> dict[str, Any]:
     return dict(answered.json())
 
 
-def test_forty_turns_read_each_token_once_in_few_entries(model):
-    read: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
-        with running(model, word_tokenizer()) as server:
-            session, peak = begin(server, budget=240), 0.0
-            opening = about(server, session)["tokens"]
-            read.clear()
-            for index in range(40):
-                answer = said(turn(server, session, tool(index)))
-                known = about(server, session)
-                peak = max(peak, known["entries"])
-                if index >= 10:  # what is said when is dropped ten turns later
-                    edits = {"drop": [f"call{index - 10}"]}
-                    server.http.post(f"/v1/sessions/{session}/edits", json=edits)
-    finally:
-        hook.remove()
-    alone = kvfold.begin_session(model, word_tokenizer(), OPENING, "knorm", 240)
+class Seen:
+    """Tokens of all forwards of a model, and the most entries that a head held in any of them."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read, self.peak = 0, 0
+        append, read = CompressedLayer.update, type(model).forward
+
+        def watched(layer: CompressedLayer, *new: Any, **options: Any) -> Any:
+            stored = append(layer, *new, **options)
+            self.peak = max(self.peak, stored[0].shape[2])
+            return stored
+
+        def counted(own: Any, input_ids: Any, **options: Any) -> Any:
+            self.read += input_ids.shape[1]
+            return read(own, input_ids=input_ids, **options)
+
+        monkeypatch.setattr(CompressedLayer, "update", watched)
+        monkeypatch.setattr(type(model), "forward", counted)
+
+
+@pytest.mark.parametrize("method", ["knorm", None], ids=["knorm", "the server's default"])
+def test_forty_turns_read_each_token_once_in_few_entries(model, method, monkeypatch):
+    """Within each turn too, before it compacts; listings are shortened, and dropped later."""
+    named = {} if method is None else {"method": method}
+    with running(model, word_tokenizer()) as server:
+        default = server.engine.settings.session_method
+        body = {"text": OPENING, "budget": 240} | named
+        session = server.http.post("/v1/sessions", json=body).json()["id"]
+        opening, seen = about(server, session)["tokens"], Seen(model, monkeypatch)
+        shortened = 0
+        for index in range(40):
+            answer = said(turn(server, session, tool(index)))
+            edits: dict[str, Any] = {}
+            if index >= 3 and index % 2:
+                edits["shorten"] = {f"call{index - 3}": text(index, 2)}
+                shortened += 1
+            if index >= 10:  # what is said when is dropped ten turns later
+                edits["drop"] = [f"call{index - 10}"]
+            if edits:
+                edited = server.http.post(f"/v1/sessions/{session}/edits", json=edits)
+                assert edited.status_code == 200, edited.text
+        known = about(server, session)
+    monkeypatch.undo()
+    alone = kvfold.begin_session(model, word_tokenizer(), OPENING, method or default, 240)
     for index in range(40):
         messages = [Message(text(index), "tool", f"call{index}"), Message(QUESTION)]
         reply = alone.ask(*messages, max_new_tokens=ANSWER)
-        if index >= 10:
-            alone.drop(f"call{index - 10}")
+        shorter = {f"call{index - 3}": text(index, 2)} if index >= 3 and index % 2 else {}
+        alone.edit([f"call{index - 10}"] if index >= 10 else [], shorter)
     assert answer == reply.text.strip()
     assert known["tokens"] == alone.ids.shape[1]
-    gone = sum(
-        f"call{index}" not in {one["id"] for one in known["messages"]} for index in range(40)
-    )
-    whole = opening + sum(read)
-    assert whole == known["tokens"] + 24 * gone and gone > 20
-    assert peak <= 0.4 * whole and known["turns"] == 40 and known["compactions"] > 0
+    new = seen.read - 2 * shortened  # of the turns
+    assert shortened > 15 and seen.read <= 1.05 * new
+    assert known["tokens"] < opening + new - 24 * 20
+    assert seen.peak <= 0.4 * (opening + new)
+    assert known["turns"] == 40 and known["compactions"] > 0
 
 
 def test_new_messages_only_and_by_header(server, model):
@@ -253,13 +277,16 @@ def test_a_client_that_hangs_up_does_not_wait_for_memory(model):
         assert said(turn(server, other, tool(1)))
 
 
-def test_fifty_sessions_under_a_memory_cap_answer_as_alone(model):
+@pytest.mark.parametrize(
+    ("turns", "at_once"), [(2, 8), pytest.param(10, 50, marks=pytest.mark.slow)]
+)
+def test_fifty_sessions_under_a_memory_cap_answer_as_alone(model, turns, at_once):
     one = size_of(kvfold.begin_session(model, word_tokenizer(), text(0, 60), "knorm", BUDGET))
     with running(model, word_tokenizer(), session_memory=12 * one, workers=2, queue=100) as server:
         sessions = [begin(server, text=text(index, 20 + index % 3)) for index in range(50)]
         pool: SessionPool = server.engine.sessions.held
-        with ThreadPoolExecutor(8) as clients:
-            for index in range(2):
+        with ThreadPoolExecutor(at_once) as clients:
+            for index in range(turns):
                 answered = clients.map(
                     lambda at: said(turn(server, at[1], tool(at[0]))),
                     [(index, session) for session in sessions],
@@ -274,10 +301,11 @@ def test_fifty_sessions_under_a_memory_cap_answer_as_alone(model):
         alone = kvfold.begin_session(
             model, word_tokenizer(), text(index, 20 + index % 3), "knorm", BUDGET
         )
-        for at in range(2):
+        for at in range(turns):
             messages = [Message(text(at), "tool", f"call{at}"), Message(QUESTION)]
             reply = alone.ask(*messages, max_new_tokens=ANSWER)
         assert last[index] == reply.text.strip()
+        assert turns == 2 or alone.record.compactions > 0
 
 
 def test_memory_is_counted_right_whatever_is_changed_and_moved(model):
