@@ -23,16 +23,13 @@ COLUMNS = (
     "method", "budget", "score", "− full (95 %)", "place", "kept", "bytes", "operations", "length",
     "prefill", "samples", "errors / failed / cut",
 )  # fmt: skip
-OPERATIONS, UNCOUNTED = ("operations", "length"), ("prefill",)
 READING = (
     "score: percent, with its 95 % interval; − full: difference to the full cache on the same "
     "samples, ≈ if the interval holds zero; place: ranks within a budget that the intervals allow; "
     "kept: asked → measured; bytes, prefill: over the full cache's; cut: truncated prompts"
 )
-COUNTED = (
-    "operations: of a prefill with its compression / of a decode step, and length: of answers in "
-    "tokens, both over the full cache's"
-)
+COUNTED = "operations: of a prefill with its compression / of a decode step, over the full cache's"
+LENGTH = "length: of answers in tokens, over the full cache's"
 _ESCAPED = str.maketrans(
     {mark: f"\\{mark}" for mark in "\\`*|[]"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 )
@@ -45,7 +42,9 @@ def markdown(boards: Sequence[Board]) -> str:
         subject = board.subject
         parts.append(f"## {_safe(title)}")
         overall = board.overall()
-        reading = f"{READING}; {COUNTED}" if counts_operations(overall) else READING
+        also = [COUNTED] if counts_operations(overall) else []
+        also += [LENGTH] if tells_lengths(overall) else []
+        reading = "; ".join([READING, *also])
         parts.append(f"{_safe(subject.name)}, {subject.dtype}, {subject.attention}; {reading}.")
         if overall:
             said = headline(overall, board.when)
@@ -109,7 +108,8 @@ def _text(value: Any) -> Any:
 def _table(shown: Sequence[ReportRow], lower: bool = False) -> str:
     lines = [COLUMNS, ("---", "---", *["---:"] * (len(COLUMNS) - 2))]
     lines += map(cells, by_budget(shown, lower))
-    left_out = UNCOUNTED if counts_operations(shown) else OPERATIONS
+    left_out = ["prefill" if counts_operations(shown) else "operations"]
+    left_out += [] if tells_lengths(shown) and not lower else ["length"]
     kept = [i for i, name in enumerate(COLUMNS) if name not in left_out]
     return "\n".join(f"| {' | '.join(line[i] for i in kept)} |" for line in lines)
 
@@ -117,6 +117,11 @@ def _table(shown: Sequence[ReportRow], lower: bool = False) -> str:
 def counts_operations(shown: Sequence[ReportRow]) -> bool:
     """True if records tell operations, which then stand in place of one machine's seconds."""
     return any(row.prefill_operations is not None for row in shown)
+
+
+def tells_lengths(shown: Sequence[ReportRow]) -> bool:
+    """True if records tell how long answers are."""
+    return any(row.length is not None for row in shown)
 
 
 def by_budget(shown: Sequence[ReportRow], lower: bool = False) -> list[ReportRow]:

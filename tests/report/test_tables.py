@@ -63,6 +63,18 @@ def test_operations_stand_in_place_of_seconds_where_they_were_counted() -> None:
     assert re.search(r"\| m \|.*\| 1.00× / 1.00× \| 1.00× \|", text)
 
 
+def test_lengths_stand_beside_scores_also_where_nothing_was_counted() -> None:
+    text = markdown(boards([made(answer_tokens=4.0), made("m", "0.2", answer_tokens=6.0)]))
+    assert "| length | prefill |" in text and "operations" not in text
+    assert "length: of answers in tokens" in text
+    assert re.search(r"\| m \|.*\| 1.50× \| [^|]* \| 100 \|", text)
+    plain = markdown(boards([made(), made("m", "0.2")]))
+    assert "length" not in plain
+    lower = {"answer_tokens": 4.0, "metric": "perplexity", "lower_is_better": True}
+    perplexities = markdown(boards([made(**lower), made("m", "0.2", **lower)]))
+    assert "| length |" not in perplexities
+
+
 def test_markdown_says_what_is_inside_the_noise() -> None:
     results = [made(), made("m", "0.2", (89.0, 1.0), (-1.0, -3.0, 1.0))]
     assert "| ≈ −1.0 (−3.0 to +1.0) |" in markdown(boards(results))

@@ -17,6 +17,7 @@ from kvfold.eval.tasks.generated import fitted
 
 LEAST_NODES = 4
 DEGREE = 3  # neighbours of a node beside its parent, at most
+ROOM = 2  # limit of an answer over the right one's length: a cache that loses track writes more
 NODES = ["".join(parts) for parts in itertools.product("bcdfghklmnprstvz", "aeiou", "klmnrst")]
 INTRO = """\
 Walk through a graph depth first. Begin at the start node. From a node go to the first node of its \
@@ -62,7 +63,7 @@ def _graph(size: int, rng: random.Random) -> dict[str, list[str]]:
 
 
 def _generate(request: SampleRequest) -> Iterator[TaskSample]:
-    """Samples whose prompt and right answer fill the request's length."""
+    """Samples whose prompt and longest answer fill the request's length."""
     count = request.counter()
 
     def build(size: int, rng: random.Random, index: int) -> TaskSample:
@@ -71,7 +72,7 @@ def _generate(request: SampleRequest) -> Iterator[TaskSample]:
         rng.shuffle(listed)
         lines = "\n".join(f"{node}: {' '.join(onward)}".rstrip() for node, onward in listed)
         answer = "\n".join(walk(graph, start))
-        asked = Question(f"\n\nStart node: {start}", (answer,), count(answer) + 8)
+        asked = Question(f"\n\nStart node: {start}", (answer,), ROOM * count(answer))
         context = f"{INTRO}\nThe graph:\n{lines}"
         return TaskSample("graph_walk", index, context, (asked,), metadata={"nodes": size})
 

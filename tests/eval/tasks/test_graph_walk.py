@@ -63,7 +63,10 @@ def test_prompt_and_answer_take_what_the_request_allows():
     for length in (300, 1000, 3000):
         for sample in made(3, length):
             assert sample.metadata["tokens"] <= length
-            assert sample.questions[0].max_new_tokens > 0.4 * sample.metadata["tokens"]
+            (asked,) = sample.questions
+            assert asked.max_new_tokens > 0.4 * sample.metadata["tokens"]
+            # Twice as much as a right answer, so that longer ones show.
+            assert asked.max_new_tokens == 2 * len(asked.answers[0].split())
     assert made(2) == made(2) and made(2) != made(2, seed=1)
 
 
