@@ -25,7 +25,7 @@ from kvfold.cache.waiting import Waiting
 from kvfold.methods.base import Composition, Measured
 from kvfold.methods.every import Every
 from kvfold.methods.stages.score import redundancy
-from tests.helpers.budgets import SMALL, compressed
+from tests.helpers.budgets import SMALL, compressed, moves, sums_columns
 from tests.helpers.by_hand import (
     WINDOW,
     ByHand,
@@ -259,7 +259,8 @@ def test_each_row_is_the_row_alone(model, spec, interval):
             if step < ends[row]:
                 expected = one(token[row : row + 1])
                 # Sums and rotated sinks are float32 in every model.
-                torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-5, rtol=0)
+                limit = 2e-5 if sums_columns(spec) or moves(spec) else 1e-6
+                torch.testing.assert_close(logits[row : row + 1], expected, atol=limit, rtol=0)
         for row, one in enumerate(alone):
             padding = 64 - lengths[row]
             for layer, expected in zip(
