@@ -1,34 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture and table of docs/answering-long.md: `python benchmarks/long_page.py`.
+"""Pictures and tables of docs/answering-long.md: `python benchmarks/long_page.py`.
 
 The records of `long_run.py` are docs/results/long/entries.jsonl for the picture, runs.jsonl for the
-table. Equal records give equal files.
+table; those of `long_answers_kl.py` are kl.jsonl for both. Equal records give equal files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
+from long_answers_kl import STRETCH, AnswerDistance
 from long_run import LongRun
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvfold.checks.estimates import BootstrapEstimate, bootstrapped, mean_of
 from kvfold.jobs.records import RecordFile
-from kvfold.report.style import COLORS, DASHES, GREY
+from kvfold.report.style import BASELINE_DASH, COLORS, DASHES, GREY
 
 ROOT = Path(__file__).parents[1]
 PAGE, OUT = ROOT / "docs" / "answering-long.md", ROOT / "docs" / "results" / "long"
-PICTURE = "entries.svg"
-BEGIN, END = "<!-- made by benchmarks/long_page.py -->", "<!-- end -->"
+PICTURE, KL_PICTURE = "entries.svg", "kl.svg"
+BEGIN, END = "<!-- made by benchmarks/long_page.py of {} -->", "<!-- end -->"
 HEAD = """\
 | model | method | entries | answer, tokens | most bytes | bytes | late / early step |
 |---|---|---|---|---|---|---|"""
 LETTERS = 13  # points: 11 pixels where the picture is 390 pixels wide
+DRAWN = 256  # entries of the answer, in the picture of the KL
 
 
 def load(name: str) -> list[LongRun]:
     return RecordFile(OUT / name, LongRun).load().records
+
+
+def load_distances() -> list[AnswerDistance]:
+    return RecordFile(OUT / "kl.jsonl", AnswerDistance).load().records
 
 
 def table(runs: Sequence[LongRun]) -> str:
@@ -44,19 +53,73 @@ def _row(run: LongRun) -> str:
     return f"| {' | '.join([*cells, flat, ratio])} |"
 
 
-def page(text: str, runs: Sequence[LongRun]) -> str:
-    """The page's `text` with the table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    assert mark, f"{PAGE} lacks the lines {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{table(runs)}\n\n{END}{after}"
+def evicted(row: AnswerDistance) -> slice:
+    """The stretches of an answer that come after the first eviction."""
+    first = (row.budget // row.interval + 1) * row.interval
+    return slice(first // STRETCH, None)
+
+
+def kl_table(rows: Sequence[AnswerDistance]) -> str:
+    """A row for each method, a pair of columns for each budget; by the KL at the first one."""
+    budgets, methods = (list(dict.fromkeys(of)) for of in zip(*_cells(rows), strict=True))
+    lines = {method: f"| `{method}` |" for method in methods}
+    head, rule = "| method |", "|---|"
+    order: dict[str, float] = {}
+    for budget in budgets:
+        counts = {sum(_cell(row) == (budget, method) for row in rows) for method in methods}
+        assert len(counts) == 1, f"methods at {budget} have answers of their own"
+        head += f" KL at {budget}, n = {counts.pop()} | same token |"
+        rule += "---|---|"
+        for method in methods:
+            own = [row for row in rows if _cell(row) == (budget, method)]
+            kl, agrees = _mean([r.kl for r in own], own), _mean([r.agrees for r in own], own)
+            order.setdefault(method, kl.value)
+            lines[method] += f" {kl.value:.3f} ({kl.low:.3f} to {kl.high:.3f}) |"
+            lines[method] += f" {agrees.value:.1%} |"
+    return "\n".join([head, rule, *(lines[name] for name in sorted(methods, key=order.get))])
+
+
+def _cell(row: AnswerDistance) -> tuple[int, str]:
+    return row.budget, row.method
+
+
+def _cells(rows: Sequence[AnswerDistance]) -> list[tuple[int, str]]:
+    return list(dict.fromkeys(map(_cell, rows)))
+
+
+def _mean(numbers: Sequence[Sequence[float]], rows: Sequence[AnswerDistance]) -> BootstrapEstimate:
+    """Mean after the first eviction, with its interval over answers."""
+    after = [each[evicted(row)] for each, row in zip(numbers, rows, strict=True)]
+    return bootstrapped(len(after), mean_of(after))
+
+
+def page(text: str, tables: dict[str, str]) -> str:
+    """The page's `text` with the tables, by the name of their records, between their marks."""
+    for name, made in tables.items():
+        begin = BEGIN.format(name)
+        before, found, rest = text.partition(begin)
+        _, mark, after = rest.partition(END)
+        assert found and mark, f"{PAGE} lacks the lines {begin} and {END}"
+        text = f"{before}{begin}\n\n{made}\n\n{END}{after}"
+    return text
+
+
+@contextmanager
+def picture(path: Path) -> Iterator[Axes]:
+    """Axes of one picture, over the tokens of an answer, that is written to `path`."""
+    with matplotlib.rc_context({"svg.hashsalt": path.stem, "font.size": LETTERS}):
+        drawn = Figure(figsize=(6.4, 5.4), layout="constrained")
+        axes = drawn.subplots()
+        yield axes
+        axes.set(xlabel="tokens of the answer")
+        axes.spines[["top", "right"]].set_visible(False)
+        drawn.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=LETTERS)
+        drawn.savefig(path, metadata={"Date": None}, facecolor="white")
 
 
 def draw(runs: Sequence[LongRun], path: Path) -> None:
     """Writes the picture: entries of a head over the generated tokens, a line for each method."""
-    with matplotlib.rc_context({"svg.hashsalt": path.stem, "font.size": LETTERS}):
-        drawn = Figure(figsize=(6.4, 5.4), layout="constrained")
-        axes = drawn.subplots()
+    with picture(path) as axes:
         for number, run in enumerate(runs):
             axes.plot(
                 [mark.generated for mark in run.marks],
@@ -65,15 +128,33 @@ def draw(runs: Sequence[LongRun], path: Path) -> None:
                 color="black" if run.budget is None else [*COLORS, GREY][number - 1],
                 dashes=DASHES[number % len(DASHES)],
             )
-        axes.set(xlabel="tokens of the answer", ylabel="entries of a KV head", ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        drawn.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=LETTERS)
-        drawn.savefig(path, metadata={"Date": None}, facecolor="white")
+        axes.set(ylabel="entries of a KV head", ylim=(0, None))
+
+
+def draw_kl(rows: Sequence[AnswerDistance], path: Path) -> None:
+    """Writes the picture: mean KL of each stretch after the first eviction, a line for a method."""
+    own = [row for row in rows if row.budget == DRAWN]
+    first = evicted(own[0]).start
+    with picture(path) as axes:
+        for number, method in enumerate(dict.fromkeys(row.method for row in own)):
+            answers = [row.kl[first:] for row in own if row.method == method]
+            means = [sum(stretch) / len(answers) for stretch in zip(*answers, strict=True)]
+            random = method == "random"
+            axes.plot(
+                [STRETCH * (first + 1 + at) for at in range(len(means))],
+                means,
+                label=method.partition(":")[0],
+                color=GREY if random else COLORS[number % len(COLORS)],
+                dashes=BASELINE_DASH if random else DASHES[number // 2 % len(DASHES)],
+            )
+        axes.set(ylabel="KL to the full cache, nats per token", yscale="log")
 
 
 def main() -> None:
     draw(load("entries.jsonl"), OUT / PICTURE)
-    PAGE.write_text(page(PAGE.read_text("utf-8"), load("runs.jsonl")), encoding="utf-8")
+    draw_kl(load_distances(), OUT / KL_PICTURE)
+    tables = {"runs.jsonl": table(load("runs.jsonl")), "kl.jsonl": kl_table(load_distances())}
+    PAGE.write_text(page(PAGE.read_text("utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
 
 REREAD = "make a new cache and read the edited text"
+LEAVES_NONE = "an edit leaves at least one token: cache.reset() empties a cache"
 
 
 class Edits:
@@ -42,9 +43,12 @@ class Edits:
     sliding windows and recurrent layers; UnsupportedModel for keys that cannot be rotated.
     """
 
-    def drop(self: CompressedCache, span: Span) -> None:  # type: ignore[misc]
-        """Removes a span; later tokens move up by its length."""
-        take_from(self, dropped(self, span))
+    def drop(self: CompressedCache, *spans: Span) -> None:  # type: ignore[misc]
+        """Removes spans, as they stand in the text now; later tokens move up, once for all spans.
+
+        KvfoldError for none, and for spans that overlap.
+        """
+        take_from(self, dropped(self, *spans))
 
     def move(self: CompressedCache, span: Span, to: int) -> None:  # type: ignore[misc]
         """Puts a span before token `to`. KvfoldError for a batch with padding."""
@@ -66,11 +70,21 @@ def take_from(cache: CompressedCache, other: CompressedCache) -> None:
     cache.protect = other.protect
 
 
-def dropped(cache: CompressedCache, span: Span) -> CompressedCache:
-    """A copy of `cache` without a span; see `Edits`."""
-    start, stop = _checked(cache, span)
-    sequence = cache.states[0].sequence
-    return _copy(cache, Renumbering.of_replaced(sequence, cache.rows, start, stop, 0))
+def dropped(cache: CompressedCache, *spans: Span) -> CompressedCache:
+    """A copy of `cache` without spans; see `Edits`."""
+    if not spans:
+        raise KvfoldError("name at least one span to drop")
+    latest, *others = sorted((_checked(cache, span) for span in spans), reverse=True)
+    sequence, rows = cache.states[0].sequence, cache.rows
+    by = Renumbering.of_replaced(sequence, rows, *latest, 0)
+    for start, stop in others:
+        if stop > latest[0]:
+            raise KvfoldError(f"tokens {start} to {stop} overlap {latest[0]} to {latest[1]}")
+        latest = start, stop
+        by = by.then(Renumbering.of_replaced(by.sequence, rows, start, stop, 0))
+    if not bool((by.tokens >= 0).any()):
+        raise KvfoldError(LEAVES_NONE)
+    return _copy(cache, by)
 
 
 def moved(cache: CompressedCache, span: Span, to: int) -> CompressedCache:
@@ -204,7 +218,7 @@ def _checked(cache: CompressedCache, span: Span, to: int | None = None) -> Span:
     if stop > min(rows):
         raise KvfoldError(f"tokens {start} to {stop} are not in a row of {min(rows)} tokens")
     if stop - start == min(rows):
-        raise KvfoldError("an edit leaves at least one token: cache.reset() empties a cache")
+        raise KvfoldError(LEAVES_NONE)
     if not holds(cache, (start, stop)):
         raise KvfoldError(
             f"nothing is left of tokens {start} to {stop}, which were evicted: there is nothing to "

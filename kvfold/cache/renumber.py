@@ -93,6 +93,15 @@ class Renumbering:
         columns = tokens.expand(rows, -1)
         return cls(columns, columns - torch.arange(seen), counts, tokens, 0, LogicalSequence(seen))
 
+    def then(self, other: Renumbering) -> Renumbering:
+        """This renumbering and then `other`, of the sequence that it leaves; keys move once."""
+        columns = pick(other.columns, self.columns, -1)
+        shifts = self.shifts + pick(other.shifts, self.columns, 0)
+        counts = tuple(other.counts[count] for count in self.counts)
+        tokens = pick(other.tokens, self.tokens, -1)
+        later = self.later + other.later
+        return Renumbering(columns, shifts, counts, tokens, later, other.sequence)
+
     def first_tokens(self, count: int) -> int:
         """How many of the first `count` tokens are the first ones afterwards."""
         stay = self.tokens[:count]

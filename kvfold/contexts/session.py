@@ -233,7 +233,7 @@ class Session:
                 f"message {item.id!r} has {item.tokens} tokens, and its new text {len(ids)}: drop "
                 "it, and append a longer text as a message of its own"
             )
-        if not holds(self.cache, (item.start, item.stop)):
+        if not holds(self.cache, item.span):
             raise KvfoldError(
                 f"nothing is left of message {item.id!r}, whose entries were evicted: append the "
                 "text as a message of its own"
@@ -241,21 +241,20 @@ class Session:
         return ids
 
     def _apply(self, texts: Mapping[str, list[int]]) -> None:
-        """Does all edits in one pass, the latest first, so that those before it stay in place."""
+        """Does all edits in one pass: drops move entries once; then the latest text comes first."""
         context, record = self.context, self.record
-        items = {each.id: each for each in record.items}
-        for item in reversed(record.items):
-            new = texts.get(item.id)
-            if new is None and item.id not in record.queued:
-                continue
-            held = item.tokens > 0 and holds(context.cache, (item.start, item.stop))
-            if item.id in record.queued:
-                new = None
-                del items[item.id]
-            if held:
-                context = _spliced(context, item, self._tensor(new or []))
-                moved = len(new or []) - item.tokens
-                items = {name: _moved(each, item, moved) for name, each in items.items()}
+        gone = [each for each in record.items if each.id in record.queued]
+        items = {each.id: each for each in record.items if each not in gone}
+        held = [each for each in gone if each.tokens and holds(context.cache, each.span)]
+        if held:
+            context = _without(context, held)
+            for item in reversed(held):
+                items = {name: _moved(each, item, -item.tokens) for name, each in items.items()}
+        for name in reversed([each for each in items if each in texts]):
+            item, new = items[name], self._tensor(texts[name])
+            context = _spliced(context, item, new)
+            moved = new.shape[1] - item.tokens
+            items = {other: _moved(each, item, moved) for other, each in items.items()}
         self.context = context
         self.record = replace(record, items=tuple(items.values()), queued=())
 
@@ -307,10 +306,18 @@ class Session:
         return self.stats().mean_kept + tokens > budget.amount * (1 + SLACK)
 
 
+def _without(context: Context, items: Sequence[Item]) -> Context:
+    """A context without the tokens of items."""
+    stay = torch.ones_like(context.ids[0], dtype=torch.bool)
+    for item in items:
+        stay[item.start : item.stop] = False
+    cache = dropped(context.cache, *(item.span for item in items))
+    return replace(context, cache=cache, ids=context.ids[:, stay], level=None)
+
+
 def _spliced(context: Context, item: Item, new: Tensor) -> Context:
     """A context with tokens `new [1, m]` in place of an item's."""
-    span = (item.start, item.stop)
-    cache = spliced(context.cache, span, new) if new.numel() else dropped(context.cache, span)
+    cache = spliced(context.cache, item.span, new)
     ids = torch.cat([context.ids[:, : item.start], new, context.ids[:, item.stop :]], 1)
     return replace(context, cache=cache, ids=ids, level=None)
 

@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvfold.cache.cache import CompressedCache
+from kvfold.cache.spans import Span
 from kvfold.errors import KvfoldError
 
 Role = Literal["user", "tool", "assistant"]
@@ -37,6 +38,11 @@ class Item:
     def tokens(self) -> int:
         """Number of its tokens."""
         return self.stop - self.start
+
+    @property
+    def span(self) -> Span:
+        """Its tokens."""
+        return self.start, self.stop
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,17 @@ def test_rows_drop_the_same_tokens_from_their_own_columns():
     assert by.sequence.valid.tolist() == [[True] * 4, [False, False, True, True]]
 
 
+def test_two_drops_are_one_renumbering():
+    valid = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]]).bool()
+    first = Renumbering.of_replaced(LogicalSequence(6, valid), 2, 2, 3, 0)
+    both = first.then(Renumbering.of_replaced(first.sequence, 2, 0, 1, 0))
+    assert both.columns.tolist() == [[-1, 0, -1, 1, 2, 3], [0, 1, -1, 2, -1, 3]]
+    assert both.shifts.tolist() == [[0, -1, 0, -2, -2, -2], [0, 0, 0, -1, 0, -2]]
+    assert both.tokens.tolist() == [-1, 0, -1, 1, 2, 3] and both.later == -2
+    assert both.spans((0, 8)) == [(0, 4), (4, 6)]
+    assert both.sequence.valid.tolist() == [[True] * 4, [False, False, True, True]]
+
+
 def test_tokens_put_at_the_end_follow_all_others():
     by = Renumbering.of_replaced(LogicalSequence(3), 1, 3, 3, 2)
     assert by.columns.tolist() == [[0, 1, 2]] and by.sequence.seen == 5

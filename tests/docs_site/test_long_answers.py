@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/answering-long.md: its table and its picture are those of the records."""
+"""docs/answering-long.md: its tables and pictures are those of the records."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+import kvfold
 from kvfold.bench.models import BenchModel
+from kvfold.checks.batches import PaddedIds
+from tests.helpers.models import build, prompts
+from tests.helpers.truth import Reader
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,16 +28,62 @@ def pages() -> Iterator[ModuleType]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield import_module("long_page")
     sys.path[:] = path
-    for name in ("long_page", "long_run"):
+    for name in ("long_page", "long_run", "long_answers_kl"):
         sys.modules.pop(name, None)
 
 
-def test_the_published_table_and_picture_are_those_of_the_records(pages, tmp_path):
-    text = pages.PAGE.read_text(encoding="utf-8")
-    assert pages.page(text, pages.load("runs.jsonl")) == text
+def test_the_published_tables_and_pictures_are_those_of_the_records(pages, tmp_path):
+    text, rows = pages.PAGE.read_text(encoding="utf-8"), pages.load_distances()
+    tables = {"runs.jsonl": pages.table(pages.load("runs.jsonl")), "kl.jsonl": pages.kl_table(rows)}
+    assert pages.page(text, tables) == text
     pages.draw(pages.load("entries.jsonl"), tmp_path / pages.PICTURE)
-    published = (pages.OUT / pages.PICTURE).read_bytes()
-    assert (tmp_path / pages.PICTURE).read_bytes() == published
+    pages.draw_kl(rows, tmp_path / pages.KL_PICTURE)
+    for name in (pages.PICTURE, pages.KL_PICTURE):
+        assert (tmp_path / name).read_bytes() == (pages.OUT / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["knorm", "h2o:decode=append", "scissorhands:window=6,recent=2", "rkv:window=4", "keydiff"],
+)
+def test_distances_of_answers_are_those_of_rows_that_are_read_token_by_token(
+    pages, method, monkeypatch
+):
+    """Beside torch's own divergence, and two caches of each row alone."""
+    measure = sys.modules["long_answers_kl"]
+    monkeypatch.setattr(measure, "INTERVAL", 16)
+    model, (ids, mask) = build("llama"), prompts((20, 13))
+    answers = measure.Answers.of(model, PaddedIds(ids, mask), 70)
+    kl, agrees = measure.measured(model, answers, method, 24)
+    assert kl[:, :32].max() < 1e-5 < 1e-2 < kl[:, 32:].max()
+    for row, length in enumerate((20, 13)):
+        in_rounds = f"{method} + every:interval=16,prompt=kept"
+        full, evicting = (
+            Reader(model, kvfold.CompressedCache(model, name, budget))
+            for name, budget in (("full", None), (in_rounds, 24))
+        )
+        for reader in (full, evicting):
+            reader(ids[row : row + 1, 20 - length :])
+        for step, token in enumerate(answers.ids[row : row + 1].split(1, 1)):
+            one, other = (reader(token)[0, -1] for reader in (full, evicting))
+            expected = torch.nn.functional.kl_div(
+                other.log_softmax(-1), one.log_softmax(-1), reduction="sum", log_target=True
+            )
+            assert abs(float(expected - kl[row, step])) < 1e-4
+            assert bool(one.argmax() == other.argmax()) == bool(agrees[row, step])
+
+
+def test_means_begin_after_the_first_eviction(pages):
+    row = pages.AnswerDistance(
+        model="m", answer="a", method="knorm", budget=256, interval=128, tokens=1024,
+        kl=(0.0,) * 6 + (0.5,) * 10, agrees=(1.0,) * 6 + (0.75,) * 10,
+    )  # fmt: skip
+    other = row.model_copy(update={"answer": "b", "kl": (0.0,) * 6 + (0.1,) * 10})
+    assert pages.kl_table([row, other]).splitlines() == [
+        "| method | KL at 256, n = 2 | same token |",
+        "|---|---|---|",
+        "| `knorm` | 0.300 (0.100 to 0.500) | 75.0% |",
+    ]
 
 
 def test_bytes_are_counted_where_they_are_most(pages):
