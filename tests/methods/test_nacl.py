@@ -90,6 +90,16 @@ def test_chances_are_those_of_a_softmax(temperature: float) -> None:
         assert found[slot] / trials == pytest.approx(chance, abs=5 * spread)
 
 
+def test_kvcache_factory_s_numbers_without_a_draw() -> None:
+    """Proxies 4 and 5 of six entries, a budget of 4: the two best of the others beside them."""
+    scores = torch.tensor([[[0.1, 0.9, 0.2, 0.8, 0.3, 0.4]]])
+    positions = torch.arange(6)[None, None]
+    seen = Observation(scores[..., None], scores[..., None], positions)
+    counts = torch.tensor([[4]])
+    slots = best_and_drawn(seen, scores, positions >= 4, positions, counts, 0.0, 1.0)
+    assert slots[0, 0].tolist() == [1, 3, 4, 5]
+
+
 def test_a_budget_of_the_proxies_alone_draws_nothing():
     cache = read_by_kvfold(f"{SPEC},random=1", WINDOW, 2, (64,)).cache
     assert cache.positions(0)[0][0].tolist() == list(range(56, 64))
