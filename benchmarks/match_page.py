@@ -16,7 +16,7 @@ import numpy as np
 from match_kl import Row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from kvfold.jobs.records import RecordFile
@@ -229,6 +229,7 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set(xscale="log", yscale="log", title=f"{texts} texts")
     axes.set(xlabel="MB of the cache", ylabel="KL to the full cache")
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
