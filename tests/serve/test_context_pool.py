@@ -19,6 +19,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files.format import read_header
 from kvfold.serve.errors import ApiError
 from kvfold.serve.stored import size_of
+from tests.fit.test_fit import texts
 from tests.helpers.chats import storages
 from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
 from tests.helpers.held_contexts import counted, in_memory
@@ -57,6 +58,33 @@ def test_the_least_recently_used_go_to_disk_and_come_back(holder, made):
         contexts.delete(f"c{i}")
     assert contexts.nbytes == 0 and not list(contexts.folder.path.iterdir())
     assert not any(prefixes._named for prefixes in contexts._prefixes.values())
+
+
+@pytest.fixture(scope="module")
+def basis(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("basis") / "basis.safetensors"
+    kvfold.fit_codec(model, tokenizer, texts(4), path)
+    return path
+
+
+@pytest.mark.parametrize("codec", ["kivi4", "kvtc:file={basis},ratio=4", "zstd"])
+def test_what_comes_back_from_a_coded_file_answers_as_the_file_does(
+    model, tokenizer, holder, made, basis, codec
+):
+    contexts = holder(1.5)
+    contexts.codec = codec.format(basis=basis)
+    contexts.add(made[0], "c0")
+    contexts.add(made[1], "c1")  # there is room for one
+    assert in_memory(contexts) == ["c1"]
+    file = contexts.folder.path / "c0.kvfold"
+    assert codec.startswith(read_header(file).codec.codec.partition(":")[0])
+    expected = kvfold.load(file, model, tokenizer)
+    with contexts.reading("c0") as context:
+        assert context is not made[0]
+        for given, found in zip(expected.cache.states, context.cache.states, strict=True):
+            for a, b in zip(given.stored().dense(), found.stored().dense(), strict=True):
+                assert torch.equal(a, b)
+        assert context.ask(QUESTION, max_new_tokens=6) == expected.ask(QUESTION, max_new_tokens=6)
 
 
 @pytest.mark.parametrize(("spec", "room"), [("knorm", 2.5), ("zap", 2.9)])

@@ -188,19 +188,37 @@ def test_a_missing_another_or_a_damaged_basis_is_refused(model, tokenizer, tmp_p
     kvfold.load(moved, model, tokenizer)
 
 
-@pytest.mark.parametrize("codec", ["zstd", "kivi4", "kvtc"])
-def test_every_damage_is_refused(model, tokenizer, tmp_path, basis, codec):
+DAMAGED = [("zstd", "kvzip", 170), ("kivi4", "kvzip", 170), ("kvtc", "kvzip", 250)]
+
+
+@pytest.mark.parametrize("codec, spec, times", [*DAMAGED, ("kvtc", "full", 250)])
+def test_every_damage_is_refused(model, tokenizer, tmp_path, basis, codec, spec, times):
+    """Of kvtc both scopes: heads that keep different tokens, and the same."""
     text = f"kvtc:file={basis}" if codec == "kvtc" else codec
     path, rng = tmp_path / "coded", random.Random(0)
-    compressed(model, tokenizer, "kvzip").save(path, codec=text)
+    compressed(model, tokenizer, spec).save(path, codec=text)
+    entries = read_header(path).codec.entries
+    assert entries is None or entries.scope == ("joint" if spec == "full" else "head")
+    assert (entries is None) == (codec != "kvtc")
     whole = path.read_bytes()
-    for number in range(170):
+    for number in range(times):
         place = rng.randrange(len(whole))
         flipped = bytes([whole[place] ^ 1 << rng.randrange(8)])
         cut, turned = whole[:place], whole[:place] + flipped + whole[place + 1 :]
         path.write_bytes(cut if number % 2 else turned)
         with pytest.raises(ContextFileError):
             kvfold.load(path, model, tokenizer)
+
+
+@pytest.mark.parametrize("window", [16, 200])
+def test_a_text_shorter_than_sinks_and_window_is_stored_whole(
+    model, tokenizer, tmp_path, basis, window
+):
+    short = DOCUMENT if window == 200 else " ".join(DOCUMENT.split()[:12])
+    context = kvfold.compress(model, tokenizer, short, "full")
+    assert context.ids.shape[1] < 4 + window
+    context.save(tmp_path / "coded", codec=f"kvtc:file={basis},window={window}")
+    assert_same(kvfold.load(tmp_path / "coded", model, tokenizer).cache, context.cache)
 
 
 @pytest.mark.parametrize("spec", [KIVI, "think", "minicache", "turboquant"])
