@@ -3,105 +3,125 @@
 
     python benchmarks/codec_kl.py MODEL OUT.jsonl BOOK.txt ... --basis BASIS
 
-Passages and KL are those of match_kl.py. Rows of OUT that are there are not measured again. BASIS
-is a file of `kvfold fit --codec kvtc`, fitted on other texts.
+Passages and KL are those of match_kl.py. Each passage is read once for the full cache, and once by
+`kvzip`. Rows of OUT that are there are not measured again. BASIS is a file of `kvfold fit --codec
+kvtc`, fitted on other texts. `codec_page.py` makes the tables of the rows.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
+from codec_page import Row, tables
 from match_kl import Document, Judge
-from pydantic import BaseModel, ConfigDict
 
 import kvfold
+from kvfold.cache.cache import CompressedCache
+from kvfold.contexts.context import Context
+from kvfold.contexts.files.coding import decoded, rotations_of
+from kvfold.contexts.files.format import opened
+from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.jobs.records import RecordFile
 from kvfold.loading import Loading, load
 
+HALF = 2  # bytes of a number of 16 bits
 
-class Row(BaseModel):
-    """One document, method and codec.
 
-    `part` is that of a file in keys and values of 16 bits a number, or of entries in memory in a
-    full cache of the model's dtype. Times are the CPU's.
-    """
+class Cell(NamedTuple):
+    """A method, the part of the entries that it keeps, and a codec (None: in memory)."""
 
-    model_config = ConfigDict(frozen=True)
-
-    text: str
-    tokens: int
     method: str
+    kept: float | None
     codec: str | None
-    kl: float
-    agree: float
-    right: int
-    asked: int
-    part: float
-    save_seconds: float
-    load_seconds: float
-
-    @property
-    def key(self) -> tuple[str, int, str, str | None]:
-        """What names a row."""
-        return self.text, self.tokens, self.method, self.codec
 
 
+def cells(ratios: list[str], budget: float) -> Iterator[Cell]:
+    """All cells; kvtc without its file, which is of one machine."""
+    yield from (Cell(f"kivi:bits={bits}", None, None) for bits in (4, 2))
+    coded = [f"kvtc:ratio={ratio}" for ratio in ratios]
+    yield from (Cell("full", None, codec) for codec in ("zstd", "kivi4", *coded))
+    of_heads = ["kivi4", *(f"kvtc:ratio={ratio}" for ratio in (3, 4, 6, 8))]
+    yield from (Cell("kvzip", budget, codec) for codec in (None, *of_heads))
+    of_all = ["kivi4", *(f"kvtc:ratio={ratio}" for ratio in (8, 12, 16, 20))]
+    yield from (Cell("kvzip + level", budget, codec) for codec in (None, *of_all))
+
+
+class Passage(NamedTuple):
+    """A passage, what the full cache says of it, and its numbers."""
+
+    document: Document
+    judge: Judge
+    full: int
+
+
+@torch.no_grad()
 def rows(
-    model: Any, tokenizer: Any, path: Path, tokens: int, cells: list[tuple[str, str | None]]
+    model: Any, tokenizer: Any, path: Path, tokens: int, basis: Path, wanted: list[Cell]
 ) -> Iterator[Row]:
-    """The rows of one book, of contexts in memory (codec None) and in files."""
+    """The rows of one book."""
     book = " ".join(path.read_text(errors="ignore").split())
     document = Document.of(tokenizer, book, tokens, sum(path.stem.encode()))
-    full = kvfold.compress(model, tokenizer, document.text, "full")
-    judge = Judge.of(model, full.cache, document)
-    numbers = sum(each.numel() for state in full.cache.states for each in state.stored().dense())
-    contexts: dict[str, kvfold.Context] = {}
-    for method, codec in cells:
-        if method not in contexts:
-            name, _, budget = method.partition("@")
-            limit = float(budget) if budget else None
-            contexts[method] = kvfold.compress(model, tokenizer, document.text, name, limit)
-        context, times = contexts[method], [0.0, 0.0]
-        part = context.stats().nbytes / full.stats().nbytes_full
-        if codec is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "context.kvfold"
-                begun = time.process_time()
-                context.save(file, codec=codec)
-                times[0] = time.process_time() - begun
-                part = file.stat().st_size / (2 * numbers)
-                begun = time.process_time()
-                context = kvfold.load(file, model, tokenizer)
-                times[1] = time.process_time() - begun
-        yield Row(
-            text=path.stem,
-            tokens=full.ids.shape[1],
-            method=method,
-            codec=codec,
-            part=part,
-            save_seconds=times[0],
-            load_seconds=times[1],
-            **judge(model, context.cache, document),
-        )
+    frame = PromptFrame.of(tokenizer)
+    ids = token_ids(tokenizer, frame.before, document.text)
+    full = read(model, tokenizer, ids, "full", [Cell("full", None, None)])["full"]
+    numbers = sum(each.numel() for state in full.states for each in state.stored().dense())
+    passage = Passage(document, Judge.of(model, full, document), numbers)
+    for reader in ("full", "kvzip"):
+        own = [cell for cell in wanted if cell.method.startswith("kvzip") == (reader == "kvzip")]
+        caches = read(model, tokenizer, ids, reader, own) if own else {}
+        for cell in own:
+            context = Context(model, tokenizer, caches[cell.method], frame, ids)
+            yield Row(
+                text=path.stem,
+                tokens=ids.shape[1],
+                **cell._asdict(),
+                **measured(context, cell.codec, basis, passage),
+            )
 
 
-def table(found: list[Row]) -> Iterator[str]:
-    """One line for each method and codec: means over texts."""
-    for method, codec in dict.fromkeys((row.method, row.codec) for row in found):
-        own = [row for row in found if (row.method, row.codec) == (method, codec)]
-        kl, part = (statistics.mean(getattr(row, name) for row in own) for name in ("kl", "part"))
-        seconds = statistics.mean(row.load_seconds for row in own)
-        right, asked = sum(row.right for row in own), sum(row.asked for row in own)
-        yield (
-            f"{method:12} {codec or 'in memory':70} 1/{1 / part:.1f} KL {kl:.4f} "
-            f"right {right}/{asked} load {seconds:.2f} s, n = {len(own)}"
-        )
+def read(
+    model: Any, tokenizer: Any, ids: torch.Tensor, reader: str, wanted: list[Cell]
+) -> dict[str, CompressedCache]:
+    """The caches of the methods of `wanted`, from one reading."""
+    cache = CompressedCache(model, reader, wanted[0].kept, tokenizer=tokenizer)
+    budgets = {cell.method: cell.kept for cell in wanted}
+    with cache.reading():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        return {method: cache.to_budget(kept, method) for method, kept in budgets.items()}
+
+
+def measured(context: Context, codec: str | None, basis: Path, passage: Passage) -> dict[str, Any]:
+    """Bytes, times and distances of a context in memory, or in a file."""
+    model, times, cache = context.model, [0.0] * 3, context.cache
+    part = cache.stats().nbytes / (passage.full * model.dtype.itemsize)
+    if codec is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "context.kvfold"
+            named = codec.replace(":", f":file={basis},")
+            begun = time.process_time()
+            context.save(file, codec=named)
+            times[0] = time.process_time() - begun
+            part = file.stat().st_size / (HALF * passage.full)
+            begun = time.process_time()
+            with opened(file) as found:
+                decoded(found, rotations_of(cache))
+            times[2] = time.process_time() - begun
+            begun = time.process_time()
+            cache = kvfold.load(file, model, context.tokenizer).cache
+            times[1] = time.process_time() - begun
+    return dict(
+        part=part,
+        save_seconds=times[0],
+        load_seconds=times[1],
+        decode_seconds=times[2],
+        **passage.judge(model, cache, passage.document),
+    )
 
 
 def main(
@@ -110,25 +130,21 @@ def main(
     books: list[Path],
     basis: Annotated[Path, typer.Option(help="A file of kvfold fit --codec kvtc.")],
     tokens: Annotated[int, typer.Option(help="Tokens of a document, about.")] = 4000,
-    ratios: Annotated[str, typer.Option(help="Of kvtc.")] = "8,12,16,20",
-    budget: Annotated[float, typer.Option(help="Of kvzip before kvtc.")] = 0.3,
+    ratios: Annotated[str, typer.Option(help="Of kvtc.")] = "8,12,16,20,24,32",
+    budget: Annotated[float, typer.Option(help="Of kvzip before a codec.")] = 0.3,
 ) -> None:
-    """Measures what is missing, and prints means."""
+    """Measures what is missing, and prints the tables."""
+    torch.set_num_threads(1)
     network, tokenizer = load(model, Loading())
-    kvtc = [f"kvtc:file={basis},ratio={ratio}" for ratio in ratios.split(",")]
-    evicted = f"kvzip@{budget:g}"
-    cells: list[tuple[str, str | None]] = [("kivi:bits=4", None), ("kivi:bits=2", None)]
-    cells += [("full", "zstd"), *(("full", codec) for codec in kvtc)]
-    cells += [(evicted, None), *((evicted, f"kvtc:file={basis},ratio={r}") for r in (3, 4, 6, 8))]
     records = RecordFile(out, Row)
     known = {(row.text, row.method, row.codec) for row in records.load().records}
+    every = list(cells(ratios.split(","), budget))
     for book in books:
-        missing = [cell for cell in cells if (book.stem, *cell) not in known]
-        for row in rows(network, tokenizer, book, tokens, missing) if missing else ():
+        missing = [cell for cell in every if (book.stem, cell.method, cell.codec) not in known]
+        for row in rows(network, tokenizer, book, tokens, basis, missing) if missing else ():
             records.add([row])
             print(row.model_dump_json(), flush=True)
-    for line in table(list(records.load().records)):
-        print(line)
+    print("\n\n".join(tables(records.load().records)))
 
 
 if __name__ == "__main__":

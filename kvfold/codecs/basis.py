@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from kvfold.methods.fitted import Fitted
 
 # "joint": one vector for all layers and heads of a token; "head": one for each KV head.
 Scope = Literal["joint", "head"]
+EXACT = 127  # codes up to here are exact in bfloat16, and their errors small beside half a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,13 @@ class Basis(Fitted):
         )
 
 
+class Codes(NamedTuple):
+    """Codes `[rows, n]` of those directions of a block that are not all zero."""
+
+    rows: list[int]
+    codes: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Transform:
     """To the coefficients of a basis, and back; fields as of `Basis`."""
@@ -84,20 +92,24 @@ class Transform:
         parts = together.split(self.directions.shape[1], -1)
         return [of.float().T @ part.T for part, of in zip(parts, self.directions, strict=True)]
 
-    def back(self, codes: Sequence[Tensor], step: float, scope: Scope) -> list[Tensor]:
-        """Entries `[n, D]` of each KV head, float32, from coefficients `step·codes [streams, n]`.
+    def back(
+        self, blocks: Sequence[Codes], step: float, scope: Scope, products: torch.dtype
+    ) -> list[Tensor]:
+        """Entries `[n, D]` of each KV head, float32, from coefficients of `step` times the codes.
 
-        Products of a joint basis are in the dtype of `codes`: bfloat16 is several times as fast.
+        `products` are in float32 or, several times as fast, in bfloat16; of codes that bfloat16
+        would round always in float32.
         """
-        heads, size = self._of_heads(), self.means.shape[-1]
-        of_blocks = heads if scope == "head" else self.directions
+        of_blocks, size = self.directions, self.means.shape[-1]
+        if scope == "head":
+            of_blocks = self._of_heads()
         numbers, columns = of_blocks.shape[0], of_blocks.shape[1]
         # The step and the weights are of the basis, which has fewer numbers than the entries.
         scales = step / self.weights.view(numbers, columns, 1)
         means, found = self.means.view(numbers, columns), list[Tensor]()
-        for each, directions, scale, mean in zip(codes, of_blocks, scales, means, strict=True):
-            made = each.T @ (directions.float() * scale).to(each.dtype).T
-            found += made.float().add_(mean).split(size, -1)
+        for block, directions, scale, mean in zip(blocks, of_blocks, scales, means, strict=True):
+            own = directions[:, block.rows].float() * scale
+            found += _product(block.codes, own, products).add_(mean).split(size, -1)
         return found
 
     def streams(self, counts: Sequence[int], scope: Scope) -> list[tuple[int, int]]:
@@ -114,3 +126,12 @@ class Transform:
 
     def _of_heads(self) -> Tensor:
         return self.head_directions.flatten(0, 1)
+
+
+def _product(codes: Tensor, directions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows `[n, p]` of codes `[rows, n]` and directions `[p, rows]`, float32."""
+    if dtype == torch.float32:
+        return codes.float().T @ directions.T
+    large = (codes.abs() > EXACT).any(-1)
+    made = (codes[~large].to(dtype).T @ directions[:, ~large].to(dtype).T).float()
+    return made.addmm_(codes[large].float().T, directions[:, large].T)

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from kvfold.codecs import symbols
-from kvfold.codecs.basis import Scope, Transform
-from kvfold.codecs.symbols import CodedStreams, Compressor
+from kvfold.codecs.basis import Codes, Scope, Transform
+from kvfold.codecs.symbols import CodedStreams
 from kvfold.errors import KvfoldError
 
 KEYS_SHARE = 1 / 3  # of the bytes: values take the rest, as their errors cost more
 ROUNDS = 12  # halvings of the logarithm of the step's range
+NUDGE = 1.005  # of a step whose streams are a little larger than expected
 FINEST, COARSEST = 2.0**-14, 2.0**6  # steps, in standard deviations of the largest coefficient
 
 
@@ -36,12 +37,11 @@ class CodedSide:
 
 
 def encode(
-    heads: Sequence[Tensor], transform: Transform, scope: Scope, nbytes: float, by: Compressor
+    heads: Sequence[Tensor], transform: Transform, scope: Scope, nbytes: float
 ) -> CodedSide | None:
     """Codes keys or values `[n, D]` of each KV head in at most `nbytes`; None if that is too few.
 
-    Each stream takes two bytes, which is much for a short text. Raises KvfoldError for numbers that
-    are not finite.
+    Raises KvfoldError for numbers that are not finite.
     """
     coefficients = transform.forward(heads, scope)
     filled = [each for each in coefficients if each.numel()]
@@ -50,15 +50,19 @@ def encode(
     if not math.isfinite(deviation + peak):
         raise KvfoldError('keys or values are not finite: save the context with codec="zstd"')
 
-    def at(step: float) -> CodedStreams:
-        rounded = ((each / step).round() for each in coefficients)
-        return symbols.encode([stream for each in rounded for stream in each], by)
+    def at(step: float) -> list[Tensor]:
+        return [stream for each in coefficients for stream in (each / step).round()]
 
     # A symbol is at most MOST.
     fine = max(FINEST * (deviation or 1.0), peak / symbols.MOST)
     coarse = max(COARSEST * (deviation or 1.0), fine)
-    step = _finest_fitting(lambda step: at(step).nbytes <= nbytes, fine, coarse)
-    return None if step is None else CodedSide(at(step), step)
+    step = _finest_fitting(lambda step: symbols.expected_bytes(at(step)) <= nbytes, fine, coarse)
+    while step is not None:
+        made = CodedSide(symbols.encode(at(step)), step)
+        if made.streams.nbytes <= nbytes:
+            return made
+        step = NUDGE * step if step < coarse else None
+    return None
 
 
 def _finest_fitting(fits: Callable[[float], bool], fine: float, coarse: float) -> float | None:
@@ -81,7 +85,6 @@ def decode(
     transform: Transform,
     scope: Scope,
     counts: Sequence[int],
-    by: Compressor,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Keys or values `[n, D]` of each KV head, float32; `counts` are the heads' entries.
@@ -90,11 +93,12 @@ def decode(
     ContextFileError for streams that do not fit these entries.
     """
     shapes = transform.streams(counts, scope)
-    short = scope == "joint" and dtype == torch.bfloat16
-    products = torch.bfloat16 if short else torch.float32
-    codes = [torch.zeros(shape, dtype=products) for shape in shapes]
-    rows = [row for each in codes for row in each]
     lengths = [columns for streams, columns in shapes for _ in range(streams)]
-    for number, stream in symbols.decode(coded.streams, lengths, by):
-        rows[number].copy_(stream)
-    return transform.back(codes, coded.step, scope)
+    found, first, blocks = dict(symbols.decode(coded.streams, lengths)), 0, list[Codes]()
+    for streams, columns in shapes:
+        rows = [row for row in range(streams) if first + row in found]
+        codes = [found.pop(first + row) for row in rows]
+        blocks.append(Codes(rows, torch.stack(codes) if rows else torch.zeros(0, columns)))
+        first += streams
+    short = scope == "joint" and dtype == torch.bfloat16
+    return transform.back(blocks, coded.step, scope, torch.bfloat16 if short else torch.float32)

@@ -1,95 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entropy coding of integer streams: small symbols share a byte, and bytes are compressed.
+"""Entropy coding of integer streams, near the entropy of each.
 
-Streams of one largest magnitude m are coded together: each symbol is a digit in base 2m + 1, and as
-many digits as fit make one byte. A compressor alone spends at least a bit on each byte.
+Streams whose mean magnitudes are alike share a table of frequencies. A stream of large numbers is
+written as two: n = 255·high + low.
 """
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvfold.codecs import ans
+from kvfold.codecs.ans import TOTAL, Numbers
 from kvfold.errors import ContextFileError
 
-Compressor = Literal["zstd", "deflate"]
-MOST = 2**15 - 1  # the largest magnitude of a symbol
-BYTE = 256
-_NOTHING = torch.zeros(0, dtype=torch.uint8)
-
-
-def compressor() -> Compressor:
-    """Zstandard, or DEFLATE where the package `zstandard` is missing."""
-    try:
-        import zstandard  # noqa: F401
-    except ImportError:
-        return "deflate"
-    return "zstd"
-
-
-def compressed(data: bytes, by: Compressor, symbols: bool = False) -> bytes:
-    """Bytes of one frame; `symbols` are independent, so that only their frequencies count."""
-    if by == "deflate":
-        kind = zlib.Z_HUFFMAN_ONLY if symbols else zlib.Z_DEFAULT_STRATEGY
-        engine = zlib.compressobj(6, strategy=kind)
-        return engine.compress(data) + engine.flush()
-    import zstandard
-
-    # Short repetitions cost more than the entropy of what they repeat.
-    known = zstandard.ZstdCompressionParameters(
-        compression_level=1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6
-    )
-    chosen = {"compression_params": known} if symbols else {"level": 3}
-    return zstandard.ZstdCompressor(**chosen).compress(data)
-
-
-def decompressed(data: bytes, size: int, by: Compressor) -> bytes:
-    """The `size` bytes of a frame; raises ContextFileError if it does not hold them."""
-    try:
-        if by == "deflate":
-            engine = zlib.decompressobj()
-            found = engine.decompress(data, size)
-            whole = engine.eof
-        else:
-            import zstandard
-
-            found = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
-            whole = True
-    except ImportError as problem:
-        raise ContextFileError(
-            "the file is compressed by Zstandard: pip install 'kvfold[codec]'"
-        ) from problem
-    except Exception as problem:  # zlib.error and ZstdError have no common class
-        raise ContextFileError(f"a compressed stream is damaged: {problem}") from problem
-    if len(found) != size or not whole:
-        raise ContextFileError("a compressed stream is damaged: it has another length")
-    return found
-
-
-def compressed_tensor(tensor: Tensor, by: Compressor) -> Tensor:
-    """A CPU tensor as a frame `[bytes]`, uint8: the first bytes of all numbers, then the next."""
-    numbers = tensor.reshape(-1, 1).view(torch.uint8)
-    return _bytes_of(compressed(numbers.T.contiguous().numpy().tobytes(), by))
-
-
-def decompressed_tensor(frame: Tensor, dtype: str, shape: Sequence[int], by: Compressor) -> Tensor:
-    """The tensor of a frame; raises ContextFileError for a frame of another size."""
-    kind: torch.dtype = getattr(torch, dtype)
-    count = math.prod(shape)
-    data = decompressed(frame.numpy().tobytes(), count * kind.itemsize, by)
-    numbers = _bytes_of(data).view(kind.itemsize, count).T.reshape(-1)
-    return numbers.view(kind).view(tuple(shape))
-
-
-def _bytes_of(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
+PEAK, BASE = 127, 255  # the largest magnitude in a table, and the numbers of such a table
+MOST = PEAK * BASE + PEAK  # the largest magnitude of a symbol
+FINENESS = 3  # tables for each doubling of the mean magnitude
+FEW = 2**18  # symbols that do not outweigh so many tables: there is one for each doubling
 
 
 @dataclass(frozen=True)
@@ -97,89 +29,136 @@ class CodedStreams:
     """Integer streams as bytes.
 
     Args:
-        peaks: largest magnitude of each stream, int16 `[streams]`; streams of 0 take no bytes.
-        sizes: bytes of each frame, int32, one for each magnitude, ascending.
-        data: all frames, uint8.
+        tables: one more than the number of each stream's table, uint8; streams of zeros have 0.
+            Behind them, those of the high parts.
+        wide: streams that have a high part, int32.
+        peaks: largest magnitude of each table, uint8.
+        frequencies: of all tables' numbers from -peak to peak, int16.
+        states, words: of `ans`, int32 and int16, without signs.
     """
 
+    tables: Tensor
+    wide: Tensor
     peaks: Tensor
-    sizes: Tensor
-    data: Tensor
+    frequencies: Tensor
+    states: Tensor
+    words: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three tensors."""
-        return self.peaks.nbytes + self.sizes.nbytes + self.data.nbytes
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in vars(self).values())
 
 
-def encode(streams: Sequence[Tensor], by: Compressor) -> CodedStreams:
-    """Codes 1-D streams of whole numbers up to 32767 in magnitude."""
-    found = [int(each.abs().max()) if len(each) else 0 for each in streams]
-    peaks = torch.tensor(found, dtype=torch.int16)
-    frames = [
-        compressed(_digits(torch.cat([streams[i] for i in of_peak]), peak), by, symbols=True)
-        for peak, of_peak in _groups(peaks)
-    ]
-    sizes = torch.tensor([len(each) for each in frames], dtype=torch.int32)
-    return CodedStreams(peaks, sizes, _bytes_of(b"".join(frames)))
+@dataclass(frozen=True)
+class Plan:
+    """Streams `[streams + wide]`, the table of each (0: none), and the tables' counts."""
+
+    streams: list[Numbers]
+    wide: list[int]
+    tables: Numbers
+    counts: list[Numbers]
+
+    @property
+    def parts(self) -> list[Numbers]:
+        """The symbols of each table, from 0 on."""
+        found = []
+        for number, counts in enumerate(self.counts, 1):
+            own = [self.streams[i] for i in np.flatnonzero(self.tables == number)]
+            found.append(np.concatenate(own) + len(counts) // 2)
+        return found
 
 
-def decode(
-    coded: CodedStreams, counts: Sequence[int], by: Compressor
-) -> Iterator[tuple[int, Tensor]]:
+def encode(streams: Sequence[Tensor]) -> CodedStreams:
+    """Codes 1-D streams of whole numbers up to `MOST` in magnitude."""
+    plan = _planned(streams)
+    frequencies = [_frequencies(counts) for counts in plan.counts]
+    states, words = ans.encode(plan.parts, frequencies)
+    stored = np.concatenate([np.zeros(0, np.int64), *frequencies])
+    return CodedStreams(
+        torch.from_numpy(plan.tables.astype(np.uint8)),
+        torch.tensor(plan.wide, dtype=torch.int32),
+        torch.tensor([len(each) // 2 for each in plan.counts], dtype=torch.uint8),
+        torch.from_numpy(stored.astype(np.int16)),
+        torch.from_numpy(states.view(np.int32)),
+        torch.from_numpy(words.view(np.int16)),
+    )
+
+
+def expected_bytes(streams: Sequence[Tensor]) -> float:
+    """About the bytes that `encode` takes, without coding."""
+    plan = _planned(streams)
+    bits = [-float(counts @ np.log2(_frequencies(counts) / TOTAL)) for counts in plan.counts]
+    tables = sum(2 * len(counts) + 1 for counts in plan.counts)
+    lanes = len(ans.Lanes.of([int(counts.sum()) for counts in plan.counts]).part)
+    return sum(bits) / 8 + len(plan.tables) + 4 * len(plan.wide) + tables + 4 * lanes
+
+
+def decode(coded: CodedStreams, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Each stream that is not all zero, by its number, int16; `counts` are the streams' lengths.
 
     Raises ContextFileError for streams that do not fit the counts.
     """
-    groups = list(_groups(coded.peaks))
-    if len(coded.peaks) != len(counts) or len(groups) != len(coded.sizes):
+    wide, of_stream = coded.wide.tolist(), coded.tables.numpy()
+    if len(of_stream) != len(counts) + len(wide) or not set(wide) <= set(range(len(counts))):
         raise ContextFileError("the streams of the codec do not fit the context's entries")
-    data, start = coded.data.numpy().tobytes(), 0
-    for (peak, of_peak), size in zip(groups, coded.sizes.tolist(), strict=True):
-        lengths = [counts[i] for i in of_peak]
-        frame = decompressed(data[start : start + size], _byte_count(sum(lengths), peak), by)
-        start += size
-        symbols = _symbols(frame, sum(lengths), peak)
-        yield from zip(of_peak, symbols.split(lengths), strict=True)
+    lengths = [*counts, *(counts[i] for i in wide)]
+    tables = list(_tables(coded))
+    owners = [np.flatnonzero(of_stream == number).tolist() for number in range(1, len(tables) + 1)]
+    of_table = [sum(lengths[i] for i in own) for own in owners]
+    states, words = coded.states.numpy().view(np.uint32), coded.words.numpy().view(np.uint16)
+    parts = ans.decode(of_table, tables, states, words)
+    found = dict[int, Tensor]()
+    for own, part, table in zip(owners, parts, tables, strict=True):
+        symbols = torch.from_numpy(part).to(torch.int16) - len(table) // 2
+        found |= zip(own, symbols.split([lengths[i] for i in own]), strict=True)
+    for high, low in enumerate(wide, len(counts)):
+        if high in found:
+            found[low] = found[high] * BASE + found.get(low, 0)
+            del found[high]
+    yield from found.items()
 
 
-def _groups(peaks: Tensor) -> Iterator[tuple[int, list[int]]]:
-    """Streams of each magnitude above 0, ascending."""
-    for peak in peaks.unique().tolist():
-        if peak > 0:
-            yield peak, (peaks == peak).nonzero()[:, 0].tolist()
+def _tables(coded: CodedStreams) -> Iterator[Numbers]:
+    """The frequencies of each table; raises ContextFileError for others than `encode` writes."""
+    sizes = [2 * peak + 1 for peak in coded.peaks.tolist()]
+    if len(coded.frequencies) != sum(sizes) or int(coded.tables.numpy().max(initial=0)) > len(
+        sizes
+    ):
+        raise ContextFileError("the tables of a coded stream are damaged")
+    for table in coded.frequencies.split(sizes):
+        if int(table.min()) < 1 or int(table.sum()) != TOTAL:
+            raise ContextFileError("the tables of a coded stream are damaged")
+        yield table.numpy().astype(np.int64)
 
 
-def _per_byte(peak: int) -> int:
-    """Symbols in a byte; 0 if one takes two bytes."""
-    return int(math.log(BYTE, 2 * peak + 1) + 1e-9)
+def _planned(streams: Sequence[Tensor]) -> Plan:
+    numbers = [stream.to(torch.int16).numpy() for stream in streams]
+    wide = [i for i, each in enumerate(numbers) if np.abs(each).max(initial=0) > PEAK]
+    highs = [np.rint(numbers[i] / BASE).astype(np.int16) for i in wide]
+    for i, high in zip(wide, highs, strict=True):
+        numbers[i] = numbers[i] - BASE * high
+    numbers += highs
+    fineness = FINENESS if sum(map(len, numbers)) >= FEW else 1
+    levels = np.array([_level(each, fineness) for each in numbers])
+    tables, counts = np.zeros(len(numbers), np.int64), list[Numbers]()
+    for level in np.unique(levels[np.isfinite(levels)]):
+        of_level = levels == level
+        own = np.concatenate([numbers[i] for i in np.flatnonzero(of_level)])
+        peak = int(np.abs(own).max())
+        counts.append(np.bincount(own + peak, minlength=2 * peak + 1))
+        tables[of_level] = len(counts)
+    return Plan(numbers, wide, tables, counts)
 
 
-def _byte_count(symbols: int, peak: int) -> int:
-    per = _per_byte(peak)
-    return -(-symbols // per) if per else 2 * symbols
+def _level(stream: Numbers, fineness: int) -> float:
+    """The doublings of a stream's mean magnitude, in steps of 1/`fineness`; infinite for zeros."""
+    total = int(np.abs(stream).sum(dtype=np.int64))
+    return float(np.rint(fineness * np.log2(total / len(stream)))) if total else -np.inf
 
 
-def _digits(symbols: Tensor, peak: int) -> bytes:
-    per = _per_byte(peak)
-    if not per:
-        return symbols.to(torch.int16).numpy().tobytes()
-    digits = torch.nn.functional.pad(symbols.to(torch.int16) + peak, (0, -len(symbols) % per))
-    powers = torch.tensor([(2 * peak + 1) ** k for k in range(per)], dtype=torch.int16)
-    return (digits.view(-1, per) * powers).sum(-1).to(torch.uint8).numpy().tobytes()
-
-
-def _symbols(frame: bytes, count: int, peak: int) -> Tensor:
-    per = _per_byte(peak)
-    if not per:
-        return torch.frombuffer(bytearray(frame), dtype=torch.int16)
-    coded = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-    return _table(peak)[coded.int()].flatten()[:count]
-
-
-@lru_cache(maxsize=BYTE)
-def _table(peak: int) -> Tensor:
-    """Symbols `[256, per byte]` of each byte, int16."""
-    base, per = 2 * peak + 1, _per_byte(peak)
-    powers = base ** torch.arange(per)
-    return (torch.arange(BYTE)[:, None] // powers % base - peak).to(torch.int16)
+def _frequencies(counts: Numbers) -> Numbers:
+    """Counts scaled to the sum `TOTAL`, and at least 1."""
+    scaled: Numbers = counts * (TOTAL - len(counts)) // counts.sum() + 1
+    scaled[scaled.argmax()] += TOTAL - scaled.sum()
+    return scaled

@@ -105,9 +105,9 @@ def test_one_step_is_better_than_a_plan_of_as_many_bytes(budget):
     """Both entropy-coded: the error of kvtc's step is less than 0.6 of the plan's."""
     given = coefficients()
     made, codes, beside = coded(given, allocate(given, budget, (1, 8, 16), (16, 8, 4, 3, 2)))
-    nbytes, step = beside + symbols.encode(codes, "zstd").nbytes, 1e-3
+    nbytes, step = beside + symbols.encode(codes).nbytes, 1e-2
     numbers = torch.from_numpy(given.T.copy())
-    while symbols.encode(list((numbers / step).round()), "zstd").nbytes > nbytes:
-        step *= 1.05
+    while symbols.encode(list((numbers / step).round())).nbytes > nbytes:
+        step *= 1.1
     ours = float(((numbers / step).round() * step - numbers).square().sum())
     assert ours < 0.6 * np.square(made - given).sum()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.codecs import kivi, kvtc
 from kvfold.codecs.basis import Basis, Scope
 from kvfold.codecs.codec import Kvtc, Plain, codec_of, spelled
-from kvfold.codecs.symbols import CodedStreams, Compressor, compressed_tensor, compressor
+from kvfold.codecs.compression import Compressor, compressed_tensor, compressor
+from kvfold.codecs.symbols import CodedStreams
 from kvfold.contexts.files.format import (
     CodecHeader,
     ContextFile,
@@ -35,7 +37,7 @@ from kvfold.hf.scorer_file import read_fitted
 from kvfold.store.dense import DenseStore
 
 SIDES = ("keys", "values")
-PARTS = ("peaks", "sizes", "data")  # of coded streams
+PARTS = tuple(field.name for field in dataclasses.fields(CodedStreams))
 
 
 class CodedHead(NamedTuple):
@@ -149,7 +151,7 @@ class Coding:
                 rest = list(_turned(rotations_of(cache), heads, whole, rest, back=True))
             transform = getattr(self.basis, name)
             room = share * 2 * numbers / chosen.ratio
-            coded = kvtc.encode(rest, transform, scope, room, self.compressor)
+            coded = kvtc.encode(rest, transform, scope, room)
             if coded is None:
                 return None
             made |= {f"codec.{name}.{part}": getattr(coded.streams, part) for part in PARTS}
@@ -215,7 +217,7 @@ def _decoded(
         parts = [file.tensor(f"codec.{name}.{part}") for part in PARTS]
         coded, transform = kvtc.CodedSide(CodedStreams(*parts), step), getattr(basis, name)
         counts = [int((~kept).sum()) for kept in whole]
-        rest = kvtc.decode(coded, transform, entries.scope, counts, codec.compressor, dtype)
+        rest = kvtc.decode(coded, transform, entries.scope, counts, dtype)
         if name == "keys":
             rest = list(_turned(rotations, heads, whole, rest, back=False))
         edges = file.tensor(f"codec.{name}.whole").split([int(kept.sum()) for kept in whole])

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvfold.codecs.basis import Scope
-from kvfold.codecs.symbols import Compressor, decompressed_tensor
+from kvfold.codecs.compression import Compressor, decompressed_tensor
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.header import (
     HeaderPart,
