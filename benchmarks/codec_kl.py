@@ -5,32 +5,64 @@
 
 Passages and KL are those of match_kl.py. Each passage is read once for the full cache, and once by
 `kvzip`. Rows of OUT that are there are not measured again. BASIS is a file of `kvfold fit --codec
-kvtc`, fitted on other texts. `codec_page.py` makes the tables of the rows.
+kvtc`, fitted on other texts.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from codec_page import Row, tables
 from match_kl import Document, Judge
+from pydantic import BaseModel, ConfigDict
 
 import kvfold
 from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.context import Context
 from kvfold.contexts.files.coding import decoded, rotations_of
 from kvfold.contexts.files.format import opened
+from kvfold.generation.generate import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.jobs.records import RecordFile
 from kvfold.loading import Loading, load
 
 HALF = 2  # bytes of a number of 16 bits
+BASE = ("kivi:bits=4", None)  # whose KL files are held to
+
+
+class Row(BaseModel):
+    """One document, method, kept part and codec (None: in memory).
+
+    `part` is that of a file in keys and values of 16 bits a number, or of entries in memory in a
+    full cache of the model's dtype. Times are the CPU's; a file is decoded without its reading.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    text: str
+    tokens: int
+    method: str
+    kept: float | None
+    codec: str | None
+    kl: float
+    agree: float
+    right: int
+    asked: int
+    part: float
+    save_seconds: float
+    load_seconds: float
+    decode_seconds: float
+
+    @property
+    def cell(self) -> tuple[str, str | None]:
+        """Method and codec."""
+        return self.method, self.codec
 
 
 class Cell(NamedTuple):
@@ -92,7 +124,7 @@ def read(
     cache = CompressedCache(model, reader, wanted[0].kept, tokenizer=tokenizer)
     budgets = {cell.method: cell.kept for cell in wanted}
     with cache.reading():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        read_on(model, cache, ids, None, ids.shape[1])
         return {method: cache.to_budget(kept, method) for method, kept in budgets.items()}
 
 
@@ -122,6 +154,77 @@ def measured(context: Context, codec: str | None, basis: Path, passage: Passage)
         decode_seconds=times[2],
         **passage.judge(model, cache, passage.document),
     )
+
+
+class Mean(BaseModel):
+    """A cell's means over texts."""
+
+    method: str
+    codec: str | None
+    kept: float | None
+    kl: float
+    part: float
+    right: int
+    asked: int
+    texts: int
+    load_seconds: float
+
+    @property
+    def name(self) -> str:
+        """The context, as a table has it."""
+        return f"`{self.method}`" + (f", {self.kept:g}" if self.kept is not None else "")
+
+
+def means(rows: Sequence[Row]) -> list[Mean]:
+    """One of each cell, in the rows' order."""
+    return [_mean([row for row in rows if row.cell == cell]) for cell in _cells(rows)]
+
+
+def _cells(rows: Sequence[Row]) -> list[tuple[str, str | None]]:
+    return list(dict.fromkeys(row.cell for row in rows))
+
+
+def _mean(own: Sequence[Row]) -> Mean:
+    of_texts = {
+        name: statistics.mean(getattr(row, name) for row in own)
+        for name in ("kl", "part", "load_seconds")
+    }
+    sums = {name: sum(getattr(row, name) for row in own) for name in ("right", "asked")}
+    method, codec, kept = own[0].method, own[0].codec, own[0].kept
+    return Mean(method=method, codec=codec, kept=kept, texts=len(own), **of_texts, **sums)
+
+
+def contexts(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each cell: bytes, KL, answers, and the time of loading."""
+    yield "| context | codec | part | KL | answers | loading |"
+    yield "|---|---|---|---|---|---|"
+    for mean in means(rows):
+        codec = "none, in memory" if mean.codec is None else f"`{mean.codec}`"
+        loading = "" if mean.codec is None else f"{mean.load_seconds:.1f} s"
+        yield (
+            f"| {mean.name} | {codec} | 1/{1 / mean.part:.1f} | {mean.kl:.4f} "
+            f"| {mean.right} of {mean.asked} | {loading} |"
+        )
+
+
+def equal_kl(rows: Sequence[Row]) -> Iterator[str]:
+    """The smallest file of each codec whose KL is at most that of `BASE`, and of twice that."""
+    found = means(rows)
+    base = next(mean for mean in found if (mean.method, mean.codec) == BASE)
+    limits = [factor * base.kl for factor in (1, 2, 4, 8)]
+    yield "| context | codec | " + " | ".join(f"KL ≤ {limit:.4f}" for limit in limits) + " |"
+    yield "|---|---|" + "---|" * len(limits)
+    kinds = dict.fromkeys((m.name, m.codec.partition(":")[0]) for m in found if m.codec)
+    for name, kind in kinds:
+        own = [m for m in found if m.name == name and (m.codec or "").partition(":")[0] == kind]
+        best = [min((m.part for m in own if m.kl <= limit), default=None) for limit in limits]
+        cells = ["none" if part is None else f"1/{1 / part:.1f}" for part in best]
+        yield f"| {name} | `{kind}` | " + " | ".join(cells) + " |"
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """All tables, in Markdown."""
+    return ["\n".join(made(rows)) for made in (contexts, equal_kl)]
 
 
 def main(
