@@ -122,9 +122,9 @@ def decode(
 
 def _by_slot(tables: Sequence[Numbers]) -> tuple[Numbers, Numbers, Numbers]:
     """Symbols, frequencies and slots since the symbol's first, of each slot of each table."""
-    symbol, frequency, offset = (
-        np.zeros(len(tables) * TOTAL, kind) for kind in (np.uint8, np.uint16, np.uint16)
-    )
+    slots = len(tables) * TOTAL
+    symbol, frequency = np.zeros(slots, np.uint8), np.zeros(slots, np.uint16)
+    offset = np.zeros(slots, np.uint16)
     for number, table in enumerate(tables):
         own = slice(number * TOTAL, (number + 1) * TOTAL)
         symbol[own] = np.repeat(np.arange(len(table)), table)

@@ -51,7 +51,7 @@ class CodedStreams:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tabulated:
     """Streams `[streams + wide]`, the table of each (0: none), and the tables' counts."""
 
     streams: list[Numbers]
@@ -132,7 +132,7 @@ def _tables(coded: CodedStreams) -> Iterator[Numbers]:
         yield table.numpy().astype(np.int64)
 
 
-def _planned(streams: Sequence[Tensor]) -> Plan:
+def _planned(streams: Sequence[Tensor]) -> Tabulated:
     numbers = [stream.to(torch.int16).numpy() for stream in streams]
     wide = [i for i, each in enumerate(numbers) if np.abs(each).max(initial=0) > PEAK]
     highs = [np.rint(numbers[i] / BASE).astype(np.int16) for i in wide]
@@ -148,7 +148,7 @@ def _planned(streams: Sequence[Tensor]) -> Plan:
         peak = int(np.abs(own).max())
         counts.append(np.bincount(own + peak, minlength=2 * peak + 1))
         tables[of_level] = len(counts)
-    return Plan(numbers, wide, tables, counts)
+    return Tabulated(numbers, wide, tables, counts)
 
 
 def _level(stream: Numbers, fineness: int) -> float:

@@ -2,8 +2,9 @@
 """KVTC's bits for groups of directions, by dynamic programming: what kvfold's one step is held to.
 
 Directions are in principal order. Consecutive ones make a group of one type: float16, or integers
-that each token scales by itself, with two numbers of 16 bits. Precision never rises along the order,
-and what follows the last group is dropped. Source: Staniszewski and Łańcucki (arXiv 2511.01815).
+that each token scales by itself, with two numbers of 16 bits. Precision never rises along the
+order, and what follows the last group is dropped. Source: Staniszewski and Łańcucki (arXiv
+2511.01815).
 """
 
 from __future__ import annotations
