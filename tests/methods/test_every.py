@@ -394,6 +394,19 @@ def test_a_crop_goes_back_to_the_last_round(model, spec):
     twin.crop(-6)
 
 
+@pytest.mark.parametrize("name", ["h2o", "roco", "d2o"])
+def test_summed_attention_is_not_taken_back(model, name):
+    reader = start(model, every(f"{name}:decode=append", 16))
+    decode(reader, 5)
+    twin = copy.deepcopy(reader.cache)
+    with pytest.raises(KvfoldError, match="cannot take back 1 tokens: .* scored since"):
+        reader.cache.crop(-1)
+    assert same(decode(reader, 20), decode(Reader(model, twin), 20))
+    with reader.cache.frozen():
+        decode(reader, 3)
+        reader.cache.crop(-3)
+
+
 @pytest.mark.parametrize("prompt", ["counted", "kept"])
 @pytest.mark.parametrize("spec", [KNORM, "keydiff", "streaming_llm:decode=append"])
 @pytest.mark.parametrize(
