@@ -90,13 +90,12 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
         setup.prepare(model, trial)
         self.phase, self.binding = Phase.of(stages.needs), ModelBinding(model, tokenizer)
-        self.dropping_length = dropping_length(model)
         shared = setup.Shared(self.phase, Waiting(), self.binding)
         setup.put_compressed_layers(
             layers, model, stages, self.budget, seed, self.ranks, shared, keep_scores
         )
         super().__init__(layers=layers)
-        self._generating = False
+        self._generating, self.dropping_length = False, dropping_length(model)
         self._before_freezing: tuple[int, dict[int, Any]] | None = None
         self.cannot_be_dropped = False  # True while kvfold.generate runs, which prevents dropping
         self._forward, self.reads_logits = OpenForward(), stages.needs.surprise is not None

@@ -19,9 +19,8 @@ from kvfold.cache.consecutive import moved_up
 from kvfold.cache.encode import encode_due
 from kvfold.cache.level import alike
 from kvfold.cache.observe import observation_of, settle_chunks
-from kvfold.cache.plan import with_forced_room
 from kvfold.cache.references import refitted
-from kvfold.cache.sizes import even_size, size_of
+from kvfold.cache.sizes import open_rows, size_of, sized_together
 from kvfold.cache.state import LayerState, alive
 from kvfold.cache.waiting import EvictionDue
 from kvfold.errors import KvfoldError, UnsupportedModel
@@ -79,8 +78,6 @@ def bring_to_budget(state: LayerState, observation: Observation) -> None:
     """Evicts the layer to its budget; if sizes depend on other layers, the last one evicts all."""
     stages = state.plan.stages
     if isinstance(stages.allocate, Across):
-        if stages.allocate.per_head:
-            observation = _with_candidates(state, observation)
         _wait_for_sizes(state, observation)
     elif stages.score is not None or stages.encode is not None:
         size_and_evict(state, observation)
@@ -212,33 +209,12 @@ def _most(counts: Tensor, sizes: Tensor | None, beside: Tensor | None) -> Tensor
 
 def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
     """Lets the layer wait; the last one computes all sizes, and all layers evict."""
-    waiting, plan = state.waiting, state.plan
-    # A view of the window queries would keep the whole prompt's queries alive.
-    queries = None if observation.queries is None else observation.queries.clone()
-    waiting.sized.append((state, dataclasses.replace(observation, queries=queries)))
-    if len(waiting.sized) < plan.layers:
-        return
-    sized, across = waiting.take_sized(), plan.stages.allocate
-    assert isinstance(across, Across) and observation.tokens_seen is not None
-    statistics = [across.statistic(of_layer) for _, of_layer in sized]
-    free = observation.tokens_seen - state.protected()
-    # Without a budget the statistics alone decide.
-    budget = free if plan.budget is None else even_size(state, across.unrounded)
-    counts = across.share(statistics, budget, free)
-    if plan.budget is not None and not across.per_head:
-        counts = with_forced_room(counts, plan.stages.forced.least_of(state.positions()), free)
-    for (each, of_layer), count in zip(sized, counts, strict=True):
+    sized = sized_together(state, observation, state.seen_per_row() - state.protected())
+    open_ = open_rows(sized, beside_prompt=state.plan.stages.prompt == "kept")
+    for each, of_layer, count in sized:
         evict_to(each, of_layer, count)
-
-
-def _with_candidates(state: LayerState, observation: Observation) -> Observation:
-    """Observation with the addends that tell forced entries and those in the prefix from others."""
-    positions = state.positions()
-    forced = state.plan.stages.forced.mask(positions, torch.zeros_like(state.seen_per_row()))
-    none = torch.zeros(positions.shape, device=positions.device)
-    candidates = with_forced(none, forced, positions)
-    prefix = positions < state.protected().view(-1, 1, 1)
-    return dataclasses.replace(observation, candidates=candidates.masked_fill(prefix, -torch.inf))
+        if each.head_sizes is not None:
+            each.head_sizes = each.head_sizes.masked_fill(open_, -1)
 
 
 # --- kept entries ---------------------------------------------------------------------------

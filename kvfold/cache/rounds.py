@@ -13,9 +13,10 @@ from torch import Tensor
 from kvfold.attention.call import AttentionCall
 from kvfold.cache.observe import add_answer_moments, observation_at, observation_of
 from kvfold.cache.prefill import bring_to_budget, evict
-from kvfold.cache.sizes import size_of
+from kvfold.cache.sizes import open_rows, size_of, sized_together
 from kvfold.cache.state import LayerState
 from kvfold.methods.base import Across, Measured
+from kvfold.methods.observation import Observation
 
 
 def note_token(state: LayerState, call: AttentionCall) -> None:
@@ -43,7 +44,8 @@ def _begin(state: LayerState, call: AttentionCall) -> None:
     budget = state.plan.budget
     observation = observation_of(state, call)
     state.begin_rounds(observation)
-    if isinstance(state.plan.stages.allocate, Across) and state.plan.stages.allocate.in_rounds:
+    allocate = state.plan.stages.allocate
+    if isinstance(allocate, Across) and allocate.per_head:
         bring_to_budget(state, observation)
     elif budget is not None and budget.kind != "ratio":
         state.capacity = size_of(state, observation)
@@ -60,17 +62,45 @@ def _evict_round(state: LayerState, call: AttentionCall) -> None:
     if counts is None and not measured:
         return
     state.rounds += 1
-    if state.answer_window.width:
-        query, columns = state.answer_window.joined()
-        add_answer_moments(state, query, columns)
-        observation = observation_at(state, call._replace(query=query), columns)
-    else:
-        observation = observation_of(state, call)
+    observation = _observed(state, call)
     if counts is None:
         counts = size_of(state, observation)
+    if counts.dim() > 1 and bool((counts < 0).any()):
+        _size_and_evict(state, observation)
+    else:
+        _evict_running(state, observation, counts, sizes)
+
+
+def _observed(state: LayerState, call: AttentionCall) -> Observation:
+    """Observation by the answer's last queries, if the method reads any."""
+    if not state.answer_window.width:
+        return observation_of(state, call)
+    query, columns = state.answer_window.joined()
+    add_answer_moments(state, query, columns)
+    return observation_at(state, call._replace(query=query), columns)
+
+
+def _size_and_evict(state: LayerState, observation: Observation) -> None:
+    """Sizes the heads of rows that kept everything so far, and evicts; the last layer does for all.
+
+    A row that still keeps everything is sized in a later round.
+    """
+    sized = sized_together(state, observation, _prompt_tokens(state), _beside(state))
+    open_ = open_rows(sized)
+    for each, of_layer, counts in sized:
+        assert each.head_sizes is not None
+        unsized = each.head_sizes < 0
+        counts = torch.where(unsized, counts + each.protected()[:, None], each.head_sizes)
+        each.head_sizes = counts.masked_fill(unsized & open_.to(counts.device), -1)
+        _evict_running(each, of_layer, counts)
+
+
+def _evict_running(
+    state: LayerState, observation: Observation, counts: Tensor, sizes: Tensor | None = None
+) -> None:
+    """As `evict`, but a row that has ended stays as it is, as it would be alone."""
     tokens = state.sequence.tokens()
     if tokens is not None:
-        # A row that has ended stays as it is, as it would be alone.
         ended = ~tokens[:, -1]
         stored = (state.columns() >= 0).sum(-1).amax(-1)
         per_row = [-1] + [1] * (counts.dim() - 1)
@@ -79,10 +109,19 @@ def _evict_round(state: LayerState, call: AttentionCall) -> None:
     evict(state, observation, counts, sizes, _beside(state))
 
 
+def _prompt_tokens(state: LayerState) -> Tensor:
+    """Tokens `[B]` that each row had when the last turn ended, without protected ones."""
+    tokens, end = state.sequence.tokens(), state.turn_end
+    if tokens is None:
+        return torch.full_like(state.seen_per_row(), end or 0) - state.protected()
+    return tokens[:, :end].sum(-1) - state.protected()
+
+
 def _sizes(state: LayerState) -> tuple[Tensor | None, Tensor | None]:
     """Entries to keep, `[B]` or `[B, H]`, and the sizes `[B, H]` that replace those of `heads`.
 
-    Without `heads`, sizes of heads are the entries to keep. None: nothing is evicted.
+    Without `heads`, sizes of heads are the entries to keep, −1 where they have none yet. None:
+    nothing is evicted.
     """
     if state.plan.stages.heads is None and state.head_sizes is not None:
         return state.head_sizes, None

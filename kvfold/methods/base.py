@@ -79,7 +79,7 @@ class Across:
     all layers, budget per head and layer `[B]`, tokens seen `[B]`) → entries per head of each
     layer, `[B]`, or `[B, H]` with `per_head`. The budget is int64; with `unrounded` it is float64,
     before rounding down. A layer of size `UNLIMITED` (methods/stages/allocate/rounding.py) is never
-    compressed. `in_rounds`: sizes per head hold for the answer too, with decode="every"; heads of
+    compressed. `in_rounds`: with decode="every" sizes per head hold for the answer too; heads of
     size `UNLIMITED` grow. `parts`: a file; a cache gives `share` its content, as `parts=`.
     """
 

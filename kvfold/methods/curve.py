@@ -45,4 +45,4 @@ class LUKV(Method):
 
     def _sizes(self) -> Across:
         parts = FittedFile(Curve, str(self.file))
-        return Across(bounds, by_parts, per_head=True, unrounded=True, parts=parts)
+        return Across(bounds, by_parts, per_head=True, unrounded=True, in_rounds=True, parts=parts)

@@ -27,7 +27,7 @@ class Sizes(Method):
     The budget is met exactly: parts are scaled so that their mean is the budget, within what a head
     must and can keep, and rounded together by one largest remainder. With their own mean as budget
     they are kept as written. Another method scores; alone, the last `window` queries vote, as in
-    SnapKV. Parts of layers go with `adakv` and `every`, parts of heads do not. Raises KvfoldError
+    SnapKV. Parts of layers go with `adakv`, parts of heads do not. Raises KvfoldError
     for a window below 1 and, when a cache is made, for parts that do not fit the model.
     Source: NVIDIA/kvpress `per_layer_compression_press.py`.
     """
@@ -52,4 +52,5 @@ class Sizes(Method):
         return Stages(allocate=self._sizes())
 
     def _sizes(self) -> Across:
-        return Across(bounds, by_parts, unrounded=True, parts=PartsFile(str(self.file)))
+        parts = PartsFile(str(self.file))
+        return Across(bounds, by_parts, unrounded=True, in_rounds=True, parts=parts)

@@ -27,7 +27,7 @@ class Zap(Method):
 
     `kvfold fit MODEL TEXTS` learns, for each KV head, to predict KVzip's score of an entry from its
     key before RoPE, its value and their norms. Nothing is repeated and no query is read: one
-    product per entry, in a prompt, while decoding ("zap:level=uniform + every"), and in a context
+    product per entry, in a prompt, while decoding ("zap + every"), and in a context
     that is stored already.
 
     `file` names the scorer; none: the one that comes with the bundled model. `level="pair"` ranks
@@ -57,7 +57,9 @@ class Zap(Method):
 
     def stages(self) -> Stages:
         candidates = partial(candidates_of, score=learned)
-        across = Across(candidates, partial(pooled, floor=self.floor), per_head=True)
+        across = Across(
+            candidates, partial(pooled, floor=self.floor), per_head=True, in_rounds=True
+        )
         return Stages(
             needs=Needs(unrotated=True, scorer=FittedFile(Scorer, str(self.file))),
             score=learned,

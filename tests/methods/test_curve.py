@@ -170,7 +170,7 @@ def test_files_of_others_are_refused(tmp_path) -> None:
 
 
 def test_sizes_of_heads_exclude_other_sizes() -> None:
-    for spec in ("adakv + curve", "pyramidkv + curve", "kvzip + curve", "snapkv + every + curve"):
+    for spec in ("adakv + curve", "pyramidkv + curve", "kvzip + curve"):
         with pytest.raises(IllegalComposition):
             kvfold.parse(spec)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold import BudgetError, CompressedCache, IllegalComposition, KvfoldError, ScorerFileError
+from kvfold import BudgetError, CompressedCache, KvfoldError, ScorerFileError
 from kvfold.hf.scorer_file import write_fitted
 from kvfold.methods.stages.allocate.retrieval import RetrievalScores
 from tests.helpers.caches import BATCHES, PADDED, decode, positions, start
@@ -225,11 +225,6 @@ def test_a_saved_context_goes_on_as_the_original(tmp_path, options):
         mine, theirs = (reader(token) for reader in readers)
         assert torch.equal(mine, theirs)
     assert positions(context.cache) == positions(loaded.cache)
-
-
-def test_rounds_are_for_sizes_that_do_not_follow_entries():
-    with pytest.raises(IllegalComposition, match="allocation per head"):
-        kvfold.parse("zap + every:interval=4")
 
 
 # --- files ---------------------------------------------------------------------------------------

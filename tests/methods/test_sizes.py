@@ -23,7 +23,7 @@ from tests.helpers.by_hand import (
     newest,
     votes,
 )
-from tests.helpers.caches import ALONE, PADDED, kept, positions, start
+from tests.helpers.caches import ALONE, PADDED, decode, kept, positions, start
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.truth import Reader
 
@@ -107,11 +107,21 @@ def test_parts_of_layers_go_with_adakv_and_every(model, tmp_path) -> None:
     assert kept(reader.cache) == before
 
 
-@pytest.mark.parametrize("other", ["adakv", "every:interval=4"])
-def test_parts_of_heads_do_not(model, tmp_path, other) -> None:
-    spec = f"{SNAPKV} + {written(tmp_path, of_heads(2))} + {other}"
+def test_parts_of_heads_do_not_go_with_adakv(model, tmp_path) -> None:
     with pytest.raises(IllegalComposition):
-        CompressedCache(model, spec, 20)
+        CompressedCache(model, f"{SNAPKV} + {written(tmp_path, of_heads(2))} + adakv", 20)
+
+
+@pytest.mark.parametrize("length", [64, 9])
+@pytest.mark.parametrize("parts", [OF_LAYERS, of_heads(2)], ids=["layers", "heads"])
+def test_rounds_hold_the_budget_that_the_answer_fills(model, tmp_path, parts, length) -> None:
+    spec = f"{SNAPKV} + {written(tmp_path, parts)} + every:interval=4"
+    reader = start(model, spec, (length,), budget=20)
+    decode(reader, 20)
+    sizes = [layer[0] for layer in reader.cache.stats().kept]
+    assert sum(map(sum, sizes)) == 8 * 20
+    decode(reader, 8)
+    assert [layer[0] for layer in reader.cache.stats().kept] == sizes
 
 
 def test_a_second_turn_meets_the_budget_too(model, tmp_path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 import kvfold
-from kvfold import CompressedCache, KvfoldError, ScorerFileError
+from kvfold import CompressedCache, IllegalComposition, KvfoldError, ScorerFileError
 from kvfold.cache.observe import observation_of_stored
 from kvfold.methods.stages.allocate.pool import pooled
+from kvfold.methods.stages.score.learned import Scorer
 from kvfold.methods.stages.select.top import top
+from tests.helpers.by_hand import ByHand, before_rope, best, model_with
 from tests.helpers.caches import GREEDY, PADDED, decode, start
 from tests.helpers.contexts import new_model
-from tests.helpers.models import build, continuation, prompts
+from tests.helpers.models import build, prompts
+from tests.helpers.rounds import assert_each_round
 from tests.helpers.scorers import pooled_by_hand, random_scorer, scores_by_hand, zap_of
 from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import Reader
@@ -96,22 +101,108 @@ def test_adakv_shares_a_layers_size_by_these_scores(tmp_path):
         assert found == expected
 
 
-def test_rounds_rank_the_answer_by_the_same_scores(tmp_path):
+# --- rounds, by hand in float64 ----------------------------------------------------------------
+
+
+def scores_of(one: ByHand, scorer: Scorer, sinks: int) -> list[list[Tensor]]:
+    """Scores `[L][H]` of what is stored now, each `[T]`, +∞ at the first tokens."""
+    scores = []
+    for weights, scales, layer in zip(scorer.weights, scorer.scales, one.layers, strict=True):
+        of_layer = []
+        for weight, scale, head in zip(weights.double(), scales.double(), layer.heads, strict=True):
+            keys, values = before_rope(head), head.values
+            norms = [x.pow(2).sum(-1, keepdim=True).sqrt() for x in (keys, values)]
+            x = torch.cat([keys, values, *norms, torch.ones_like(norms[0])], -1) / scale
+            x = torch.cat([x, torch.tanh(x @ scorer.projections.double())], -1)
+            first = torch.tensor(head.positions) < sinks
+            of_layer.append((x @ weight).masked_fill(first, torch.inf))
+        scores.append(of_layer)
+    return scores
+
+
+def size_heads(one: ByHand, scores: list[list[Tensor]], pool: bool) -> None:
+    """Sizes of the heads: the same, or the places of each among the best of all that is stored."""
+    each = [score for layer in scores for score in layer]
+    if not pool:
+        one.sizes = [SIZE] * len(each)
+    elif sum(map(len, each)) > SIZE * len(each):
+        best = torch.cat(each).argsort(descending=True, stable=True)[: SIZE * len(each)]
+        chosen = torch.zeros(sum(map(len, each)), dtype=torch.bool)
+        chosen[best] = True
+        one.sizes = [int(part.sum()) for part in chosen.split([len(score) for score in each])]
+
+
+GROUPS = {1: (4, {"num_attention_heads": 4}), 3: (2, {"num_attention_heads": 6})}
+GROUPS |= {8: (1, {"num_attention_heads": 8})}
+
+
+@pytest.mark.parametrize("level", ["pair", "uniform"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("lengths", [(64, 53, 24), (17,)], ids=["padded", "short"])
+def test_rounds_by_hand(tmp_path, lengths, group, level):
+    """Four rounds in all layers; a pool sizes its heads when entries first leave, and once."""
+    heads, changes = GROUPS[group]
+    changes = changes | {"hidden_size": 96}
+    model = model_with(heads, "kvfold", **changes)
+    scorer = random_scorer(model)
+
+    def keep_best(one: ByHand) -> None:
+        scores = scores_of(one, scorer, sinks=4)
+        if not hasattr(one, "sizes"):
+            size_heads(one, scores, pool=level == "pair")
+        if not hasattr(one, "sizes"):
+            return
+        each = [head for layer in one.layers for head in layer.heads]
+        flat = [score for layer in scores for score in layer]
+        for head, score, size in zip(each, flat, one.sizes, strict=True):
+            head.keep(best(score, max(size, 4)))
+
+    spec = zap_of(model, tmp_path, f",level={level} + every:interval=3")
+    rows = assert_each_round(spec, keep_best, lengths, 3, lambda one: None, heads=heads, **changes)
+    assert all(len(set(one.sizes)) > 1 for one in rows) == (level == "pair")
+
+
+def test_a_pool_beside_the_prompt_is_one_of_the_answer(tmp_path):
     model = model_of(3)
-    ids, _ = prompts((64,))
-    spec = zap_of(model, tmp_path, ",level=uniform,sinks=0 + every:interval=4")
-    reader = start(model, spec)
-    decode(reader, steps=4)
-    read = torch.cat([ids, continuation(1, 4)], 1)
-    scores = scores_by_hand(model, read, torch.ones_like(read), random_scorer(model))[:, 0]
-    first = scores[..., :64].topk(SIZE).indices
-    allowed = torch.full_like(scores, -torch.inf).scatter(2, first, 0)
-    allowed[..., 64:] = 0
-    # Later keys and values follow from the full cache here, from the kept entries there.
-    kept = (scores + allowed).topk(SIZE).indices.sort().values
-    found = torch.tensor(columns(reader.cache)[0])
-    assert found.shape == kept.shape
-    assert (found[0] == kept[0]).all()  # the first layer's entries depend on their token alone
+    reader = start(model, zap_of(model, tmp_path, ",sinks=0 + every:interval=4,prompt=kept"))
+    decode(reader, 40)
+    kept = [head for layer in columns(reader.cache)[0] for head in layer]
+    assert all(head[:64] == list(range(64)) for head in kept)
+    assert sum(len(head) - 64 for head in kept) == SIZE * len(kept)
+    assert len({len(head) for head in kept}) > 1
+
+
+@pytest.mark.parametrize("budget", [0.5, "9KiB"])
+def test_a_pool_in_rounds_keeps_its_size(tmp_path, budget):
+    model = model_of(3)
+    spec = zap_of(model, tmp_path)
+    before = start(model, spec, budget=budget).cache.stats().kept
+    reader = start(model, f"{spec} + every:interval=4", budget=budget)
+    assert reader.cache.stats().kept == before
+    for _ in range(3):
+        decode(reader, 4)
+        assert reader.cache.stats().kept == before
+
+
+@pytest.mark.parametrize("length", [9, 64])
+def test_a_pool_in_rounds_goes_on_from_copies_and_files(tmp_path, length):
+    model, tokenizer = new_model(), word_tokenizer()
+    spec = zap_of(model, tmp_path) + " + every:interval=4"
+    context = kvfold.compress(model, tokenizer, "red house garden " * (length // 3), spec, SIZE)
+    context.save(tmp_path / "a.kvfold")
+    loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    copied = copy.deepcopy(context.cache)
+    steps = torch.randint(3, 12, (1, 30), generator=torch.Generator().manual_seed(1)).split(1, 1)
+    for token in steps:
+        for cache in (context.cache, copied, loaded.cache):
+            with torch.no_grad():
+                model(token, past_key_values=cache)
+        assert columns(context.cache) == columns(copied) == columns(loaded.cache)
+
+
+def test_a_pool_is_not_shared_again():
+    with pytest.raises(IllegalComposition, match="leave sizes=again out"):
+        kvfold.parse("zap + every:sizes=again")
 
 
 # --- contexts that are stored ------------------------------------------------------------------

@@ -114,6 +114,11 @@ def _check_one_by_one(stages: Stages) -> None:
             "an allocation per head is made when a prefill ends, so it does not go with a method "
             "that evicts while decoding: choose decode=append where it is offered"
         )
+    if stages.sizes == "again" and per_head:
+        raise IllegalComposition(
+            "sizes=again shares a layer's size among its heads, whose sizes another method gives: "
+            "leave sizes=again out"
+        )
     alone = stages.encode is None or (stages.decode == "every" and stages.encode.standalone)
     if stages.evicts_while_decoding and not alone:
         raise IllegalComposition(

@@ -134,7 +134,7 @@ def by_parts(
         if per_head:
             least, most = torch.cat([each[row].cpu() for each in statistics]).double().unbind(-1)
         else:
-            least, most = torch.zeros_like(weights), torch.full_like(weights, tokens)
+            least, most = torch.zeros_like(weights), torch.full_like(weights, max(tokens, size))
         total = int(size * len(weights) + ROUNDING)
         rows.append(proportional_within(weights, total, least, most))
     sizes = torch.tensor(rows, device=seen.device).view(len(rows), len(statistics), -1)
