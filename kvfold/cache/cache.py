@@ -60,8 +60,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     UnsupportedModel for a model whose answers would be wrong; KvfoldError for a bad method, and for
     `keep_scores`, `every` or `max_cache_tokens` of a method that cannot.
 
-    Under tensor parallelism each process's cache holds its own KV heads, and all must do the same
-    at the same time; see `cache/tensor_parallel.py`.
+    Processes that share a model do the same at the same time, see `cache/tensor_parallel.py`.
     """
 
     def __init__(
