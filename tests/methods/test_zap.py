@@ -19,7 +19,7 @@ from kvfold.cache.observe import observation_of_stored
 from kvfold.methods.stages.allocate.pool import pooled
 from kvfold.methods.stages.score.learned import Scorer
 from kvfold.methods.stages.select.top import top
-from tests.helpers.by_hand import ByHand, before_rope, best, model_with
+from tests.helpers.by_hand import QUERY_HEADS, ByHand, before_rope, best, model_with
 from tests.helpers.caches import GREEDY, PADDED, decode, start
 from tests.helpers.contexts import new_model
 from tests.helpers.models import build, prompts
@@ -132,18 +132,12 @@ def size_heads(one: ByHand, scores: list[list[Tensor]], pool: bool) -> None:
         one.sizes = [int(part.sum()) for part in chosen.split([len(score) for score in each])]
 
 
-GROUPS = {1: (4, {"num_attention_heads": 4}), 3: (2, {"num_attention_heads": 6})}
-GROUPS |= {8: (1, {"num_attention_heads": 8})}
-
-
 @pytest.mark.parametrize("level", ["pair", "uniform"])
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("heads", QUERY_HEADS)
 @pytest.mark.parametrize("lengths", [(64, 53, 24), (17,)], ids=["padded", "short"])
-def test_rounds_by_hand(tmp_path, lengths, group, level):
+def test_rounds_by_hand(tmp_path, lengths, heads, level):
     """Four rounds in all layers; a pool sizes its heads when entries first leave, and once."""
-    heads, changes = GROUPS[group]
-    changes = changes | {"hidden_size": 96}
-    model = model_with(heads, "kvfold", **changes)
+    model = model_with(heads, "kvfold")
     scorer = random_scorer(model)
 
     def keep_best(one: ByHand) -> None:
@@ -158,7 +152,7 @@ def test_rounds_by_hand(tmp_path, lengths, group, level):
             head.keep(best(score, max(size, 4)))
 
     spec = zap_of(model, tmp_path, f",level={level} + every:interval=3")
-    rows = assert_each_round(spec, keep_best, lengths, 3, lambda one: None, heads=heads, **changes)
+    rows = assert_each_round(spec, keep_best, lengths, 3, lambda one: None, heads=heads)
     assert all(len(set(one.sizes)) > 1 for one in rows) == (level == "pair")
 
 
