@@ -12,6 +12,7 @@ LMCACHE_NEEDS := aiofiles aiohttp blake3 cachetools cryptography fastapi httpx m
 	"numpy<=2.2.6" "opentelemetry-api<=1.40.0" "opentelemetry-exporter-otlp<=1.40.0" \
 	"opentelemetry-exporter-prometheus<=0.61b0" "prometheus_client<=0.24.1" psutil py-cpuinfo \
 	pyyaml pyzmq requests "setuptools<81" sortedcontainers uvicorn
+TORCHAO ?= torchao==0.18.0
 # A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
 # Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
@@ -20,7 +21,8 @@ FITTED := .models/smollm2
 FIT = $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 --words 400
 BOOK ?=
 
-.PHONY: demo real test quick test-pages test-real test-vllm test-lmcache check docs models train clean
+.PHONY: demo real test quick test-pages test-real test-vllm test-lmcache test-quantized \
+	check docs models train clean
 
 demo: .venv/ready $(if $(REAL),real)
 	$(BIN)/kvfold demo $(if $(REAL),--model $(REAL)) $(if $(BOOK),--book $(BOOK))
@@ -51,6 +53,10 @@ test-real: real
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests_vllm
 
+# In a folder beside .venv: transformers would import torchao, which warns, in every process.
+test-quantized: .torchao/ready
+	PYTHONPATH=.torchao $(BIN)/python -m pytest tests/hf/test_quantized_weights.py
+
 test-lmcache: .venv-lmcache/ready
 	$(LMCACHE_BIN)/python -m pytest tests_lmcache
 
@@ -62,7 +68,7 @@ docs: .venv/ready
 
 # Six checks of every class of transformers; goes on where it was stopped. `rm` the records to repeat.
 models: .venv/ready
-	PYTHONPATH=. $(BIN)/python docs/generate/models.py .models/architectures.jsonl
+	PYTHONPATH=. $(BIN)/python docs/generate/models.py docs/generate/architectures.jsonl
 
 train: .venv/ready
 	$(BIN)/python -m training.train
@@ -92,6 +98,10 @@ train: .venv/ready
 	$(LMCACHE_BIN)/pip install --quiet --no-deps --editable .
 	touch $@
 
+.torchao/ready: .venv/ready
+	$(BIN)/pip install --quiet --no-deps --target .torchao "$(TORCHAO)"
+	touch $@
+
 # LiteLLM pins an older huggingface_hub than transformers needs; a test of it is skipped without.
 .venv-litellm/ready:
 	test -x .venv-litellm/bin/python || $(PYTHON) -m venv .venv-litellm
@@ -99,4 +109,4 @@ train: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-lmcache .venv-litellm site
+	rm -rf .venv .venv-vllm .venv-lmcache .venv-litellm .torchao site

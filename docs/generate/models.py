@@ -49,13 +49,14 @@ def block(known: Mapping[str, Outcomes]) -> str:
     """The tables, as Markdown."""
     run = {name: of for name, of in known.items() if "cache" not in of}
     right = [name for name, of in run.items() if all(o.verdict == RIGHT for o in of.values())]
-    unmade = {n: of["cache"] for n, of in known.items() if "cache" in of}
-    refused = {n: o for n, o in unmade.items() if o.verdict == REFUSED}
-    others = [n for n in unmade if n not in refused]
+    refused, failed, unbuilt = (
+        {n: of["cache"] for n, of in known.items() if "cache" in of and of["cache"].verdict == as_}
+        for as_ in (REFUSED, WRONG, UNTOLD)
+    )
     parts = [
         f"Of {len(known)} classes in transformers {transformers.__version__}, {len(run)} take a "
         f"cache, {len(right)} of them right in all six checks; {len(refused)} are refused when the "
-        f"cache is made; {len(others)} could not be measured.",
+        f"cache is made; {len(unbuilt)} could not be measured.",
         "### Checked",
         f"| class | {' | '.join(CHECKS)} | where not |",
         "|---|" + "---|" * (len(CHECKS) + 1),
@@ -63,8 +64,13 @@ def block(known: Mapping[str, Outcomes]) -> str:
     rows = [row(name, of) for name, of in sorted(run.items())]
     parts[2:] = ["\n".join([*parts[2:], *rows])]
     parts += ["### Refused", _grouped(refused)]
-    without = "No tiny configuration of these runs here, without kvfold either"
-    parts += ["### Not measured", f"{without}: {', '.join(sorted(others))}."]
+    if failed:
+        parts += ["### Fails, with an error that is not kvfold's", _grouped(failed)]
+    parts += [
+        "### Not measured",
+        "Building a tiny model fails, with this error:",
+        _grouped(unbuilt),
+    ]
     return "\n\n".join(parts)
 
 

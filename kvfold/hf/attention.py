@@ -62,7 +62,7 @@ def enable(model: PreTrainedModel) -> None:
 
     An implementation that kvfold does not build on (flash_attention_2, flex_attention) gives way,
     with a warning, to SDPA, or to eager attention where the model has no SDPA. Raises
-    UnsupportedModel for encoder-decoders, for models that compute attention themselves, and for
+    UnsupportedModel for encoder-decoders and diffusion models, for models that compute attention themselves, and for
     those whose forward takes no cache.
     """
     with preparing:
@@ -74,6 +74,11 @@ def _route(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder: kvfold compresses decoders only")
+    if name.endswith("ForBlockDiffusion"):
+        raise UnsupportedModel(
+            f"{name} denoises blocks of tokens over and over: kvfold compresses for models that "
+            "generate token by token"
+        )
     if not model._can_set_attn_implementation():
         raise UnsupportedModel(
             f"{name} computes attention itself instead of using transformers' attention interface, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of images in a prompt."""
+"""Tokens of images, videos and sound in a prompt."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from transformers import PreTrainedModel
 
 from kvfold.errors import KvfoldError
 
-# Settings of composite configurations that name the token of an image's or a video's features.
-TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+# Settings of composite configurations that name the token of an image's, video's or sound's features.
+TOKENS = tuple(
+    f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")
+)
 
 
 def image_spans(model: PreTrainedModel, input_ids: Tensor) -> list[tuple[int, int]]:
-    """Spans `(start, stop)` of the image and video tokens of one prompt, for `protect=` and `fair`.
+    """Spans `(start, stop)` of a prompt's image, video and audio tokens, for `protect=` and `fair`.
 
     `input_ids`, `[N]` or `[1, N]`, come from the processor, without padding; an image whose tokens
     are parted by others (rows of tiles) has several spans. Raises KvfoldError for several rows, and
-    for a model without a token for images.
+    for a model without a token for them.
     """
     named = {getattr(model.config, name, None) for name in TOKENS} - {None}
     if not named:
-        raise KvfoldError(f"{type(model).__name__} has no token for images")
+        raise KvfoldError(f"{type(model).__name__} has no token for images or sound")
     if input_ids.dim() > 2 or (input_ids.dim() == 2 and len(input_ids) != 1):
         raise KvfoldError("spans are of one prompt: give input_ids of one row, without padding")
     row = input_ids.flatten()

@@ -58,7 +58,12 @@ def never_sliding_windows(model: PreTrainedModel) -> dict[int, int]:
 
 
 def _own_layers(model: PreTrainedModel) -> list[Any]:
-    return DynamicCache(config=text_config(model)).layers
+    try:
+        return DynamicCache(config=text_config(model)).layers
+    except Exception as problem:
+        raise UnsupportedModel(
+            f"transformers makes no cache for {type(model).__name__}: {problem}"
+        ) from problem
 
 
 def _nothing_to_compress(name: str, layers: list[Any]) -> str:

@@ -54,6 +54,17 @@ def test_the_page_has_what_a_fresh_run_finds(models: ModuleType, name: str) -> N
     assert models.row(name, models.check(name)) in (DOCS / "models.md").read_text("utf-8")
 
 
+def test_the_page_is_made_of_the_records(models: ModuleType) -> None:
+    known = dict(models._read(DOCS / "generate" / "architectures.jsonl"))
+    assert models.block(known) in (DOCS / "models.md").read_text("utf-8")
+
+
+def test_an_error_that_is_not_kvfolds_is_shown(models: ModuleType) -> None:
+    failed = {"cache": models.Outcome(models.WRONG, "TypeError: no number")}
+    block = models.block({"LlamaForCausalLM": failed})
+    assert "| TypeError: no number | LlamaForCausalLM |" in block
+
+
 def test_refused_classes_are_listed_with_the_reason(models: ModuleType) -> None:
     page = (DOCS / "models.md").read_text("utf-8")
     for name in ("FalconForCausalLM", "T5ForConditionalGeneration", "MambaForCausalLM"):

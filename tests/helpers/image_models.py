@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models that read images, and prompts with an image in each row."""
+"""Tiny random models that read images or sound, and prompts with one of them in each row."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_FRAMES = {"max_source_positions": 4 * TOKENS}
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 
@@ -73,16 +74,32 @@ def _qwen2_5_vl() -> Any:
     )
 
 
+def _voxtral() -> Any:
+    """Four frames of sound make a token, as wide as the encoder's inner layer."""
+    audio = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2}
+    return transformers.VoxtralConfig(
+        text_config={**_TEXT, "model_type": "llama"},
+        audio_config={**audio, "num_attention_heads": 2, "num_mel_bins": 8, **_FRAMES},
+        audio_token_id=IMAGE,
+    )
+
+
 _CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "llava": ("LlavaForConditionalGeneration", _llava),
     "gemma3": ("Gemma3ForConditionalGeneration", _gemma3),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
+    "voxtral": ("VoxtralForConditionalGeneration", _voxtral),
 }
 FAMILIES = tuple(_CONFIGS)
 
 
+def features_of(name: str) -> str:
+    """The input that holds a family's images or sound."""
+    return "input_features" if name == "voxtral" else "pixel_values"
+
+
 def build(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A random model that reads images."""
+    """A random model that reads images or sound."""
     torch.manual_seed(0)
     kind, config = _CONFIGS[name]
     model = getattr(transformers, kind)._from_config(config(), attn_implementation="sdpa")
@@ -93,7 +110,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 
 def prompt(name: str, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
-    """Padded prompts with an image each, as `generate` takes them (float64)."""
+    """Padded prompts with an image or sound each, as `generate` takes them (float64)."""
     ids, mask = prompts(lengths)
     ids[:, FIRST - 1] = VISION_START
     ids[:, FIRST : FIRST + TOKENS] = IMAGE
@@ -106,6 +123,9 @@ def prompt(name: str, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
         pixels = torch.randn(rows * 16, size, generator=generator, dtype=torch.float64)
         grid = torch.tensor([[1, 4, 4]]).repeat(rows, 1)
         return given | {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    if name == "voxtral":
+        frames = torch.randn(rows, 8, 8 * TOKENS, generator=generator, dtype=torch.float64)
+        return given | {"input_features": frames}
     pixels = torch.randn(rows, 3, 28, 28, generator=generator, dtype=torch.float64)
     return (
         given | {"pixel_values": pixels} | ({"token_type_ids": kinds} if name == "gemma3" else {})

@@ -54,7 +54,8 @@ class MaskedDense(Reader):
     ) -> None:
         super().__init__(model, stock_cache(model), mask)
         model.set_attn_implementation(NAME)
-        length = model.config.get_text_config(decoder=True).max_position_embeddings
+        config = model.config.get_text_config(decoder=True)
+        length = getattr(config, "max_position_embeddings", torch.inf)
         self.own = [i for i, layer in enumerate(self.cache.layers) if _holds_all(layer, length)]
         self.stored: dict[int, Tensor] = {}
         self.bias: dict[int, Tensor] = {}
@@ -100,7 +101,7 @@ class MaskedDense(Reader):
             _running = None
 
 
-def _holds_all(layer: Any, length: int) -> bool:
+def _holds_all(layer: Any, length: float) -> bool:
     """True if a layer holds the keys of all tokens of a text of the trained `length`."""
     return type(layer) is DynamicLayer or getattr(layer, "sliding_window", 0) >= length
 
@@ -131,7 +132,7 @@ def attention(
     if attention_mask is None:  # of an image's patches, all see all
         attention_mask = query.new_zeros(1, 1, 1, columns)
     allowed = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-    running = _running if hasattr(module, "layer_idx") else None
+    running = _running if getattr(module, "layer_idx", None) is not None else None
     gone = running.gone(module, heads, columns) if running else None
     if gone is not None:
         allowed = allowed & ~gone.repeat_interleave(groups, 1)[:, :, None]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose weights bitsandbytes or torchao have quantized: the same answers, or one line.
 
-Without these packages the tests are skipped: `pip install bitsandbytes torchao` runs them.
+Without these packages the tests are skipped; `make test-quantized` runs them.
 """
 
 from __future__ import annotations

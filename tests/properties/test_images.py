@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that read images: stock with budget to spare, masked dense after eviction."""
+"""Models that read images or sound: stock with budget to spare, masked dense after eviction."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ from torch import Tensor
 import kvfold
 from kvfold import CompressedCache, KvfoldError
 from tests.helpers.caches import BATCHES
-from tests.helpers.image_models import FAMILIES, FIRST, IMAGE, TOKENS, build, prompt, row
+from tests.helpers.image_models import (
+    FAMILIES,
+    FIRST,
+    IMAGE,
+    TOKENS,
+    build,
+    features_of,
+    prompt,
+    row,
+)
 from tests.helpers.models import continuation
+from tests.helpers.tokenizers import word_tokenizer
 from tests.helpers.truth import MaskedDense, Reader, stock_cache, worst
 
 SPEC = "snapkv:window=8"
@@ -40,7 +50,8 @@ def without(given: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
 def test_with_budget_to_spare_a_first_turn_with_an_image_is_stock(name, lengths):
     given, model = prompt(name, lengths), build(name)
     expected = logits(model.generate(**given, **GREEDY))
-    blank = given | {"pixel_values": torch.zeros_like(given["pixel_values"])}
+    features = features_of(name)
+    blank = given | {features: torch.zeros_like(given[features])}
     assert worst(logits(build(name).generate(**blank, **GREEDY)), expected) > 0.3
     cache = CompressedCache(model, SPEC, 1.0)
     assert torch.equal(logits(kvfold.generate(model, cache=cache, **given, **GREEDY)), expected)
@@ -49,13 +60,14 @@ def test_with_budget_to_spare_a_first_turn_with_an_image_is_stock(name, lengths)
     assert torch.equal(logits(made), expected)
 
 
+@pytest.mark.parametrize("spec", [SPEC, "pyramidkv:window=8", "h2o", "streaming_llm_original"])
 @BATCHES
 @EVERY_FAMILY
-def test_after_eviction_text_and_images_are_masked_dense(name, lengths):
+def test_after_eviction_text_and_images_are_masked_dense(name, lengths, spec):
     given, model = prompt(name, lengths), build(name)
     ids, mask = given["input_ids"], given["attention_mask"]
     inputs = without(given, "input_ids", "attention_mask")
-    truth, cache = MaskedDense(build(name)), CompressedCache(model, SPEC, 20)
+    truth, cache = MaskedDense(build(name)), CompressedCache(model, spec, 20)
     plain = Reader(build(name), stock_cache(model))
     readers = [truth, Reader(model, cache), plain]
     for reader in readers:
@@ -71,8 +83,54 @@ def test_after_eviction_text_and_images_are_masked_dense(name, lengths):
         expected, got, everything = (reader(step, **inputs) for reader in readers)
         off.append(worst(got, expected))
         effect.append(worst(everything, expected))
+        truth.hide(cache)  # H2O evicts at every step
     assert max(off) <= 1e-6
     assert min(effect) > 0.05
+
+
+@EVERY_FAMILY
+def test_encoded_entries_of_an_image(name):
+    """Unencoded residuals give stock logits; those of 8 bits are near, those of 2 bits farther."""
+    given, model, off = prompt(name, (64,)), build(name), []
+    step = {"attention_mask": torch.ones(1, 65, dtype=torch.long)}
+    if name == "qwen2_5_vl":
+        step["position_ids"] = torch.full((3, 1, 1), 62)
+    inputs = without(given, "input_ids")
+    plain = Reader(build(name), stock_cache(model))
+    plain(given["input_ids"], **inputs)
+    expected = plain(continuation(1, 1), **step)
+    for options in (
+        "group=8,residual=128",
+        "bits=8,group=8,residual=8",
+        "bits=2,group=8,residual=8",
+    ):
+        reader = Reader(model, CompressedCache(model, f"kivi:{options}"))
+        reader(given["input_ids"], **inputs)
+        off.append(worst(reader(continuation(1, 1), **step), expected))
+    assert off[0] == 0 < off[1] < 0.1 < off[2]
+
+
+@EVERY_FAMILY
+def test_an_enabled_model_reads_an_image_as_an_explicit_cache(name):
+    given, model = prompt(name), build(name)
+    expected = kvfold.generate(model, cache=CompressedCache(model, SPEC, 20), **given, **GREEDY)
+    with kvfold.enable(model, SPEC, 20):
+        for _ in range(2):
+            made = model.generate(**given, **GREEDY)
+            assert torch.equal(logits(made), logits(expected))
+
+
+@pytest.mark.parametrize("spec", ["kvzip", "pyramidinfer"])
+@EVERY_FAMILY
+def test_methods_with_forwards_of_their_own_refuse_an_image(name, spec):
+    model, budget = build(name), 40 if spec == "kvzip" else None
+    cache = CompressedCache(model, spec, budget, tokenizer=word_tokenizer())
+    reason = (
+        rf"^{features_of(name)}.* and {spec} runs forwards of its own .* choose another method$"
+    )
+    with pytest.raises(KvfoldError, match=reason):
+        kvfold.generate(model, cache=cache, **prompt(name), **GREEDY)
+    assert cache.get_seq_length() == 0
 
 
 @EVERY_FAMILY
@@ -89,7 +147,7 @@ def test_a_padded_row_with_an_image_is_the_row_alone(name):
 def test_an_image_is_not_read_in_pieces(name):
     given, model = prompt(name), build(name)
     cache = CompressedCache(model, SPEC, 20)
-    with pytest.raises(KvfoldError, match=r"pixel_values.*leave out prefill_chunk="):
+    with pytest.raises(KvfoldError, match=rf"{features_of(name)}.*leave out prefill_chunk="):
         kvfold.generate(model, cache=cache, prefill_chunk=10, **given, **GREEDY)
     assert cache.get_seq_length() == 0
 
@@ -173,5 +231,5 @@ def test_images_are_found_in_one_prompt_of_a_model_that_reads_them():
     assert kvfold.image_spans(model, ids[:, :1]) == []
     with pytest.raises(KvfoldError, match="one row"):
         kvfold.image_spans(model, ids.expand(2, -1))
-    with pytest.raises(KvfoldError, match="no token for images"):
+    with pytest.raises(KvfoldError, match="no token for images or sound"):
         kvfold.image_spans(kvfold.bundled_model()[0], ids)
