@@ -68,7 +68,7 @@ def block(known: Mapping[str, Outcomes]) -> str:
         parts += ["### Fails, with an error that is not kvfold's", _grouped(failed)]
     parts += [
         "### Not measured",
-        "Building a tiny model fails, with this error:",
+        "No tiny model can be built:",
         _grouped(unbuilt),
     ]
     return "\n\n".join(parts)

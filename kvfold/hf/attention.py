@@ -62,8 +62,8 @@ def enable(model: PreTrainedModel) -> None:
 
     An implementation that kvfold does not build on (flash_attention_2, flex_attention) gives way,
     with a warning, to SDPA, or to eager attention where the model has no SDPA. Raises
-    UnsupportedModel for encoder-decoders and diffusion models, for models that compute attention themselves, and for
-    those whose forward takes no cache.
+    UnsupportedModel for encoder-decoders and diffusion models, for models that compute attention
+    themselves, and for those whose forward takes no cache.
     """
     with preparing:
         if not is_enabled(model):

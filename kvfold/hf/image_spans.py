@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvfold.errors import KvfoldError
 
-# Settings of composite configurations that name the token of an image's, video's or sound's features.
+# Settings of composite configurations that name the token of an image's, video's or sound's part.
 TOKENS = tuple(
     f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")
 )
