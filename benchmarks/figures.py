@@ -31,7 +31,7 @@ from kvfold.report.summary import ReportRow, rows
 ROOT = Path(__file__).parents[1]
 LEDGER, RESULTS = ROOT / "docs" / "figures.toml", ROOT / "docs" / "results"
 # Made by `kvfold report` and other benchmarks; own tests compare them with the records.
-GENERATED = "report.md", "tasks.md", "claims.md", "evidence.md"
+GENERATED = "report.md", "tasks.md", "claims.md", "evidence.md", "which-method.md"
 MADE = RESULTS / "README.md"
 PLAIN = re.compile(
     r"""```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]+>  # code, targets of links, tags

@@ -146,22 +146,23 @@ def _row(pairs: Pairs) -> str:
         f"{np.mean([row.kl for row in own]):.3f}",
         "1" if same else f"{pairs.ratio():.2f} ({low:.2f} to {high:.2f})",
         "" if same else f"{lower}",
-        _answers(own, base),
+        answers(own, base),
         f"{np.mean([row.nbytes for row in own]) / 1e6:.2f}",
-        f"{_mean_ratio(own, base, 'nbytes'):.3f}",
-        f"{_mean_ratio(own, base, 'operations'):.2f}",
+        f"{mean_ratio(own, base, 'nbytes'):.3f}",
+        f"{mean_ratio(own, base, 'operations'):.2f}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _answers(own: Sequence[Row], base: Sequence[Row]) -> str:
+def answers(own: Sequence[Row], base: Sequence[Row]) -> str:
     """Right answers of all asked, and in brackets those of `BASE` where they differ."""
     right, other = (sum(row.right for row in rows) for rows in (own, base))
     beside = "" if right == other else f" ({other})"
     return f"{right} of {sum(row.asked for row in own)}{beside}"
 
 
-def _mean_ratio(own: Sequence[Row], base: Sequence[Row], field: str) -> float:
+def mean_ratio(own: Sequence[Row], base: Sequence[Row], field: str) -> float:
+    """Mean over passages of the ratio of a field of `Row`."""
     pairs = zip(own, base, strict=True)
     return float(np.mean([getattr(row, field) / getattr(other, field) for row, other in pairs]))
 
@@ -180,7 +181,7 @@ def _targets(rows: Sequence[Row]) -> Iterator[str]:
             lower = sum(kl < row.kl for kl, row in zip(equal, pairs.base, strict=True))
             cells = [f"{kept:g}", f"`{method}`", f"{pairs.ratio():.2f}"]
             cells += [f"{pairs.ratio(equal):.2f}", f"{wanted:g}", f"{lower} of {len(equal)}"]
-            cells.append(_answers(pairs.own, pairs.base))
+            cells.append(answers(pairs.own, pairs.base))
             yield f"| {' | '.join(cells)} |"
 
 

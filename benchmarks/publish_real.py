@@ -3,11 +3,11 @@
 
     python benchmarks/publish_real.py FOLDER
 
-Writes records, samples, report, picture and README.md into docs/results, and the first lines of
-README.md. A run that goes on, or was stopped, is published as far as it is: the samples that every
-method of the picture has met. Cells that FOLDER lacks, or has fewer samples of, stay as published,
-so that steps can run on several machines. The pages say what is lacking. Equal samples give equal
-files.
+Writes records, samples, report, picture and README.md into docs/results, docs/which-method.md, and
+the first lines of README.md. A run that goes on, or was stopped, is published as far as it is: the
+samples that every method of the picture has met. Cells that FOLDER lacks, or has fewer samples of,
+stay as published, so that steps can run on several machines. The pages say what is lacking. Equal
+samples give equal files.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 import compact_samples
 import real_page
 import real_picture
+import which_method
 
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
@@ -152,6 +153,7 @@ def publish(folder: Path, root: Path = ROOT) -> None:
                 shutil.copy(path, out)
     write_records(out, results)
     real_picture.draw(boards(real_page.core(results)), out / real_picture.FILE)
+    which_method.write(results, root / "docs" / which_method.PAGE.name)
     (out / "README.md").write_text(real_page.page(results, planned()), encoding="utf-8")
     front = root / "README.md"
     front.write_text(real_page.readme(front.read_text("utf-8"), results), encoding="utf-8")

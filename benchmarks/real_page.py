@@ -188,16 +188,16 @@ def _board(board: Board) -> Iterator[str]:
     yield " ".join(headline(board.overall(), board.when).further)
     if fifth := _picked([row for row in whole if row.kept_nominal == FIFTH]):
         yield f"### At a fifth of the cache, {board.when}"
-        yield from (where, _table([*full, *fifth]))
+        yield from (where, table([*full, *fifth]))
     if free:
         yield f"### Without a budget, {board.when}"
-        yield from (where, _table([*full, *sorted(free, key=lambda row: row.bytes_ratio or 0)]))
+        yield from (where, table([*full, *sorted(free, key=lambda row: row.bytes_ratio or 0)]))
     lost = [row for row in rows(board.perplexities) if row.score]
     shown = [row for row in lost if row.method == FULL or row.kept_nominal == FIFTH]
     if shown:
         yield f"### Perplexity at a fifth (lower is better), {board.when}"
         yield f"Text: {sources(board.perplexities)}."
-        yield _table(sorted(shown, key=_score))
+        yield table(sorted(shown, key=_score))
     partial = dict.fromkeys(f"`{shortest(row.method)}`" for row in every if not row.complete)
     if partial:
         yield f"Not on every task, and so in no mean: {', '.join(partial)}."
@@ -211,9 +211,10 @@ def _picked(fifth: Sequence[ReportRow]) -> list[ReportRow]:
     return [row for row in ranked if row in best or row.method in known]
 
 
-def _table(shown: Sequence[ReportRow]) -> str:
-    picked = [COLUMNS.index(name) for name in SHOWN]
-    lines = [SHOWN, ("---", "---", *["---:"] * (len(SHOWN) - 2))]
+def table(shown: Sequence[ReportRow], columns: Sequence[str] = SHOWN) -> str:
+    """A Markdown table of these columns."""
+    picked = [COLUMNS.index(name) for name in columns]
+    lines = [tuple(columns), ("---", "---", *["---:"] * (len(columns) - 2))]
     lines += [tuple(cells(row)[column] for column in picked) for row in shown]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
