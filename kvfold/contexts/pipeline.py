@@ -20,7 +20,8 @@ class ContextPipeline(Pipeline):
 
     The document is read and compressed once, and each question reads it alone. A list of documents
     gives a list. `method`, `budget`, and options of `kvfold.compress` and `Context.ask`, are given
-    when the pipeline is made or called. Raises KvfoldError without a question, and what both raise.
+    when the pipeline is made or called. Raises KvfoldError without a question, for documents and
+    questions that are no texts, and what both raise.
     """
 
     def _sanitize_parameters(
@@ -29,11 +30,17 @@ class ContextPipeline(Pipeline):
         questions: Sequence[str] | None = None,
         **options: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        if isinstance(questions, str):
+            raise KvfoldError("questions= takes a list of texts: for one text, give question=")
         reading = {name: options.pop(name) for name in READING if name in options}
         asked = [*(questions or []), *([] if question is None else [question])]
+        if not all(isinstance(each, str) and each for each in asked):
+            raise KvfoldError(f"each question must be a text that is not empty, not {asked}")
         return reading, options | ({"asked": asked} if asked else {}), {}
 
     def preprocess(self, document: str, **reading: Any) -> dict[str, Any]:  # type: ignore[override]
+        if not isinstance(document, str):
+            raise KvfoldError(f"a document must be a text, not {type(document).__name__}")
         return {"document": document} | reading
 
     def _forward(  # type: ignore[override]

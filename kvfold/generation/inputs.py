@@ -20,7 +20,7 @@ BY_IDS = ("prefill_chunk", "compress", "compile", "reuse")
 
 
 def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]) -> None:
-    """Raises KvfoldError if the cache or the ids are missing, or given by another name."""
+    """Raises KvfoldError if the cache or the ids are missing, empty, or given by another name."""
     if "past_key_values" in options:
         raise KvfoldError("give the cache as cache=, not as past_key_values=")
     if not isinstance(cache, CompressedCache):
@@ -36,6 +36,8 @@ def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]
         )
     if input_ids is None:
         raise KvfoldError("kvfold.generate needs input_ids, the whole conversation so far `[B, N]`")
+    if input_ids.numel() == 0:
+        raise KvfoldError(f"input_ids {list(input_ids.shape)} hold no token: give a prompt")
 
 
 def check_embeddings(cache: CompressedCache, options: dict[str, Any]) -> None:

@@ -37,3 +37,14 @@ def test_a_document_without_question_is_refused():
     pipe = kvfold.pipeline(new_model(), word_tokenizer(), method="knorm", budget=40)
     with pytest.raises(KvfoldError, match="questions="):
         pipe(DOCUMENT)
+
+
+def test_what_is_no_text_is_refused():
+    pipe = kvfold.pipeline(new_model(), word_tokenizer(), method="knorm", budget=40)
+    with pytest.raises(KvfoldError, match="give question="):
+        pipe(DOCUMENT, questions=QUESTION)
+    for questions in ([""], [QUESTION, 3]):
+        with pytest.raises(KvfoldError, match="each question must be a text"):
+            pipe(DOCUMENT, questions=questions)
+    with pytest.raises(KvfoldError, match="a document must be a text, not int"):
+        pipe(3, question=QUESTION)

@@ -215,3 +215,5 @@ def test_what_does_not_go_together_is_refused(model):
             model.generate(ids, attention_mask=mask, **options, **GREEDY)
     with pytest.raises(KvfoldError, match="input_ids"):
         model.generate(**GREEDY)
+    with pytest.raises(KvfoldError, match=r"input_ids \[1, 0\] hold no token"):
+        model.generate(ids[:, :0], **GREEDY)
