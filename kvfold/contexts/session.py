@@ -202,9 +202,9 @@ class Session:
     ) -> None:
         """Drops messages and shortens others, by id, in one pass; as `drop` and `shorten`.
 
-        Raises KvfoldError for a message that is to be both.
+        Raises KvfoldError for a message that is to be both, or whose drop waits already.
         """
-        both = sorted(set(drop) & set(shorten))
+        both = sorted({*drop, *self.record.queued} & set(shorten))
         if both:
             raise KvfoldError(f"message {both[0]!r} is dropped or shortened, not both")
         texts = {

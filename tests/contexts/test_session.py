@@ -282,6 +282,17 @@ def test_a_message_is_not_dropped_and_shortened_in_one_edit(new):
     assert session.context is context and session.record is record
 
 
+def test_a_message_whose_drop_waits_is_not_shortened(new):
+    session = new("knorm", 500)
+    session.ask(Message(text(0), id="a"), Message(text(1, 3), id="b"), max_new_tokens=2)
+    session.drop("b")
+    context, record = session.context, session.record
+    assert record.queued == ("b",)
+    with pytest.raises(KvfoldError, match="message 'b' is dropped or shortened, not both"):
+        session.shorten("b", text(2, 2))
+    assert session.context is context and session.record is record
+
+
 def test_a_message_is_dropped_rather_than_shortened(new):
     session = new("knorm", 500)
     session.ask(Message(text(0, 3), id="a"), Message(text(1), id="b"), max_new_tokens=2)

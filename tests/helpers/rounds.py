@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -97,18 +96,16 @@ def assert_each_round(
     observe: Callable[[ByHand], None] = window_of_each,
     steps: int = 12,
     heads: int = 2,
-    **changes: Any,
 ) -> list[ByHand]:
     """Asserts that kvfold stores what `round_of` leaves of rows alone, after each of the `steps`.
 
-    `observe` notes after each forward what the rounds read; `heads` are the model's KV heads, and
-    `changes` those of its configuration.
+    `observe` notes after each forward what the rounds read; `heads` are the model's KV heads.
     """
     longest = max(lengths)
     # No token comes twice: equal norms would be ranked by their last bits.
     tokens = distinct_prompts((longest + steps,) * len(lengths))[0][:, longest:].split(1, 1)
-    reader = read_by_kvfold(spec, SMALL, heads, lengths, **changes)
-    prompts = [prompt_read(heads, lengths, row, **changes) for row in range(len(lengths))]
+    reader = read_by_kvfold(spec, SMALL, heads, lengths)
+    prompts = [prompt_read(heads, lengths, row) for row in range(len(lengths))]
     expected = copy.deepcopy(prompts)
     for step in range(steps + 1):
         if step:
