@@ -36,7 +36,13 @@ from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import dropping_length
-from kvfold.hf.stock_layers import can_crop_stock, crop_stock, layer_lengths, stock_layers
+from kvfold.hf.stock_layers import (
+    can_crop_stock,
+    common_length,
+    crop_stock,
+    layer_lengths,
+    stock_layers,
+)
 from kvfold.methods.base import Method, parse
 from kvfold.methods.observation import ContextReconstruction
 
@@ -159,13 +165,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         Raises UnsupportedModel if layers hold different numbers of tokens, and KvfoldError as
         `ModelBinding.check_length`; changes nothing.
         """
-        lengths = layer_lengths(self)
-        if len(lengths) > 1:
-            raise UnsupportedModel(
-                f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: the last "
-                "forward failed, or single layers were cropped; make a new cache"
-            )
-        self.binding.check_length(max(lengths, default=0) + query_length)
+        self.binding.check_length(common_length(self) + query_length)
         announce(Padding(self.binding.name, query_length, slides=bool(self.other_layers())))
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -173,6 +173,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
     def forward_begins(self, ids: Tensor | None) -> None:
         """Raises KvfoldError as `OpenForward.begin`, `Phase.expect` and `check_adapters`."""
         self.binding.check_adapters()
+        if self.reads_logits:  # before missing logits are named as what is wrong
+            common_length(self)
         self._forward.begin(start := self.get_seq_length(), self._is_level)
         self.phase.expect(ids, start)
         self.states[0].waiting.take_unjudged()  # of a forward that failed

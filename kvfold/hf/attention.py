@@ -107,7 +107,7 @@ def begin_batching_by(model: PreTrainedModel, begin: Callable[..., Any]) -> None
 
 def _unwrapped(model: Any) -> nn.Module:
     """The model that PEFT wraps, or the model itself."""
-    unwrapped: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model
+    unwrapped: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return unwrapped
 
 

@@ -92,6 +92,17 @@ def layer_lengths(cache: Cache) -> set[int]:
     return {layer.get_seq_length() for layer in layers if _has_keys(type(layer))}  # type: ignore[arg-type]
 
 
+def common_length(cache: Cache) -> int:
+    """Tokens that each layer has; UnsupportedModel if a failed forward left them unlike."""
+    lengths = layer_lengths(cache)
+    if len(lengths) > 1:
+        raise UnsupportedModel(
+            f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: the last "
+            "forward failed, or single layers were cropped; make a new cache"
+        )
+    return max(lengths, default=0)
+
+
 @functools.cache
 def _has_keys(kind: type) -> bool:
     """True if layers of this class hold keys; cached, as every layer of every forward asks."""

@@ -10,12 +10,7 @@ from kvfold.methods.base import Method, Stages, register
 from kvfold.methods.fitted import NO_FILE, FileName, FittedFile
 from kvfold.methods.observation import Needs, Observation, QueryMomentsNeed
 from kvfold.methods.stages.decode import Prompt
-from kvfold.methods.stages.score.distant_queries import (
-    Centres,
-    Over,
-    distant_logits,
-    standardized,
-)
+from kvfold.methods.stages.score.distant_queries import Centres, Over, distant_logits, standardized
 
 FARTHEST = 2**20  # positions
 

@@ -60,7 +60,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
 
 @pytest.mark.slow
 def test_a_kill_in_the_middle_of_forty_turns_loses_nothing(tmp_path):
-    """The turn that was being answered is sent again to the next server."""
+    """The turn that was being answered is sent again, if the next server does not have it."""
     opening, budget = "You keep a list of files. ", 200
     turns = [f"File {number} is in folder {number % 7}. Where is it?" for number in range(40)]
 
@@ -70,25 +70,30 @@ def test_a_kill_in_the_middle_of_forty_turns_loses_nothing(tmp_path):
         return asked | {"temperature": 0, "max_tokens": 8} | options
 
     made, url = served(tmp_path)
-    answers, client = list[str](), with_key()
+    answers, client = list[str | None](), with_key()
     begun = {"id": "agent", "text": opening, "method": "snapkv", "budget": budget}
     assert client.post(f"{url}/sessions", json=begun).status_code == 201
     for number, text in enumerate(turns):
         if number == 20:
-            cut = body(text, stream=True, max_tokens=500)
+            cut = body(text, stream=True)
             with client.stream("POST", f"{url}/chat/completions", json=cut) as streamed:
                 next(streamed.iter_lines())
                 made.kill()
             assert made.wait(20) == -signal.SIGKILL
             made, url = served(tmp_path)
-            assert client.get(f"{url}/sessions/agent").json()["turns"] == 20
+            held = client.get(f"{url}/sessions/agent").json()["turns"]
+            assert held in (20, 21)  # nothing of the turn, or all of it
+            if held == 21:
+                answers.append(None)
+                continue
         answered = client.post(f"{url}/chat/completions", json=body(text)).json()
         answers.append(answered["choices"][0]["message"]["content"])
     known = client.get(f"{url}/sessions/agent").json()
     made.terminate()
     assert made.wait(20) == 0
     alone = kvfold.begin_session(*kvfold.bundled_model(), opening, "snapkv", budget)
-    assert answers == [alone.ask(text, max_new_tokens=8).text.strip() for text in turns]
+    for text, answer in zip(turns, answers, strict=True):
+        assert answer in (None, alone.ask(text, max_new_tokens=8).text.strip())
     assert (known["turns"], known["tokens"]) == (40, alone.ids.shape[1])
     assert known["compactions"] == alone.record.compactions > 1
 

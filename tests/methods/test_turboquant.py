@@ -171,7 +171,7 @@ def test_a_kept_prompt_is_encoded_before_the_first_round():
 
 
 def test_refitted_entries_are_encoded_and_their_bias_is_not():
-    reader = start(model_of(), f"snapkv:window=8 + match + {TURBO}", budget=40)
+    reader = start(model_of(), f"snapkv:window=8 + match:up_to=1 + {TURBO}", budget=40)
     biases = [state.stored().bias for state in reader.cache.states]
     assert all(bool(bias.any()) for bias in biases)
     reader(continuation(1, 12))

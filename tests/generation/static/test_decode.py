@@ -89,7 +89,7 @@ def test_every_method_decodes_the_same_or_is_refused(model):
     # Beside those that evict: one for rectangles, one for segments, two products with packed ones;
     # of those quantized one by one, products with keys of 3, 4 and 8 bits, with values of 3 and 4.
     assert graphs() == 4 + 3 + 2 + len(evicting)
-    assert set(refusing) == {"cam", "streaming", "rounds"}
+    assert set(refusing) == {"cam", "streaming", "rounds", "sirllm"}
 
 
 @pytest.mark.parametrize("lengths", [ALONE, PADDED])
