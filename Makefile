@@ -16,7 +16,8 @@ TORCHAO ?= torchao==0.18.0
 # A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
 # Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
-# What `make real` fits for its model: for --method zap:file=..., qfilter:file=..., duo:file=...
+# What `make real` fits for its model: for --method zap:file=..., qfilter:file=..., duo:file=...,
+# "snapkv + curve:file=..."
 FITTED := .models/smollm2
 FIT = $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 --words 400
 BOOK ?=
@@ -35,6 +36,8 @@ real: .venv/ready
 		$(FIT) --scorer qfilter --out $(FITTED)-filters.safetensors)
 	$(if $(REAL),,test -f $(FITTED)-heads.safetensors || \
 		$(FIT) --scorer duo --out $(FITTED)-heads.safetensors)
+	$(if $(REAL),,test -f $(FITTED)-curve.safetensors || \
+		$(FIT) --scorer "snapkv + curve" --out $(FITTED)-curve.safetensors)
 
 test: .venv/ready .venv-litellm/ready
 	$(BIN)/python -m pytest -n auto

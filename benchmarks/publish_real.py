@@ -46,6 +46,15 @@ SAMPLE_ROWS = "samples.csv.gz"
 
 def planned() -> list[real_page.Planned]:
     """What `real_leaderboard.sh` runs, as it tells itself, with all fitted files there."""
+    return [one for line in _commands() for one in _planned(line)]
+
+
+def all_methods() -> list[str]:
+    """Methods of its first command, which runs all of them, as they are written there."""
+    return listed(_options(_commands()[0])["methods"])
+
+
+def _commands() -> list[str]:
     own = {name: value for name, value in os.environ.items() if name not in ("STEPS", "METHODS")}
     told = subprocess.run(
         ["bash", str(SCRIPT), "BOOK"],
@@ -54,13 +63,17 @@ def planned() -> list[real_page.Planned]:
         text=True,
         check=True,
     ).stdout
-    return [one for line in told.splitlines() for one in _planned(line)]
+    return told.splitlines()
+
+
+def _options(line: str) -> dict[str, str]:
+    pattern = r"--(tasks|lengths|samples|methods|budgets) (.+?)(?= --|$)"
+    return dict(re.findall(pattern, line))
 
 
 def _planned(line: str) -> list[real_page.Planned]:
     """Tasks, lengths and contenders of one `kvfold eval` command."""
-    pattern = r"--(tasks|lengths|samples|methods|budgets) (.+?)(?= --|$)"
-    options = dict(re.findall(pattern, line))
+    options = _options(line)
     lengths = [int(length) for length in options.get("lengths", "").split(",") if length]
     aware, samples = "--question-aware" in line, int(options["samples"])
     methods = listed(options["methods"])

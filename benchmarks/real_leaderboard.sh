@@ -4,7 +4,8 @@
 #     benchmarks/real_leaderboard.sh BOOK [FOLDER] [MODEL]
 #
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. MODEL is a transformers
-# folder; by default `make real` has made .models/smollm2, and fitted what zap, qfilter and duo read.
+# folder; by default `make real` has made .models/smollm2, and fitted what zap, qfilter, duo and curve
+# read.
 # TEXTS, a folder of other plain texts, and LONGBENCH, one of LongBench's rows, add their steps.
 # Samples are kept in FOLDER; run again, it goes on where it stopped. STEPS="needles uuids" runs these
 # steps only, METHODS=kvzip,snapkv these methods beside the baselines. Records name the commit, so
@@ -26,7 +27,10 @@ if made scorer; then
     fits=$zap,zap_threshold:file=$fitted-scorer.safetensors
 fi
 if made filters; then fits=$fits,qfilter:file=$fitted-filters.safetensors; fi
-if made heads; then fits=$fits,duo:file=$fitted-heads.safetensors; fi
+if made heads; then
+    for preset in duo duo_paper duo_official; do fits="$fits,$preset:file=$fitted-heads.safetensors"; done
+fi
+if made curve; then fits="$fits,snapkv + curve:file=$fitted-curve.safetensors"; fi
 
 # SimLayerKV's window is an eighth of the shortest texts, as its 1024 is of the 8 k of its models.
 lazy="simlayerkv:window=128"
@@ -42,7 +46,10 @@ chunkkv,local_window,streaming_llm_original,snapkv + kivi:bits=4,kvzip_plus,expe
 expected_attention_ada,compactor,compactor_official,lagkv,criticalkv,leverage,non_causal,nacl,finch,\
 rkv,scissorhands,turboquant,turboquant_3bit,snapkv + turboquant,kvzip + turboquant,\
 kvzip + kivi:bits=4,kvzip:score=rms,floor=0.25,kvzip + match,kvzip:score=rms,floor=0.25 + match,\
-snapkv + match,kvzip:demote=0.25$fits"
+snapkv + match,kvzip:demote=0.25,rkv_official,scissorhands_kvcf,snapkv_decode,sirllm,\
+finch_kvpress,lagkv_kvpress,lagkv_official,knorm + chunkwise,kvzip + level,snapkv + reindex,\
+snapkv + criticalkv + adakv,simlayerkv:window=128 + snapkv,\
+turboquant_4bit,turboquant_k8v4,turboquant_k3v4$fits"
 }
 
 # The best of each kind, for the steps that take long.
