@@ -29,7 +29,8 @@ step() {
         --workers "${WORKERS:-1}" --out "$out/$name" "$@"
     [ -z "${SAMPLES:-}" ] || return 0
     mkdir -p "$docs/$name"
-    cp "$out/$name/records.jsonl" "$docs/$name"
+    # The model's folder stays on the machine.
+    sed 's|"name":"[^"]*/|"name":"|' "$out/$name/records.jsonl" >"$docs/$name/records.jsonl"
     python "$root/benchmarks/compact_samples.py" "$out/$name" "$docs/$name/samples.csv.gz"
 }
 
