@@ -13,6 +13,7 @@ import statistics
 from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
 import kvfold
 from kvfold.eval import short_ruler
@@ -21,7 +22,9 @@ from kvfold.hf.chat_template import PromptFrame, token_count, token_ids
 TOLERANCES = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 
-def outputs(model, cache, ids) -> list[torch.Tensor]:
+def outputs(
+    model: PreTrainedModel, cache: kvfold.CompressedCache, ids: torch.Tensor
+) -> list[torch.Tensor]:
     """Attention output of each layer for new tokens, before the projection, `[S, hidden]`."""
     seen: list[torch.Tensor] = []
     hooks = [
@@ -48,7 +51,7 @@ def main() -> None:
     print("| tolerance | question | entries kept | " + " | ".join(f"layer {i}" for i in layers))
     for aware in (False, True):
         for tolerance in TOLERANCES:
-            rows = [[[] for _ in layers] for _ in range(3)]
+            rows: list[list[list[float]]] = [[[] for _ in layers] for _ in range(3)]
             kept, rng = [], random.Random(0)
             for _ in range(arguments.documents):
                 sample = short_ruler.generate("multikey", arguments.length, count, rng)

@@ -85,9 +85,15 @@ def run(spec: str, seed: int, rows: int) -> dict[str, object]:
     budget = BUDGET if method.takes_budget else None
     cache = CompressedCache(model, method, budget, tokenizer=tokenizer, seed=seed)
     prompt, read = ids[:, :PROMPT], mask[:, :PROMPT]
-    options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True}
     out = kvfold.generate(
-        model, prompt, cache=cache, attention_mask=read, return_dict_in_generate=True, **options
+        model,
+        prompt,
+        cache=cache,
+        attention_mask=read,
+        max_new_tokens=1,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
     logits = [out.logits[0]]
     for at in range(PROMPT, PROMPT + STEPS):
@@ -110,7 +116,7 @@ def questioned(path: Path, spec: str, save: bool) -> dict[str, object]:
         ids, _ = prompts(model.config.vocab_size, 7, 1)
         method = kvfold.parse(spec)
         budget = BUDGET if method.takes_budget else None
-        text = tokenizer.decode(ids[0, :PROMPT])
+        text = str(tokenizer.decode(ids[0, :PROMPT]))
         kvfold.compress(model, tokenizer, text, method, budget).save(path)
     context = kvfold.load(path, model, tokenizer)
     question, _ = prompts(model.config.vocab_size, 8, 1)

@@ -41,7 +41,7 @@ from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import FULL, TRUNCATED
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.sample_result import sample_digest
-from kvfold.eval.tasks import SampleRequest, tasks
+from kvfold.eval.tasks import SampleRequest, TaskSample, tasks
 from kvfold.hf.chat_template import token_count
 
 PUBLISHED = Path(__file__).parents[1] / "docs" / "results" / "samples.csv.gz"
@@ -53,7 +53,7 @@ class Workload(NamedTuple):
     """Samples of one task under one protocol, as a user's prompts."""
 
     task: str
-    length: int | None
+    length: int
     aware: bool
 
 
@@ -99,7 +99,7 @@ def _scored(
     )
     prompts = []
     for sample in tasks()[work.task].samples(request):
-        if sample.index in full:
+        if isinstance(sample, TaskSample) and sample.index in full:
             if sample_digest(sample) != full[sample.index]["text"]:
                 raise KvfoldError(f"{work.task} is drawn otherwise than it was: another book?")
             prompt = SamplePrompt.of(sample, tokenizer)

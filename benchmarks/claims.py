@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import claims_curves
-from claims_evidence import Better, Kept, Layers, Measured, Operations, Rule
+from claims_evidence import Better, Kept, Layers, Measured, Operations, Rule, RuleKind
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "benchmarks" / "claims.toml"
 RESULTS, PAGE = ROOT / "docs" / "results" / "claims", ROOT / "docs" / "claims.md"
 KINDS = {"better": Better, "layers": Layers, "kept": Kept, "operations": Operations}
-RULES = ("above", "below", "within", "beyond")
+RULES: tuple[RuleKind, ...] = ("above", "below", "within", "beyond")
 NOT_RUN, OUT_OF_REACH, IN_PART = "not run yet", "out of reach here", "in part"
 VERDICTS = ("reproduced", IN_PART, "not told apart", "not reproduced", NOT_RUN, OUT_OF_REACH)
 

@@ -17,6 +17,8 @@ import paired
 from layers import FILE, LayerRecord
 from scipy import stats
 
+from kvfold.eval.run.cell import EvalCell
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.intervals import moments, student
 from kvfold.jobs.records import RecordFile
 from kvfold.report.load import load_results
@@ -43,6 +45,7 @@ class Measured:
         return f"{value:.{self.digits}f}".replace("-", "−")
 
 
+RuleKind = Literal["above", "below", "within", "beyond"]
 Verdict = Literal["reproduced", "not reproduced", "not told apart"]
 
 
@@ -50,7 +53,7 @@ Verdict = Literal["reproduced", "not reproduced", "not told apart"]
 class Rule:
     """Where the whole interval must lie: `above`, `below`, `within` ± or `beyond` ± a number."""
 
-    kind: Literal["above", "below", "within", "beyond"]
+    kind: RuleKind
     than: float
 
     def __str__(self) -> str:
@@ -169,7 +172,7 @@ class Operations:
         return Measured(ratio, ratio, ratio, sum(n for (_, n), _ in shared), 2)
 
     @staticmethod
-    def _of(results: Sequence, name: str) -> dict:
+    def _of(results: Sequence[CellResult], name: str) -> dict[EvalCell, tuple[float, int]]:
         """Operations and number of samples of a method at its budget, by task and length."""
         method, _, budget = name.partition("@")
         return {

@@ -14,6 +14,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Clock:
         return 1000 * statistics.median(after - before for before, after in steps)
 
 
-def timed(generate: Callable[..., object], **options: object) -> float:
+def timed(generate: Callable[..., object], **options: Any) -> float:
     """Milliseconds per token of a run."""
     clock = Clock()
     generate(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, streamer=clock, **options)
@@ -57,9 +58,10 @@ def compare(subject: BenchModel, length: int, methods: list[str], rounds: int) -
     """Prints a row for each method."""
     model, ids = subject.model, subject.tokens(1, length)
     kernels = fastest(model, 1, length)
-    baseline = full_twin(model, kernels)
+    baseline: Any = full_twin(model, kernels)
 
-    whole_cache, first = full_cache(baseline, NEW + 1), {"max_new_tokens": 1, "do_sample": False}
+    whole_cache = full_cache(baseline, NEW + 1)
+    first: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
     with kernels.prefill.chosen():
         begun = baseline.generate(input_ids=ids, past_key_values=whole_cache, **first)
     read: dict[str, tuple[kvfold.CompressedCache, Tensor]] = {}
@@ -88,8 +90,8 @@ def compare(subject: BenchModel, length: int, methods: list[str], rounds: int) -
                 taken.setdefault((method, compiled), []).append(of(method, compiled) / whole)
     print(f"{length} tokens, x full ({kernels.decode})\n{'method':24}{'eager':>8}{'compiled':>10}")
     for method in methods:
-        eager, compiled = (statistics.median(taken[method, how]) for how in (False, True))
-        print(f"{method:24}{eager:8.2f}{compiled:10.2f}", flush=True)
+        eager, fast = (statistics.median(taken[method, how]) for how in (False, True))
+        print(f"{method:24}{eager:8.2f}{fast:10.2f}", flush=True)
 
 
 def main() -> None:

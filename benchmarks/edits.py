@@ -44,7 +44,8 @@ def cost(model: PreTrainedModel, ids: Tensor, method: str, budget: float | None)
         edited.drop((START, START + DROPPED))
     with Operations() as reading:
         model(ids[:, START + DROPPED :], past_key_values=again, logits_to_keep=1)
-    return dropping.count / reading.count
+    ratio: float = dropping.count / reading.count
+    return ratio
 
 
 def spans_to_drop(tokens: int) -> list[tuple[int, int]]:

@@ -89,7 +89,9 @@ def sections(page: str) -> Iterator[Section]:
 def ledger() -> dict[tuple[str, str], dict[str, Any]]:
     """Entries by page and heading; those of settings are empty."""
     text = tomllib.loads(LEDGER.read_text(encoding="utf-8"))
-    plain = {(page, name): {} for page, names in text["settings"].items() for name in names}
+    plain: dict[tuple[str, str], dict[str, Any]] = {
+        (page, name): {} for page, names in text["settings"].items() for name in names
+    }
     return plain | {(e["page"], e["heading"]): e for e in text["records"] + text["measured"]}
 
 

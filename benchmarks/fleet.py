@@ -67,7 +67,7 @@ class Shape(Record):
     @property
     def weights(self) -> int:
         """Bytes of the weights, 16 bits a number."""
-        return 2 * sum(each.numel() for each in _without_weights(self).parameters())
+        return 2 * int(sum(each.numel() for each in _without_weights(self).parameters()))
 
     def operations(self, tokens: int, context: float = 0) -> float:
         """Operations of a forward of `tokens` over a `context` of entries."""
@@ -111,7 +111,7 @@ def _without_weights(shape: Shape) -> Any:
 @cache
 def _operations_per_token(shape: Shape) -> int:
     """Operations of one more token, but those of attention."""
-    counts = []
+    counts: list[int] = []
     for tokens in (1, 2):
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         mask = torch.zeros(1, 1, tokens, tokens, device="meta")
@@ -369,7 +369,7 @@ class Fleet:
         self.busy = self.work / len(self.servers) / last
         self.env.run(until=2 * last)
 
-    def _come(self, requests: list[Request]) -> Iterator[simpy.Event]:
+    def _come(self, requests: list[Request]) -> Generator[simpy.Event]:
         for request in requests:
             yield self.env.timeout(request.came - self.env.now)
             server = self.server_for(request.document)
@@ -386,7 +386,7 @@ def simulate(shape: Shape, deployment: Deployment, assumed: Assumed, rate: float
     counted = requests[assumed.warm :]
     waits = [r.first - r.came if r.first is not None else np.inf for r in counted]
     answered = sum(r.first is not None and r.first <= requests[-1].came for r in requests)
-    shares = [np.mean([r.source == name for r in counted]) for name in SOURCES]
+    shares = [float(np.mean([r.source == name for r in counted])) for name in SOURCES]
     return Run(
         shape=shape,
         deployment=deployment,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib
 from fleet import MEMORIES, Run, Sized
+from made_parts import with_part
 from matplotlib.figure import Figure
 
 from kvfold.jobs.records import RecordFile
@@ -19,7 +20,7 @@ from kvfold.report.style import COLORS, DASHES
 ROOT = Path(__file__).parents[1]
 PAGE, OUT = ROOT / "docs" / "fleet.md", ROOT / "docs" / "results" / "fleet"
 PICTURE = "first-token.svg"
-BEGIN, END = "<!-- made by benchmarks/fleet_page.py: {} -->", "<!-- end -->"
+BEGIN = "<!-- made by benchmarks/fleet_page.py: {} -->"
 SHOWN = 4.0  # requests a second, of the table
 COLUMNS = ["model", "cache", "contexts a server", "from memory", "from files", "read again"]
 COLUMNS += ["first token, median", "95 %", "busy", "GPU seconds", "upload"]
@@ -84,11 +85,7 @@ def page(text: str, runs: Sequence[Run], sized: Sequence[Sized]) -> str:
     """The page's `text` with the tables between their marks."""
     tables = {"runs": table(runs), "servers": fleets(sized), "compressing": compressing(runs)}
     for name, made in tables.items():
-        begin = BEGIN.format(name)
-        before, _, rest = text.partition(begin)
-        _, mark, after = rest.partition(END)
-        assert mark, f"{PAGE} lacks the lines {begin} and {END}"
-        text = f"{before}{begin}\n\n{made}\n\n{END}{after}"
+        text = with_part(text, BEGIN.format(name), f"\n{made}\n\n")
     return text
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from pydantic import BaseModel
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from kvfold.inspect.attention_maps import THRESHOLDS, LayerAttention, watch_attention
 from kvfold.jobs.records import RecordFile
@@ -68,7 +68,9 @@ def record(book: str, passage: int, layer: LayerAttention) -> LayerRecord:
     )
 
 
-def passages(books: Path, tokenizer, count: int, tokens: int) -> Iterator[tuple[str, int, Tensor]]:
+def passages(
+    books: Path, tokenizer: PreTrainedTokenizerBase, count: int, tokens: int
+) -> Iterator[tuple[str, int, Tensor]]:
     """Novel, number and ids `[1, tokens]` of `count` passages of each novel."""
     for path in sorted(books.glob("*.txt")):
         text = path.read_text(encoding="utf-8")

@@ -24,9 +24,10 @@ import kvfold
 from kvfold.contexts.levelled import QUESTION, distance
 from kvfold.jobs.records import RecordFile
 from kvfold.loading import Loading, load
+from kvfold.methods.stages.select.one_set import Rule
 
 METHODS = ("kvzip", "adakv", "pyramidkv")
-RULES = ("mass", "votes", "union")
+RULES: tuple[Rule, ...] = ("mass", "votes", "union")
 HEAD = (
     "| method | rule | part of the tokens | KL to own sets | own sets' KL to the whole text "
     "| KL to the whole text |"

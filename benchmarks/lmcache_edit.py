@@ -13,7 +13,9 @@ import multiprocessing
 import os
 import tempfile
 import time
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -83,12 +85,13 @@ def is_right(given: Tensor, kv: Tensor, slots: Tensor) -> bool:
     return True
 
 
-def _pairs(keys: Tensor) -> tuple[Tensor, ...]:
+def _pairs(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Both halves `[K, H, D / 2]` of keys `[K, H·D]`, float64."""
-    return keys.unflatten(1, (HEADS, SIZE)).double().chunk(2, -1)
+    first, second = keys.unflatten(1, (HEADS, SIZE)).double().chunk(2, -1)
+    return first, second
 
 
-def edit(method: str, budget: float, tokens: int, threads: int, answers) -> None:
+def edit(method: str, budget: float, tokens: int, threads: int, answers: SimpleQueue[Any]) -> None:
     """Puts seconds; GB of the input, the peak beyond it and the result; tokens; if it is right."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib
 from long_answers_kl import STRETCH, AnswerDistance
 from long_run import LongRun
+from made_parts import with_part
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -24,7 +25,7 @@ from kvfold.report.style import BASELINE_DASH, COLORS, DASHES, GREY
 ROOT = Path(__file__).parents[1]
 PAGE, OUT = ROOT / "docs" / "answering-long.md", ROOT / "docs" / "results" / "long"
 PICTURE, KL_PICTURE = "entries.svg", "kl.svg"
-BEGIN, END = "<!-- made by benchmarks/long_page.py of {} -->", "<!-- end -->"
+BEGIN = "<!-- made by benchmarks/long_page.py of {} -->"
 HEAD = """\
 | model | method | entries | answer, tokens | most bytes | bytes | late / early step |
 |---|---|---|---|---|---|---|"""
@@ -76,7 +77,8 @@ def kl_table(rows: Sequence[AnswerDistance]) -> str:
             order.setdefault(method, kl.value)
             lines[method] += f" {kl.value:.3f} ({kl.low:.3f} to {kl.high:.3f}) |"
             lines[method] += f" {agrees.value:.1%} |"
-    return "\n".join([head, rule, *(lines[name] for name in sorted(methods, key=order.get))])
+    ranked = sorted(methods, key=order.__getitem__)
+    return "\n".join([head, rule, *(lines[name] for name in ranked)])
 
 
 def _cell(row: AnswerDistance) -> tuple[int, str]:
@@ -96,11 +98,7 @@ def _mean(numbers: Sequence[Sequence[float]], rows: Sequence[AnswerDistance]) ->
 def page(text: str, tables: dict[str, str]) -> str:
     """The page's `text` with the tables, by the name of their records, between their marks."""
     for name, made in tables.items():
-        begin = BEGIN.format(name)
-        before, found, rest = text.partition(begin)
-        _, mark, after = rest.partition(END)
-        assert found and mark, f"{PAGE} lacks the lines {begin} and {END}"
-        text = f"{before}{begin}\n\n{made}\n\n{END}{after}"
+        text = with_part(text, BEGIN.format(name), f"\n{made}\n\n")
     return text
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from made_parts import with_part
 from match_kl import Row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,7 +28,7 @@ Array = NDArray[np.float64]
 ROOT = Path(__file__).parents[1]
 PAGE, OUT = ROOT / "docs" / "how-far-down.md", ROOT / "docs" / "results" / "match"
 PICTURE = "kl-against-bytes.svg"
-BEGIN, END = "<!-- made by benchmarks/match_page.py: {} -->", "<!-- end -->"
+BEGIN = "<!-- made by benchmarks/match_page.py: {} -->"
 BASE = "kvzip"
 TARGETS = {0.2: 0.45, 0.1: 0.5, 0.05: 0.65, 0.02: 0.85}  # of KL beside `BASE`
 RMS = "kvzip:score=rms,floor=0.25"
@@ -195,11 +196,7 @@ TABLES = {"targets": targets, "core": core, "beside": beside}
 def page(text: str, rows: Sequence[Row]) -> str:
     """The page's `text` with the tables between their marks."""
     for name, made in TABLES.items():
-        begin = BEGIN.format(name)
-        before, _, rest = text.partition(begin)
-        _, mark, after = rest.partition(END)
-        assert mark, f"{PAGE} lacks the lines {begin} and {END}"
-        text = f"{before}{begin}\n\n{made(rows)}\n\n{END}{after}"
+        text = with_part(text, BEGIN.format(name), f"\n{made(rows)}\n\n")
     return text
 
 

@@ -24,7 +24,12 @@ from pydantic import BaseModel
 from rich.progress import track
 from scipy import stats
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import kvfold
 from kvfold.jobs.records import RecordFile
@@ -62,7 +67,7 @@ class Passages:
     ids: Tensor
 
 
-def passages(folder: Path, tokenizer, count: int) -> Iterator[Passages]:
+def passages(folder: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[Passages]:
     """`count` passages spread evenly over each novel: the first of each novel, then the second …"""
     novels = {path.stem: path.read_text() for path in sorted(folder.glob("*.txt"))}
     for number in range(count):
@@ -165,9 +170,15 @@ def main() -> None:
         for method, kept in track(left, f"passage {text.number + 1} of every novel"):
             cache = compressed(whole, model, method, kept)
             found = losses(model, cache, logits, text.ids, one_by_one)
-            common = {"passage": text.number, "method": method, "kept": kept}
             new = [
-                Record(book=book, loss=loss, one_by_one=one_by_one, **common)
+                Record(
+                    book=book,
+                    loss=loss,
+                    one_by_one=one_by_one,
+                    passage=text.number,
+                    method=method,
+                    kept=kept,
+                )
                 for book, loss in zip(text.books, found, strict=True)
             ]
             store.add(new)

@@ -13,11 +13,12 @@ from pydoc_data.topics import topics
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvfold.methods.stages.select.one_set import Rule
 from kvfold.policies import policy, sharing_loss
 from tests.helpers.engine import recorded
 
 METHODS = ["snapkv", "rkv", "keydiff", "expected_attention", "snapkv + adakv"]
-RULES = ["mass", "votes", "union"]
+RULES: list[Rule] = ["mass", "votes", "union"]
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+from multiprocessing.queues import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -17,14 +19,16 @@ import kvfold
 from kvfold.bench.models import BenchModel
 from kvfold.bench.peak import ALLOCATOR, RESET, memory
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "in pieces": {"prefill_chunk": 1024},
     "per chunk": {"prefill_chunk": 1024, "compress": "per_chunk"},
 }
 
 
-def read(method: str, budget: float | int, length: int, way: str, answers) -> None:
+def read(
+    method: str, budget: float | int, length: int, way: str, answers: SimpleQueue[Any]
+) -> None:
     """Puts the peak, and the cache's bytes after `length` tokens, into `answers`."""
     torch.set_num_threads(2)
     subject = BenchModel.of("small", "float32", 0)

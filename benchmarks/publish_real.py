@@ -74,7 +74,8 @@ def _options(line: str) -> dict[str, str]:
 def _planned(line: str) -> list[real_page.Planned]:
     """Tasks, lengths and contenders of one `kvfold eval` command."""
     options = _options(line)
-    lengths = [int(length) for length in options.get("lengths", "").split(",") if length]
+    named = options.get("lengths", "").split(",")
+    lengths = [int(length) if length else None for length in named]
     aware, samples = "--question-aware" in line, int(options["samples"])
     methods = listed(options["methods"])
     return [
@@ -85,7 +86,7 @@ def _planned(line: str) -> list[real_page.Planned]:
             not task.by_likelihood,
         )
         for task in select(options["tasks"].split(","))
-        for length in lengths or [None]
+        for length in lengths
     ]
 
 

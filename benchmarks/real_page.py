@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import real_picture
+from made_parts import with_part
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
@@ -59,7 +60,7 @@ OTHERS = """\
 - [The bundled model](bundled/README.md), made for tests, and [its
   oddities](bundled/oddities.md)."""
 # The end of the part of README.md that is made, and its beginning.
-BEGIN, END = "<!-- made by benchmarks/publish_real.py -->", "<!-- end -->"
+BEGIN = "<!-- made by benchmarks/publish_real.py -->"
 
 
 # Tasks and length that all methods and budgets are run on: their means are the picture.
@@ -115,10 +116,7 @@ def readme(text: str, results: Sequence[CellResult]) -> str:
     picture = f"![Score against bytes of {MODEL}, two protocols](docs/results/{real_picture.FILE})"
     more = "[All results](docs/results/README.md), with the texts, intervals and samples."
     made = f"\n{claimed}\n\n{picture}\n\n{more}\n" if claimed else ""
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    assert mark, f"README.md lacks the lines {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n{made}{END}{after}"
+    return with_part(text, BEGIN, made)
 
 
 def summary(results: Sequence[CellResult]) -> str:

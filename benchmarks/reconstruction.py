@@ -29,7 +29,8 @@ def build() -> LlamaForCausalLM:
         max_position_embeddings=65536,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 @torch.no_grad()

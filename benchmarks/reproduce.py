@@ -16,7 +16,7 @@ from pathlib import Path
 
 import compact_samples
 
-from kvfold.eval import evaluate
+from kvfold.eval.evaluate import evaluate
 from kvfold.loading import load
 
 PUBLISHED = Path(__file__).parents[1] / "docs" / "results" / "samples.csv.gz"

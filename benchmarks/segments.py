@@ -40,8 +40,10 @@ def compare(length: int, repeats: int) -> tuple[float, float, float]:
     positions = torch.arange(length).expand(1, HEADS, length)
     store = RaggedStore(key, value, positions, slots, Encode())
     store.encode_due(decoding=False)
-    store.append(*torch.randn(2, 1, HEADS, TAIL, SIZE), first=length)
+    new_keys, new_values = torch.randn(2, 1, HEADS, TAIL, SIZE)
+    store.append(new_keys, new_values, first=length)
     stored = store.view()
+    assert stored is not None
     packed = query.view(1, HEADS, GROUPS, SIZE)
 
     def full() -> None:

@@ -31,7 +31,7 @@ def main(
     model, tokenizer = load(model_name, Loading())
     book = " ".join(text.read_text(encoding="utf-8").split())
     ids = tokenizer(book[: 8 * tokens], add_special_tokens=False).input_ids[:tokens]
-    document = tokenizer.decode(ids)
+    document = str(tokenizer.decode(ids))
     method = f"zap:file={scorer}"
     large, small = compress_each(model, tokenizer, document, method, [0.5, 0.2], prefill_chunk=1024)
     for count in threads or [1, 2]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kvfold.bench.clock import seconds
 from kvfold.kernels.single_query import attend_single
@@ -31,14 +33,14 @@ def compare(batch: int, groups: int, stored: int, repeats: int) -> list[float]:
     entries = torch.randn(SETS, 2, batch, HEADS, stored, SIZE)
     weights = torch.randn(WEIGHTS)
 
-    def taken(work, at: int) -> float:
+    def taken(work: Callable[[Tensor, Tensor], None], at: int) -> float:
         weights.sum()
         return seconds(query.device, partial(work, *entries[at % SETS]))
 
-    def products(key, value) -> None:
+    def products(key: Tensor, value: Tensor) -> None:
         attend_single(query, key, value, SIZE**-0.5)
 
-    def fused(key, value) -> None:
+    def fused(key: Tensor, value: Tensor) -> None:
         F.scaled_dot_product_attention(packed, key, value)
 
     ratios = [taken(products, i) / taken(fused, i + 1) for i in range(repeats)]

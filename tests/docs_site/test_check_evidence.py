@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,20 +15,17 @@ from kvfold.eval.run.sample_result import sample_digest
 from kvfold.eval.tasks import SampleRequest, tasks
 from kvfold.hf.chat_template import token_count
 from kvfold.loading import load
+from tests.helpers.scripts import BENCHMARKS, scripts_of
 
 # Resamples of three cells may be of one cell alone.
 pytestmark = pytest.mark.filterwarnings("ignore:An input array is constant")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
     """`benchmarks/check_evidence_page.py`."""
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("check_evidence_page")
-    sys.path[:] = path
-    sys.modules.pop("check_evidence_page", None)
+    with scripts_of(BENCHMARKS) as script:
+        yield script("check_evidence_page")
 
 
 def measured(bench: ModuleType, *values: tuple[float, float], **known: Any) -> list[Any]:
@@ -103,10 +97,8 @@ def test_the_published_page_is_that_of_the_records(bench):
 
 def test_prompts_are_drawn_again_from_published_rows(tmp_path):
     """Digests tell that they are the samples that were scored; another haystack is refused."""
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    evidence = import_module("check_evidence")
-    sys.path[:] = path
+    with scripts_of(BENCHMARKS) as script:
+        evidence = script("check_evidence")
     _, tokenizer = load("bundled")
     book, other = tmp_path / "book.txt", tmp_path / "other.txt"
     book.write_text("The sea was calm that day. " * 200)

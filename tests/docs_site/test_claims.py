@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
@@ -23,20 +22,16 @@ from kvfold.methods.registry import listed
 from kvfold.report.load import load_results
 from tests.helpers.eval_results import cell, lines, scored
 from tests.helpers.evaluation import HELD
+from tests.helpers.scripts import BENCHMARKS, scripts_of
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"claims", "claims_curves", "claims_evidence", "compact_samples", "layers", "paired"}
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
     """`benchmarks/claims.py`."""
-    path, known = list(sys.path), set(sys.modules)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("claims")
-    sys.path[:] = path
-    for name in MODULES - known:
-        sys.modules.pop(name, None)
+    with scripts_of(BENCHMARKS) as script:
+        yield script("claims")
 
 
 def publish(folder: Path, samples: dict[EvalCell, Sequence[float]], **fields: object) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.helpers.scripts import BENCHMARKS, scripts_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "docs/results/bundled/README.md", "Results"
@@ -20,12 +20,8 @@ RESULTS = "docs/results/bundled/README.md", "Results"
 @pytest.fixture(scope="module")
 def figures() -> Iterator[ModuleType]:
     """`benchmarks/figures.py`."""
-    path, known = list(sys.path), set(sys.modules)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("figures")
-    sys.path[:] = path
-    for name in {"figures", "paired"} - known:
-        sys.modules.pop(name, None)
+    with scripts_of(BENCHMARKS) as script:
+        yield script("figures")
 
 
 @pytest.mark.slow

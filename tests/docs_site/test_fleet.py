@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,21 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvfold
 from kvfold.bench.cost import measured
+from tests.helpers.scripts import BENCHMARKS, scripts_of
 from tests.helpers.tokenizers import WORDS, word_tokenizer
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[ModuleType]:
     """`benchmarks/fleet_page.py`."""
     pytest.importorskip("simpy")
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("fleet_page")
-    sys.path[:] = path
-    for name in ("fleet_page", "fleet"):
-        sys.modules.pop(name, None)
+    with scripts_of(BENCHMARKS) as script:
+        yield script("fleet_page")
 
 
 @pytest.fixture(scope="module")

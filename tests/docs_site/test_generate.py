@@ -3,33 +3,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import kvfold
-
-FOLDER = Path(__file__).parents[2] / "docs" / "generate"
+from tests.helpers.scripts import GENERATE, scripts_of
 
 
 @pytest.fixture
 def module() -> Iterator[Callable[[str], ModuleType]]:
-    """A function that imports a module of the folder; all are forgotten after the test."""
-    known = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-
-    def imported(name: str) -> ModuleType:
-        return import_module(name)
-
-    yield imported
-    sys.path.remove(str(FOLDER))
-    for path in FOLDER.glob("*.py"):
-        if path.stem not in known:
-            sys.modules.pop(path.stem, None)
+    """A function that imports a module of the folder."""
+    with scripts_of(GENERATE) as script:
+        yield script
 
 
 @pytest.mark.parametrize(

@@ -5,25 +5,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.scripts import BENCHMARKS, scripts_of
 
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[ModuleType]:
     """`benchmarks/match_page.py`."""
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("match_page")
-    sys.path[:] = path
-    for name in ("match_page", "match_kl"):
-        sys.modules.pop(name, None)
+    with scripts_of(BENCHMARKS) as script:
+        yield script("match_page")
 
 
 def row(pages: Any, text: str, method: str, kept: float, kl: float, nbytes: int = 100) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,20 +14,15 @@ import kvfold
 from kvfold.bench.models import BenchModel
 from kvfold.checks.batches import PaddedIds
 from tests.helpers.models import build, prompts
+from tests.helpers.scripts import BENCHMARKS, scripts_of
 from tests.helpers.truth import Reader
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[ModuleType]:
     """`benchmarks/long_page.py`."""
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("long_page")
-    sys.path[:] = path
-    for name in ("long_page", "long_run", "long_answers_kl"):
-        sys.modules.pop(name, None)
+    with scripts_of(BENCHMARKS) as script:
+        yield script("long_page")
 
 
 def test_the_published_tables_and_pictures_are_those_of_the_records(pages, tmp_path):

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.helpers.scripts import GENERATE, scripts_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 MUCH_USED = (
@@ -40,13 +40,8 @@ MUCH_USED = (
 @pytest.fixture(scope="module")
 def models() -> Iterator[ModuleType]:
     """The script that writes the page; its modules are forgotten afterwards."""
-    folder, known = DOCS / "generate", set(sys.modules)
-    sys.path.insert(0, str(folder))
-    yield import_module("models")
-    sys.path.remove(str(folder))
-    for path in folder.glob("*.py"):
-        if path.stem not in known:
-            sys.modules.pop(path.stem, None)
+    with scripts_of(GENERATE) as script:
+        yield script("models")
 
 
 @pytest.mark.parametrize("name", MUCH_USED)

@@ -9,10 +9,8 @@ import io
 import os
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +28,7 @@ from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
 from kvfold.report.tables import by_task, markdown
 from tests.helpers.reports import HERE, MODEL, made
+from tests.helpers.scripts import BENCHMARKS, scripts_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -51,12 +50,8 @@ NARROW, SMALLEST = 390, 11  # pixels of a small screen, and of a letter on it
 @pytest.fixture(scope="module")
 def publishing() -> Iterator[ModuleType]:
     """`benchmarks/publish_real.py`; its page is `.real_page`, its picture `.real_picture`."""
-    known, path = set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("publish_real")
-    sys.path[:] = path
-    for name in {"publish_real", "real_page", "real_picture", "compact_samples"} - known:
-        sys.modules.pop(name, None)
+    with scripts_of(BENCHMARKS) as script:
+        yield script("publish_real")
 
 
 def measured() -> list[CellResult]:

@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.scripts import BENCHMARKS, scripts_of
+
 TASK = "ruler_niah_single_2"
 
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
     """`benchmarks/reproduce.py`."""
-    known, path = set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("reproduce")
-    sys.path[:] = path
-    for name in {"reproduce", "compact_samples"} - known:
-        sys.modules.pop(name, None)
+    with scripts_of(BENCHMARKS) as imported:
+        yield imported("reproduce")
 
 
 def test_the_cells_it_runs_are_published(script):

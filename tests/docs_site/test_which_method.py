@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,21 +15,16 @@ from kvfold.methods.description import shortest, without_files
 from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
 from tests.helpers.reports import made
+from tests.helpers.scripts import BENCHMARKS, scripts_of
 
-ROOT = Path(__file__).parents[2]
 NEEDLES = "ruler_niah_single_1", "ruler_niah_single_2"
 
 
 @pytest.fixture(scope="module")
 def which() -> Iterator[ModuleType]:
     """`benchmarks/which_method.py`."""
-    known, path = set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield import_module("which_method")
-    sys.path[:] = path
-    own = {"which_method", "match_page", "match_kl", "long_page", "long_run", "long_answers_kl"}
-    for name in (own | {"real_page", "real_picture"}) - known:
-        sys.modules.pop(name, None)
+    with scripts_of(BENCHMARKS) as script:
+        yield script("which_method")
 
 
 def page_of(which: ModuleType, results: list) -> str:
