@@ -12,28 +12,26 @@ from kvfold.cli.console import table
 
 def cells_table(result: CheckResult) -> Table:
     """A row per method and budget: distance to the full cache, and answer lengths."""
-    names = ("kept", "mean KL", "95 %", "p99", "agree", "ppl", "length", "limit")
+    names = ("kept", "KL", "95 %", "p99", "agree", "length")
     title = f"{result.prompts} prompts, {result.protocol.tokens} tokens; floor {result.floor:.1e}"
     shown = table(title, "method", "budget", *names, right=("budget", *names))
+    for column in shown.columns:  # rather a method in two lines than a number
+        column.no_wrap = column.justify == "right"
     for cell in result.cells:
         answers = cell.lengths
         shown.add_row(
             cell.method,
             cell.budget or "",
             f"{cell.kept:.1%}",
-            f"{cell.kl.value:.3g}" + (" =" if cell.equal else ""),
+            f"{cell.kl.value:.2g}" + (" =" if cell.equal else ""),
             f"{cell.kl.low:.2g}–{cell.kl.high:.2g}",
             f"{cell.kl_p99.value:.2g}",
             f"{cell.agreement.value:.1%}",
-            f"{cell.perplexity_ratio.value:.2f}",
             "" if answers is None else f"{answers.ratio.value:.2f}",
-            ""
-            if answers is None
-            else f"{100 * answers.at_limit:.0f}/{100 * answers.at_limit_full:.0f} %",
         )
     shown.caption = (
-        "KL in nats; = is within the noise; agree: same likeliest token; ppl, length: over the "
-        "full cache's; limit: answers cut at the limit, and the full cache's"
+        "KL: mean, in nats; = is within the noise; agree: same likeliest token; length: of answers "
+        "over the full cache's"
     )
     shown.caption_justify = "left"
     return shown
