@@ -21,7 +21,9 @@ Step = Literal["prefill", "prefill end", "decode"]
 
 @dataclass(frozen=True)
 class ReconstructionForward:
-    """A forward that repeats part of a context of `text` columns (KVzip).
+    """A forward that repeats part of a context of `text` columns, or asks about it (KVzip).
+
+    All such forwards of the context together read about `total` tokens.
 
     `scored [B, N]` are the columns, new ones included, among which its attention is shared out.
     `row_weights [B, S]` of its tokens, by compressed layer, multiply that attention, and so do the
@@ -30,6 +32,7 @@ class ReconstructionForward:
     """
 
     text: int
+    total: int
     scored: Tensor
     rms: bool = False
     row_weights: dict[int, Tensor] = field(default_factory=dict)

@@ -37,7 +37,7 @@ def add_repeated(state: LayerState, call: AttentionCall, counted: Tensor | None)
     if needs.references is None or not needs.repeats_references or repeating is None:
         return
     most = _most(needs.references, call.query, call.key)
-    chosen = _evenly(new, most * new // repeating.text, call.query.device)
+    chosen = _evenly(new, most * new // repeating.total, call.query.device)
     rows, heads = call.key.shape[:2]
     groups = call.query.shape[1] // heads
     queries = _by_token(call.query[:, :, chosen], heads)

@@ -7,8 +7,10 @@ structural tokens: NVIDIA/kvpress `kvzip_press.py`, pull request 288.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from kvfold.generation.structure import structural
 from kvfold.hf.attention_inputs import inputs_noted
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
+from kvfold.hf.user_text import Content
 from kvfold.methods.observation import ContextReconstruction
 
 
@@ -36,10 +39,10 @@ def reconstruct(
     `input_ids [B, N]` are all tokens of the cache, `mask [B, N]` is 0 at padding. A row's text
     begins after the chat template's opening, if the row has it; these tokens are kept and do not
     count in the budget. The cache's entries stay unchanged. With a file of head scores nothing is
-    repeated.
+    repeated, and with one of questions these are read instead.
 
-    Raises KvfoldError for a row without the method's instruction, and for a file of head scores
-    that cannot be read or is another model's.
+    Raises KvfoldError for a row without the method's instruction, for a file of head scores that
+    cannot be read or is another model's, and for a file without questions.
     """
     how, tokenizer = cache.reconstruction, cache.binding.tokenizer
     assert how is not None and tokenizer is not None
@@ -63,9 +66,13 @@ def reconstruct(
         row[kept.bool()][skip:]
         for row, kept, skip in zip(input_ids, mask, prefix.tolist(), strict=True)
     ]
-    for part in range(-(-max(map(len, texts)) // how.chunk)):
-        requests = [_request(how, tokenizer, frame, text, part) for text in texts]
-        _repeat(model, cache, mask, prefix, requests, how.chunk * part)
+    forwards: Iterable[_Forward] = (
+        _repetitions(how, tokenizer, frame, texts)
+        if how.questions is None
+        else _questions(how.questions, tokenizer, frame, texts)
+    )
+    for forward in forwards:
+        _read_after(model, cache, mask, prefix, forward)
     if how.demote:
         marks = [structural(tokenizer, text, how.demote_repeats) for text in texts]
         _demote(cache, marks, how.demote)
@@ -75,6 +82,29 @@ def _opening(row: Tensor, start: int, opening: Tensor) -> Tensor:
     """Number of a row's first tokens that are the template's opening: all of it, or 0."""
     there = torch.equal(row[start : start + len(opening)], opening)
     return torch.tensor(len(opening) if there else 0, device=row.device)
+
+
+class _Forward(NamedTuple):
+    """Tokens that each row reads after its text, and which entries of the text they score."""
+
+    rows: list[Tensor]
+    start: int  # first token of the text whose entry is scored
+    counts: list[int]  # tokens from there on
+    total: int | None = None  # tokens of all forwards, None: about as many as the prompt's
+
+
+def _repetitions(
+    how: ContextReconstruction,
+    tokenizer: PreTrainedTokenizerBase,
+    frame: PromptFrame,
+    texts: list[Tensor],
+) -> Iterator[_Forward]:
+    """Each part of the texts, as the answer to a prompt that asks for it."""
+    for part in range(-(-max(map(len, texts)) // how.chunk)):
+        requests = [_request(how, tokenizer, frame, text, part) for text in texts]
+        counts = [len(repeated) for _, repeated in requests]
+        rows = [torch.cat(request) for request in requests]
+        yield _Forward(rows, how.chunk * part, counts)
 
 
 def _request(
@@ -95,18 +125,36 @@ def _request(
     return torch.cat([asked, answer]), chunk
 
 
-def _repeat(
+def _questions(
+    file: str, tokenizer: PreTrainedTokenizerBase, frame: PromptFrame, texts: list[Tensor]
+) -> list[_Forward]:
+    """Each question of a file, as a user would ask it about the texts."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KvfoldError(f"cannot read {file} as questions: {error}") from None
+    asked = [
+        token_ids(tokenizer, frame.separator, Content(line.strip()), frame.after)[0]
+        for line in lines
+        if line.strip()
+    ]
+    if not asked:
+        raise KvfoldError(f"{file} has no question: write one a line")
+    counts, total = list(map(len, texts)), sum(map(len, asked))
+    return [_Forward([ids.to(texts[0].device)] * len(texts), 0, counts, total) for ids in asked]
+
+
+def _read_after(
     model: PreTrainedModel,
     cache: CompressedCache,
     mask: Tensor,
     prefix: Tensor,
-    requests: list[tuple[Tensor, Tensor]],
-    start: int,
+    forward: _Forward,
 ) -> None:
-    """One forward over all rows' requests and parts, `start` tokens into their texts."""
+    """One forward over all rows' new tokens, which are forgotten; their attention is noted."""
     how = cache.reconstruction
     assert how is not None
-    rows = [torch.cat(request) for request in requests]
+    rows, start = forward.rows, forward.start
     longest = max(map(len, rows))
     new = mask.new_zeros(len(rows), longest)
     there = torch.zeros_like(new)
@@ -114,12 +162,14 @@ def _repeat(
         into[longest - len(row) :] = row
         valid[longest - len(row) :] = 1
     offsets = mask.cumsum(-1) - 1 - prefix[:, None]  # positions, from the text's first token on
-    lengths = torch.tensor([len(part) for _, part in requests], device=mask.device)[:, None]
+    lengths = torch.tensor(forward.counts, device=mask.device)[:, None]
     scored = (offsets < 0) | ((offsets >= start) & (offsets < start + lengths))
     scored = torch.cat([scored & mask.bool(), there.bool()], 1)
     whole = torch.cat([mask, there], 1)
     padded = None if bool(whole.all()) else whole
-    cache.phase.repeating = repeating = ReconstructionForward(mask.shape[1], scored, how.rms)
+    text = mask.shape[1]
+    repeating = ReconstructionForward(text, forward.total or text, scored, how.rms)
+    cache.phase.repeating = repeating
     try:
         with cache.frozen(), _weighing_queries(cache, repeating):
             read_tokens(model, new, cache, padded, at_once=True)

@@ -31,7 +31,9 @@ class KVzip(Method):
     answer to a prompt. The opening of the chat template is kept beside the budget.
     `level="pair"` ranks all entries in one pool, `"uniform"` keeps equally many in every head,
     `"head"` keeps or empties whole heads by their highest score. `head_scores` names a file of such
-    scores (.safetensors or .pt, one tensor `[L, H]`), and nothing is repeated.
+    scores (.safetensors or .pt, one tensor `[L, H]`), and nothing is repeated. `questions` names a
+    text file of them, a line each: each is asked after the text, which is not repeated, and the
+    entries are scored by the attention of the questions.
     `strict` is the released rule: of all N pairs it keeps those that score above the `int(r·N)`-th
     best, one less if no two are equal. Scores are float32; the released code uses its model's.
     `kvzip_plus` multiplies attention by ‖W_o v‖ / ‖h‖ before its maximum, v the entry's value and h
@@ -48,6 +50,7 @@ class KVzip(Method):
     strict: bool = False  # the released rule, scores above a threshold
     instruction: bool = False  # released sentence before the text, not in the budget
     head_scores: FileName = NO_FILE  # file of head scores, none: from the text
+    questions: FileName = NO_FILE  # file of questions, none: the text is repeated
     normalize: bool = False  # attention times ‖W_o v‖ / ‖h‖ (KVzip+)
     demote: float = 0.0  # factor of the scores of structural tokens, 0: none
     demote_repeats: int = 4  # occurrences from which a token may be structural
@@ -62,6 +65,7 @@ class KVzip(Method):
             (self._file and self.level != "head", "head_scores are of heads: choose level=head"),
             (self.demote_repeats < 1, "demote_repeats is at least 1"),
             (self._file and changed, "head_scores are taken as they are"),
+            (self._file and self._questions, "head_scores need no questions"),
             (not 0 <= self.demote <= 1, f"demote is a factor from 0 to 1, not {self.demote}"),
             (not 0 <= self.floor <= 1, f"floor is a part from 0 to 1, not {self.floor}"),
             (self.floor and (self.strict or self.level != "pair"), "floor goes with a plain pool"),
@@ -78,11 +82,17 @@ class KVzip(Method):
     def _file(self) -> str | None:
         return None if self.head_scores == NO_FILE else self.head_scores
 
+    @property
+    def _questions(self) -> str | None:
+        return None if self.questions == NO_FILE else self.questions
+
     def stages(self) -> Stages:
         allocate, inexact = self._allocate()
         how = self.normalize, self.demote, self.demote_repeats
         asked = *PROMPTS, INSTRUCTION if self.instruction else "", self._file
-        repeated = ContextReconstruction(self.chunk, *asked, *how, rms=self.score == "rms")
+        repeated = ContextReconstruction(
+            self.chunk, *asked, *how, rms=self.score == "rms", questions=self._questions
+        )
         needs = Needs(reconstruction=repeated, output_norms="l2" if self.normalize else None)
         return Stages(needs=needs, score=most_attention, allocate=allocate, inexact=inexact)
 

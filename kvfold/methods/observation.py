@@ -28,7 +28,10 @@ ProjectedNorms = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ContextReconstruction:
-    """Options of KVzip's reconstruction: forwards that let the model repeat the text in parts."""
+    """Options of KVzip's reconstruction: forwards that let the model repeat the text in parts.
+
+    With a file of `questions`, a line each, these are read after the text, and nothing is repeated.
+    """
 
     chunk: int  # tokens of a part
     first: str  # prompt that asks for the first part
@@ -40,6 +43,7 @@ class ContextReconstruction:
     demote: float = 0.0  # factor of the scores of structural tokens, 0: none
     demote_repeats: int = 4  # occurrences in the text from which a token may be structural
     rms: bool = False  # root of the mean square of attention, instead of its maximum
+    questions: str | None = None  # file of them
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError, parse
 from kvfold.bundled import FOLDER
+from kvfold.generation.generate import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.methods.stages.score.repetition import INSTRUCTION, PROMPTS
 from tests.helpers.budgets import SMALL
@@ -298,3 +300,72 @@ def test_kvzip_keeps_heads_by_scores_from_a_file_and_repeats_nothing(heads, suff
         one = ByHand(truth)(torch.tensor([text[:-1]]))
         expected.append(evict(one, lambda _, kept=kept: kept)(torch.tensor([text[-1:]])))
     assert_holds(cache, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_kvzip_scores_by_the_attention_of_given_questions(tmp_path, padded):
+    """The stock model's own attention weights, question by question: their maximum."""
+    small, tokenizer = kvfold.bundled_model()
+    eager = AutoModelForCausalLM.from_pretrained(
+        FOLDER, dtype=small.dtype, attn_implementation="eager"
+    )
+    frame, file = PromptFrame.of(tokenizer), tmp_path / "questions.txt"
+    asked = ["Where is the old house?", "Who came into the garden?"]
+    file.write_text("\n".join([asked[0], "", f"  {asked[1]} "]), encoding="utf-8")
+    texts = ["the garden of the old house was quiet " * 4, "nobody came to the old house " * 3]
+    rows = [token_ids(tokenizer, frame.before, text) for text in texts[: 1 + padded]]
+    longest = max(row.shape[1] for row in rows)
+    ids = torch.cat([F.pad(row, (longest - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([F.pad(row * 0 + 1, (longest - row.shape[1], 0)) for row in rows])
+    cache = CompressedCache(small, f"kvzip:questions={file}", 10, tokenizer=tokenizer)
+    with cache.reading():
+        read_on(small, cache, ids, mask, longest)
+        scores = [state.reconstruction_scores for state in cache.states]
+    for row, own in enumerate(rows):
+        most = []
+        for question in asked:
+            new = token_ids(tokenizer, frame.separator, question, frame.after)
+            seen = eager(torch.cat([own, new], 1), output_attentions=True).attentions
+            most.append([each[0, :, -new.shape[1] :, : own.shape[1]].amax(1) for each in seen])
+        for layer, (found, *each) in enumerate(zip(scores, *most, strict=True)):
+            of_query_heads = torch.stack(each).amax(0)
+            expected = of_query_heads.unflatten(0, (found.shape[1], -1)).amax(1)
+            opening = len(token_ids(tokenizer, frame.before)[0])
+            mine = found[row, :, -own.shape[1] :]
+            assert torch.allclose(mine[:, opening:], expected[:, opening:], atol=1e-5), layer
+
+
+def test_match_is_fitted_to_given_questions(tmp_path):
+    small, tokenizer = kvfold.bundled_model()
+    file = tmp_path / "questions.txt"
+    file.write_text("Where is the old house?\nWho came into the garden?\n", encoding="utf-8")
+    text = "the garden of the old house was quiet and nobody came " * 5
+    method = f"kvzip:questions={file},level=uniform + match"
+    cache = CompressedCache(small, method, 20, tokenizer=tokenizer)
+    frame = PromptFrame.of(tokenizer)
+    ids = token_ids(tokenizer, frame.before, text)
+    with cache.reading():
+        read_on(small, cache, ids, None, ids.shape[1])
+        counts = [each.queries.shape[2] for each in cache.states[0].reference_queries.repeated]
+    groups = small.config.num_attention_heads // small.config.num_key_value_heads
+    asked = [
+        token_ids(tokenizer, frame.separator, line, frame.after).shape[1]
+        for line in file.read_text().splitlines()
+    ]
+    assert counts == [groups * tokens for tokens in asked]
+    assert any(now < before for before, now, *_ in cache.stats().refits)
+
+
+@pytest.mark.parametrize(
+    ("name", "held"), [("absent.txt", None), ("empty.txt", b" \n"), ("bytes.txt", b"\xff")]
+)
+def test_kvzip_questions_that_are_none_are_refused(tmp_path, name, held):
+    small, tokenizer = kvfold.bundled_model()
+    if held is not None:
+        (tmp_path / name).write_bytes(held)
+    spec = f"kvzip:questions={tmp_path / name}"
+    with pytest.raises(KvfoldError, match=f"{name} (as|has no) question"):
+        kvfold.compress(small, tokenizer, "the old house was quiet", spec, 0.5)
+    with pytest.raises(KvfoldError, match="head_scores need no questions"):
+        parse("kvzip:level=head,head_scores=a.pt,questions=b.txt")
