@@ -22,16 +22,23 @@ CACHES = ("cache_implementation", "cache_config")
 
 
 class Enabled:
-    """A model whose `generate` compresses, until `disable`, or until the `with` block ends."""
+    """A model whose `generate` compresses, until `disable`, or until the `with` block ends.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    Inside another such block the model then compresses as `before`.
+    """
+
+    def __init__(self, model: PreTrainedModel, before: CompressedGenerate | None = None) -> None:
+        self.model, self.before = model, before
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        disable(self.model)
+        if self.before is None:
+            disable(self.model)
+        else:
+            with preparing:
+                _replace(self.model, self.before)
 
 
 class CompressedGenerate:
@@ -111,12 +118,12 @@ def enable(
         return Enabled(model)
     make["method"] = method
     CompressedCache(model, **make)
+    before = model.__dict__.get("generate")
     with preparing:
         _restore(model)
-        replaced: Any = CompressedGenerate(model, make, {"prefill_chunk": prefill_chunk})
-        model.generate = replaced
-        attention.begin_batching_by(model, _refuse_batching)
-    return Enabled(model)
+        replaced = CompressedGenerate(model, make, {"prefill_chunk": prefill_chunk})
+        _replace(model, replaced)
+    return Enabled(model, before if isinstance(before, CompressedGenerate) else None)
 
 
 def disable(model: PreTrainedModel) -> None:
@@ -124,6 +131,11 @@ def disable(model: PreTrainedModel) -> None:
     with preparing:
         _restore(model)
         attention.disable(model)
+
+
+def _replace(model: Any, generate: CompressedGenerate) -> None:
+    model.generate = generate
+    attention.begin_batching_by(model, _refuse_batching)
 
 
 def _refuse_batching(*_: Any, **__: Any) -> Any:

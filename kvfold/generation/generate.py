@@ -17,6 +17,7 @@ from kvfold.generation.inputs import (
     check_last_column,
     check_pieces,
     check_read_ahead,
+    later_features,
     leading_padding,
 )
 from kvfold.generation.layerwise import prefill_layerwise
@@ -108,7 +109,8 @@ def generate(
         read_turn(model, cache, ids, attention_mask, total, chunk)
     if rows > 1 and cache.get_seq_length() > 0:
         cache.batch_repeat_interleave(rows)
-    return _decode(model, cache, input_ids, attention_mask, compile, options)
+    with later_features(model, resumed, input_ids, options):
+        return _decode(model, cache, input_ids, attention_mask, compile, options)
 
 
 def _read_ahead(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from kvfold.attention.padding import ON_THE_LEFT
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.generation.resume import Resumption
+from kvfold.hf import rope_deltas
 from kvfold.methods.base import Method
 
 # Options of `kvfold.generate` for which it reads the prompt by its ids.
@@ -54,10 +57,38 @@ def check_embeddings(cache: CompressedCache, options: dict[str, Any]) -> None:
         raise KvfoldError(f"{reason}, which inputs_embeds= lacks: give input_ids")
 
 
+@contextmanager
+def later_features(
+    model: Any, resumed: Resumption, input_ids: Tensor, options: dict[str, Any]
+) -> Iterator[None]:
+    """A block that reads a later turn; KvfoldError for images or sound that do not belong to it."""
+    given = [
+        name
+        for name in _of_forward(model, options)
+        if name != "position_ids" and getattr(options[name], "shape", ())[:2] != input_ids.shape
+    ]
+    if not (given and resumed.seen):
+        yield
+        return
+    named = ", ".join(given)
+    if rope_deltas.holders(model):
+        raise KvfoldError(
+            f"{named}: {type(model).__name__} counts positions from all images of a conversation, "
+            "which a later turn does not hold: read the whole conversation into a fresh cache, or "
+            "leave out what has been read"
+        )
+    try:
+        yield
+    except ValueError as error:
+        raise KvfoldError(
+            f"{named}: {error}. A later turn takes what belongs to its own tokens: leave out what "
+            "has been read"
+        ) from error
+
+
 def check_read_ahead(model: Any, resumed: Resumption, options: dict[str, Any]) -> None:
     """Raises KvfoldError for inputs of the model's forward that reading ahead would leave out."""
-    known = inspect.signature(model.forward).parameters
-    given = [name for name, value in options.items() if name in known and _holds_tensors(value)]
+    given = _of_forward(model, options)
     if not given:
         return
     if resumed.own_forwards:
@@ -94,6 +125,12 @@ def leading_padding(model: Any, input_ids: Tensor) -> Tensor:
         return torch.ones_like(input_ids)
     started: Tensor = (input_ids != pad).cumsum(-1) > 0
     return started.long()
+
+
+def _of_forward(model: Any, options: dict[str, Any]) -> list[str]:
+    """Options that are tensors for the model's forward."""
+    known = inspect.signature(model.forward).parameters
+    return [name for name, value in options.items() if name in known and _holds_tensors(value)]
 
 
 def _holds_tensors(value: object) -> bool:

@@ -392,4 +392,6 @@ def _convert(method: Method, option: str, text: str) -> Any:
         return kind(text)
     except (ValueError, KeyError, StopIteration):
         wanted = " or ".join(map(str, choices)) if choices else getattr(kind, "__name__", str(kind))
+        if typing.get_origin(kind) is tuple:
+            wanted = "whole numbers with / between them"
         raise KvfoldError(f"{method.name}:{option} takes {wanted}, not {text!r}") from None

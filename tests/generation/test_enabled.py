@@ -99,6 +99,20 @@ def test_enabling_again_replaces_the_method(model):
     assert "generate" not in vars(model)
 
 
+def test_after_an_inner_block_the_outer_method_is_back(model):
+    ids, mask = prompts((64,))
+    stock = model.generate(ids, attention_mask=mask, **GREEDY)
+    expected = [explicit(model, ids, mask, method, 20) for method in ("knorm", "keydiff")]
+    assert not torch.equal(*expected)
+    with kvfold.enable(model, "knorm", 20):
+        with kvfold.enable(model, "keydiff", 20):
+            assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected[1])
+        assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected[0])
+        with pytest.raises(KvfoldError, match="continuous batching"):
+            model.generate_batch(inputs=[[5, 6]])
+    assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), stock)
+
+
 def test_calls_with_a_cache_of_their_own_stay_stock(model):
     ids, mask = prompts((64,))
     expected = model.generate(

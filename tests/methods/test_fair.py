@@ -79,6 +79,8 @@ def test_what_is_no_span_is_refused() -> None:
     for wrong in ("4", "4/4", "9/4", "4/9/8/12"):
         with pytest.raises(KvfoldError, match="starts and stops in turn"):
             parse(f"snapkv + fair:spans={wrong}")
+    with pytest.raises(KvfoldError, match="takes whole numbers with / between them, not '0-40'"):
+        parse("snapkv + fair:spans=0-40")
     with pytest.raises(KvfoldError, match="takes the spans to be fair to"):
         start(build("llama"), "snapkv:window=8 + fair")
     with pytest.raises(IllegalComposition, match="scores nothing itself"):

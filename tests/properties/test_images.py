@@ -185,6 +185,29 @@ def test_a_chat_about_an_image_goes_on_after_other_texts(name, lengths, chunk):
     assert worst(logits(made), logits(whole)) <= 1e-6
 
 
+@EVERY_FAMILY
+def test_a_later_turn_takes_its_own_images(name):
+    """Or refuses them, where the model counts positions from those of all turns."""
+    given, model = prompt(name, (64,)), build(name)
+    features = without(given, "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+    cache = CompressedCache(model, "full")
+    first = kvfold.generate(model, cache=cache, **given, **GREEDY).sequences
+    ids = torch.cat([first, given["input_ids"]], 1)
+    both = {key: torch.cat([value, value]) for key, value in features.items()}
+    kinds = {key: (ids == IMAGE).long() for key in given if key.endswith("token_type_ids")}
+    whole = build(name).generate(ids, **both, **kinds, **GREEDY)
+    again = r"a later turn takes what belongs to its own tokens: leave out what has been read"
+    counted = r"counts positions from all images of a conversation"
+    with pytest.raises(KvfoldError, match=f"(?i){counted if name == 'qwen2_5_vl' else again}"):
+        kvfold.generate(model, ids, cache=cache, **both, **kinds, **GREEDY)
+    if name == "qwen2_5_vl":
+        with pytest.raises(KvfoldError, match=counted):
+            kvfold.generate(model, ids, cache=cache, **features, **kinds, **GREEDY)
+    else:
+        made = kvfold.generate(model, ids, cache=cache, **features, **kinds, **GREEDY)
+        assert worst(logits(made), logits(whole)) <= 1e-6
+
+
 def test_a_cache_can_be_made_after_a_batch_with_images():
     """The trial of a model begins a text of its own, and leaves the offset of the last one."""
     model, given = build("qwen2_5_vl"), prompt("qwen2_5_vl")
