@@ -68,6 +68,9 @@ def generate(
         options: everything `model.generate` takes but `inputs_embeds`; images, and other tensors
             for the model's forward, must reach it with the whole prompt, in one piece.
 
+    Assisted decoding compresses before it reads the prompt's last token, so that its answers may
+    differ from those without it where entries are evicted.
+
     Returns what `model.generate` returns, prompt included. Raises KvfoldError without ids or cache;
     for a prompt that is too long for the model; where the cache has read something else than the
     beginning of `input_ids` (the first column that differs is named); where there is no new token;
