@@ -10,11 +10,11 @@ from typing import NamedTuple
 import matplotlib
 
 from kvfold.eval.run.cell_result import CellResult
-from kvfold.report.board import boards, slugs, titles
+from kvfold.report.board import Board, boards, slugs, titles
 from kvfold.report.headline import Headline, headline
 from kvfold.report.page import page
 from kvfold.report.pictures import needles, pareto
-from kvfold.report.style import styles
+from kvfold.report.style import LineStyle, styles
 from kvfold.report.summary import rows
 from kvfold.report.tables import by_task, markdown, to_csv
 
@@ -26,21 +26,22 @@ class ReportFiles(NamedTuple):
     claims: dict[str, Headline]
 
 
+def texts(every: Sequence[Board]) -> dict[str, str]:
+    """The page and the tables, by the names of their files."""
+    return {
+        "index.html": page(every, _styles(every)),
+        "report.md": markdown(every),
+        "tasks.md": by_task(every),
+    }
+
+
 def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
     """Writes page, tables and figures of `results` into `folder`; raises OSError if it cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     every = boards(results)
-    line_styles = styles(
-        [row for board in every for row in board.overall() + rows(board.perplexities)]
-    )
-    texts = {
-        "index.html": page(every, line_styles),
-        "report.md": markdown(every),
-        "tasks.md": by_task(every),
-        "records.csv": to_csv(results),
-    }
+    line_styles = _styles(every)
     paths = []
-    for name, text in texts.items():
+    for name, text in (texts(every) | {"records.csv": to_csv(results)}).items():
         paths.append(folder / name)
         paths[-1].write_text(text, encoding="utf-8", newline="")
     for board, part in zip(every, slugs(titles(every)), strict=True):
@@ -59,3 +60,7 @@ def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
         for board, title in zip(every, titles(every), strict=True)
     }
     return ReportFiles(paths, claims)
+
+
+def _styles(every: Sequence[Board]) -> dict[str, LineStyle]:
+    return styles([row for board in every for row in board.overall() + rows(board.perplexities)])

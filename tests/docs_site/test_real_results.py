@@ -26,7 +26,7 @@ from kvfold.methods.registry import listed
 from kvfold.report.board import boards
 from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
-from kvfold.report.tables import by_task, markdown
+from kvfold.report.write import texts
 from tests.helpers.reports import HERE, MODEL, made
 from tests.helpers.scripts import BENCHMARKS, scripts_of
 
@@ -163,10 +163,8 @@ def test_the_published_page_is_that_of_the_records(publishing: ModuleType) -> No
 
 @pytest.mark.skipif(not published(), reason="no records of the really trained model yet")
 def test_published_tables_are_those_of_the_records() -> None:
-    every = boards(published())
-
-    assert (RESULTS / "report.md").read_text(encoding="utf-8") == markdown(every)
-    assert (RESULTS / "tasks.md").read_text(encoding="utf-8") == by_task(every)
+    for name, text in texts(boards(published())).items():
+        assert (RESULTS / name).read_text(encoding="utf-8") == text, name
 
 
 def test_a_stranger_reads_what_a_fifth_of_the_cache_answers(publishing: ModuleType) -> None:
