@@ -299,6 +299,8 @@ def main(
             ]
             for made in rows(model, tokenizer, document, missing, parts) if missing else ():
                 row = Row(text=path.stem, seed=seed, tokens=tokens, **made)
+                if row.key in known:
+                    continue
                 records.add([row])
                 known[row.key] = row
                 typer.echo(f"{row.text:20} {row.kept:5} {row.method:40} KL {row.kl:.3f}")
