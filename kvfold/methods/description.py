@@ -168,7 +168,9 @@ def observed(stages: Stages) -> str:
     needs = stages.needs
     parts = ["attention sums"] if needs.column_sums else []
     parts += ["their squares"] if needs.column_squares else []
-    parts += ["the text being repeated"] if needs.reconstruction else []
+    if needs.reconstruction:
+        asked = needs.reconstruction.questions
+        parts.append("questions about the text" if asked else "the text being repeated")
     parts += ["the newest queries"] if stages.token_pruning else []
     parts += ["keys before RoPE"] if needs.unrotated else []
     parts += ["norms of projected values"] if needs.output_norms else []

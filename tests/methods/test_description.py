@@ -15,6 +15,7 @@ from kvfold import Forced, Method, Observation, Stages, list_methods, parse
 from kvfold.methods.description import (
     Option,
     in_words,
+    observed,
     options,
     shortest,
     stages_of,
@@ -83,6 +84,8 @@ def test_stages_in_words() -> None:
         "holds its size"
     )
     assert in_words(parse("full").stages()) == "keeps every entry"
+    assert observed(parse("kvzip").stages()) == "the text being repeated"
+    assert observed(parse("kvzip:questions=a.txt").stages()) == "questions about the text"
 
 
 @pytest.mark.parametrize(
