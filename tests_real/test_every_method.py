@@ -25,7 +25,6 @@ FITTED = {
     "zap_threshold": "scorer",
     "qfilter": "filters",
     "duo": "heads",
-    "duo_paper": "heads",
     "curve": "curve",
 }
 # Released integers that overspend; rounds, which fall below the budget and rise again; a prompt
@@ -41,8 +40,8 @@ def spec(request: pytest.FixtureRequest, model, folder, tmp_path) -> str:
         layers = model.config.num_hidden_layers
         file = tmp_path / "sizes.json"
         file.write_text(json.dumps([0.1 + 0.4 * layer / layers for layer in range(layers)]))
-    elif name in FITTED:
-        file = Path(f"{folder}-{FITTED[name]}.safetensors")
+    elif fitted := FITTED.get(kvfold.list_methods()[name].name):  # a preset's method
+        file = Path(f"{folder}-{fitted}.safetensors")
         if not file.is_file():
             pytest.skip(f"{file} is not there: `make real` fits it for its own model")
     else:
