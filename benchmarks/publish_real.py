@@ -80,7 +80,7 @@ def _planned(line: str) -> list[real_page.Planned]:
     methods = listed(options["methods"])
     return [
         real_page.Planned(
-            real_page.Unit(task.name, length, aware),
+            real_page.Unit(task.name, length if task.has_lengths else None, aware),
             samples,
             frozenset(contenders(methods, options["budgets"].split(","))),
             not task.by_likelihood,

@@ -115,7 +115,7 @@ def drawn(
     for reason in reasons:
         say(f"left out: {reason}")
     for task in able:
-        sizes = lengths if task.generated or task.phase == "stream" else lengths[:1]
+        sizes = lengths if task.has_lengths else lengths[:1]
         try:
             wanted = [TaskSamples.of(task, replace(request, length=size)) for size in sizes]
         except KvfoldError as refused:

@@ -168,6 +168,11 @@ class Task:
     by_likelihood: bool = False
 
     @property
+    def has_lengths(self) -> bool:
+        """True if a run at another length is another cell: of generated samples, and streams."""
+        return self.generated or self.phase == "stream"
+
+    @property
     def metric(self) -> str | None:
         """Name of the task's score; None without metrics."""
         return next(iter(self.metrics), None)
