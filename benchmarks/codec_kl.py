@@ -80,7 +80,7 @@ def cells(ratios: list[str], budget: float) -> Iterator[Cell]:
     yield from (Cell("full", None, codec) for codec in ("zstd", "kivi4", *coded))
     of_heads = ["kivi4", *(f"kvtc:ratio={ratio}" for ratio in (3, 4, 6, 8))]
     yield from (Cell("kvzip", budget, codec) for codec in (None, *of_heads))
-    of_all = ["kivi4", *(f"kvtc:ratio={ratio}" for ratio in (8, 12, 16, 20))]
+    of_all = ["kivi4", *(f"kvtc:ratio={ratio}" for ratio in (8, 20, 32, 48))]
     yield from (Cell("kvzip + level", budget, codec) for codec in (None, *of_all))
 
 
