@@ -52,7 +52,7 @@ class ModelBinding:
         self.waiting = True
 
     def check_adapters(self) -> None:
-        """Raises KvfoldError if other adapters are switched on than when the cache was read."""
+        """Notes the adapters of a cache's first forward or file; KvfoldError under others later."""
         model = None if self._model is None else self._model()
         if model is None:
             return

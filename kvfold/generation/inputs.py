@@ -16,6 +16,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.generation.resume import Resumption
 from kvfold.hf import rope_deltas
+from kvfold.hf.adapters import unwrapped
 from kvfold.methods.base import Method
 
 # Options of `kvfold.generate` for which it reads the prompt by its ids.
@@ -36,6 +37,11 @@ def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]
         raise KvfoldError(
             "kvfold.generate reads input_ids, by which it knows what the cache has seen: for "
             "inputs_embeds use model.generate(inputs_embeds=..., past_key_values=cache)"
+        )
+    if options.get("adapter_names") is not None:
+        raise KvfoldError(
+            "adapter_names= gives rows adapters of their own, which a cache does not tell apart: "
+            "switch one on with set_adapter, and read its rows into a cache of their own"
         )
     if input_ids is None:
         raise KvfoldError("kvfold.generate needs input_ids, the whole conversation so far `[B, N]`")
@@ -129,7 +135,7 @@ def leading_padding(model: Any, input_ids: Tensor) -> Tensor:
 
 def _of_forward(model: Any, options: dict[str, Any]) -> list[str]:
     """Options that are tensors for the model's forward."""
-    known = inspect.signature(model.forward).parameters
+    known = inspect.signature(unwrapped(model).forward).parameters
     return [name for name, value in options.items() if name in known and _holds_tensors(value)]
 
 

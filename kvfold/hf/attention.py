@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from kvfold.errors import UnsupportedModel
+from kvfold.hf.adapters import learns_prompts, unwrapped
 from kvfold.hf.forward_hooks import preparing, unwatch
 from kvfold.hf.models import takes_cache, text_config
 from kvfold.kernels.logits import LogitOptions
@@ -79,7 +80,12 @@ def _route(model: PreTrainedModel) -> None:
             f"{name} denoises blocks of tokens over and over: kvfold compresses for models that "
             "generate token by token"
         )
-    if not model._can_set_attn_implementation():
+    if learns_prompts(model):
+        raise UnsupportedModel(
+            f"{name} puts learned tokens or entries before each prompt (prompt or prefix tuning), "
+            "which no ids stand for: kvfold takes adapters that change weights, such as LoRA"
+        )
+    if not any(part._can_set_attn_implementation() for part in _decoders(model)):
         raise UnsupportedModel(
             f"{name} computes attention itself instead of using transformers' attention interface, "
             "so kvfold cannot observe its attention"
@@ -94,21 +100,17 @@ def _route(model: PreTrainedModel) -> None:
             "instead",
             stacklevel=5,  # whoever makes the cache
         )
-    before = {"": model.config._attn_implementation} | _of_decoder(model, loaded)
-    model.set_attn_implementation({"": NAMES[kind]} | _of_decoder(model, NAMES[kind]))
+    before, routed = _of_decoder(model, loaded), _of_decoder(model, NAMES[kind])
+    if model._can_set_attn_implementation():  # not where its encoder computes attention itself
+        before[""], routed[""] = model.config._attn_implementation, NAMES[kind]
+    model.set_attn_implementation(routed)
     _loaded[model] = before
     begin_batching_by(model, partial(_batch_without_kvfold, model))
 
 
 def begin_batching_by(model: PreTrainedModel, begin: Callable[..., Any]) -> None:
     """Lets continuous batching of the model begin by `begin`, until `disable`."""
-    setattr(_unwrapped(model), BATCHING, begin)
-
-
-def _unwrapped(model: Any) -> nn.Module:
-    """The model that PEFT wraps, or the model itself."""
-    unwrapped: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return unwrapped
+    setattr(unwrapped(model), BATCHING, begin)
 
 
 def _batch_without_kvfold(model: Any, *args: Any, **options: Any) -> Any:
@@ -119,6 +121,12 @@ def _batch_without_kvfold(model: Any, *args: Any, **options: Any) -> Any:
     """
     disable(model)
     return model.init_continuous_batching(*args, **options)
+
+
+def _decoders(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The parts of a model, itself among them, that have the decoder's configuration."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return [part for part in parts if part.config is text_config(model)]
 
 
 def _of_decoder(model: PreTrainedModel, name: str) -> dict[str, str]:
@@ -136,7 +144,7 @@ def _of_decoder(model: PreTrainedModel, name: str) -> dict[str, str]:
 def disable(model: PreTrainedModel) -> None:
     """Gives the model back the attention implementation it was loaded with."""
     with preparing:
-        vars(_unwrapped(model)).pop(BATCHING, None)
+        vars(unwrapped(model)).pop(BATCHING, None)
         for kind, name in NAMES.items():
             if text_config(model)._attn_implementation == name:
                 model.set_attn_implementation(_loaded.pop(model, kind))

@@ -33,6 +33,7 @@ MUCH_USED = (
     "SmolLM3ForCausalLM",
     "GraniteForCausalLM",
     "Olmo2ForCausalLM",
+    "GotOcr2ForConditionalGeneration",  # its encoder computes attention itself
     "Kosmos2_5ForConditionalGeneration",  # counts positions itself
 )
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import CompressedCache, ContextFileError, KvfoldError
+from kvfold import CompressedCache, ContextFileError, KvfoldError, UnsupportedModel
 from kvfold.hf.adapters import active_adapters
+from tests.helpers import image_models
+from tests.helpers.caches import GREEDY
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.models import build, continuation, prompts
 from tests.helpers.tokenizers import word_tokenizer
@@ -18,6 +20,7 @@ from tests.helpers.truth import Reader, stock_cache
 
 peft = pytest.importorskip("peft")
 SPEC = "snapkv:window=8"
+LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 def adapted() -> Any:
@@ -25,8 +28,7 @@ def adapted() -> Any:
     model = build("llama")
     torch.manual_seed(1)
     for name in ("law", "code"):
-        made = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        model.add_adapter(made, name)
+        model.add_adapter(LORA, name)
     model.set_adapter("law")
     return model.eval()
 
@@ -81,6 +83,61 @@ def test_adapters_of_peft_s_own_model_are_told_apart():
         wrapped(input_ids=ids, past_key_values=cache)
         with wrapped.disable_adapter(), pytest.raises(KvfoldError, match="without an adapter"):
             wrapped(input_ids=continuation(1, 1), past_key_values=cache)
+
+
+def test_a_merged_adapter_is_in_effect_whichever_is_switched_on():
+    wrapped = peft.get_peft_model(build("llama"), LORA, "law")
+    wrapped.add_adapter("code", LORA)
+    reader = Reader(wrapped, CompressedCache(wrapped, SPEC, 20))
+    reader(prompts((64,))[0])
+    wrapped.merge_adapter(["code"])
+    with pytest.raises(KvfoldError, match=r"under the adapter law, .* under the adapter code"):
+        reader(continuation(1, 1))
+    wrapped.unmerge_adapter()
+    reader(continuation(1, 1))
+
+
+def test_rows_with_adapters_of_their_own_are_refused():
+    wrapped = peft.get_peft_model(build("llama"), LORA, "law")
+    ids, mask = prompts((64, 40))
+    cache = CompressedCache(wrapped, SPEC, 20)
+    options = {"attention_mask": mask, "adapter_names": ["law", "__base__"], **GREEDY}
+    with pytest.raises(KvfoldError, match="adapter_names= gives rows adapters of their own"):
+        kvfold.generate(wrapped, ids, cache=cache, **options)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_learned_prompts_are_refused(kind):
+    learned = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    wrapped = peft.get_peft_model(build("llama"), learned)
+    with pytest.raises(UnsupportedModel, match=r"learned tokens .* such as LoRA$"):
+        CompressedCache(wrapped, SPEC, 20)
+
+
+@pytest.mark.parametrize(("spec", "chunk"), [(SPEC, 16), ("kvzip", None)])
+def test_images_of_peft_s_own_model_are_not_left_out(spec, chunk):
+    given = image_models.prompt("llava", (64,))
+    wrapped = peft.get_peft_model(image_models.build("llava"), LORA).double().eval()
+    cache = CompressedCache(wrapped, SPEC, 1.0)
+    made = kvfold.generate(wrapped, cache=cache, **given, **GREEDY)
+    assert torch.equal(made, wrapped.generate(**given, **GREEDY))
+    cache = CompressedCache(wrapped, spec, 40, tokenizer=word_tokenizer())
+    with pytest.raises(KvfoldError, match="pixel_values must reach the model together"):
+        kvfold.generate(wrapped, cache=cache, prefill_chunk=chunk, **given, **GREEDY)
+
+
+def test_a_context_is_neither_saved_nor_continued_under_another_adapter(tmp_path):
+    model, tokenizer = adapted(), word_tokenizer()
+    context = kvfold.compress(model, tokenizer, DOCUMENT, SPEC, 40)
+    context.save(tmp_path / "law.kvfold")
+    loaded = kvfold.load(tmp_path / "law.kvfold", model, tokenizer)
+    model.set_adapter("code")
+    with pytest.raises(KvfoldError, match=r"under the adapter law, .* under the adapter code"):
+        context.save(tmp_path / "code.kvfold")
+    assert not (tmp_path / "code.kvfold").exists()
+    with pytest.raises(KvfoldError, match=r"under the adapter law, .* under the adapter code"):
+        loaded.ask(QUESTION, max_new_tokens=4)
 
 
 def test_a_context_file_is_of_the_adapters_it_was_made_under(tmp_path):

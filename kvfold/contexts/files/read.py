@@ -66,6 +66,7 @@ def read(
         protect=header.protect,
         seed=header.seed,
     )
+    cache.binding.check_adapters()
     _fill(cache, file, model, heads or cache.ranks.own_heads)
     if header.has_prefix:
         cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)

@@ -104,10 +104,12 @@ def save(
     A process killed meanwhile leaves the old file intact, and a file `.<name>.<random>.tmp`. Under
     tensor parallelism all ranks call this, and the first one writes the entries of all. Raises
     KvfoldError if the cache is empty, in the middle of a turn, has several rows, or its method is
-    not registered; for a codec that cannot be; and if the file cannot be written.
+    not registered; under other adapters than it was read under; for a codec that cannot be; and if
+    the file cannot be written.
     """
     cache = context.cache
     _check(cache)
+    cache.binding.check_adapters()
     context.check()
     tensors = FileTensors(cache.ranks.own_heads)
     headers = list(_layers(cache, tensors))
