@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvfold.budget import Budget
 from kvfold.cache import setup
+from kvfold.cache.bound import bounded
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
 from kvfold.errors import KvfoldError
@@ -27,6 +28,7 @@ def take_over(
     """
     if not cache.phase.reading or any(state.rounds for state in cache.states):
         raise KvfoldError("a cache takes another budget only while its first turn is read")
+    method, budget = bounded(method, budget, None, cache.max_cache_tokens)
     check_observed(cache.method, method)
     model = cache.states[0].rotation.model
     stages = setup.stages_of(method, cache.protect, cache.ranks, model)

@@ -26,7 +26,7 @@ from kvfold.cache.spans import Span, span_of, whole_number
 from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError
-from kvfold.hf.models import read_tokens
+from kvfold.hf.models import read_tokens, text_config
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -58,8 +58,9 @@ class Edits:
         """Reads tokens `ids [B, m]` in place of a span. KvfoldError for a batch with padding.
 
         The new tokens attend to what stands before them, and come on top of the budget. Later
-        tokens keep their entries. KvfoldError for methods that sum attention, or score by logits:
-        those of later tokens after new ones are not known.
+        tokens keep their entries. KvfoldError for ids that the model does not know, for more new
+        tokens than `max_cache_tokens` has room for, and for methods that sum attention, or score by
+        logits: those of later tokens after new ones are not known.
         """
         take_from(self, replaced(self, span, ids))
 
@@ -111,14 +112,19 @@ def replaced(cache: CompressedCache, span: Span, ids: Tensor) -> CompressedCache
             f"the new tokens are a tensor of ids [{cache.rows}, m], at least one for each row: use "
             "cache.drop to leave the span out"
         )
-    check_replaceable(cache)
     model, sequence = model_of(cache), cache.states[0].sequence
+    known = text_config(model).vocab_size
+    if not 0 <= int(ids.min()) <= int(ids.max()) < known:
+        raise KvfoldError(f"ids of this model's tokens are from 0 to {known - 1}, not {ids.tolist()}")
+    check_replaceable(cache)
     rest = Renumbering.of_replaced(sequence, cache.rows, start, sequence.seen, 0)
     reader = _copy(cache, rest)
     with reader.frozen():
         read_tokens(model, ids.to(model.device), reader, None)
     by = Renumbering.of_replaced(sequence, cache.rows, start, stop, ids.shape[1])
-    return _copy(cache, by, New(reader.states, ids, start))
+    edited = _copy(cache, by, New(reader.states, ids, start))
+    _check_bound(edited)
+    return edited
 
 
 def joined(first: CompressedCache, second: CompressedCache, skip: int) -> CompressedCache:
@@ -238,6 +244,22 @@ def check_replaceable(cache: CompressedCache) -> None:
         raise KvfoldError(
             f"{cache.method} sums the attention that tokens receive, and what tokens that were "
             f"read apart give each other is not known: {REREAD}"
+        )
+
+
+def _check_bound(edited: CompressedCache) -> None:
+    """Raises KvfoldError where tokens until the next eviction would pass `max_cache_tokens`."""
+    most, first = edited.max_cache_tokens, edited.states[0]
+    if most is None:
+        return
+    left = 1 if first.next_round is None else max(1, first.next_round - first.seen)
+    device = first.stored().keys.device
+    counts = [(state.columns() >= 0).sum(-1).to(device) for state in edited.states]
+    entries = torch.stack(counts).double().mean((0, 2)).max() + left
+    if not edited.ranks.all(entries <= most):
+        raise KvfoldError(
+            f"with the new tokens the cache would grow to {int(entries.ceil())} entries until the "
+            f"next eviction, max_cache_tokens is {most}: replace the span by fewer tokens"
         )
 
 

@@ -213,7 +213,7 @@ def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
     open_ = open_rows(sized, beside_prompt=state.plan.stages.prompt == "kept")
     for each, of_layer, count in sized:
         evict_to(each, of_layer, count)
-        if each.head_sizes is not None:
+        if each.head_sizes is not None and count.dim() > 1:
             each.head_sizes = each.head_sizes.masked_fill(open_, -1)
 
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Composition, Method, Stages, register
+from kvfold.methods.base import Composition, Method, Stages, parse, register
 from kvfold.methods.stages.decode import Counting, Prompt, Sizes
 
 
@@ -74,4 +74,4 @@ def in_rounds(method: Method, interval: int | None) -> Method:
     parts = method.parts if isinstance(method, Composition) else (method,)
     composed = Composition((*parts, Every(interval)))
     composed.stages()
-    return composed
+    return parse(composed)

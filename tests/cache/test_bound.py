@@ -13,7 +13,7 @@ import kvfold
 from kvfold import BudgetError, CompressedCache, KvfoldError
 from kvfold.cache.layer import CompressedLayer
 from tests.helpers.budgets import COMPRESSING
-from tests.helpers.caches import GREEDY, PADDED, decode, kept
+from tests.helpers.caches import GREEDY, PADDED, decode, kept, positions
 from tests.helpers.models import build, prompts
 from tests.helpers.truth import Reader
 
@@ -47,6 +47,11 @@ def most_of_a_row(counts: list[int], rows: int, layers: int) -> float:
     """Mean over layers and heads, of the row that has most."""
     of_rows = torch.tensor(counts).view(layers, rows, -1).double().mean((0, 2))
     return float(of_rows.max())
+
+
+def stored_on_average(cache: CompressedCache) -> int:
+    counts = stored(cache)
+    return sum(counts) // len(counts)
 
 
 def stored(cache: CompressedCache) -> list[int]:
@@ -157,3 +162,45 @@ def test_an_enabled_model_is_bounded(model):
     with kvfold.enable(model, "knorm", max_cache_tokens=MOST):
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     assert max(kept(out.past_key_values)) <= MOST
+
+
+@pytest.mark.parametrize("generated", [0, 3, 8])
+@pytest.mark.parametrize("spec", ["knorm", "adakv:window=8", "tova"])
+def test_what_an_edit_puts_in_leaves_room_until_the_next_eviction(
+    model, attended, spec, generated
+):
+    every = None if spec == "tova" else 8
+    cache = CompressedCache(model, spec, max_cache_tokens=MOST, every=every)
+    reader = Reader(model, cache)
+    reader(prompts((64,))[0])
+    decode(reader, generated + 1)
+    newest = cache.get_seq_length() - 1
+    span, before = (newest, newest + 1), positions(cache)
+    left = every - 1 - generated % every if every else 1
+    room = MOST - stored_on_average(cache) - left
+    with pytest.raises(KvfoldError, match=f"next eviction, max_cache_tokens is {MOST}: replace"):
+        cache.replace(span, torch.full((1, room + 2), 5))
+    assert positions(cache) == before
+    cache.replace(span, torch.full((1, room + 1), 5))
+    found = []
+    for _ in range(left + 2):
+        decode(reader, 1)
+        found.append(most_of_a_row(attended, 1, len(cache.states)))
+    assert max(found) == MOST
+
+
+def test_another_budget_or_method_of_the_same_reading_is_bounded_too(model):
+    cache = CompressedCache(model, "snapkv:window=8", max_cache_tokens=MOST)
+    with cache.reading(), torch.no_grad():
+        model(prompts((64,))[0], past_key_values=cache)
+        smaller, other = cache.to_budget(10), cache.to_budget(None, "knorm")
+        with pytest.raises(BudgetError, match=f"max_cache_tokens is {MOST}"):
+            cache.to_budget(MOST)
+        with pytest.raises(KvfoldError, match="takes no budget"):
+            cache.to_budget(None, "full")
+    assert str(other.method) == "knorm + every:interval=14"
+    for each, size in ((smaller, 10), (other, 14), (cache, 14)):
+        assert kept(each) == [size]
+        reader = Reader(model, each)
+        decode(reader, 30)
+        assert max(kept(each)) <= MOST

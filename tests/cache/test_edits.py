@@ -548,6 +548,8 @@ def test_a_text_goes_on_by_its_edited_tokens(model):
         ("full", lambda cache: cache.move((5, 9), 65), "outside of them"),
         ("full", lambda cache: cache.replace((5, 9), torch.zeros(1, 0).long()), "at least one"),
         ("full", lambda cache: cache.replace((5, 9), torch.ones(2, 3).long()), r"ids \[1, m\]"),
+        ("full", lambda cache: cache.replace((5, 9), torch.tensor([[5, 199]])), "from 0 to 198"),
+        ("full", lambda cache: cache.replace((5, 9), torch.tensor([[-1]])), "from 0 to 198"),
         ("h2o", lambda cache: cache.replace((62, 63), torch.ones(1, 3).long()), "sums the att"),
         ("local_window", lambda cache: cache.drop((0, 3)), "evicted"),
         ("streaming_llm", lambda cache: cache.drop((2, 60)), "first 4 tokens"),

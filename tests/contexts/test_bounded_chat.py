@@ -170,6 +170,17 @@ def test_turns_read_what_stays_and_nothing_else(tokenizer, spec):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["snapkv:window=8", "adakv:window=8", "expected_attention"])
+def test_turns_over_a_document_compressed_in_rounds_are_those_without_rounds(
+    model, tokenizer, method
+):
+    answers = []
+    for spec in (method, f"{method} + every:interval=4"):
+        chat = kvfold.compress(model, tokenizer, DOCUMENT, spec, 60).chat(budget=20)
+        answers.append([chat.ask(question, max_new_tokens=6) for question in QUESTIONS[:5]])
+    assert answers[0] == answers[1] and len(set(answers[0])) > 1
+
+
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "kvzip"])
 def test_the_server_s_conversations_are_those_of_chats_within_a_budget(model, tokenizer, spec):
     with running(model, tokenizer, method=spec, budget=60, chat_budget=12) as server:

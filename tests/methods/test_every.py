@@ -596,6 +596,12 @@ def test_an_interval_that_is_no_number_of_tokens_is_refused(interval):
         Every(interval=interval)
 
 
+def test_an_interval_that_no_text_could_name_is_refused(model):
+    """A context file holds the method's text, and must be readable."""
+    with pytest.raises(KvfoldError, match="every:interval is a number from"):
+        kvfold.CompressedCache(model, SNAPKV, SMALL, every=2**31)
+
+
 PER_HEAD = Measured(lambda seen: seen.positions.new_full((1, 2), 5), per_head=True)
 
 

@@ -107,6 +107,24 @@ def test_parts_of_layers_go_with_adakv_and_every(model, tmp_path) -> None:
     assert kept(reader.cache) == before
 
 
+@pytest.mark.parametrize("lengths", [ALONE, PADDED, (9,)], ids=["alone", "padded", "short"])
+def test_parts_of_layers_go_with_adakv_in_rounds(model, tmp_path, lengths) -> None:
+    """A layer's part is shared by its heads when entries first leave, and held from then on."""
+    parts = f"{SNAPKV} + {written(tmp_path, OF_LAYERS)}"
+    reader, evenly = (
+        start(model, f"{spec} + every:interval=4", lengths, budget=20)
+        for spec in (f"{parts} + adakv", parts)
+    )
+    for one in (reader, evenly):
+        decode(one, 28)
+    sizes = reader.cache.stats().kept
+    for of_heads, alike in zip(sizes, evenly.cache.stats().kept, strict=True):
+        assert [sum(row) for row in of_heads] == [sum(row) for row in alike]
+    assert any(len(set(row)) > 1 for of_heads in sizes for row in of_heads)
+    decode(reader, 4)
+    assert reader.cache.stats().kept == sizes
+
+
 def test_parts_of_heads_do_not_go_with_adakv(model, tmp_path) -> None:
     with pytest.raises(IllegalComposition):
         CompressedCache(model, f"{SNAPKV} + {written(tmp_path, of_heads(2))} + adakv", 20)
