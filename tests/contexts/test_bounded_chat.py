@@ -181,6 +181,7 @@ def test_turns_over_a_document_compressed_in_rounds_are_those_without_rounds(
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "kvzip"])
 def test_the_server_s_conversations_are_those_of_chats_within_a_budget(model, tokenizer, spec):
     with running(model, tokenizer, method=spec, budget=60, chat_budget=12) as server:
