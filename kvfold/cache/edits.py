@@ -114,8 +114,10 @@ def replaced(cache: CompressedCache, span: Span, ids: Tensor) -> CompressedCache
         )
     model, sequence = model_of(cache), cache.states[0].sequence
     known = text_config(model).vocab_size
-    if not 0 <= int(ids.min()) <= int(ids.max()) < known:
-        raise KvfoldError(f"ids of this model's tokens are from 0 to {known - 1}, not {ids.tolist()}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= known:
+        wrong = low if low < 0 else high
+        raise KvfoldError(f"ids of this model's tokens are from 0 to {known - 1}, not {wrong}")
     check_replaceable(cache)
     rest = Renumbering.of_replaced(sequence, cache.rows, start, sequence.seen, 0)
     reader = _copy(cache, rest)
