@@ -21,6 +21,11 @@ class FileName(str):
 NO_FILE = FileName("none")
 
 
+def named(file: str) -> str | None:
+    """The file that an option names; None for no file."""
+    return None if file == NO_FILE else file
+
+
 @dataclass(frozen=True, eq=False)
 class Fitted:
     """Numbers of one model, for each of its layers and KV heads.

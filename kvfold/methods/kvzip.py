@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Across, Method, Schedule, Stages, register
-from kvfold.methods.fitted import NO_FILE, FileName
+from kvfold.methods.fitted import NO_FILE, FileName, named
 from kvfold.methods.observation import ContextReconstruction, Needs
 from kvfold.methods.stages.allocate.pool import candidates_of, pooled, whole_heads
 from kvfold.methods.stages.allocate.uniform import uniform
@@ -32,8 +32,7 @@ class KVzip(Method):
     `level="pair"` ranks all entries in one pool, `"uniform"` keeps equally many in every head,
     `"head"` keeps or empties whole heads by their highest score. `head_scores` names a file of such
     scores (.safetensors or .pt, one tensor `[L, H]`), and nothing is repeated. `questions` names a
-    text file of them, a line each: each is asked after the text, which is not repeated, and the
-    entries are scored by the attention of the questions.
+    text file, a question a line: they are asked instead, and entries scored by their attention.
     `strict` is the released rule: of all N pairs it keeps those that score above the `int(r·N)`-th
     best, one less if no two are equal. Scores are float32; the released code uses its model's.
     `kvzip_plus` multiplies attention by ‖W_o v‖ / ‖h‖ before its maximum, v the entry's value and h
@@ -58,14 +57,14 @@ class KVzip(Method):
     floor: float = 0.0  # part of the mean size that every head keeps
 
     def __post_init__(self) -> None:
-        changed = self.normalize or self.demote or self.score != "max"
+        file = named(self.head_scores)
+        changed = self.normalize or self.demote or self.score != "max" or named(self.questions)
         for wrong, why in (
             (self.chunk < 1, f"chunk is at least 1 token, not {self.chunk}"),
             (self.strict and self.level != "pair", "strict has one threshold: choose level=pair"),
-            (self._file and self.level != "head", "head_scores are of heads: choose level=head"),
+            (file and self.level != "head", "head_scores are of heads: choose level=head"),
             (self.demote_repeats < 1, "demote_repeats is at least 1"),
-            (self._file and changed, "head_scores are taken as they are"),
-            (self._file and self._questions, "head_scores need no questions"),
+            (file and changed, "head_scores are taken as they are, without questions"),
             (not 0 <= self.demote <= 1, f"demote is a factor from 0 to 1, not {self.demote}"),
             (not 0 <= self.floor <= 1, f"floor is a part from 0 to 1, not {self.floor}"),
             (self.floor and (self.strict or self.level != "pair"), "floor goes with a plain pool"),
@@ -78,21 +77,11 @@ class KVzip(Method):
         """True but for `strict`, whose threshold counts entries that were evicted before."""
         return not self.strict
 
-    @property
-    def _file(self) -> str | None:
-        return None if self.head_scores == NO_FILE else self.head_scores
-
-    @property
-    def _questions(self) -> str | None:
-        return None if self.questions == NO_FILE else self.questions
-
     def stages(self) -> Stages:
         allocate, inexact = self._allocate()
-        how = self.normalize, self.demote, self.demote_repeats
-        asked = *PROMPTS, INSTRUCTION if self.instruction else "", self._file
-        repeated = ContextReconstruction(
-            self.chunk, *asked, *how, rms=self.score == "rms", questions=self._questions
-        )
+        how = self.normalize, self.demote, self.demote_repeats, self.score == "rms"
+        asked = *PROMPTS, INSTRUCTION if self.instruction else "", named(self.head_scores)
+        repeated = ContextReconstruction(self.chunk, *asked, *how, named(self.questions))
         needs = Needs(reconstruction=repeated, output_norms="l2" if self.normalize else None)
         return Stages(needs=needs, score=most_attention, allocate=allocate, inexact=inexact)
 
