@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -264,12 +264,19 @@ class RaggedStore(Store):
 
         return self._keys.due(key_count), self._values.due(value_count)
 
-    def encode_due(self, decoding: bool, seen: QueriedKeys | None = None) -> bool:
+    def encode_due(
+        self, decoding: bool, seen: QueriedKeys | None = None, ended: Sequence[bool] = ()
+    ) -> bool:
         """Encodes the entries that are due; true if there were any.
 
-        `seen` is the layer's observation when a prefill ends, None while decoding.
+        `seen` is the layer's observation when a prefill ends, None while decoding. Nothing is due
+        of rows that have `ended`; empty: none has.
         """
         keys, values = self.due(decoding)
+        for segments in (keys, values) if any(ended) else ():
+            segments[:] = [
+                each[:0] if ended[i // self.heads] else each for i, each in enumerate(segments)
+            ]
         first = self._keys.encoded is None
         if first or any(map(len, keys)):
             self._keys.accept(self.encode.keys(keys, seen, self._keys.encoded))

@@ -23,11 +23,13 @@ from kvfold import Method, Needs, Observation, Stages
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.contexts.files.format import Header, opened, read_header
 from kvfold.errors import KvfoldError
+from kvfold.hf.scorer_file import write_fitted
 from kvfold.loading import load
 from kvfold.methods.base import Measured
 from tests.helpers.budgets import of_one_model
 from tests.helpers.contexts import DOCUMENT, KIVI
 from tests.helpers.models import build
+from tests.helpers.scorers import random_scorer
 from tests.helpers.tokenizers import word_tokenizer
 
 # Each process imports and loads for itself.
@@ -73,6 +75,21 @@ CASES |= {
     for name, cls in kvfold.list_methods().items()
     if cls.by_head is True and name == cls.name and name not in _NAMED and not of_one_model(name)
 }
+# Methods whose entries leave while tokens come, at budgets that the prompt fills, or the answer.
+WRITING = [
+    ("adakv:window=8 + every:interval=4", 40),
+    ("adakv:window=8 + every:interval=4", 160),
+    ("adakv:window=8 + every:interval=4,sizes=again", 40),
+    ("rkv + every:interval=4,prompt=kept", 10),
+    ("zap:file={}/scorer.safetensors + every:interval=4", 40),
+    ("zap:file={}/scorer.safetensors + every:interval=4", 160),
+    ("snapkv:window=8 + sizes:file={}/parts.json + every:interval=4", 160),
+    ("d2o:decode=append + every:interval=4", 60),
+    ("h2o", 60),
+    ("sirllm", 40),
+    ("sirllm + every:interval=4", 40),
+]
+PARTS = [[0.2, 0.5], [0.6, 0.3], [0.4, 0.4], [0.7, 0.1]]
 ASKED = ("snapkv", "kvzip", "adakv", "minicache")
 QUESTION = "the sky is"
 NOT_BY_HEAD = ("tova", "random", "cam", "d2o_official", "snapkv + merge:rule=cam", "pyramidinfer")
@@ -125,12 +142,38 @@ class MeasuresEverything(Method):
 OWN = (ReadsEverything(), MeasuresEverything())
 
 
+def columns_of(cache: kvfold.CompressedCache) -> list[list[list[int]]]:
+    """Columns that each layer's heads of the only row keep, `[L][H]`."""
+    layers = range(len(cache.states))
+    return [[head.tolist() for head in cache.positions(layer)[0]] for layer in layers]
+
+
+@torch.no_grad()
+def kept_while_writing(
+    model: Any, tokenizer: Any, folder: Path, spec: str, budget: int
+) -> list[list[list[list[int]]]]:
+    """What is kept after a prompt, an answer, another prompt and another answer."""
+    cache = kvfold.compress(model, tokenizer, DOCUMENT, spec.format(folder), budget).cache
+    draw = torch.Generator().manual_seed(0)
+    answers = torch.randint(3, 12, (2, 1, 13), generator=draw).split(1, -1)
+    prompt = torch.randint(3, 12, (1, 12), generator=draw)
+    found = [columns_of(cache)]
+    for pieces in ([each[0] for each in answers], [prompt], [each[1] for each in answers]):
+        for piece in pieces:
+            model(piece, past_key_values=cache)
+        found.append(columns_of(cache))
+    return found
+
+
 def kept_by(model: Any, tokenizer: Any, method: Method) -> list[list[list[int]]]:
     """Columns that each layer's heads keep, `[L][H]`, of an own method."""
     budget = 40 if method.takes_budget else None
-    cache = kvfold.compress(model, tokenizer, DOCUMENT, method, budget).cache
-    layers = range(len(cache.states))
-    return [[head.tolist() for head in cache.positions(layer)[0]] for layer in layers]
+    return columns_of(kvfold.compress(model, tokenizer, DOCUMENT, method, budget).cache)
+
+
+def joined_heads(of_ranks: list[Any]) -> list[list[list[int]]]:
+    """What ranks keep, `[L][H]`, with their heads side by side."""
+    return [[head for own in layer for head in own] for layer in zip(*of_ranks, strict=True)]
 
 
 def compress(model: Any, tokenizer: Any, case: str) -> kvfold.Context:
@@ -164,6 +207,7 @@ def work_as_rank(folder: Path) -> None:
     report = {
         "heads": [layer.stored().keys.shape[1] for layer in context.cache.states],
         "kept": [kept_by(model, tokenizer, method) for method in OWN],
+        "writing": [kept_while_writing(model, tokenizer, folder, *case) for case in WRITING],
         "answers": answers,
         "again": again,
         "methods": {m: refusal(kvfold.CompressedCache, model, m, *_any(m)) for m in NOT_BY_HEAD},
@@ -207,6 +251,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("accelerate")
     path = tmp_path_factory.mktemp("ranks")
     save_model(path / "model", "llama")
+    model, _ = load(str(path / "model"), among_ranks=True)
+    scorer = random_scorer(model)
+    scorer.weights[0] = 0  # there entries of one token score alike but for rounding
+    write_fitted(path / "scorer.safetensors", scorer, model, written_by="", target="kvzip", texts=0)
+    (path / "parts.json").write_text(json.dumps(PARTS))
     for name, (family, changes, _) in UNSHARED.items():
         save_model(path / name, family, **changes)
     other = build("llama", torch.float64, vocab_size=12, seed=1)
@@ -272,11 +321,17 @@ def test_each_rank_holds_its_own_heads(reports: list[dict[str, Any]]) -> None:
 def test_ranks_observe_what_one_process_does(
     number: int, reports: list[dict[str, Any]], alone: tuple[Any, Any]
 ) -> None:
-    ranks = [report["kept"][number] for report in reports]
-    together = [
-        [head for of_rank in of_layer for head in of_rank] for of_layer in zip(*ranks, strict=True)
-    ]
+    together = joined_heads([report["kept"][number] for report in reports])
     assert together == kept_by(*alone, OWN[number])
+
+
+@pytest.mark.parametrize("number", range(len(WRITING)), ids=[f"{s}, {b}" for s, b in WRITING])
+def test_ranks_evict_while_writing_as_one_process_does(
+    number: int, folder: Path, reports: list[dict[str, Any]], alone: tuple[Any, Any]
+) -> None:
+    expected = kept_while_writing(*alone, folder, *WRITING[number])
+    of_ranks = zip(*(report["writing"][number] for report in reports), strict=True)
+    assert [joined_heads(list(each)) for each in of_ranks] == expected
 
 
 @pytest.mark.parametrize("case", ["adakv", "kvzip", "adakv in pieces", "auto in pieces"])

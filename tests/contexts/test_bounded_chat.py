@@ -169,7 +169,6 @@ def test_turns_read_what_stays_and_nothing_else(tokenizer, spec):
     assert worst(logits(model, reader), truth(tokens(5, 9))) < 1e-9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["snapkv:window=8", "adakv:window=8", "expected_attention"])
 def test_turns_over_a_document_compressed_in_rounds_are_those_without_rounds(
     model, tokenizer, method
@@ -182,7 +181,9 @@ def test_turns_over_a_document_compressed_in_rounds_are_those_without_rounds(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "kvzip"])
+@pytest.mark.parametrize(
+    "spec", ["snapkv:window=8", "adakv:window=8", "kvzip", "sirllm", "rkv + every:interval=4"]
+)
 def test_the_server_s_conversations_are_those_of_chats_within_a_budget(model, tokenizer, spec):
     with running(model, tokenizer, method=spec, budget=60, chat_budget=12) as server:
         name = server.create(DOCUMENT)

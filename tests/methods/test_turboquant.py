@@ -160,6 +160,25 @@ def test_rounds_keep_what_they_keep_without_it_where_entries_are_alike(spec, len
         assert len(set(one) & set(other)) >= 0.6 * len(one)
 
 
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "adakv:window=8", "knorm"])
+def test_a_row_that_ended_is_not_encoded_in_the_others_rounds(spec):
+    """The second row ends after 4 of 8 generated tokens, and all rows have another turn."""
+    spec, ids, mask = f"{spec} + {TURBO},end_layers=0 + every:interval=5", *prompts((40, 21, 9))
+    tiny, answer = model_of(), continuation(3, 8)
+    answer[1, 4:] = 0
+    together, alone = (
+        Reader(tiny, kvfold.CompressedCache(tiny, spec, 20), each) for each in (mask, None)
+    )
+    together(ids)
+    alone(ids[1:2, 19:])
+    for token in answer.split(1, 1):
+        logits = together(token)
+        if token[1] > 0:
+            torch.testing.assert_close(logits[1:2], alone(token[1:2]), atol=1e-6, rtol=0)
+    for piece in (continuation(3, 12, seed=5), *continuation(3, 7, seed=6).split(1, 1)):
+        torch.testing.assert_close(together(piece)[1:2], alone(piece[1:2]), atol=1e-6, rtol=0)
+
+
 def test_a_kept_prompt_is_encoded_before_the_first_round():
     reader = start(model_of(), f"knorm + every:interval=8,prompt=kept + {TURBO}", budget=30)
     assert all(min(keys.lengths) == ALONE[0] - 8 for keys, _ in encoded_of(reader))
