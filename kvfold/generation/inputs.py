@@ -70,10 +70,10 @@ def later_features(
     """A block that reads a later turn; KvfoldError for images or sound that do not belong to it."""
     given = [
         name
-        for name in _of_forward(model, options)
+        for name in (_of_forward(model, options) if resumed.seen else ())
         if name != "position_ids" and getattr(options[name], "shape", ())[:2] != input_ids.shape
     ]
-    if not (given and resumed.seen):
+    if not given:
         yield
         return
     named = ", ".join(given)

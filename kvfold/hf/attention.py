@@ -125,8 +125,9 @@ def _batch_without_kvfold(model: Any, *args: Any, **options: Any) -> Any:
 
 def _decoders(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The parts of a model, itself among them, that have the decoder's configuration."""
+    own = text_config(model)
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return [part for part in parts if part.config is text_config(model)]
+    return [part for part in parts if part.config is own]
 
 
 def _of_decoder(model: PreTrainedModel, name: str) -> dict[str, str]:

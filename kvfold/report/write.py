@@ -26,10 +26,10 @@ class ReportFiles(NamedTuple):
     claims: dict[str, Headline]
 
 
-def texts(every: Sequence[Board]) -> dict[str, str]:
+def texts(every: Sequence[Board], line_styles: dict[str, LineStyle]) -> dict[str, str]:
     """The page and the tables, by the names of their files."""
     return {
-        "index.html": page(every, _styles(every)),
+        "index.html": page(every, line_styles),
         "report.md": markdown(every),
         "tasks.md": by_task(every),
     }
@@ -39,9 +39,9 @@ def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
     """Writes page, tables and figures of `results` into `folder`; raises OSError if it cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     every = boards(results)
-    line_styles = _styles(every)
+    line_styles = styles_of(every)
     paths = []
-    for name, text in (texts(every) | {"records.csv": to_csv(results)}).items():
+    for name, text in (texts(every, line_styles) | {"records.csv": to_csv(results)}).items():
         paths.append(folder / name)
         paths[-1].write_text(text, encoding="utf-8", newline="")
     for board, part in zip(every, slugs(titles(every)), strict=True):
@@ -62,5 +62,6 @@ def write(results: Sequence[CellResult], folder: Path) -> ReportFiles:
     return ReportFiles(paths, claims)
 
 
-def _styles(every: Sequence[Board]) -> dict[str, LineStyle]:
+def styles_of(every: Sequence[Board]) -> dict[str, LineStyle]:
+    """A style for every method of the boards."""
     return styles([row for board in every for row in board.overall() + rows(board.perplexities)])

@@ -27,7 +27,7 @@ from kvfold.methods.registry import listed
 from kvfold.report.board import boards
 from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
-from kvfold.report.write import texts
+from kvfold.report.write import styles_of, texts
 from tests.helpers.reports import HERE, MODEL, made
 from tests.helpers.scripts import BENCHMARKS, scripts_of
 
@@ -164,7 +164,9 @@ def test_the_published_page_is_that_of_the_records(publishing: ModuleType) -> No
 
 @pytest.mark.skipif(not published(), reason="no records of the really trained model yet")
 def test_published_tables_are_those_of_the_records() -> None:
-    for name, text in texts(boards(published())).items():
+    every = boards(published())
+
+    for name, text in texts(every, styles_of(every)).items():
         assert (RESULTS / name).read_text(encoding="utf-8") == text, name
 
 
