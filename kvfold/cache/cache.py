@@ -235,6 +235,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         if until is None:
             for layer in self.compressed_layers:
                 layer.end_reading()
+            self.phase.before_refit = None
 
     def to_budget(
         self, budget: Budget | float | str | None, method: Method | str | None = None

@@ -172,11 +172,13 @@ class CompressedLayer(CacheLayerMixin):
         weights = None
         store, seen, phase = state.store, state.sequence.seen, state.phase
         assert store is not None
+        if phase.repeating is not None:
+            add_repeated(state, call, phase.repeating, self._counted(call))
         if state.surplus == 1 and evicts_one(state, call.query.shape[2]):
             predicted = predicted_slot(state, call)
             out, call = attend_and_watch_row(call, state.dense_store(), seen, mask, predicted)
-        elif phase.repeating is not None:
-            out, call = self._attend_and_maximize(call, phase.repeating, mask)
+        elif phase.repeating is not None and phase.repeating.scored is not None:
+            out, call = self._attend_and_maximize(call, phase.repeating, phase.repeating.scored, mask)
         elif state.plan.stages.needs.column_sums and not phase.frozen:
             squares = state.plan.stages.needs.column_squares
             counted = self._counted(call)
@@ -195,19 +197,22 @@ class CompressedLayer(CacheLayerMixin):
         return out, weights
 
     def _attend_and_maximize(
-        self, call: AttentionCall, repeating: ReconstructionForward, mask: Tensor | None
+        self,
+        call: AttentionCall,
+        repeating: ReconstructionForward,
+        scored: Tensor,
+        mask: Tensor | None,
     ) -> tuple[Tensor, AttentionCall]:
         """Output `[B, S, Hq, Dv]` of a forward that repeats the text, and its column maxima."""
         state = self.state
         weights = repeating.row_weights.get(state.plan.layer)
-        add_repeated(state, call, self._counted(call))
         return attend_and_maximize(
             call,
             state.stored(),
             state.seen,
             mask,
             counted=self._counted(call),
-            scored=repeating.scored,
+            scored=scored,
             row_weights=weights,
             norms=None if weights is None else norms_of_outputs(state, call),
             rms=repeating.rms,

@@ -25,7 +25,8 @@ class ReconstructionForward:
 
     All such forwards of the context together read about `total` tokens.
 
-    `scored [B, N]` are the columns, new ones included, among which its attention is shared out.
+    `scored [B, N]` are the columns, new ones included, among which its attention is shared out;
+    None: it scores nothing, and its queries are on-policy references.
     `row_weights [B, S]` of its tokens, by compressed layer, multiply that attention, and so do the
     norms of projected values; there are none but in KVzip+. `rms` scores by the root of the mean
     square of attention, else by its maximum.
@@ -33,7 +34,7 @@ class ReconstructionForward:
 
     text: int
     total: int
-    scored: Tensor
+    scored: Tensor | None
     rms: bool = False
     row_weights: dict[int, Tensor] = field(default_factory=dict)
 
@@ -54,6 +55,7 @@ class Phase:
     repeating: ReconstructionForward | None = None
     observed: Observation | None = None  # what the last layer of a layer-wise prefill saw
     prefix: Tensor | None = None  # [B], first tokens of each row that are kept beside the budget
+    before_refit: Callable[[int], None] | None = None  # gives a layer its on-policy references
     own_size: int | None = None  # entries per KV head to keep of a fork's own tokens; None: all
     history: History = field(default_factory=History)  # ids of all that was read
     incoming: Tensor | None = None  # ids [B, S] of the forward that runs, if a stage reads them
@@ -150,6 +152,7 @@ class Phase:
         self.reading = self.frozen = self.layerwise = False
         self.until = 0
         self.repeating = self.observed = self.prefix = self.before_frozen = None
+        self.before_refit = None
         self.forget_incoming()
         self.history = History()
         if self.surprise is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
+from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.state import LayerState
 from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import take
@@ -31,10 +32,17 @@ def add_references(state: LayerState, call: AttentionCall) -> None:
     state.reference_queries.add(query, state.seen - query.shape[2], most)
 
 
-def add_repeated(state: LayerState, call: AttentionCall, counted: Tensor | None) -> None:
+def add_repeated(
+    state: LayerState,
+    call: AttentionCall,
+    repeating: ReconstructionForward,
+    counted: Tensor | None,
+) -> None:
     """Adds queries of a forward that repeats a part of the text; `counted [B, S]`, None: all."""
-    needs, repeating, new = state.plan.stages.needs, state.phase.repeating, call.query.shape[2]
-    if needs.references is None or not needs.repeats_references or repeating is None:
+    needs, new = state.plan.stages.needs, call.query.shape[2]
+    if needs.references is None or not needs.repeats_references:
+        return
+    if needs.references.on_policy == (repeating.scored is not None):
         return
     most = _most(needs.references, call.query, call.key)
     chosen = _evenly(new, most * new // repeating.total, call.query.device)
@@ -95,6 +103,8 @@ def refitted(
             "this model's cache holds latents, of which keys and values are made together: leave "
             "match out"
         )
+    if state.phase.before_refit is not None:
+        state.phase.before_refit(state.plan.layer)
     references = _references_of(state, observation)
     if references is None:
         return None

@@ -20,9 +20,11 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.errors import KvfoldError
 from kvfold.generation.head_scores import give_head_scores
+from kvfold.generation.on_policy import OnPolicyReferences
 from kvfold.generation.structure import structural
 from kvfold.hf.attention_inputs import inputs_noted
 from kvfold.hf.chat_template import PromptFrame, token_ids
+from kvfold.hf.decoder_layers import DecoderLayers
 from kvfold.hf.models import read_tokens
 from kvfold.hf.user_text import Content
 from kvfold.methods.observation import ContextReconstruction
@@ -71,8 +73,10 @@ def reconstruct(
         if how.questions is None
         else _questions(how.questions, tokenizer, frame, texts)
     )
+    references = _on_policy(model, cache)
     for forward in forwards:
-        _read_after(model, cache, mask, prefix, forward)
+        _read_after(model, cache, mask, prefix, forward, references)
+    cache.phase.before_refit = references
     if how.demote:
         marks = [structural(tokenizer, text, how.demote_repeats) for text in texts]
         _demote(cache, marks, how.demote)
@@ -150,8 +154,12 @@ def _read_after(
     mask: Tensor,
     prefix: Tensor,
     forward: _Forward,
+    references: OnPolicyReferences | None,
 ) -> None:
-    """One forward over all rows' new tokens, which are forgotten; their attention is noted."""
+    """One forward over all rows' new tokens, which are forgotten; their attention is noted.
+
+    It is added to on-policy `references`, which run it again.
+    """
     how = cache.reconstruction
     assert how is not None
     rows, start = forward.rows, forward.start
@@ -168,7 +176,8 @@ def _read_after(
     whole = torch.cat([mask, there], 1)
     padded = None if bool(whole.all()) else whole
     text = mask.shape[1]
-    repeating = ReconstructionForward(text, forward.total or text, scored, how.rms)
+    total = forward.total or text
+    repeating = ReconstructionForward(text, total, scored, how.rms)
     cache.phase.repeating = repeating
     try:
         with cache.frozen(), _weighing_queries(cache, repeating):
@@ -176,6 +185,19 @@ def _read_after(
             cache.crop(-longest)
     finally:
         cache.phase.repeating = None
+    if references is not None:
+        references.add(new, whole, total)
+
+
+def _on_policy(model: PreTrainedModel, cache: CompressedCache) -> OnPolicyReferences | None:
+    """References that follow the refitted layers, if the method fits entries to such.
+
+    Raises UnsupportedModel as `DecoderLayers`.
+    """
+    need = cache.method.stages().needs.references
+    if need is None or not need.on_policy:
+        return None
+    return OnPolicyReferences(DecoderLayers(model), cache)
 
 
 @contextmanager

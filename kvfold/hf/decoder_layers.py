@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,7 +18,8 @@ from kvfold.hf.stock_layers import is_compressible, stock_layers
 class DecoderLayers:
     """A decoder's layers, to be run one by one.
 
-    Raises UnsupportedModel if the result differs from the model's own forward.
+    Copies share the model. Raises UnsupportedModel if the result differs from the model's own
+    forward.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -28,6 +31,9 @@ class DecoderLayers:
             raise UnsupportedModel(self._reason())
         self._check()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """The first layer's input `[B, N, hidden]`."""
         embedded: Tensor = self.decoder.embed_tokens(input_ids)
@@ -38,11 +44,12 @@ class DecoderLayers:
     ) -> Tensor:
         """Output of one causal layer over `hidden [B, S, hidden]` at `positions [B, S]`.
 
-        `real [B, S]` is False at padding.
+        `real [B, T]` is False at padding; its last S columns are those of `hidden`, the others
+        those that the cache has seen.
         """
         out = self.decoder.layers[index](
             hidden,
-            attention_mask=self._mask(real, hidden.dtype),
+            attention_mask=self._mask(real, hidden),
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
@@ -51,15 +58,16 @@ class DecoderLayers:
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
-    def _mask(self, real: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask `[B, 1, S, S]`; None if SDPA's causal mask suffices."""
+    def _mask(self, real: Tensor, hidden: Tensor) -> Tensor | None:
+        """Additive mask `[B, 1, S, T]`; None if SDPA's causal mask suffices."""
         eager = text_config(self.model)._attn_implementation.endswith("eager")
-        if bool(real.all()) and not eager:
+        new, seen = hidden.shape[1], real.shape[1]
+        if bool(real.all()) and not eager and new == seen:
             return None
-        new = real.shape[1]
-        causal = torch.ones(new, new, dtype=torch.bool, device=real.device).tril()
+        causal = torch.ones(new, seen, dtype=torch.bool, device=real.device).tril(seen - new)
         visible = causal & real[:, None, None]
-        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+        least = torch.finfo(hidden.dtype).min
+        return torch.zeros_like(visible, dtype=hidden.dtype).masked_fill(~visible, least)
 
     @torch.no_grad()
     def _check(self) -> None:
@@ -79,5 +87,5 @@ class DecoderLayers:
     def _reason(self) -> str:
         return (
             f"the layers of {self.name} do not give the model's own result when they are run one "
-            "by one, so tokens cannot be pruned between them"
+            "by one, so tokens cannot be pruned, and entries not refitted, between them"
         )

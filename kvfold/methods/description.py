@@ -190,6 +190,7 @@ def observed(stages: Stages) -> str:
     if needs.references:
         where = "the repetition, if there is one" if needs.references.repeated else "the text"
         parts.append(f"queries of {where}")
+        parts += ["the refitted layers below"] if needs.references.on_policy else []
     return " and ".join(parts) or NOTHING
 
 

@@ -37,8 +37,10 @@ class Match(Method):
     are in `stats()`. `ridge=0` means 0.01 with a bias per head and 0.001 else; with
     `target="whole"` a smaller one lets values explode. A head that keeps more than the part `up_to`
     of its entries stays as it is: it loses least, and would cost most. So does a text's opening; a
-    later turn is fitted by its own queries. Raises KvfoldError for options out of range, and for
-    `bias="none"` with values fitted to the whole output, which overshoot.
+    later turn is fitted by its own queries. `on_policy` runs the repetition again, each layer over
+    refitted ones: two more forwards. Raises KvfoldError for options out of range, for `on_policy`
+    with `references="text"`, and for `bias="none"` with values fitted to the whole output, which
+    overshoot.
     Different from the released code: true non-negative weights, and the ridge.
     Source: Zweiger et al., section 3; adamzweiger/compaction `compaction/algorithms/`.
     """
@@ -49,6 +51,7 @@ class Match(Method):
     bias: BiasPer = "entry"  # a bias for each entry, one for a head, none
     values: Literal["fit", "kept"] = "fit"  # fitted, or as they were
     references: Literal["repeat", "text"] = "repeat"  # of the repetition where there is one
+    on_policy: bool = False  # queries as the refitted layers below make them
     queries: int = 2048  # most reference queries of a KV head
     ridge: float = 0.0  # pull towards the values as they were, 0: by the bias
     hold: float = 1e-3  # pull of weights towards 1
@@ -59,6 +62,8 @@ class Match(Method):
             raise KvfoldError(
                 "match takes at least 64 queries, and ridge, hold and up_to from 0 on"
             )
+        if self.on_policy and self.references == "text":
+            raise KvfoldError("match:on_policy=true reads a repetition: leave references=text out")
         if self.bias == "none" and self.values == "fit" and self.target == "whole":
             raise KvfoldError(
                 "match: without a bias, values fitted to the whole output overshoot, and the cache "
@@ -75,4 +80,5 @@ class Match(Method):
         ridge = self.ridge or (1e-2 if self.bias == "head" else 1e-3)
         refit = Matching(self.target, self.bias, self.values == "fit", ridge, self.hold, self.up_to)
         repeated = self.references == "repeat"
-        return Stages(needs=Needs(references=ReferencesNeed(self.queries, repeated)), refit=refit)
+        need = ReferencesNeed(self.queries, repeated, self.on_policy)
+        return Stages(needs=Needs(references=need), refit=refit)

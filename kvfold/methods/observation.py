@@ -72,6 +72,7 @@ class ReferencesNeed:
 
     queries: int  # most queries of a KV head
     repeated: bool  # those of the reconstruction where the method has one
+    on_policy: bool = False  # as the layers below make them once they are refitted
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,13 @@ def check_refit(stages: Stages) -> None:
             "a refit starts from keys and values as the model made them, and merging changes "
             "them: choose one of the two"
         )
+    need = stages.needs.references
+    on_policy = need is not None and need.on_policy and stages.score is not None
+    if on_policy and not stages.needs.repeats_references:
+        raise IllegalComposition(
+            "on-policy queries are those of a repetition, which the other method does not run: "
+            "compose match:on_policy=true with kvzip"
+        )
     if stages.positions != "original":
         raise IllegalComposition(
             "a refit fits entries to queries at their positions, which the other method changes: "
