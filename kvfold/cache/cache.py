@@ -23,6 +23,7 @@ from kvfold.cache.bound import bounded
 from kvfold.cache.byte_count import stats_of
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
+from kvfold.cache.fits import Fits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged
@@ -89,7 +90,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self.protect = spans_of(protect)
         setup.check_tokenizer(self.method, tokenizer)
         self.ranks = setup.ranks_of(model)
-        stages = setup.stages_of(self.method, self.protect, self.ranks, model)
+        self.fits = Fits.of(self.method.stages(), model)
+        stages = setup.stages_of(self.method, self.protect, self.ranks, self.fits)
         self.budget = checked_budget(self.method, budget, stages.forced.least)
         layers = stock_layers(model)
         trial = partial(CompressedCache, model, model_trial.METHOD, model_trial.BUDGET)
@@ -97,7 +99,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         self.phase, self.binding = Phase.of(stages.needs), ModelBinding(model, tokenizer)
         shared = setup.Shared(self.phase, Waiting(), self.binding)
         setup.put_compressed_layers(
-            layers, model, stages, self.budget, seed, self.ranks, shared, keep_scores
+            layers, model, stages, self.fits, self.budget, seed, self.ranks, shared, keep_scores
         )
         super().__init__(layers=layers)
         self._generating, self.dropping_length = False, dropping_length(model)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvfold.budget import Budget
 from kvfold.cache import setup
 from kvfold.cache.bound import bounded
+from kvfold.cache.fits import Fits
 from kvfold.cache.phase import Phase
 from kvfold.cache.plan import checked_budget
 from kvfold.errors import KvfoldError
@@ -31,14 +32,14 @@ def take_over(
     method, budget = bounded(method, budget, None, cache.max_cache_tokens)
     check_observed(cache.method, method)
     model = cache.states[0].rotation.model
-    stages = setup.stages_of(method, cache.protect, cache.ranks, model)
+    fits = Fits.of(method.stages(), model)
+    stages = setup.stages_of(method, cache.protect, cache.ranks, fits)
     made = checked_budget(method, budget, stages.forced.least)
     for state in cache.states:
         setup.check_layer(stages, state.rotation, state.projection)
-    fits = setup.Fits.of(stages, model, len(cache.states))
     other = copy.deepcopy(cache)
     other.phase.reads_ids = Phase.of(stages.needs).reads_ids
-    other.method, other.budget = method, made
+    other.method, other.budget, other.fits = method, made, fits
     for state in other.states:
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
         state.plan = replace(state.plan, stages=own, budget=made)

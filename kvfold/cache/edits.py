@@ -286,7 +286,7 @@ def _copy(
     other.binding, other._forward = copy.deepcopy(cache.binding), OpenForward()
     other.phase = _phase(cache.phase, by, new)
     waiting: Waiting[LayerState] = Waiting()
-    stages = setup.stages_of(cache.method, other.protect, cache.ranks, model_of(cache))
+    stages = setup.stages_of(cache.method, other.protect, cache.ranks, cache.fits)
     other.layers = []
     for index, layer in enumerate(cache.compressed_layers):
         edited = copy.copy(layer)

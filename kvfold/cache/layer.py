@@ -172,13 +172,14 @@ class CompressedLayer(CacheLayerMixin):
         weights = None
         store, seen, phase = state.store, state.sequence.seen, state.phase
         assert store is not None
-        if phase.repeating is not None:
-            add_repeated(state, call, phase.repeating, self._counted(call))
+        repeating = phase.repeating
+        if repeating is not None:
+            add_repeated(state, call, repeating, self._counted(call))
         if state.surplus == 1 and evicts_one(state, call.query.shape[2]):
             predicted = predicted_slot(state, call)
             out, call = attend_and_watch_row(call, state.dense_store(), seen, mask, predicted)
-        elif phase.repeating is not None and phase.repeating.scored is not None:
-            out, call = self._attend_and_maximize(call, phase.repeating, phase.repeating.scored, mask)
+        elif repeating is not None and repeating.scored is not None:
+            out, call = self._attend_and_maximize(call, repeating, repeating.scored, mask)
         elif state.plan.stages.needs.column_sums and not phase.frozen:
             squares = state.plan.stages.needs.column_squares
             counted = self._counted(call)

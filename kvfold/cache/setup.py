@@ -11,14 +11,13 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 from packaging.version import Version
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.attention import function as function  # registers the attention function
 from kvfold.budget import Budget
-from kvfold.bundled import FOLDER
 from kvfold.cache import model_trial
+from kvfold.cache.fits import Fits
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.phase import Phase
@@ -27,24 +26,15 @@ from kvfold.cache.spans import Span
 from kvfold.cache.state import LayerState
 from kvfold.cache.tensor_parallel import Ranks
 from kvfold.cache.waiting import Waiting
-from kvfold.errors import KvfoldError, ScorerFileError, UnsupportedModel
+from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.attention import disable, enable, is_enabled
 from kvfold.hf.forward_hooks import preparing, watch
-from kvfold.hf.models import caches_latents, kv_heads, shares_entries, text_config
+from kvfold.hf.models import caches_latents, shares_entries, text_config
 from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
-from kvfold.hf.scorer_file import read_fitted
 from kvfold.hf.stock_layers import is_compressible, is_recurrent, stock_layers
 from kvfold.hf.versions import PARALLEL_FROM
-from kvfold.kernels.query_moments import QueryMoments
 from kvfold.methods.base import Across, Method, Stages
-from kvfold.methods.fitted import (
-    FittedFile,
-    FittedHeads,
-    FittedMoments,
-    FittedScorer,
-    LayerScores,
-)
 from kvfold.methods.stages.allocate.parts import Curve
 
 
@@ -96,32 +86,22 @@ def ranks_of(model: PreTrainedModel) -> Ranks:
     return Ranks(dist.get_rank(), size, heads)
 
 
-def stages_of(
-    method: Method, protect: tuple[Span, ...], ranks: Ranks, model: PreTrainedModel
-) -> Stages:
+def stages_of(method: Method, protect: tuple[Span, ...], ranks: Ranks, fits: Fits) -> Stages:
     """The method's stages with protected spans and parts of heads, over the heads of all ranks.
 
-    Raises KvfoldError for a method that ranks cannot share, and as `with_parts`.
+    Raises KvfoldError for a method that ranks cannot share.
     """
-    stages = with_parts(method.stages(), model)
+    stages = with_parts(method.stages(), fits.curve)
     forced = replace(stages.forced, spans=stages.forced.spans + protect)
     ranks.check_method(method)
     return ranks.joining(replace(stages, forced=forced, method=str(method)))
 
 
-def with_parts(stages: Stages, model: PreTrainedModel) -> Stages:
-    """The stages, with the parts of heads or layers that their file holds.
-
-    Raises KvfoldError for parts that cannot be read or do not fit the model, and ScorerFileError
-    for a curve that was fitted for another one.
-    """
+def with_parts(stages: Stages, curve: Curve | None) -> Stages:
+    """The stages, with the parts of heads or layers that their file holds."""
     allocate = stages.allocate
-    if not isinstance(allocate, Across) or allocate.parts is None:
+    if curve is None or not isinstance(allocate, Across):
         return stages
-    need = allocate.parts
-    curve: Curve = _fitted_in(need, model) if isinstance(need, FittedFile) else need.read()
-    layers = sum(map(is_compressible, stock_layers(model)))
-    curve.check(need.file, layers, kv_heads(model))
     share = partial(allocate.share, parts=curve)
     return replace(stages, allocate=replace(allocate, share=share, per_head=curve.per_head))
 
@@ -149,6 +129,7 @@ def put_compressed_layers(
     layers: list[Any],
     model: PreTrainedModel,
     stages: Stages,
+    fits: Fits,
     budget: Budget | None,
     seed: int,
     ranks: Ranks,
@@ -157,7 +138,7 @@ def put_compressed_layers(
 ) -> None:
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
-    Raises UnsupportedModel as `check_layer` does, and ScorerFileError as `Fits.of` does.
+    Raises UnsupportedModel as `check_layer` does.
     """
     shares, latents = shares_entries(model), caches_latents(model)
     if stages.refit is not None and (shares or latents):
@@ -167,7 +148,6 @@ def put_compressed_layers(
             "one layer: leave match out"
         )
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
-    fits = Fits.of(stages, model, len(own))
     for place, index in enumerate(own):
         stored = stages_in_layer(stages, place, len(own))
         plan = Plan(stored, budget, place, len(own), seed, shares, latents, ranks, keep_scores)
@@ -176,64 +156,6 @@ def put_compressed_layers(
         fitted = fits.of_layer(place, ranks.own_heads)
         state = LayerState(plan, shared.phase, shared.waiting, rotation, projection, *fitted)
         layers[index] = CompressedLayer(state, shared.binding)
-
-
-@dataclass(frozen=True)
-class Fits:
-    """What was fitted for the model and the stages read; None of what they do not."""
-
-    scorer: FittedScorer | None
-    heads: FittedHeads | None
-    moments: FittedMoments | None
-
-    @classmethod
-    def of(cls, stages: Stages, model: PreTrainedModel, layers: int) -> Fits:
-        """Fits in the files that the stages name, for `layers` compressible layers.
-
-        Raises ScorerFileError for a file that is damaged, or of another model, RoPE or dtype, or of
-        other numbers of layers and heads.
-        """
-        needs = stages.needs
-        heads = _fitted_in(needs.fitted_heads, model)
-        if heads is not None:
-            _check_shape(needs.fitted_heads, heads, model, layers)
-        moments = None if needs.query_moments is None else needs.query_moments.fitted
-        return cls(_fitted_in(needs.scorer, model), heads, _fitted_in(moments, model))
-
-    def of_layer(
-        self, layer: int, heads: slice | None
-    ) -> tuple[LayerScores | None, Tensor | None, QueryMoments | None]:
-        """One layer's scorer, numbers `[H]` of KV heads, and moments of queries of one row.
-
-        `heads` are its KV heads; None: all.
-        """
-        scorer, numbers, moments = self.scorer, self.heads, self.moments
-        return (
-            None if scorer is None else scorer.of_layer(layer, heads),
-            None if numbers is None else numbers.of_layer(layer, heads),
-            None if moments is None else moments.of_layer(layer, heads),
-        )
-
-
-def _fitted_in(need: FittedFile | None, model: PreTrainedModel) -> Any:
-    if need is None:
-        return None
-    path = FOLDER / need.kind.bundled if need.file == "none" else need.file
-    return read_fitted(path, model, need.kind)
-
-
-def _check_shape(
-    need: FittedFile | None, given: FittedHeads, model: PreTrainedModel, layers: int
-) -> None:
-    """Raises ScorerFileError unless the numbers are those of the model's layers and KV heads."""
-    heads = getattr(text_config(model), "num_key_value_heads", None)
-    found = tuple(given.heads.shape)
-    if need is not None and found != (layers, heads):
-        raise ScorerFileError(
-            f"{need.file} scores {found[0]} layers of {found[1]} KV heads, and the model has "
-            f"{layers} of {heads} that can be compressed: take a file for this model, "
-            f"`{need.kind.command} --out FILE` makes one"
-        )
 
 
 def stages_in_layer(stages: Stages, place: int, layers: int) -> Stages:

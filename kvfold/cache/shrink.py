@@ -52,8 +52,7 @@ def shrink(cache: CompressedCache, budget: Budget | float | str) -> None:
     """
     check_nested(cache.method)
     _check_settled(cache)
-    model = cache.states[0].rotation.model
-    stages = setup.stages_of(cache.method, cache.protect, cache.ranks, model)
+    stages = setup.stages_of(cache.method, cache.protect, cache.ranks, cache.fits)
     made = checked_budget(cache.method, budget, stages.forced.least)
     assert made is not None
     by_kept = cache.ranks.joining(_by_kept_scores(cache.method.stages(), stages))

@@ -159,7 +159,9 @@ def test_layers_below_are_as_other_stages_leave_them(other):
         assert bool(model(ids[:, :5], past_key_values=cache).logits.isfinite().all())
 
 
-@pytest.mark.parametrize("other", ["snapkv:window=8", "keydiff", "kvzip:level=head,head_scores=some.safetensors"])
+@pytest.mark.parametrize(
+    "other", ["snapkv:window=8", "keydiff", "kvzip:level=head,head_scores=some.safetensors"]
+)
 def test_methods_without_a_repetition_are_refused(other):
     with pytest.raises(IllegalComposition, match="compose match:on_policy=true with kvzip"):
         parse(f"{other} + match:on_policy=true").stages()

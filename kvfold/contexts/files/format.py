@@ -182,6 +182,7 @@ class Header(HeaderPart):
         session: None for a context that is no session.
         codec: None for tensors as they are.
         level: None where heads keep what the method gives them.
+        fits: checksums of what was fitted for the method, as `cache/fits.py` names them.
     """
 
     written_by: str
@@ -207,6 +208,7 @@ class Header(HeaderPart):
     session: SessionHeader | None = None
     codec: CodecHeader | None = None
     level: LevelHeader | None = None
+    fits: dict[str, str] = Field(default_factory=dict)
 
 
 def merged_over_ranks(
@@ -235,7 +237,7 @@ def merged_over_ranks(
 def metadata(header: Header) -> dict[str, str]:
     """The header as safetensors metadata."""
     # Left out if empty: such a file is the same as before the fields existed.
-    optional = ("origins", "session", "codec", "level")
+    optional = ("origins", "session", "codec", "level", "fits")
     empty: dict[str, Any] = {name: True for name in optional if not getattr(header, name)}
     if all(layer.next_round is None for layer in header.layers):
         empty["layers"] = {"__all__": {"turn_end", "next_round"}}

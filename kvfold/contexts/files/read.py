@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
+from kvfold.cache.fits import Fits
 from kvfold.cache.history import History
 from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.context import Context
@@ -67,6 +68,7 @@ def read(
         seed=header.seed,
     )
     cache.binding.check_adapters()
+    _check_fits(file, cache.fits)
     _fill(cache, file, model, heads or cache.ranks.own_heads)
     if header.has_prefix:
         cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)
@@ -143,6 +145,16 @@ def _check_origins(file: ContextFile) -> None:
                 f"registered here: import its module before kvfold.load, or give the command "
                 f"--import {module if module != '__main__' else 'MODULE'} (a name, or a .py file)"
             )
+
+
+def _check_fits(file: ContextFile, fits: Fits) -> None:
+    """Raises ContextFileError if the method's fitted numbers have changed since."""
+    if file.header.fits and file.header.fits != fits.digests:
+        raise ContextFileError(
+            f"{file.path} was made with {file.header.method}, and the fitted numbers in its file "
+            "have changed since: put back the file that it was made with, or compress the document "
+            "again"
+        )
 
 
 def _fill(

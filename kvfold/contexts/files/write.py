@@ -168,6 +168,7 @@ def _write(
         session=session,
         codec=coded,
         level=context.level,
+        fits=cache.fits.digests,
     )
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))

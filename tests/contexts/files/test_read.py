@@ -22,6 +22,7 @@ from tests.helpers.contexts import (
     compressed,
     new_model,
 )
+from tests.helpers.scorers import zap_of
 
 EVERY = pytest.mark.parametrize("spec", KINDS)
 
@@ -149,3 +150,32 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(model, token
         file.check()
         assert file.header.budget.amount == 40
     assert read_header(path).budget.amount == 90
+
+
+@pytest.mark.parametrize("rest", ["", " + every:interval=8"])
+def test_a_file_whose_scorer_was_fitted_again_is_refused(model, tokenizer, tmp_path, rest):
+    spec = zap_of(model, tmp_path)
+    context = kvfold.compress(model, tokenizer, DOCUMENT, spec + rest, 20)
+    context.save(tmp_path / "a.kvfold")
+    kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    zap_of(model, tmp_path, seed=1)
+    with pytest.raises(kvfold.ContextFileError, match="have changed since: put back the file"):
+        kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    context.save(tmp_path / "a.kvfold")  # by what this process has read
+    with pytest.raises(kvfold.ContextFileError, match="have changed since"):
+        kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    zap_of(model, tmp_path)
+    loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    assert loaded.cache.fits.digests == context.cache.fits.digests
+
+
+def test_parts_by_hand_that_have_changed_are_refused(model, tokenizer, tmp_path):
+    parts = tmp_path / "parts.json"
+    parts.write_text("[0.9, 0.5, 0.4, 0.2]")
+    spec = f"snapkv:window=8 + sizes:file={parts}"
+    context = kvfold.compress(model, tokenizer, DOCUMENT, spec, 0.4)
+    context.save(tmp_path / "a.kvfold")
+    assert_same(kvfold.load(tmp_path / "a.kvfold", model, tokenizer).cache, context.cache)
+    parts.write_text("[0.9, 0.4, 0.5, 0.2]")
+    with pytest.raises(kvfold.ContextFileError, match="have changed since"):
+        kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
