@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-TILE = 2**24  # most numbers of an intermediate result
+# Most numbers of an intermediate result: on a CPU it stays in the processor's cache.
+TILE, CPU_TILE = 2**24, 2**18
 
 
 def gram(weight: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ def l2_norms(values: Tensor, grams: Tensor) -> Tensor:
     """‖W_h v‖₂ `[B, Hq, T]`, float32, of `values [B, H, T, Dv]`; `grams [Hq, Dv, Dv]`."""
 
     def squared(projected: Tensor, own: Tensor) -> Tensor:
-        return (projected * own).sum(-1)
+        return projected.mul_(own).sum(-1)
 
     return _in_tiles(values, grams, squared).clamp(min=0).sqrt()
 
@@ -34,7 +35,7 @@ def l1_norms(values: Tensor, weight: Tensor) -> Tensor:
     """‖W_h v‖₁ `[B, Hq, T]`, float32, of `values [B, H, T, Dv]`; `weight [Hq, Dm, Dv]`."""
 
     def summed(projected: Tensor, own: Tensor) -> Tensor:
-        return projected.abs().sum(-1)
+        return projected.abs_().sum(-1)
 
     return _in_tiles(values, weight.float().transpose(1, 2), summed)
 
@@ -42,9 +43,18 @@ def l1_norms(values: Tensor, weight: Tensor) -> Tensor:
 def _in_tiles(
     values: Tensor, matrices: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """`reduce(v·M_h, v)` `[B, Hq, T]` of each value; `matrices [Hq, Dv, X]`, tiles of tokens."""
-    rows, heads = values.shape[:2]
-    grouped = matrices.unflatten(0, (heads, -1))  # [H, G, Dv, X]
-    tokens = max(1, TILE // (rows * len(matrices) * matrices.shape[2]))
-    tiles = [tile.float()[:, :, None] for tile in values.split(tokens, 2)]
-    return torch.cat([reduce(tile @ grouped, tile) for tile in tiles], -1).flatten(1, 2)
+    """`reduce(v·M_h, v)` `[B, Hq, T]` of each value; `matrices [Hq, Dv, X]`, tiles of tokens.
+
+    `reduce` may overwrite the first one.
+    """
+    (rows, heads, _, size), columns = values.shape, matrices.shape[2]
+    # One product for all query heads of a KV head, whose value they share: [H, Dv, G·X].
+    together = matrices.unflatten(0, (heads, -1)).transpose(1, 2).reshape(heads, size, -1)
+    most = CPU_TILE if values.device.type == "cpu" else TILE
+    tokens = max(1, most // (rows * len(matrices) * columns))
+    reduced = []
+    for tile in values.split(tokens, 2):
+        own = tile.float()
+        projected = (own @ together).unflatten(-1, (-1, columns))  # [B, H, t, G, X]
+        reduced.append(reduce(projected, own[..., None, :]))
+    return torch.cat(reduced, 2).transpose(2, 3).flatten(1, 2)
