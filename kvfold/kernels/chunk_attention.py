@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvfold.kernels.gather import take
 
-TILE = 2**24  # most numbers of an intermediate result
+# Most numbers of an intermediate result: on a CPU it stays in the processor's cache.
+TILE, CPU_TILE = 2**24, 2**19
 
 
 def chunk_sums(queries: Tensor, keys: Tensor, columns: Tensor, size: int) -> Tensor:
@@ -18,7 +19,8 @@ def chunk_sums(queries: Tensor, keys: Tensor, columns: Tensor, size: int) -> Ten
     a chunk: its queries attend to its keys, unmasked, by logits q·k that are not scaled.
     """
     batch, query_heads = queries.shape[:2]
-    chunks = max(1, TILE // (batch * query_heads * size * size))
+    most = CPU_TILE if keys.device.type == "cpu" else TILE
+    chunks = max(1, most // (batch * query_heads * size * size))
     tiles = columns.split(chunks * size, 1)
     return torch.cat([_of_tile(queries, keys, tile, size) for tile in tiles], -1)
 
@@ -32,8 +34,9 @@ def _of_tile(queries: Tensor, keys: Tensor, columns: Tensor, size: int) -> Tenso
     )  # [B, Hq, M, C, D], [B, H, M, C, D]
     query = query.unflatten(1, (heads, -1)).transpose(2, 3)  # [B, H, M, G, C, D]
     logits = (query.flatten(3, 4) @ key.transpose(-1, -2)).float()
-    empty = (columns < 0).unflatten(1, by_chunk)[:, None]  # [B, 1, M, C]
-    weights = logits.masked_fill(empty[..., None, :], -torch.inf).softmax(-1)
-    by_query = weights.unflatten(3, query.shape[3:5])  # [B, H, M, G, C, C]
-    received = by_query.masked_fill(empty[:, :, :, None, :, None], 0).sum(4)
-    return received.mean(3).flatten(2)
+    empty = (columns < 0).unflatten(1, by_chunk)[:, None, :, None]  # [B, 1, M, 1, C]
+    if not bool(empty.any()):
+        return logits.softmax(-1).sum(3).flatten(2) / query.shape[3]
+    weights = logits.masked_fill(empty, -torch.inf).softmax(-1)
+    of_query = empty.expand(-1, -1, -1, query.shape[3], -1).flatten(3)[..., None]
+    return weights.masked_fill(of_query, 0).sum(3).flatten(2) / query.shape[3]
