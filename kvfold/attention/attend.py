@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvfold.attention.call import AttentionCall, PredictedEviction
 from kvfold.attention.mask import biased, physical_mask
 from kvfold.hf.attention import stock_attention
-from kvfold.kernels.column_maxima import attend_with_column_maxima
+from kvfold.kernels.column_maxima import Part, attend_with_column_maxima
 from kvfold.kernels.column_sums import attend_with_moments
 from kvfold.kernels.gather import as_added
 from kvfold.kernels.ragged import attend_to_segments
@@ -94,10 +94,11 @@ def attend_and_maximize(
     row_weights: Tensor | None,
     norms: ProjectedNorms | None,
     rms: bool,
+    part: Part | None,
 ) -> Observed:
     """Observes column maxima of a softmax over the `scored [B, N]` columns alone (KVzip).
 
-    With `rms` the roots of mean squares take their place.
+    With `rms` the roots of mean squares take their place. Fills the `part`, if it can.
     Queries weigh `row_weights [B, S]`, entries the `norms` of their values; None: 1 (KVzip+).
     """
     key, value, stored_mask = _dense(call, store, seen, mask)
@@ -111,6 +112,7 @@ def attend_and_maximize(
         row_weights=row_weights,
         column_weights=None if norms is None else norms(value),
         rms=rms,
+        part=part,
         **call.logits,
     )
     return out.transpose(1, 2).contiguous(), call._replace(maxima=maxima)

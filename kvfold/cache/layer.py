@@ -33,7 +33,7 @@ from kvfold.cache.observe import (
 )
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.prefill import end_prefill, end_with, size_and_evict
-from kvfold.cache.references import add_repeated
+from kvfold.cache.references import add_repeated, attention_to_text
 from kvfold.cache.rounds import note_token
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import LayerState
@@ -173,7 +173,7 @@ class CompressedLayer(CacheLayerMixin):
         store, seen, phase = state.store, state.sequence.seen, state.phase
         assert store is not None
         repeating = phase.repeating
-        if repeating is not None:
+        if repeating is not None and repeating.scored is None:
             add_repeated(state, call, repeating, self._counted(call))
         if state.surplus == 1 and evicts_one(state, call.query.shape[2]):
             predicted = predicted_slot(state, call)
@@ -206,18 +206,22 @@ class CompressedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, AttentionCall]:
         """Output `[B, S, Hq, Dv]` of a forward that repeats the text, and its column maxima."""
         state = self.state
-        weights = repeating.row_weights.get(state.plan.layer)
-        return attend_and_maximize(
+        weights, counted = repeating.row_weights.get(state.plan.layer), self._counted(call)
+        text = attention_to_text(state, call, repeating)
+        out, call = attend_and_maximize(
             call,
             state.stored(),
             state.seen,
             mask,
-            counted=self._counted(call),
+            counted=counted,
             scored=scored,
             row_weights=weights,
             norms=None if weights is None else norms_of_outputs(state, call),
             rms=repeating.rms,
+            part=text,
         )
+        add_repeated(state, call, repeating, counted, text, out)
+        return out, call
 
     def attend_as_guest(
         self,

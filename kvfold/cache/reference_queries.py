@@ -69,5 +69,5 @@ class ReferenceQueries:
         """Bytes of the queries, their columns and all that was made of them."""
         tensors = [tensor for part in self.parts for tensor in part]
         for each in self.repeated:
-            tensors += [each.queries, each.rest, each.rest_mass, each.real]
+            tensors += [each.queries, *each.rest, each.real, *(each.block or ())]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

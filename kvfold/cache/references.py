@@ -14,6 +14,7 @@ from kvfold.attention.call import AttentionCall
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.state import LayerState
 from kvfold.errors import UnsupportedModel
+from kvfold.kernels.column_maxima import Part
 from kvfold.kernels.gather import take
 from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_parts
 from kvfold.methods.observation import Observation, ReferencesNeed
@@ -32,31 +33,62 @@ def add_references(state: LayerState, call: AttentionCall) -> None:
     state.reference_queries.add(query, state.seen - query.shape[2], most)
 
 
+def attention_to_text(
+    state: LayerState, call: AttentionCall, repeating: ReconstructionForward
+) -> Part | None:
+    """The text's entries, whose attention is wanted for a forward's references; None without any.
+
+    The text is behind its opening and its padding.
+    """
+    chosen = _chosen(state, call, repeating)
+    if chosen is None:
+        return None
+    before = state.positions()[:, 0, : repeating.text] < state.protected()[:, None]
+    return Part([slice(first, repeating.text) for first in before.sum(-1).tolist()], chosen)
+
+
 def add_repeated(
     state: LayerState,
     call: AttentionCall,
     repeating: ReconstructionForward,
     counted: Tensor | None,
+    text: Part | None = None,
+    out: Tensor | None = None,
 ) -> None:
-    """Adds queries of a forward that repeats a part of the text; `counted [B, S]`, None: all."""
-    needs, new = state.plan.stages.needs, call.query.shape[2]
-    if needs.references is None or not needs.repeats_references:
+    """Adds queries of a forward that repeats a part of the text; `counted [B, S]`, None: all.
+
+    With `text`, what attention to it was, where `out [B, S, Hq, Dv]` is all, nothing is computed.
+    """
+    chosen, new = _chosen(state, call, repeating), call.query.shape[2]
+    if chosen is None:
         return
-    if needs.references.on_policy == (repeating.scored is not None):
-        return
-    most = _most(needs.references, call.query, call.key)
-    chosen = _evenly(new, most * new // repeating.total, call.query.device)
     rows, heads = call.key.shape[:2]
     groups = call.query.shape[1] // heads
     queries = _by_token(call.query[:, :, chosen], heads)
     real = torch.ones(rows, new, dtype=torch.bool, device=chosen.device)
     real = real if counted is None else counted
-    own = _own(call, queries, chosen, real)
-    observation = Observation(call.key, call.value, state.positions(), **call.logits)
-    rest = joined_parts([own, *_beside(state, observation, queries)])
+    block = None
+    if text is not None and text.filled and out is not None:
+        block, rest = text.of_rows(out.transpose(1, 2))
+    else:
+        own = _own(call, queries, chosen, real)
+        observation = Observation(call.key, call.value, state.positions(), **call.logits)
+        rest = joined_parts([own, *_beside(state, observation, queries)])
     real = real[:, chosen].repeat_interleave(groups, 1)
-    made = References(queries, rest.out, rest.mass, real, groups)
-    state.reference_queries.repeated.append(made)
+    state.reference_queries.repeated.append(References(queries, rest, real, groups, block))
+
+
+def _chosen(
+    state: LayerState, call: AttentionCall, repeating: ReconstructionForward
+) -> Tensor | None:
+    """The tokens of a forward whose queries are references; None if none are."""
+    needs, new = state.plan.stages.needs, call.query.shape[2]
+    if needs.references is None or not needs.repeats_references:
+        return None
+    if needs.references.on_policy == (repeating.scored is not None):
+        return None
+    most = _most(needs.references, call.query, call.key)
+    return _evenly(new, most * new // repeating.total, call.query.device)
 
 
 def _own(call: AttentionCall, queries: Tensor, chosen: Tensor, real: Tensor) -> PartOutput:
@@ -120,16 +152,7 @@ def _references_of(state: LayerState, observation: Observation) -> References | 
     """The references that were kept, or made of the queries that were; None without any."""
     held, need = state.reference_queries, state.plan.stages.needs.references
     if held.repeated:
-        first, *others = held.repeated
-        if not others:
-            return first
-        return References(
-            torch.cat([each.queries for each in held.repeated], 2),
-            torch.cat([each.rest for each in held.repeated], 2),
-            torch.cat([each.rest_mass for each in held.repeated], 2),
-            torch.cat([each.real for each in held.repeated], 1),
-            first.groups,
-        )
+        return References.joined(held.repeated)
     if need is None or not held.parts:
         return None
     heads, first_tokens = observation.keys.shape[1], state.protected().view(-1, 1, 1)
@@ -150,7 +173,7 @@ def _references_of(state: LayerState, observation: Observation) -> References | 
     moved = _by_token(state.rotation(query, own.sum(-1)[:, 0]), heads)
     rest = joined_parts([part, *_beside(state, observation, moved)])
     real = (state.sequence.positions(at) >= first_tokens)[:, 0].repeat_interleave(groups, 1)
-    return References(moved, rest.out, rest.mass, real, groups)
+    return References(moved, rest, real, groups)
 
 
 def _beside(state: LayerState, observation: Observation, queries: Tensor) -> list[PartOutput]:

@@ -8,13 +8,60 @@ Reference: `reference.attend_with_column_maxima`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.partial_attention import PartOutput
 from kvfold.kernels.query_blocks import BLOCK, AttentionBlocks, Block, spans
+
+
+class Part:
+    """Attention of the queries of some `tokens [n]` to the entries of each row's `ranges`.
+
+    Empty until `attend_with_column_maxima` has filled it. `shares [B, H, G, n]` are the parts of
+    their attention that these entries receive, `outs [B, H, G, n, Dv]` outputs times these shares,
+    and `masses [B, H, G, n]` the log-sum-exp of the logits of all entries.
+    """
+
+    def __init__(self, ranges: Sequence[slice], tokens: Tensor) -> None:
+        self.ranges, self.tokens, self.filled = ranges, tokens, False
+
+    def begin(self, blocks: AttentionBlocks, value: Tensor) -> None:
+        """Makes room for what `add` fills in."""
+        shape = *value.shape[:2], blocks.groups, len(self.tokens)
+        self.shares, self.masses = (blocks.per_entry().new_zeros(shape) for _ in range(2))
+        self.outs, self._value = self.shares.new_zeros(*shape, value.shape[3]), value
+        self.filled = True
+
+    def add(self, blocks: AttentionBlocks, at: Block, weights: Tensor) -> None:
+        """Adds a block's `weights [G·S, seen]`."""
+        first, last = torch.searchsorted(self.tokens, torch.tensor([at.start, at.end])).tolist()
+        if first == last:
+            return
+        own, by_head = self.tokens[first:last] - at.start, weights.view(blocks.groups, -1, at.seen)
+        if last - first < by_head.shape[1]:
+            by_head = by_head[:, own]
+        given = self.ranges[at.row]
+        entries = slice(given.start, min(given.stop, at.seen))
+        part, values = by_head[..., entries], self._value[at.row, at.head, entries]
+        place = at.row, at.head, slice(None), slice(first, last)
+        self.shares[place] = part.sum(-1)
+        self.outs[place] = (part.flatten(0, 1) @ values.to(part.dtype)).view(*part.shape[:2], -1)
+        self.masses[place] = blocks.masses(at, own, by_head, min(given.start, at.seen - 1))
+
+    def of_rows(self, out: Tensor) -> tuple[PartOutput, PartOutput]:
+        """The part, and all else, `[B, H, n·G, …]`, token by token; `out [B, Hq, S, Dv]` is all."""
+        whole = out[:, :, self.tokens].unflatten(1, self.shares.shape[1:3]).to(self.outs.dtype)
+        parts = []
+        for share, outs in ((self.shares, self.outs), (1 - self.shares, whole - self.outs)):
+            share = share.clamp(min=torch.finfo(share.dtype).tiny)
+            each = outs / share[..., None], self.masses + share.log()
+            parts.append(PartOutput(*(x.transpose(2, 3).flatten(2, 3) for x in each)))
+        return parts[0], parts[1]
 
 
 def attend_with_column_maxima(
@@ -28,9 +75,13 @@ def attend_with_column_maxima(
     row_weights: Tensor | None = None,
     column_weights: Tensor | None = None,
     rms: bool = False,
+    part: Part | None = None,
     **options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_with_column_maxima`, with memory linear in T."""
+    """As `reference.attend_with_column_maxima`, with memory linear in T.
+
+    Fills `part`, except in two separate passes, whose weights are not known.
+    """
     by_group = None if column_weights is None else column_weights.unflatten(1, (key.shape[1], -1))
     scale = options["scale"]
     bare = options.get("softcap") is None and options.get("sink_logits") is None
@@ -41,13 +92,17 @@ def attend_with_column_maxima(
         maxima = _root_of_mean(maxima, query, counted) if rms else maxima
         return _attend_apart(query, key, value, scale), maxima
     blocks = AttentionBlocks(query, key, value, mask, **options)
+    if part is not None:
+        part.begin(blocks, value)
     ranges = [spans(of_row) for of_row in scored]
     maxima, voting = blocks.per_entry(), blocks.voters(counted)
     for at, weights in blocks:
+        if part is not None:
+            part.add(blocks, at, weights)
         voters, among = _voters(blocks, at, voting), scored[at.row, : at.seen]
         share = weights.new_zeros(len(weights))
-        for part in ranges[at.row]:
-            share.addmv_(weights[:, part], among[part].to(weights.dtype))
+        for own in ranges[at.row]:
+            share.addmv_(weights[:, own], among[own].to(weights.dtype))
         # Well above where single weights underflow, or are flushed to zero.
         lost = share < torch.finfo(share.dtype).tiny ** 0.5
         if bool((lost & voters).any()):
@@ -57,9 +112,9 @@ def attend_with_column_maxima(
             factor.mul_(row_weights[at.row, at.start : at.end].repeat(blocks.groups))
         of_columns = None if by_group is None else by_group[at.row, at.head, :, : at.seen]
         most = maxima[at.row, at.head, : at.seen]
-        for part in ranges[at.row]:
-            of_part = None if of_columns is None else of_columns[:, part]
-            _gather(most[part], weights[:, part].mul_(factor[:, None]), of_part, rms)
+        for own in ranges[at.row]:
+            of_own = None if of_columns is None else of_columns[:, own]
+            _gather(most[own], weights[:, own].mul_(factor[:, None]), of_own, rms)
     maxima.masked_fill_(~scored[:, None], 0.0)
     return blocks.out, _root_of_mean(maxima, query, counted) if rms else maxima
 

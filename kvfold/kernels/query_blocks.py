@@ -191,6 +191,25 @@ class AttentionBlocks:
         _hide(logits.view(self.groups, -1, at.seen), self.mask(at), at.hidden)
         return logits
 
+    def masses(self, at: Block, tokens: Tensor, weights: Tensor, entry: int) -> Tensor:
+        """Log-sum-exps `[G, n]` of the logits of a block's queries `tokens [n]`, counted in it.
+
+        `weights [G, n, seen]` are theirs: an entry's logit less the logarithm of its weight is the
+        log-sum-exp. `entry` is looked at first; −∞ where nothing is visible.
+        """
+        rows = self._query[at.row, at.head, :, at.start : at.end][:, tokens].to(self._dtype)
+        keys = self._key[at.row, at.head].to(self._dtype)
+        of_entry = weights[..., entry]
+        logits = rows @ keys[entry]
+        faint = of_entry < torch.finfo(self._dtype).tiny ** 0.5  # rounded, or flushed to zero
+        if bool(faint.any()):
+            peak, place = weights[faint].max(-1)
+            of_entry = of_entry.masked_scatter(faint, peak)
+            logits = logits.masked_scatter(faint, (rows[faint] * keys[place]).sum(-1))
+        if self._softcap is not None:
+            logits = self._softcap * (logits / self._softcap).tanh()
+        return (logits - of_entry.log()).masked_fill(of_entry == 0, -torch.inf)
+
     def mask(self, at: Block) -> Tensor | None:
         """Part `[G or 1, S, seen]` of the mask for a block; None: causal."""
         if self._mask is None:

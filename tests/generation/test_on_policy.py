@@ -127,7 +127,9 @@ def test_the_first_layer_and_the_kept_entries_are_those_of_plain_match():
     assert not any(torch.allclose(*pair, rtol=1e-3) for pair in pairs[1:])
 
 
-@pytest.mark.parametrize("spec", [SPEC, SPEC.replace("kvzip:", "kvzip:level=uniform,")])
+@pytest.mark.parametrize(
+    "spec", [SPEC, SPEC.replace("kvzip:", "kvzip:level=uniform,"), "kvzip:chunk=40 + match"]
+)
 def test_a_padded_row_is_fitted_as_alone(spec):
     model, documents = model_of(), (DOCUMENT, "the king was old and the grass is green " * 8)
     together = compressed(model, spec, *ids_of(*documents))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_parts
+from kvfold.kernels.partial_attention import attend_to_part, joined_parts
 from kvfold.methods.stages.refit.base import Compaction, Refitted
 from kvfold.methods.stages.refit.matching import Matching
 
@@ -43,7 +43,7 @@ def reference_outputs(given: Compaction) -> Tensor:
         scale=given.scale,
         softcap=given.softcap,
     )
-    out = joined_parts([block, PartOutput(of.rest, of.rest_mass)]).out
+    out = joined_parts([block, of.rest]).out
     by_token = out.unflatten(2, (-1, of.groups)).transpose(1, 2)  # [B, n / G, H, G, Dv]
     return by_token.flatten(2, 3)
 

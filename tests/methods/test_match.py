@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -11,6 +13,8 @@ import kvfold
 from kvfold import IllegalComposition, KvfoldError, UnsupportedModel, parse
 from kvfold.contexts.context import compress_each
 from kvfold.contexts.files.format import opened
+from kvfold.kernels.partial_attention import attend_to_part
+from kvfold.methods.stages.refit.matching import Matching
 from kvfold.serve.vllm.export import check_plain
 from tests.helpers.caches import ALONE, BATCHES, PADDED, positions, start
 from tests.helpers.contexts import assert_same, new_model
@@ -68,6 +72,45 @@ def test_repeated_references_are_those_of_the_reconstruction(chunk, layer, monke
     parts = -(-(context.stats().seen - max(context.stats().protected)) // chunk)
     repeated = torch.cat(outputs[-parts:], 1)
     torch.testing.assert_close(reference_outputs(found[layer][0]), repeated, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["kvzip", "kvzip:score=rms", "kvzip_plus", "kvzip:chunk=40"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
+def test_attention_to_the_text_is_noted_while_it_is_repeated(spec, name, monkeypatch):
+    """As it is computed afterwards, with sink logits and softcaps, for all queries or some."""
+    model, tokenizer = build(name, torch.float64, vocab_size=12), word_tokenizer()
+    for queries in (2048, 64):
+        with fits(monkeypatch) as found:
+            kvfold.compress(model, tokenizer, DOCUMENT, f"{spec} + match:queries={queries}", 30)
+        for given, _ in found:
+            noted, real = given.references, given.references.real[:, None]
+            assert noted.block is not None
+            expected = attend_to_part(
+                noted.queries,
+                given.keys,
+                given.values,
+                columns=(~given.block).long(),
+                until=torch.zeros_like(noted.real, dtype=torch.long)[:, None],
+                scale=given.scale,
+                softcap=given.softcap,
+            )
+            for got, truth in zip(noted.block, expected, strict=True):
+                torch.testing.assert_close(got, truth, rtol=1e-4, atol=1e-5)
+            assert bool(real.all())
+
+
+@pytest.mark.parametrize("bias", ["entry", "head"])
+def test_what_was_noted_fits_as_what_is_computed(bias, monkeypatch):
+    model, tokenizer = build("llama", torch.float64, vocab_size=12), word_tokenizer()
+    with fits(monkeypatch) as found:
+        kvfold.compress(model, tokenizer, DOCUMENT, f"kvzip + match:bias={bias}", 30)
+    for given, made in found:
+        again = Matching("whole", bias, True, 1e-3 if bias == "entry" else 1e-2, 1e-3, 0.5)(
+            replace(given, references=replace(given.references, block=None))
+        )
+        torch.testing.assert_close(made.values, again.values, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(made.bias, again.bias, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(made.report, again.report, rtol=1e-3, atol=1e-4)
 
 
 def test_references_are_limited(monkeypatch):

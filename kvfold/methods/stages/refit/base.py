@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import IllegalComposition
+from kvfold.kernels.partial_attention import PartOutput
 
 if TYPE_CHECKING:
     from kvfold.methods.base import Stages
@@ -23,15 +24,29 @@ class References:
     """Queries that stand for those to come, and what they attend to beside the entries.
 
     Their axis n is token by token, with the `groups` query heads of each token together. `rest` is
-    the attention output over all else (a text's opening, their own tokens, sink logits), and
-    `rest_mass` the log-sum-exp of its logits. `real` is False at padding.
+    attention to all else (a text's opening, their own tokens, sink logits), `block` to the entries,
+    None if it is still to be computed. `real` is False at padding.
     """
 
     queries: Tensor  # [B, H, n, D]
-    rest: Tensor  # [B, H, n, Dv]
-    rest_mass: Tensor  # [B, H, n]
+    rest: PartOutput  # [B, H, n, Dv] and [B, H, n]
     real: Tensor  # [B, n]
     groups: int  # G
+    block: PartOutput | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[References]) -> References:
+        """References of several forwards as one."""
+        if len(parts) == 1:
+            return parts[0]
+        blocks = [each.block for each in parts if each.block is not None]
+        return cls(
+            torch.cat([each.queries for each in parts], 2),
+            _joined([each.rest for each in parts]),
+            torch.cat([each.real for each in parts], 1),
+            parts[0].groups,
+            _joined(blocks) if len(blocks) == len(parts) else None,
+        )
 
     def rows(self) -> Iterator[RowReferences]:
         """Those of each row, without padding, the ones that judge the fit last."""
@@ -40,25 +55,40 @@ class References:
             token = torch.arange(len(index), device=index.device) // self.groups
             judges = token % HELD == HELD - 1
             order = torch.cat([index[~judges], index[judges]])
-            queries, rest, mass = (
-                each[row][:, order] for each in (self.queries, self.rest, self.rest_mass)
+            yield RowReferences(
+                self.queries[row][:, order],
+                _at(self.rest, row, order),
+                None if self.block is None else _at(self.block, row, order),
+                int(judges.sum()),
             )
-            yield RowReferences(queries, rest, mass, int(judges.sum()))
+
+
+def _joined(parts: Sequence[PartOutput]) -> PartOutput:
+    outs, masses = zip(*parts, strict=True)
+    return PartOutput(torch.cat(outs, 2), torch.cat(masses, 2))
+
+
+def _at(part: PartOutput, row: int, order: Tensor) -> PartOutput:
+    return PartOutput(part.out[row][:, order], part.mass[row][:, order])
 
 
 class RowReferences(NamedTuple):
     """References of one row; the last `judges` ones judge the fit."""
 
     queries: Tensor  # [H, n, D]
-    rest: Tensor  # [H, n, Dv]
-    rest_mass: Tensor  # [H, n]
+    rest: PartOutput  # [H, n, Dv] and [H, n]
+    block: PartOutput | None
     judges: int
 
     def judging(self) -> RowReferences:
         """Those that judge a fit, without the others."""
         first = self.queries.shape[1] - self.judges
-        queries, rest, mass = (each[:, first:] for each in self[:3])
-        return RowReferences(queries, rest, mass, self.judges)
+        rest, block = (
+            None if part is None else PartOutput(part.out[:, first:], part.mass[:, first:])
+            for part in (self.rest, self.block)
+        )
+        assert rest is not None
+        return RowReferences(self.queries[:, first:], rest, block, self.judges)
 
 
 @dataclass(frozen=True)

@@ -141,24 +141,27 @@ class Matching:
         first = mine.sort(dim=-1, descending=True, stable=True).indices
         first = first[:, : int(mine.sum(-1).max())]
         real, kept = mine.gather(1, first), given.slots[row, heads].gather(1, first).clamp(min=0)
-        queries = references.queries[heads]
+        queries, known = references.queries[heads], references.block
         wholes, largest, longest = [], [], []
         for head, query in zip(heads, queries, strict=True):
             block = given.block[row, head]
             keys, values = given.keys[row, head][block], given.values[row, head][block]
             beside = None if old is None else old[row, head][block]
-            wholes.append(
-                attend_to_part(
-                    query, keys, values.to(query.dtype), bias=beside, scale=scale, softcap=softcap
+            if known is None:
+                wide = values.to(query.dtype)
+                wholes.append(
+                    attend_to_part(query, keys, wide, bias=beside, scale=scale, softcap=softcap)
                 )
-            )
             if self.target == "block":
                 found = largest_logits(query, keys, bias=beside, scale=scale, softcap=softcap)
                 largest.append(found)
             norms = values.double().norm(dim=-1)
             longest.append(norms.amax() if len(norms) else norms.new_zeros(()))
-        whole = PartOutput(*map(torch.stack, zip(*wholes, strict=True)))
-        rest = PartOutput(references.rest[heads], references.rest_mass[heads])
+        if known is None:
+            whole = PartOutput(*map(torch.stack, zip(*wholes, strict=True)))
+        else:
+            whole = PartOutput(known.out[heads], known.mass[heads])
+        rest = PartOutput(references.rest.out[heads], references.rest.mass[heads])
         of_kept = None if old is None else old[row, heads].gather(1, kept)
         keys = given.keys[row, heads].gather(1, _wide(kept, given.keys))
         logits = part_logits(queries, keys, of_kept, scale, softcap)

@@ -119,10 +119,8 @@ def compaction(
     positions[1] -= 10
     real = torch.ones(2, queries, dtype=torch.bool)
     real[1, : queries // 4] = False
-    rest = noise(2, 2, queries, 6, seed=4)
-    references = References(
-        2 * noise(2, 2, queries, 8, seed=3), rest, noise(2, 2, queries, seed=5), real, groups=2
-    )
+    rest = PartOutput(noise(2, 2, queries, 6, seed=4), noise(2, 2, queries, seed=5))
+    references = References(2 * noise(2, 2, queries, 8, seed=3), rest, real, groups=2)
     scores = noise(2, 2, stored, seed=6).masked_fill(positions < 0, -torch.inf)
     slots = scores.topk(kept).indices.sort(-1).values
     given = Compaction(keys, values, None, positions >= 0, slots, references, scale=0.35)
@@ -140,8 +138,8 @@ def outputs(given: Compaction, values: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         logits = logits + bias[:, :, None]
     logits = logits.masked_fill(~real, -torch.inf)
-    both = torch.cat([logits, given.references.rest_mass[..., None]], -1).softmax(-1)
-    return both[..., :-1] @ values + both[..., -1:] * given.references.rest
+    both = torch.cat([logits, given.references.rest.mass[..., None]], -1).softmax(-1)
+    return both[..., :-1] @ values + both[..., -1:] * given.references.rest.out
 
 
 def kept_values(given: Compaction) -> Tensor:
@@ -200,13 +198,9 @@ def test_heads_are_fitted_together_as_each_alone(target, bias, values):
     """Heads keep 1 to 12 entries, and one none; the last entries of a row are not of the block."""
     keys, entries = noise(2, 6, 40, 8, seed=1), noise(2, 6, 40, 6, seed=2)
     given = compaction(keys=keys, values=entries, bias=noise(2, 6, 40, seed=9))
-    references = References(
-        2 * noise(2, 6, 128, 8, seed=3),
-        noise(2, 6, 128, 6, seed=4),
-        noise(2, 6, 128, seed=5),
-        given.references.real,
-        groups=2,
-    )
+    rest = PartOutput(noise(2, 6, 128, 6, seed=4), noise(2, 6, 128, seed=5))
+    queries = 2 * noise(2, 6, 128, 8, seed=3)
+    references = References(queries, rest, given.references.real, groups=2)
     slots = noise(2, 6, 40, seed=6).topk(12).indices.sort(-1).values
     counts = torch.tensor([[12, 1, 0, 5, 7, 12], [6, 6, 6, 12, 3, 2]])
     slots = slots.masked_fill(torch.arange(12) < 12 - counts[..., None], -1)
@@ -220,8 +214,7 @@ def test_heads_are_fitted_together_as_each_alone(target, bias, values):
         of_head = replace(
             references,
             queries=references.queries[:, own],
-            rest=references.rest[:, own],
-            rest_mass=references.rest_mass[:, own],
+            rest=PartOutput(*(each[:, own] for each in references.rest)),
         )
         made = refit(
             replace(
