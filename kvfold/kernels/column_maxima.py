@@ -22,9 +22,9 @@ from kvfold.kernels.query_blocks import BLOCK, AttentionBlocks, Block, spans
 class Part:
     """Attention of the queries of some `tokens [n]` to the entries of each row's `ranges`.
 
-    Empty until `attend_with_column_maxima` has filled it. `shares [B, H, G, n]` are the parts of
-    their attention that these entries receive, `outs [B, H, G, n, Dv]` outputs times these shares,
-    and `masses [B, H, G, n]` the log-sum-exp of the logits of all entries.
+    Empty until `attend_with_column_maxima` has filled it. All else is summed up, which is less: its
+    `shares [B, H, G, n]` of the attention, its `outs [B, H, G, n, Dv]` times these shares; and
+    `masses [B, H, G, n]` are the log-sum-exps of the logits of all entries.
     """
 
     def __init__(self, ranges: Sequence[slice], tokens: Tensor) -> None:
@@ -45,20 +45,21 @@ class Part:
         own, by_head = self.tokens[first:last] - at.start, weights.view(blocks.groups, -1, at.seen)
         if last - first < by_head.shape[1]:
             by_head = by_head[:, own]
-        given = self.ranges[at.row]
-        entries = slice(given.start, min(given.stop, at.seen))
-        part, values = by_head[..., entries], self._value[at.row, at.head, entries]
-        place = at.row, at.head, slice(None), slice(first, last)
-        self.shares[place] = part.sum(-1)
-        self.outs[place] = (part.flatten(0, 1) @ values.to(part.dtype)).view(*part.shape[:2], -1)
-        self.masses[place] = blocks.masses(at, own, by_head, min(given.start, at.seen - 1))
+        given, place = self.ranges[at.row], (at.row, at.head, slice(None), slice(first, last))
+        for entries in (slice(0, given.start), slice(given.stop, at.seen)):
+            if entries.start < entries.stop:
+                part, values = by_head[..., entries], self._value[at.row, at.head, entries]
+                self.shares[place] += part.sum(-1)
+                self.outs[place] += part @ values
+        masses = blocks.masses(at, own, by_head, min(given.start, at.seen - 1))
+        self.shares[place] += blocks.sink_shares(at, masses)
+        self.masses[place] = masses
 
     def of_rows(self, out: Tensor) -> tuple[PartOutput, PartOutput]:
         """The part, and all else, `[B, H, n·G, …]`, token by token; `out [B, Hq, S, Dv]` is all."""
-        whole = out[:, :, self.tokens].unflatten(1, self.shares.shape[1:3]).to(self.outs.dtype)
-        parts = []
-        for share, outs in ((self.shares, self.outs), (1 - self.shares, whole - self.outs)):
-            share = share.clamp(min=torch.finfo(share.dtype).tiny)
+        whole, parts = out[:, :, self.tokens].unflatten(1, self.shares.shape[1:3]), []
+        for share, outs in ((1 - self.shares, whole - self.outs), (self.shares, self.outs)):
+            share = share.clamp(min=torch.finfo(share.dtype).eps)  # less is rounding
             each = outs / share[..., None], self.masses + share.log()
             parts.append(PartOutput(*(x.transpose(2, 3).flatten(2, 3) for x in each)))
         return parts[0], parts[1]
@@ -80,7 +81,8 @@ def attend_with_column_maxima(
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_with_column_maxima`, with memory linear in T.
 
-    Fills `part`, except in two separate passes, whose weights are not known.
+    Fills `part`, except in two separate passes, whose weights are not known, and in half precision,
+    where an output is too coarse to take a part of it away.
     """
     by_group = None if column_weights is None else column_weights.unflatten(1, (key.shape[1], -1))
     scale = options["scale"]
@@ -92,6 +94,7 @@ def attend_with_column_maxima(
         maxima = _root_of_mean(maxima, query, counted) if rms else maxima
         return _attend_apart(query, key, value, scale), maxima
     blocks = AttentionBlocks(query, key, value, mask, **options)
+    part = part if value.dtype in (torch.float32, torch.float64) else None
     if part is not None:
         part.begin(blocks, value)
     ranges = [spans(of_row) for of_row in scored]

@@ -210,6 +210,12 @@ class AttentionBlocks:
             logits = self._softcap * (logits / self._softcap).tanh()
         return (logits - of_entry.log()).masked_fill(of_entry == 0, -torch.inf)
 
+    def sink_shares(self, at: Block, masses: Tensor) -> Tensor | float:
+        """Parts `[G, n]` that sink logits receive of rows with log-sum-exps `masses [G, n]`."""
+        if self._sink_logits is None:
+            return 0.0
+        return (self._sink_logits[self._query_heads(at), None].to(masses.dtype) - masses).exp()
+
     def mask(self, at: Block) -> Tensor | None:
         """Part `[G or 1, S, seen]` of the mask for a block; None: causal."""
         if self._mask is None:
