@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The basis in which a model's keys and values are coded: their principal directions.
 
-Channels are weighted by what predictions of later tokens lose by an error in them. Directions are
-those of weighted numbers.
+Channels are weighted by the effect of an error: those of keys by the size of their queries, those
+of values by W_o's columns over the residual stream's size. Directions are those of weighted
+numbers.
 """
 
 from __future__ import annotations

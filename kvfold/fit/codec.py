@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.codecs.basis import Basis
 from kvfold.errors import UnsupportedModel
 from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.gradients import LayerGradients, gradients
-from kvfold.fit.queries import check_texts
+from kvfold.fit.queries import LayerRead, check_texts, layers_read
 from kvfold.hf.chat_template import PromptFrame, token_ids
 
 LEAST_TEXTS = 2  # one to fit, one to report on
@@ -24,8 +23,6 @@ SINKS = 4  # first tokens of a text, whose keys and values are like no others
 MOST_NUMBERS = 6144  # of the layers of one block: a covariance of 300 MB
 ENERGY = 0.996  # of scaled keys and values, in the directions that are kept, if they are more than
 FEW = 1024
-LEAST_LOSS = 1e-3  # by an error in a channel, over the mean of its head's
-LEAST_OF_ALL = 1e-6  # over the mean of all
 SIDES = ("key", "value")
 
 
@@ -66,28 +63,25 @@ def fit_codec(
 ) -> CodecFit:
     """Fits the basis of `codec="kvtc:file=…"`: directions of keys before RoPE, and of values.
 
-    Both are scaled by what predictions of later tokens lose by an error: for that, the last part of
-    each text is also read backwards. Each text is read once, and then gone: products are added up.
-    Every sixth text is held out. `note` is called with a line of progress after each.
+    Keys are scaled by the root mean square of their head's queries, values by the norm of W_o's
+    column over that of the residual stream. Each text is read once, and then gone: products are
+    added up. Every sixth text is held out. `note` is called with a line of progress after each.
 
     Raises KvfoldError for fewer than two texts, and for a text of less than 64 tokens;
-    UnsupportedModel for a model that caches latents, whose keys cannot be rotated back, or whose
-    layers differ in their KV heads.
+    UnsupportedModel for a model that caches latents, whose keys cannot be rotated back, whose W_o
+    cannot be read, or whose layers differ in their KV heads.
     Source: Staniszewski and Łańcucki, section 3 (arXiv 2511.01815); the scales are kvfold's.
     """
     check_texts(tokenizer, texts, LEAST_TEXTS)
     apart = set(range(HELD_OUT - 1, len(texts), HELD_OUT)) or {len(texts) - 1}
     held_out = [text for number, text in enumerate(texts) if number in apart]
     fitted = [text for number, text in enumerate(texts) if number not in apart]
-    draws, before = torch.Generator().manual_seed(0), PromptFrame.of(tokenizer).before
-
-    def read(text: str) -> list[LayerGradients]:
-        return gradients(model, token_ids(tokenizer, before, text).to(model.device), draws)
-
     sums: Sums | None = None
     for number, text in enumerate(fitted):
-        layers = read(text)
-        sums = sums or Sums.like(layers)
+        layers = list(layers_read(model, tokenizer, text))
+        if sums is None:
+            norms = _residual_norms(model, tokenizer, text)
+            sums = Sums.like(layers, norms[[each.rotation.layer for each in layers]])
         sums.add(layers)
         note(f"{number + 1} of {len(texts)} passages")
     assert sums is not None
@@ -95,7 +89,7 @@ def fit_codec(
     basis = sums.basis()
     energy = torch.zeros(2, 2, dtype=torch.float64)
     for number, text in enumerate(held_out, len(fitted) + 1):
-        energy += _energy(basis, read(text))
+        energy += _energy(basis, list(layers_read(model, tokenizer, text)))
         note(f"{number} of {len(texts)} passages")
     keys, values = (1 - energy[:, 0] / energy[:, 1]).tolist()
     result = CodecFit(
@@ -119,18 +113,20 @@ class Sums:
     Args:
         totals: `[2, L·H·D]`.
         products: `[2, blocks, p, p]` of the numbers of each block of layers.
-        losses: squares of gradients `[2, L, H, D]`.
+        queries: squares of queries `[L, H, D]`, over the heads of a group.
+        outputs: norms of W_o's columns over the residual stream's `[L, H, D]`.
         tokens: their number.
     """
 
     totals: Tensor
     products: Tensor
-    losses: Tensor
+    queries: Tensor
+    outputs: Tensor
     tokens: int = 0
 
     @classmethod
-    def like(cls, layers: Sequence[LayerGradients]) -> Sums:
-        """No tokens yet, of a model with such layers.
+    def like(cls, layers: Sequence[LayerRead], residual: Tensor) -> Sums:
+        """No tokens yet, of a model with such layers, whose residual norms are `residual [L]`.
 
         Raises UnsupportedModel for layers that differ in their KV heads.
         """
@@ -148,27 +144,39 @@ class Sums:
             if count % n == 0 and (n == 1 or n * heads * size <= MOST_NUMBERS)
         )
         block = together * heads * size
+        columns = torch.eye(size).expand(1, heads, size, size)
+        norms = [
+            each.projection.norms(columns.to(each.values.device), "l2", len(each.queries))[0]
+            for each in layers
+        ]
+        outputs = torch.stack(
+            [each.cpu().unflatten(0, (heads, -1)).square().sum(1).sqrt() for each in norms]
+        )
         return cls(
             torch.zeros(2, count * heads * size, dtype=torch.float64),
             torch.zeros(2, count // together, block, block, dtype=torch.float64),
-            torch.zeros(2, count, heads, size, dtype=torch.float64),
+            torch.zeros(count, heads, size, dtype=torch.float64),
+            (outputs / residual[:, None, None]).double(),
         )
 
-    def add(self, layers: Sequence[LayerGradients]) -> None:
+    def add(self, layers: Sequence[LayerRead]) -> None:
         """Adds the tokens of a text."""
+        tokens = layers[0].keys.shape[1] - SINKS
         for side, numbers in enumerate(_numbers(layers)):
             self.totals[side] += numbers.double().sum(0)
             for block, part in enumerate(numbers.split(self.products.shape[-1], -1)):
                 self.products[side, block] += part.T @ part
         for layer, each in enumerate(layers):
-            for side, found in enumerate((each.key_gradients, each.value_gradients)):
-                self.losses[side, layer] += found[:, SINKS:].double().square().sum(1).cpu()
-        self.tokens += layers[0].keys.shape[1] - SINKS
+            squares = each.queries[:, SINKS:].float().square().sum(1).cpu()
+            self.queries[layer] += squares.unflatten(0, (len(each.keys), -1)).sum(1)
+        self.tokens += tokens
 
     def basis(self) -> Basis:
         """The basis of all tokens so far."""
         found = dict[str, Tensor]()
-        for side, (name, weights) in enumerate(zip(SIDES, self._weights(), strict=True)):
+        for side, name in enumerate(SIDES):
+            weights = self.outputs if side else (self.queries / self.tokens).sqrt()
+            weights = (weights / weights.mean()).clamp(min=1e-3).float()
             means = self.totals[side] / self.tokens
             of_blocks = means.view(self.products.shape[1], -1)
             outer = of_blocks[:, :, None] * of_blocks[:, None]
@@ -182,12 +190,6 @@ class Sums:
                 f"{name}_head_directions": _of_heads(scaled, weights.shape),
             }
         return Basis(**found)
-
-    def _weights(self) -> Tensor:
-        """Roots `[2, L, H, D]` of the losses, over the root of their mean."""
-        losses = self.losses / self.losses.mean().clamp(min=torch.finfo(torch.float64).tiny)
-        least = LEAST_LOSS * losses.mean(-1, keepdim=True) + LEAST_OF_ALL
-        return losses.maximum(least).sqrt().float()
 
 
 def _directions(covariances: Tensor) -> Tensor:
@@ -208,13 +210,29 @@ def _of_heads(covariances: Tensor, shape: Sequence[int]) -> Tensor:
     return directions.reshape(layers, heads, size, size)
 
 
-def _numbers(layers: Sequence[LayerGradients]) -> Iterator[Tensor]:
+def _numbers(layers: Sequence[LayerRead]) -> Iterator[Tensor]:
     """Keys before RoPE, and values, of a text behind its sinks: `[n, L·H·D]`, float32."""
-    for entries in ([each.keys for each in layers], [each.values for each in layers]):
+    keys = []
+    for each in layers:
+        each.rotation.check_reversible()
+        back = -torch.arange(each.keys.shape[1], device=each.keys.device)[None]
+        keys.append(each.rotation(each.keys[None].float(), back)[0])
+    for entries in (keys, [each.values.float() for each in layers]):
         yield torch.cat([e[:, SINKS:].transpose(0, 1).flatten(1).cpu() for e in entries], -1)
 
 
-def _energy(basis: Basis, layers: Sequence[LayerGradients]) -> Tensor:
+@torch.no_grad()
+def _residual_norms(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
+) -> Tensor:
+    """Root mean squares `[L]` of the residual stream before each layer, behind a text's sinks."""
+    ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
+    states = model.get_decoder()(input_ids=ids, output_hidden_states=True, use_cache=False)
+    before = [each[0, SINKS:].float() for each in states.hidden_states[:-1]]
+    return torch.stack([each.square().mean().sqrt().cpu() for each in before])
+
+
+def _energy(basis: Basis, layers: Sequence[LayerRead]) -> Tensor:
     """Energies `[2, 2]` of keys and of values of a text: in the directions, and all."""
     found = []
     for transform, numbers in zip((basis.keys, basis.values), _numbers(layers), strict=True):

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from kvfold.codecs import symbols
 from kvfold.codecs.basis import Codes, Scope, Transform
-from kvfold.codecs.kvtc import Coded, decode, encode
+from kvfold.codecs.kvtc import decode, encode
 from kvfold.errors import ContextFileError, KvfoldError
 
 LAYERS, HEADS, SIZE = 4, 2, 8
@@ -42,11 +40,6 @@ def counts(heads: list[Tensor]) -> list[int]:
     return [len(head) for head in heads]
 
 
-def decoded(coded: Coded, made: Transform, *how: Any) -> list[Tensor]:
-    """Entries of the only side."""
-    return decode(coded.streams[0], coded.step, made, *how)
-
-
 @pytest.mark.parametrize("scope", SCOPES)
 def test_all_directions_lose_nothing(scope):
     made, heads = transform(), entries()
@@ -68,50 +61,33 @@ def by_hand(made: Transform, heads: list[Tensor], step: float) -> np.ndarray:
 @pytest.mark.parametrize("rank", [32, 20])
 def test_coded_entries_are_rounded_coefficients(rank):
     made, given = transform(rank), entries()
-    coded = encode([(given, made)], "joint", 2600)
-    found = torch.cat(decoded(coded, made, "joint", counts(given)), -1)
+    coded = encode(given, made, "joint", 2600)
+    found = torch.cat(decode(coded, made, "joint", counts(given)), -1)
     np.testing.assert_allclose(found, by_hand(made, given, coded.step), atol=1e-4)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("nbytes", [2000, 2600, 4000])
 def test_bytes_are_those_asked_for(scope, nbytes):
-    coded = encode([(entries(), transform())], scope, nbytes)
-    assert 0.9 * nbytes < coded.streams[0].nbytes <= nbytes
+    coded = encode(entries(), transform(), scope, nbytes)
+    assert 0.9 * nbytes < coded.streams.nbytes <= nbytes
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_more_bytes_mean_less_error(scope):
     made, given, errors = transform(), entries(), []
     for nbytes in (1600, 2000, 3000, 6000, 8000, 10**6):
-        coded = encode([(given, made)], scope, nbytes)
-        found = decoded(coded, made, scope, counts(given))
+        coded = encode(given, made, scope, nbytes)
+        found = decode(coded, made, scope, counts(given))
         pairs = zip(found, given, strict=True)
         errors.append(sum(float((a - b).square().sum()) for a, b in pairs))
     assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-6 * errors[0]
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_sides_share_bytes_and_one_step(scope):
-    """A side of twice the size takes more of the bytes, and has the same error."""
-    made, small = transform(), entries()
-    large = [2 * each for each in entries()]
-    coded = encode([(small, made), (large, made)], scope, 5000)
-    sizes = [streams.nbytes for streams in coded.streams]
-    assert 4500 < sum(sizes) <= 5000 and sizes[1] > 1.1 * sizes[0]
-    errors = []
-    for streams, given in zip(coded.streams, (small, large), strict=True):
-        found = decode(streams, coded.step, made, scope, counts(given))
-        for a, b in zip(made.forward(found, scope), made.forward(given, scope), strict=True):
-            assert float((a - b).abs().max()) < 0.51 * coded.step
-            errors.append(float((a - b).square().mean()))
-    assert max(errors) < 1.5 * min(errors)
-
-
 def test_decoded_entries_code_to_themselves():
     made, given = transform(), entries()
-    coded = encode([(given, made)], "head", 1500)
-    again = decoded(coded, made, "head", counts(given))
+    coded = encode(given, made, "head", 1500)
+    again = decode(coded, made, "head", counts(given))
     pairs = zip(made.forward(again, "head"), made.forward(given, "head"), strict=True)
     for found, head in pairs:
         assert torch.equal((found / coded.step).round(), (head / coded.step).round())
@@ -121,15 +97,15 @@ def test_decoded_entries_code_to_themselves():
 def test_heads_may_have_different_entries_and_none(sizes):
     made = transform()
     heads = [torch.randn(count, SIZE) for count in sizes]
-    coded = encode([(heads, made)], "head", 4000)
-    found = decoded(coded, made, "head", sizes)
+    coded = encode(heads, made, "head", 4000)
+    found = decode(coded, made, "head", sizes)
     assert counts(found) == sizes
     for each, head in zip(found, heads, strict=True):
         torch.testing.assert_close(each, head, atol=0.01, rtol=0)
 
 
 def test_streams_of_a_short_text_do_not_fit():
-    assert encode([(entries(tokens=8), transform())], "joint", 20) is None
+    assert encode(entries(tokens=8), transform(), "joint", 20) is None
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
@@ -137,15 +113,15 @@ def test_numbers_that_are_not_finite_are_refused(number):
     heads = entries()
     heads[3][2, 1] = number
     with pytest.raises(KvfoldError, match="not finite: save the context with"):
-        encode([(heads, transform())], "joint", 4000)
+        encode(heads, transform(), "joint", 4000)
 
 
 def test_streams_of_other_entries_are_refused():
     made, given = transform(), entries()
-    coded = encode([(given, made)], "joint", 2500)
+    coded = encode(given, made, "joint", 2500)
     for tokens in (59, 61):
         with pytest.raises(ContextFileError, match=r"codec|damaged"):
-            decoded(coded, made, "joint", [tokens] * 8)
+            decode(coded, made, "joint", [tokens] * 8)
 
 
 def test_one_step_is_better_than_one_for_each_token():
@@ -166,9 +142,9 @@ def test_one_step_is_better_than_one_for_each_token():
 
 def test_products_of_16_bits_are_near():
     made, given = transform(), entries()
-    coded = encode([(given, made)], "joint", 2500)
+    coded = encode(given, made, "joint", 2500)
     exact, near = (
-        torch.cat(decoded(coded, made, "joint", counts(given), dtype))
+        torch.cat(decode(coded, made, "joint", counts(given), dtype))
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert 0 < float((near - exact).norm()) < 1e-2 * float(exact.norm())

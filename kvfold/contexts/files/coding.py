@@ -141,22 +141,25 @@ class Coding:
         assert self.basis is not None
         scope, seen = _scope(heads), cache.get_seq_length()
         whole = _whole(heads, chosen.sinks, seen - chosen.window)
+        made, steps = dict[str, Tensor](), []
+        shares = (kvtc.KEYS_SHARE, 1 - kvtc.KEYS_SHARE)
         numbers = sum(int((~each).sum()) for each in whole) * 2 * self.basis.key_means.shape[-1]
-        sides, made = [], dict[str, Tensor]()
-        for side, name in enumerate(SIDES):
+        for side, (name, share) in enumerate(zip(SIDES, shares, strict=True)):
             given = [tensor(head.names[side]) for head in heads]
             rest = [each[~kept] for each, kept in zip(given, whole, strict=True)]
             if name == "keys":
                 rest = list(_turned(rotations_of(cache), heads, whole, rest, back=True))
-            sides.append((rest, getattr(self.basis, name)))
+            transform = getattr(self.basis, name)
+            room = share * 2 * numbers / chosen.ratio
+            coded = kvtc.encode(rest, transform, scope, room)
+            if coded is None:
+                return None
+            made |= {f"codec.{name}.{part}": getattr(coded.streams, part) for part in PARTS}
             edges = [each[kept] for each, kept in zip(given, whole, strict=True)]
             made[f"codec.{name}.whole"] = torch.cat(edges)
-        coded = kvtc.encode(sides, scope, 2 * numbers / chosen.ratio)
-        if coded is None:
-            return None
-        for name, streams in zip(SIDES, coded.streams, strict=True):
-            made |= {f"codec.{name}.{part}": getattr(streams, part) for part in PARTS}
-        return EntriesHeader(basis=self.digest, scope=scope, step=coded.step), made
+            steps.append(coded.step)
+        header = EntriesHeader(basis=self.digest, scope=scope, steps=(steps[0], steps[1]))
+        return header, made
 
 
 def rotations_of(cache: CompressedCache) -> dict[int, Rotation]:
@@ -210,11 +213,11 @@ def _decoded(
     heads = list(_heads(file.header.layers, file.tensor))
     whole = _whole(heads, chosen.sinks, file.header.seen - chosen.window)
     dtype, found = getattr(torch, file.header.dtype), dict[str, Tensor]()
-    for side, name in enumerate(SIDES):
-        streams = CodedStreams(*(file.tensor(f"codec.{name}.{part}") for part in PARTS))
+    for side, (name, step) in enumerate(zip(SIDES, entries.steps, strict=True)):
+        parts = [file.tensor(f"codec.{name}.{part}") for part in PARTS]
+        coded, transform = kvtc.CodedSide(CodedStreams(*parts), step), getattr(basis, name)
         counts = [int((~kept).sum()) for kept in whole]
-        transform, scope = getattr(basis, name), entries.scope
-        rest = kvtc.decode(streams, entries.step, transform, scope, counts, dtype)
+        rest = kvtc.decode(coded, transform, entries.scope, counts, dtype)
         if name == "keys":
             rest = list(_turned(rotations, heads, whole, rest, back=False))
         edges = file.tensor(f"codec.{name}.whole").split([int(kept.sum()) for kept in whole])

@@ -146,11 +146,11 @@ class StreamHeader(HeaderPart):
 
 
 class EntriesHeader(HeaderPart):
-    """Keys and values in steps of a basis, whose digest is `basis`; see `codecs/kvtc.py`."""
+    """Keys and values in `steps` of a basis, whose digest is `basis`; see `codecs/kvtc.py`."""
 
     basis: str
     scope: Scope
-    step: Step
+    steps: tuple[Step, Step]
 
 
 class CodecHeader(HeaderPart):
