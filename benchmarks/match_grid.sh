@@ -17,6 +17,7 @@ core "$@"
 core "$@" --passages 2
 grid "$@" \
   --method "$rms + match:bias=head" --method "$rms + match:references=text" \
+  --method "kvzip + match:on_policy=true" --method "$rms + match:on_policy=true" \
   --method "kvzip + match:bias=head" --method "kvzip + match:references=text" \
   --method kvzip_plus --method "kvzip_plus + match" --method "kvzip_plus + match:bias=head" \
   --method "kvzip_plus + match:references=text" --method "kvzip_plus + kivi:bits=4" \
