@@ -14,8 +14,8 @@ from kvfold.attention.call import AttentionCall
 from kvfold.cache.phase import ReconstructionForward
 from kvfold.cache.state import LayerState
 from kvfold.errors import UnsupportedModel
-from kvfold.kernels.column_maxima import Part
 from kvfold.kernels.gather import take
+from kvfold.kernels.noted_part import NotedPart
 from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_parts
 from kvfold.methods.observation import Observation, ReferencesNeed
 from kvfold.methods.stages.refit.base import Compaction, References
@@ -35,7 +35,7 @@ def add_references(state: LayerState, call: AttentionCall) -> None:
 
 def attention_to_text(
     state: LayerState, call: AttentionCall, repeating: ReconstructionForward
-) -> Part | None:
+) -> NotedPart | None:
     """The text's entries, whose attention is wanted for a forward's references; None without any.
 
     The text is behind its opening and its padding.
@@ -44,7 +44,7 @@ def attention_to_text(
     if chosen is None:
         return None
     before = state.positions()[:, 0, : repeating.text] < state.protected()[:, None]
-    return Part([slice(first, repeating.text) for first in before.sum(-1).tolist()], chosen)
+    return NotedPart([slice(first, repeating.text) for first in before.sum(-1).tolist()], chosen)
 
 
 def add_repeated(
@@ -52,7 +52,7 @@ def add_repeated(
     call: AttentionCall,
     repeating: ReconstructionForward,
     counted: Tensor | None,
-    text: Part | None = None,
+    text: NotedPart | None = None,
     out: Tensor | None = None,
 ) -> None:
     """Adds queries of a forward that repeats a part of the text; `counted [B, S]`, None: all.
