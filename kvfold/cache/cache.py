@@ -230,14 +230,16 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         try:
             yield
         except BaseException:
-            self.phase.until = 0
+            self.phase.until, self.phase.before_refit = 0, None
             raise
         finally:
             self.phase.end_reading()
         if until is None:
-            for layer in self.compressed_layers:
-                layer.end_reading()
-            self.phase.before_refit = None
+            try:
+                for layer in self.compressed_layers:
+                    layer.end_reading()
+            finally:
+                self.phase.before_refit = None
 
     def to_budget(
         self, budget: Budget | float | str | None, method: Method | str | None = None

@@ -103,7 +103,8 @@ def evict_to(state: LayerState, observation: Observation, counts: Tensor) -> Non
     elif state.plan.stages.encode is not None:
         _encode_all(state, observation)
     state.reconstruction_scores = None
-    state.reference_queries.forget()
+    if all(due.layer is not state for due in state.waiting.agreeing):
+        state.reference_queries.forget()
     state.settled = state.seen
 
 
@@ -125,7 +126,10 @@ def evict(
     waiting = state.waiting
     waiting.agreeing.append(due)
     if len(waiting.agreeing) == state.plan.layers:
-        (_evict_alike if stages.agree else _evict_level)(waiting.take_agreeing())
+        layers = waiting.take_agreeing()
+        (_evict_alike if stages.agree else _evict_level)(layers)
+        for waited in layers:
+            waited.layer.reference_queries.forget()
 
 
 def _evict_alike(layers: list[EvictionDue[LayerState]]) -> None:

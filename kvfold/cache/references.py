@@ -38,10 +38,11 @@ def attention_to_text(
 ) -> NotedPart | None:
     """The text's entries, whose attention is wanted for a forward's references; None without any.
 
-    The text is behind its opening and its padding.
+    The text is behind its opening and its padding. A share far below that of all else is rounded,
+    so that there is none where all references count alike.
     """
-    chosen = _chosen(state, call, repeating)
-    if chosen is None:
+    chosen, need = _chosen(state, call, repeating), state.plan.stages.needs.references
+    if chosen is None or need is None or not need.by_share:
         return None
     before = state.positions()[:, 0, : repeating.text] < state.protected()[:, None]
     return NotedPart([slice(first, repeating.text) for first in before.sum(-1).tolist()], chosen)

@@ -28,6 +28,7 @@ from kvfold.cache.tensor_parallel import Ranks
 from kvfold.cache.waiting import Waiting
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.hf.attention import disable, enable, is_enabled
+from kvfold.hf.decoder_layers import check_structure
 from kvfold.hf.forward_hooks import preparing, watch
 from kvfold.hf.models import caches_latents, shares_entries, text_config
 from kvfold.hf.output_projection import OutputProjection
@@ -138,7 +139,7 @@ def put_compressed_layers(
 ) -> None:
     """Replaces the stock `layers` that attend to their whole past; the others stay.
 
-    Raises UnsupportedModel as `check_layer` does.
+    Raises UnsupportedModel as `check_layer` does, and as `check_structure` for on-policy queries.
     """
     shares, latents = shares_entries(model), caches_latents(model)
     if stages.refit is not None and (shares or latents):
@@ -147,6 +148,8 @@ def put_compressed_layers(
             f"{type(model).__name__} {how}, so that its entries cannot be fitted to the queries of "
             "one layer: leave match out"
         )
+    if stages.needs.references is not None and stages.needs.references.on_policy:
+        check_structure(model)
     own = [i for i, layer in enumerate(layers) if is_compressible(layer)]
     for place, index in enumerate(own):
         stored = stages_in_layer(stages, place, len(own))

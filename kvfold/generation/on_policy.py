@@ -7,7 +7,8 @@ text again for each layer. Here hidden states are kept: each layer runs twice.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,12 @@ class OnPolicyReferences:
         self._layers, self._cache = layers, cache
         self._forwards: list[_Forward] = []
         self._reached = 0  # the layer whose input is known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnPolicyReferences:
+        """For a copy of the cache, whose layers are refitted otherwise; it shares hidden states."""
+        other = OnPolicyReferences(self._layers, copy.deepcopy(self._cache, memo))
+        other._forwards, other._reached = list(self._forwards), self._reached
+        return other
 
     @torch.no_grad()
     def add(self, new: Tensor, real: Tensor, total: int) -> None:
@@ -68,6 +75,9 @@ class OnPolicyReferences:
     def _run(self, layer: int, forward: _Forward) -> Tensor:
         """The output of a layer, whose cache stays as it was."""
         hidden, real, positions, _ = forward
-        out = self._layers.run(layer, hidden, real, positions, self._cache)
-        self._cache.compressed_layers[layer].crop(-hidden.shape[1])
-        return out
+        own = self._cache.compressed_layers[layer]
+        seen = own.get_seq_length()
+        try:
+            return self._layers.run(layer, hidden, real, positions, self._cache)
+        finally:
+            own.crop(seen - own.get_seq_length())

@@ -23,12 +23,8 @@ class DecoderLayers:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        check_structure(model)
         self.model, self.decoder = model, model.get_decoder()
-        self.name = type(model).__name__
-        parts = ("embed_tokens", "layers", "rotary_emb")
-        own = all(is_compressible(layer) for layer in stock_layers(model))
-        if not own or not all(hasattr(self.decoder, part) for part in parts):
-            raise UnsupportedModel(self._reason())
         self._check()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -72,20 +68,36 @@ class DecoderLayers:
     @torch.no_grad()
     def _check(self) -> None:
         """Compares the last layer's input with that of the model's own forward."""
-        ids = torch.arange(3, 11, device=self.model.device)[None]
-        expected = self.decoder(ids, use_cache=False, output_hidden_states=True).hidden_states
+        ids = (
+            torch.arange(3, 11, device=self.model.device)[None] % text_config(self.model).vocab_size
+        )
+        last = len(self.decoder.layers) - 1
         try:
+            expected = self.decoder(ids, use_cache=False, output_hidden_states=True).hidden_states
             hidden = self.embed(ids)
-            for index in range(len(self.decoder.layers) - 1):
+            for index in range(last):
                 positions = torch.arange(ids.shape[1], device=ids.device)[None]
                 hidden = self.run(index, hidden, torch.ones_like(ids).bool(), positions, None)
         except (TypeError, ValueError, RuntimeError) as problem:
             raise UnsupportedModel(self._reason()) from problem
-        if not torch.allclose(hidden, expected[len(self.decoder.layers) - 1], atol=1e-4):
+        if not torch.allclose(hidden, expected[last], atol=1e-4):
             raise UnsupportedModel(self._reason())
 
     def _reason(self) -> str:
         return (
-            f"the layers of {self.name} do not give the model's own result when they are run one "
-            "by one, so tokens cannot be pruned, and entries not refitted, between them"
+            f"the layers of {type(self.model).__name__} do not give the model's own result when "
+            "they are run one by one, so tokens cannot be pruned, and entries not refitted, "
+            "between them"
+        )
+
+
+def check_structure(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModel for a decoder whose layers cannot be run one by one."""
+    decoder, parts = model.get_decoder(), ("embed_tokens", "layers", "rotary_emb")
+    own = all(is_compressible(layer) for layer in stock_layers(model))
+    if not own or not all(hasattr(decoder, part) for part in parts):
+        raise UnsupportedModel(
+            f"kvfold cannot run the layers of {type(model).__name__} one by one (some slide, are "
+            "recurrent, or have unknown names), so tokens cannot be pruned, and entries not "
+            "refitted, between them: leave on_policy out, or use another method"
         )

@@ -16,9 +16,9 @@ from kvfold.kernels.query_blocks import AttentionBlocks, Block
 class NotedPart:
     """Attention of the queries of some `tokens [n]`, ascending, to the entries of rows' `ranges`.
 
-    Empty until `attend_with_column_maxima` has filled it. All else is summed up, which is less: its
-    `shares [B, H, G, n]` of the attention, its `outs [B, H, G, n, Dv]` times these shares; and
-    `masses [B, H, G, n]` are the log-sum-exps of the logits of all entries.
+    Empty until `attend_with_column_maxima` has filled it. The other entries are summed up, as they
+    are fewer: their `shares [B, H, G, n]` of the attention, and `outs [B, H, G, n, Dv]`, outputs
+    times these shares. `masses [B, H, G, n]` are the log-sum-exps of the logits of all entries.
     """
 
     def __init__(self, ranges: Sequence[slice], tokens: Tensor) -> None:

@@ -189,8 +189,9 @@ def observed(stages: Stages) -> str:
         parts.append(f"{whose} mean{spread}{lengths}")
     if needs.references:
         where = "the repetition, if there is one" if needs.references.repeated else "the text"
+        if needs.references.on_policy:
+            where = "the repetition over the refitted layers"
         parts.append(f"queries of {where}")
-        parts += ["the refitted layers below"] if needs.references.on_policy else []
     return " and ".join(parts) or NOTHING
 
 

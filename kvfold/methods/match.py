@@ -36,11 +36,11 @@ class Match(Method):
     into vLLM. `values="kept"` leaves the values. Errors on held-out reference queries, and guards,
     are in `stats()`. `ridge=0` means 0.01 with a bias per head and 0.001 else; with
     `target="whole"` a smaller one lets values explode. A head that keeps more than the part `up_to`
-    of its entries stays as it is: it loses least, and would cost most. So does a text's opening; a
-    later turn is fitted by its own queries. `on_policy` runs the repetition again, each layer over
-    refitted ones: two more forwards. Raises KvfoldError for options out of range, for `on_policy`
-    with `references="text"`, and for `bias="none"` with values fitted to the whole output, which
-    overshoot.
+    of its entries stays as it is: it loses least, and would cost most. So does a text's opening. A
+    later turn is fitted by its own queries, if it is compressed. `on_policy` runs the repetition
+    again, each layer over refitted ones: two more forwards. Raises KvfoldError for options out of
+    range, for `on_policy` with `references="text"`, and for `bias="none"` with values fitted to the
+    whole output, which overshoot.
     Different from the released code: true non-negative weights, and the ridge.
     Source: Zweiger et al., section 3; adamzweiger/compaction `compaction/algorithms/`.
     """
@@ -80,5 +80,5 @@ class Match(Method):
         ridge = self.ridge or (1e-2 if self.bias == "head" else 1e-3)
         refit = Matching(self.target, self.bias, self.values == "fit", ridge, self.hold, self.up_to)
         repeated = self.references == "repeat"
-        need = ReferencesNeed(self.queries, repeated, self.on_policy)
+        need = ReferencesNeed(self.queries, repeated, self.on_policy, self.target == "whole")
         return Stages(needs=Needs(references=need), refit=refit)

@@ -73,6 +73,7 @@ class ReferencesNeed:
     queries: int  # most queries of a KV head
     repeated: bool  # those of the reconstruction where the method has one
     on_policy: bool = False  # as the layers below make them once they are refitted
+    by_share: bool = True  # each counts by the attention that the entries receive of it
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,8 @@ def test_a_padded_row_is_fitted_as_alone(spec):
             mine, theirs = own.columns()[0] >= 0, other.columns()[row] >= 0
             for a, b in zip(own.stored().dense(), other.stored().dense(), strict=True):
                 torch.testing.assert_close(a[0][mine], b[row][theirs], rtol=1e-4, atol=1e-4)
+            biases = own.stored().bias[0][mine], other.stored().bias[row][theirs]
+            torch.testing.assert_close(*biases, rtol=1e-4, atol=1e-4)
 
 
 def test_copies_of_one_reading_are_fitted_each_by_its_own_layers():
@@ -152,13 +154,42 @@ def test_copies_of_one_reading_are_fitted_each_by_its_own_layers():
         assert context.cache.phase.before_refit is None
 
 
+@pytest.mark.parametrize("spec", [SPEC, "kvzip + match", "snapkv:window=8 + match"])
 @pytest.mark.parametrize("other", ["kivi:group=8,residual=8", "level"])
-def test_layers_below_are_as_other_stages_leave_them(other):
+def test_all_layers_are_refitted_beside_other_stages(spec, other):
     model, (ids, _) = model_of(), ids_of(DOCUMENT)
-    cache = compressed(model, f"{SPEC} + {other}", ids, None)
-    assert len(cache.stats().refits) == len(cache.states)
+    cache = compressed(model, f"{spec} + {other}", ids, None)
+    assert all(state.refit is not None for state in cache.states)
+    assert not any(state.reference_queries.nbytes() for state in cache.states)
     with torch.no_grad():
         assert bool(model(ids[:, :5], past_key_values=cache).logits.isfinite().all())
+
+
+def test_a_level_context_is_refitted():
+    model, tokenizer = model_of(), word_tokenizer()
+    level = kvfold.compress(model, tokenizer, DOCUMENT, "kvzip + match", 30).levelled()
+    assert all(state.refit is not None for state in level.cache.states)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_error_between_layers_leaves_nothing_behind(at, monkeypatch):
+    model, (ids, _) = model_of(), ids_of(DOCUMENT)
+    cache = CompressedCache(model, SPEC, 30, tokenizer=word_tokenizer())
+    run = DecoderLayers.run
+
+    def failing(self: DecoderLayers, index: int, *given: Any) -> Tensor:
+        out = run(self, index, *given)
+        if index == at and given[-1] is cache:
+            raise RuntimeError("no memory")
+        return out
+
+    monkeypatch.setattr(DecoderLayers, "run", failing)
+    with pytest.raises(RuntimeError, match="no memory"), torch.no_grad(), cache.reading():
+        read_on(model, cache, ids, None, 1000)
+    phase = cache.phase
+    assert (phase.before_refit, phase.repeating) == (None, None)
+    assert not phase.frozen and not phase.reading
+    assert {layer.get_seq_length() for layer in cache.compressed_layers} == {ids.shape[1]}
 
 
 @pytest.mark.parametrize(
@@ -181,3 +212,9 @@ def test_models_whose_layers_do_not_run_one_by_one_are_refused(monkeypatch):
     cache = CompressedCache(model, SPEC, 30, tokenizer=word_tokenizer())
     with pytest.raises(UnsupportedModel, match="not refitted"), cache.reading():
         read_on(model, cache, ids, None, 1000)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
+def test_models_of_other_layers_are_refused_before_they_read(name):
+    with pytest.raises(UnsupportedModel, match="leave on_policy out"):
+        CompressedCache(build(name), SPEC, 30, tokenizer=word_tokenizer())

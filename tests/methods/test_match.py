@@ -113,6 +113,31 @@ def test_what_was_noted_fits_as_what_is_computed(bias, monkeypatch):
         torch.testing.assert_close(made.report, again.report, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("spec", ["kvzip", "kvzip:chunk=20"])
+def test_a_text_that_receives_little_attention_is_fitted_right(spec, monkeypatch):
+    """Queries count alike with target=block, also where the text's share is far below rounding."""
+    model, tokenizer = build("llama", vocab_size=12), word_tokenizer()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(6)
+    for target in ("block", "whole"):
+        with fits(monkeypatch) as found:
+            kvfold.compress(model, tokenizer, DOCUMENT, f"{spec} + match:target={target}", 30)
+        for given, made in found:
+            assert target == "whole" or given.references.block is None
+            again = Matching(target, "entry", True, 1e-3, 1e-3, 0.5)(
+                replace(given, references=replace(given.references, block=None))
+            )
+            torch.testing.assert_close(made.report, again.report, rtol=1e-2, atol=1e-3)
+
+
+def test_without_queries_that_judge_no_error_is_reported(tmp_path):
+    model, tokenizer = build("llama", vocab_size=12), word_tokenizer()
+    (tmp_path / "asked.txt").write_text("red\n")
+    spec = f"kvzip:questions={tmp_path / 'asked.txt'} + match"
+    refits = kvfold.compress(model, tokenizer, DOCUMENT, spec, 30).stats().refits
+    assert bool(torch.tensor(refits).isfinite().all())
+
+
 def test_references_are_limited(monkeypatch):
     model, tokenizer = build("llama", vocab_size=12), word_tokenizer()
     for spec in ("kvzip + match:queries=64", "kvzip + match:queries=64,references=text"):

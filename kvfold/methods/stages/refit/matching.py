@@ -119,7 +119,8 @@ class Matching:
                 sums += fitted.sums
                 report[row, 2] += fitted.guarded
                 report[row, 3] += (fitted.bias <= torch.tensor(LEAST).log() + 1e-3).sum()
-            report[row, :2] = (sums[:2] / sums[2]).sqrt().float()
+            if sums[2] > 0:  # else no query judges
+                report[row, :2] = (sums[:2] / sums[2]).sqrt().float()
         return Refitted(values, bias if self.gives_bias or given.bias is not None else None, report)
 
     def _batches(
