@@ -22,6 +22,7 @@ import numpy as np
 from kvfold.eval.run.intervals import Array, paired, pooled_pairs
 from kvfold.eval.run.statistics import PairedDifference, of_perplexities, of_scores
 from kvfold.eval.tasks import tasks
+from kvfold.methods.base import parse
 from kvfold.report.headline import signed
 from kvfold.report.summary import ScoreGap
 
@@ -107,11 +108,17 @@ def written(of: ScoreGap) -> str:
     return f"{signed(of.value)} ({signed(of.low)} to {signed(of.high)})"
 
 
+def published(named: str) -> str:
+    """A cell's name as samples have it: presets are spelled out."""
+    method, at, budget = named.partition("@")
+    return f"{parse(method)}{at}{budget}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("one", help="method@budget")
-    parser.add_argument("other", help="method@budget, or full")
+    parser.add_argument("one", type=published, help="method@budget")
+    parser.add_argument("other", type=published, help="method@budget, or full")
     parser.add_argument("--aware", action="store_true", help="with the question in view")
     parser.add_argument("--task")
     given = parser.parse_args()
