@@ -234,12 +234,9 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
             raise
         finally:
             self.phase.end_reading()
-        if until is None:
-            try:
-                for layer in self.compressed_layers:
-                    layer.end_reading()
-            finally:
-                self.phase.before_refit = None
+        with self.phase.refitting():
+            for layer in self.compressed_layers if until is None else []:
+                layer.end_reading()
 
     def to_budget(
         self, budget: Budget | float | str | None, method: Method | str | None = None

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -112,6 +113,14 @@ class Phase:
     def forget_incoming(self) -> None:
         """Notes that no forward runs."""
         self.incoming = self.incoming_surprise = None
+
+    @contextmanager
+    def refitting(self) -> Iterator[None]:
+        """Lets go of on-policy references when layers have been refitted, or one has failed."""
+        try:
+            yield
+        finally:
+            self.before_refit = None
 
     def end_reading(self) -> None:
         """Notes the end of a `reading()` block, whose prompt is complete unless `until` follows."""

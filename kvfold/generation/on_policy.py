@@ -18,7 +18,7 @@ from kvfold.cache.phase import ReconstructionForward
 from kvfold.hf.decoder_layers import DecoderLayers
 
 
-class _Forward(NamedTuple):
+class _Repetition(NamedTuple):
     """A forward of S tokens after the text's N columns, up to a layer."""
 
     hidden: Tensor  # [B, S, hidden], that layer's input
@@ -35,7 +35,7 @@ class OnPolicyReferences:
 
     def __init__(self, layers: DecoderLayers, cache: CompressedCache) -> None:
         self._layers, self._cache = layers, cache
-        self._forwards: list[_Forward] = []
+        self._forwards: list[_Repetition] = []
         self._reached = 0  # the layer whose input is known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnPolicyReferences:
@@ -53,7 +53,7 @@ class OnPolicyReferences:
         positions = (real.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
         repeating = ReconstructionForward(real.shape[1] - new.shape[1], total, scored=None)
         hidden = self._layers.embed(new)
-        self._forwards.append(_Forward(hidden, real.bool(), positions, repeating))
+        self._forwards.append(_Repetition(hidden, real.bool(), positions, repeating))
 
     @torch.no_grad()
     def __call__(self, layer: int) -> None:
@@ -72,7 +72,7 @@ class OnPolicyReferences:
         finally:
             phase.frozen, phase.repeating = before, None
 
-    def _run(self, layer: int, forward: _Forward) -> Tensor:
+    def _run(self, layer: int, forward: _Repetition) -> Tensor:
         """The output of a layer, whose cache stays as it was."""
         hidden, real, positions, _ = forward
         own = self._cache.compressed_layers[layer]

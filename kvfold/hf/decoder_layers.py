@@ -72,8 +72,8 @@ class DecoderLayers:
             torch.arange(3, 11, device=self.model.device)[None] % text_config(self.model).vocab_size
         )
         last = len(self.decoder.layers) - 1
+        expected = self.decoder(ids, use_cache=False, output_hidden_states=True).hidden_states
         try:
-            expected = self.decoder(ids, use_cache=False, output_hidden_states=True).hidden_states
             hidden = self.embed(ids)
             for index in range(last):
                 positions = torch.arange(ids.shape[1], device=ids.device)[None]
