@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class PartOutput(NamedTuple):
 
     out: Tensor
     mass: Tensor
+
+    def at(self, *index: Any) -> PartOutput:
+        """A part of it, by an index of the axes that both have."""
+        return PartOutput(self.out[index], self.mass[index])
 
 
 def part_logits(

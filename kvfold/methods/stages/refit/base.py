@@ -57,8 +57,8 @@ class References:
             order = torch.cat([index[~judges], index[judges]])
             yield RowReferences(
                 self.queries[row][:, order],
-                _at(self.rest, row, order),
-                None if self.block is None else _at(self.block, row, order),
+                self.rest.at(row).at(slice(None), order),
+                None if self.block is None else self.block.at(row).at(slice(None), order),
                 int(judges.sum()),
             )
 
@@ -66,10 +66,6 @@ class References:
 def _joined(parts: Sequence[PartOutput]) -> PartOutput:
     outs, masses = zip(*parts, strict=True)
     return PartOutput(torch.cat(outs, 2), torch.cat(masses, 2))
-
-
-def _at(part: PartOutput, row: int, order: Tensor) -> PartOutput:
-    return PartOutput(part.out[row][:, order], part.mass[row][:, order])
 
 
 class RowReferences(NamedTuple):
@@ -82,13 +78,9 @@ class RowReferences(NamedTuple):
 
     def judging(self) -> RowReferences:
         """Those that judge a fit, without the others."""
-        first = self.queries.shape[1] - self.judges
-        rest, block = (
-            None if part is None else PartOutput(part.out[:, first:], part.mass[:, first:])
-            for part in (self.rest, self.block)
-        )
-        assert rest is not None
-        return RowReferences(self.queries[:, first:], rest, block, self.judges)
+        last = slice(None), slice(self.queries.shape[1] - self.judges, None)
+        block = None if self.block is None else self.block.at(*last)
+        return RowReferences(self.queries[last], self.rest.at(*last), block, self.judges)
 
 
 @dataclass(frozen=True)

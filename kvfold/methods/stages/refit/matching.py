@@ -61,8 +61,7 @@ class Queries(NamedTuple):
     def at(self, rows: slice) -> Queries:
         """Those of some queries, as views."""
         block, rest, whole = (
-            PartOutput(part.out[:, rows], part.mass[:, rows])
-            for part in (self.block, self.rest, self.whole)
+            part.at(slice(None), rows) for part in (self.block, self.rest, self.whole)
         )
         return Queries(self.logits[:, rows], block, rest, whole, self.largest[:, rows])
 
@@ -161,8 +160,8 @@ class Matching:
         if known is None:
             whole = PartOutput(*map(torch.stack, zip(*wholes, strict=True)))
         else:
-            whole = PartOutput(known.out[heads], known.mass[heads])
-        rest = PartOutput(references.rest.out[heads], references.rest.mass[heads])
+            whole = known.at(heads)
+        rest = references.rest.at(heads)
         of_kept = None if old is None else old[row, heads].gather(1, kept)
         keys = given.keys[row, heads].gather(1, _wide(kept, given.keys))
         logits = part_logits(queries, keys, of_kept, scale, softcap)
