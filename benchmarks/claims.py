@@ -79,7 +79,7 @@ class Test:
         return cls(KINDS[given["kind"]](**options), rules[0])
 
     def outcome(self, records: Path) -> tuple[Measured | None, str]:
-        """What was measured, if it was, and the verdict."""
+        """The measurement, if there is one, and the verdict."""
         measured = self.evidence.measured(records)
         return measured, self.rule.verdict(measured) if measured else NOT_RUN
 

@@ -51,7 +51,7 @@ Verdict = Literal["reproduced", "not reproduced", "not told apart"]
 
 @dataclass(frozen=True)
 class Rule:
-    """Where the whole interval must lie: `above`, `below`, `within` ± or `beyond` ± a number."""
+    """Bounds of the whole interval: `above`, `below`, `within` ± or `beyond` ± a number."""
 
     kind: RuleKind
     than: float

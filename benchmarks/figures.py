@@ -101,7 +101,7 @@ def digest(section: Section) -> str:
 
 
 def faults() -> list[str]:
-    """What the pages state and no source supports, or the ledger lists and no page states."""
+    """Figures on pages without a source, and those of the ledger on no page."""
     listed, found = ledger(), list[str]()
     for section in (one for page in pages() for one in sections(page)):
         entry = listed.pop((section.page, section.heading), None)

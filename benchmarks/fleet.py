@@ -123,7 +123,7 @@ def _operations_per_token(shape: Shape) -> int:
 
 
 class Deployment(Record):
-    """What is done with the cache of a document.
+    """Handling of a document's cache.
 
     Args:
         kept: part of the entries in memory; 0: nothing stays.
@@ -156,7 +156,7 @@ class Assumed(Record):
 
 
 class Run(Record):
-    """What came of a rate: where contexts came from, in shares, and times to first tokens."""
+    """Results at a rate: sources of contexts, in shares, and times to first tokens."""
 
     shape: Shape
     deployment: Deployment
@@ -176,7 +176,7 @@ class Run(Record):
 
     @property
     def key(self) -> tuple[Shape, Deployment, Assumed, float]:
-        """What names a run."""
+        """The run's name."""
         return self.shape, self.deployment, self.assumed, self.rate
 
 
@@ -197,7 +197,7 @@ class Sized(Record):
 
     @property
     def key(self) -> tuple[Shape, Deployment, Assumed, float, float]:
-        """What names a record."""
+        """The record's name."""
         return self.shape, self.deployment, self.assumed, self.rate, self.within
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far answers move when all heads keep one set of tokens in place of their own.
+"""The movement of answers when all heads keep one set of tokens in place of their own.
 
     python -m benchmarks.levelled MODEL docs/results/levelled/rows.jsonl BOOK.txt ...
 

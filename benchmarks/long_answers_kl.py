@@ -64,7 +64,7 @@ class AnswerDistance(BaseModel):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What names a row of one model's file."""
+        """The row's name in one model's file."""
         return self.answer, self.method, self.budget
 
 

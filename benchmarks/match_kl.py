@@ -73,12 +73,12 @@ class Row(BaseModel):
 
     @property
     def passage(self) -> tuple[str, int, int]:
-        """What names the passage."""
+        """The passage's name."""
         return self.text, self.seed, self.tokens
 
     @property
     def key(self) -> tuple[str, int, int, str, float]:
-        """What names a row."""
+        """The row's name."""
         return *self.passage, self.method, self.kept
 
 
@@ -122,7 +122,7 @@ def read_on(model: Any, cache: kvfold.CompressedCache, ids: Tensor, last: int = 
 
 @dataclass
 class Judge:
-    """What the full cache predicts: of the following tokens, and of its answers."""
+    """The full cache's predictions: of the following tokens, and of its answers."""
 
     follow: Tensor
     answers: list[Tensor]
@@ -167,7 +167,7 @@ class Spent:
 
 @contextmanager
 def spent(model: Any) -> Iterator[Spent]:
-    """What the block takes."""
+    """Time of the block."""
     found, begun = Spent(), time.process_time()
     with measured(model.device) as cost:
         yield found
@@ -204,7 +204,7 @@ def passage(tokenizer: Any, path: Path, tokens: int, number: int) -> tuple[Docum
 def rows(
     model: Any, tokenizer: Any, document: Document, methods: list[str], kept: list[float]
 ) -> Iterator[dict[str, Any]]:
-    """What is measured of one passage, method and budget; one reading serves a group of methods."""
+    """Rows of one passage, method and budget; one reading serves a group of methods."""
     full = kvfold.compress(model, tokenizer, document.text, "full")
     judge = Judge.of(model, full.cache, document)
     before = PromptFrame.of(tokenizer).before

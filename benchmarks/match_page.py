@@ -58,7 +58,7 @@ class Pairs:
 
     @classmethod
     def of(cls, rows: Iterable[Row], method: str, kept: float) -> Pairs:
-        """Those of the passages that both have."""
+        """Pairs of the passages that both have."""
         of_budget = [row for row in rows if row.kept == kept]
         base = {row.passage: row for row in of_budget if row.method == BASE}
         own = [row for row in of_budget if row.method == method and row.passage in base]
@@ -169,7 +169,7 @@ def mean_ratio(own: Sequence[Row], base: Sequence[Row], field: str) -> float:
 
 
 def targets(rows: Sequence[Row]) -> str:
-    """What `match` reaches beside plain `BASE`, at equal entries and at equal bytes."""
+    """Gains of `match` over plain `BASE`, at equal entries and at equal bytes."""
     columns = ["kept", "method", "× KL, equal entries", "× KL, equal bytes", "wanted"]
     columns += ["lower on, equal bytes", "answers"]
     return "\n".join([*_head(columns), *_targets(measured(rows, CORE))])

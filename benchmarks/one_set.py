@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one set of tokens for all layers and heads loses, where a method keeps one for each head.
+"""The loss of one set of tokens for all layers and heads, where a method keeps one for each head.
 
 `python -m benchmarks.one_set [MODEL]`: attention of a prompt's last 32 queries, and the error of
 the output, on Python's language reference.

@@ -45,7 +45,7 @@ SAMPLE_ROWS = "samples.csv.gz"
 
 
 def planned() -> list[real_page.Planned]:
-    """What `real_leaderboard.sh` runs, as it tells itself, with all fitted files there."""
+    """Commands of `real_leaderboard.sh`, as it prints them, with all fitted files there."""
     return [one for line in _commands() for one in _planned(line)]
 
 

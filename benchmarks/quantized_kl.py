@@ -57,7 +57,7 @@ class Row(BaseModel):
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What names a row."""
+        """The row's name."""
         return self.text, self.tokens, self.method
 
 

@@ -120,7 +120,7 @@ def readme(text: str, results: Sequence[CellResult]) -> str:
 
 
 def summary(results: Sequence[CellResult]) -> str:
-    """What a fifth of the cache answers, for each protocol; empty without such records."""
+    """Answers from a fifth of the cache, for each protocol; empty without such records."""
     claims = [f"- {claim}" for board in boards(core(results)) for claim in _claim(board)]
     return (
         "\n".join([f"On {MODEL}, at a budget of a fifth of the entries:", "", *claims])
@@ -265,7 +265,7 @@ def _scores(own: Sequence[CellResult], asked: int) -> list[str]:
 
 
 def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iterator[str]:
-    """How much of the plan is done, unless it is all."""
+    """The part of the plan that is done, unless it is all."""
     samples: dict[Unit, dict[Contender, int]] = defaultdict(dict)
     for one in results:
         unit = Unit(one.cell.task, one.cell.length, one.cell.protocol.question_aware)

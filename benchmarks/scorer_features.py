@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fitted scorer gains from more features: `scorer_features.py MODEL TEXT.md ...`.
+"""The gain of a fitted scorer from more features: `scorer_features.py MODEL TEXT.md ...`.
 
 Ridge regression as in `kvfold fit`, on passages that it would draw: from what a cache stores of an
 entry, from the input of the attention module (KVzap's features), from both, from what is stored of
@@ -51,7 +51,7 @@ def both(text: ScoredText, inputs: Tensor) -> Tensor:
 
 
 def neighbours(text: ScoredText, inputs: Tensor) -> Tensor:
-    """What is stored of the entry, of the one before and of the one behind."""
+    """Stored features of the entry, of the one before and of the one behind."""
     own = text.features[..., :-1]
     return torch.cat([own.roll(1, 2), own.roll(-1, 2), text.features], -1)
 

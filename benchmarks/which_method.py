@@ -168,7 +168,7 @@ def _long(answers: Sequence[AnswerDistance]) -> Iterator[str]:
 
 
 def _zap() -> str:
-    """How far the scorer's KL is above that of the method that it learns from."""
+    """The scorer's KL over that of the method that it learns from."""
     sums: dict[float, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     texts = set()
     for line in (RESULTS / "zap" / "kl.jsonl").read_text("utf-8").splitlines():

@@ -74,6 +74,7 @@ TESTED_BY = {
     "kernels/triton/splits.py": "kernels/triton/test_ragged.py",
     "kernels/views.py": "kernels/test_ragged.py",
     "methods/fitted.py": "methods/test_zap.py",
+    "methods/fitted_parts.py": "methods/test_curve.py",
     "methods/full.py": "methods/test_every_method.py",
     "methods/h2o.py": "methods/test_evicting_while_decoding.py",
     "methods/kivi.py": "cache/test_encode.py",

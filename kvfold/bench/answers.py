@@ -26,7 +26,7 @@ def stages_of(label: ParticipantLabel) -> Stages | None:
 
 
 def place_of(record: RoundRecord) -> tuple[BenchCell, str, int, str | None]:
-    """Where participants of one budget are set against one another."""
+    """The place where participants of one budget are set against one another."""
     return record.cell, record.session, record.round, record.budget
 
 

@@ -125,7 +125,7 @@ def _leaving_slots(calls: Calls, stores: Stores) -> dict[LayerState, Tensor]:
 
 
 def _row_kind(calls: Calls, stores: Stores, state: LayerState) -> RowKind:
-    """What layers must have in common so that their attention rows can be joined."""
+    """The properties that layers share when their attention rows can be joined."""
     call, store = calls[state], stores[state]
     row = call.row
     assert row is not None

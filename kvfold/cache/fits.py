@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was fitted for a model, as a cache's method reads it from files."""
+"""Files fitted for a model (scorers, filters, curves), as a cache's method reads them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvfold.methods.stages.allocate.parts import Curve, PartsFile
 
 @dataclass(frozen=True)
 class Fits:
-    """What was fitted for the model and the stages read; None of what they do not."""
+    """Fits that the stages read; None for those that they do not."""
 
     scorer: FittedScorer | None
     heads: FittedHeads | None

@@ -93,7 +93,7 @@ def _chosen(
 
 
 def _own(call: AttentionCall, queries: Tensor, chosen: Tensor, real: Tensor) -> PartOutput:
-    """What `queries [B, H, n, D]` of the newest tokens `chosen` see of these tokens.
+    """Attention of `queries [B, H, n, D]`, of the newest tokens `chosen`, to these tokens.
 
     A query sees none behind its own, so that a few queries at a time take half of the products.
     """
@@ -178,7 +178,7 @@ def _references_of(state: LayerState, observation: Observation) -> References | 
 
 
 def _beside(state: LayerState, observation: Observation, queries: Tensor) -> list[PartOutput]:
-    """What `queries [B, H, n, D]` see beside the text: its opening, and sink logits."""
+    """Attention of `queries [B, H, n, D]` beside the text: to its opening, and to sink logits."""
     positions, sink_logits, parts = observation.positions, observation.sink_logits, []
     opening = (positions >= 0) & (positions < state.protected().view(-1, 1, 1))
     if bool(opening.any()):

@@ -38,7 +38,7 @@ class Inserted(NamedTuple):
 
 @dataclass(frozen=True)
 class Renumbering:
-    """Where the columns of a sequence go, in every row the same tokens.
+    """A move of a sequence's columns, the same in every row.
 
     `columns [B, N]` are the new ones, −1 for those that leave; `shifts [B, N]` are the positions by
     which their keys move; `counts [N + 1]` is, for each number of first columns, how many there are
@@ -103,13 +103,13 @@ class Renumbering:
         return Renumbering(columns, shifts, counts, tokens, later, other.sequence)
 
     def first_tokens(self, count: int) -> int:
-        """How many of the first `count` tokens are the first ones afterwards."""
+        """Number of the first `count` tokens that stay in place."""
         stay = self.tokens[:count]
         stay = stay[stay >= 0].sort().values
         return int((stay == torch.arange(len(stay))).byte().cumprod(0).sum())
 
     def spans(self, span: Span) -> list[Span]:
-        """Where a span's tokens stand afterwards; those not read yet follow the others."""
+        """New places of a span's tokens; those not read yet follow the others."""
         (start, stop), known = span, len(self.tokens)
         places = self.tokens[start:stop]
         found: list[Span] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -35,8 +34,8 @@ from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import is_compressible, is_recurrent, stock_layers
 from kvfold.hf.versions import PARALLEL_FROM
-from kvfold.methods.base import Across, Method, Stages
-from kvfold.methods.stages.allocate.parts import Curve
+from kvfold.methods.base import Method, Stages
+from kvfold.methods.fitted_parts import with_parts
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,6 @@ def stages_of(method: Method, protect: tuple[Span, ...], ranks: Ranks, fits: Fit
     forced = replace(stages.forced, spans=stages.forced.spans + protect)
     ranks.check_method(method)
     return ranks.joining(replace(stages, forced=forced, method=str(method)))
-
-
-def with_parts(stages: Stages, curve: Curve | None) -> Stages:
-    """The stages, with the parts of heads or layers that their file holds."""
-    allocate = stages.allocate
-    if curve is None or not isinstance(allocate, Across):
-        return stages
-    share = partial(allocate.share, parts=curve)
-    return replace(stages, allocate=replace(allocate, share=share, per_head=curve.per_head))
 
 
 def prepare(model: PreTrainedModel, make_trial: Callable[[], Cache]) -> None:

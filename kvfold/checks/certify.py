@@ -65,7 +65,7 @@ def certificate(
 
 
 def too_far(of: CheckCell, limits: CheckLimits, upper: bool = False) -> str:
-    """How a cell's KL exceeds the limits, "" if it does not; `upper`: by its interval's end."""
+    """Reason why a cell's KL is too high, "" if it is not; `upper`: by its interval's end."""
     for estimate, most, what in (
         (of.kl, limits.mean_kl, "the mean KL"),
         (of.kl_p99, limits.p99_kl, "the 99th percentile of the KL"),
@@ -78,7 +78,7 @@ def too_far(of: CheckCell, limits: CheckLimits, upper: bool = False) -> str:
 
 
 def length_off(of: CheckCell, limits: CheckLimits) -> str:
-    """How a cell's answers differ too much in length, "" if they do not."""
+    """Reason why a cell's answers are too long or too short, "" if they are not."""
     if of.lengths is None:
         return ""
     ratio = of.lengths.ratio.value

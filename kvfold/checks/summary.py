@@ -133,5 +133,5 @@ def _named(at: MethodAtBudget) -> str:
 
 
 def _part(what: str, done: int, batch: Sequence[object], count: int) -> str:
-    """Which of `count` prompts are measured after those `done`."""
+    """Prompts of `count` to measure after those `done`."""
     return f"{what} {done + 1} to {done + len(batch)} of {count}"

@@ -26,7 +26,7 @@ Numbers = NDArray[np.integer]
 
 @dataclass(frozen=True)
 class Lanes:
-    """How symbols are cut: lanes of up to `steps` symbols, the longest first.
+    """A cut of symbols into lanes of up to `steps` symbols, the longest first.
 
     Args:
         part: the part of the symbols that each lane belongs to.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session keeps beside its cache: messages with their tokens, and counts."""
+"""The record of a session beside its cache: messages with their tokens, and counts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Item:
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """What happened in a session so far.
+    """Messages and counts of a session so far.
 
     Args:
         items: its messages in order.

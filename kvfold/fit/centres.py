@@ -35,7 +35,7 @@ class CentreFit:
 
     @property
     def report(self) -> str:
-        """What the fit measured, in words."""
+        """The fit's measurements, in words."""
         heads = [head for layer in self.concentration for head in layer]
         return (
             f"length of the centres over that of the queries, R: mean over heads "

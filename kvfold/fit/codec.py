@@ -45,7 +45,7 @@ class CodecFit:
 
     @property
     def report(self) -> str:
-        """What the fit measured, in words."""
+        """The fit's measurements, in words."""
         (keys, values), (of_keys, of_values) = self.left_out, self.ranks
         return (
             f"{of_keys} directions of keys and {of_values} of values leave out {keys:.1%} and "

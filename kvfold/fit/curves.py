@@ -47,7 +47,7 @@ class CurveFit:
 
     @property
     def report(self) -> str:
-        """What the fit measured, in words."""
+        """The fit's measurements, in words."""
         each = [
             f"{part:.0%}: {mass:.1%} ({self.mass_of_equal[part]:.1%})"
             for part, mass in self.mass.items()

@@ -36,7 +36,7 @@ class FilterFit:
 
     @property
     def report(self) -> str:
-        """What the fit measured, in words."""
+        """The fit's measurements, in words."""
         return (
             f"filters of half of the passages beside those of the others: cosine "
             f"{self.agreement:.3f}, lowest {self.least_agreement:.3f}"

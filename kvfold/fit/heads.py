@@ -36,7 +36,7 @@ class HeadFit:
 
     @property
     def report(self) -> str:
-        """What the fit measured, in words."""
+        """The fit's measurements, in words."""
         return f"half of the passages and the others agree on {self.agreement:.1%} of the best half"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kvfold fit` fits beside the scorers of `zap`, by the method or codec that reads it."""
+"""Kinds of fit beside the scorers of `zap`, by the method or codec that reads them."""
 
 from __future__ import annotations
 

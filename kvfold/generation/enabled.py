@@ -52,7 +52,7 @@ class CompressedGenerate:
         self.stock: Any = model.generate
 
     def __call__(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
-        """What `model.generate` returns. Raises what `kvfold.generate` and `CompressedCache` do."""
+        """The result of `model.generate`. Raises as `kvfold.generate` and `CompressedCache` do."""
         if generation_config is not None:
             options["generation_config"] = generation_config
         if options.get("past_key_values") is not None:
@@ -72,7 +72,7 @@ class CompressedGenerate:
         return generate(self.model, cache=cache, **options)
 
     def _from_embeddings(self, cache: CompressedCache, options: dict[str, Any]) -> Any:
-        """What the stock `generate` makes of `inputs_embeds [B, N, hidden]`, read in one piece."""
+        """The stock `generate`'s answer to `inputs_embeds [B, N, hidden]`, read in one piece."""
         check_embeddings(cache, options)
         own = {name: options.pop(name, None) for name in (*BY_IDS, "allow_longer")}
         check_length(self.model, options["inputs_embeds"].shape[1], bool(own["allow_longer"]))

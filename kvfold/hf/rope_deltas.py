@@ -23,7 +23,7 @@ def holders(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def taken(modules: tuple[nn.Module, ...]) -> Deltas:
-    """What the modules keep now."""
+    """Offsets that the modules keep now."""
     return tuple(getattr(module, NAME) for module in modules)
 
 
@@ -34,7 +34,7 @@ def put(modules: tuple[nn.Module, ...], deltas: Deltas | None) -> None:
 
 
 def offset(cache: object) -> Tensor | int:
-    """How far positions of new tokens are from those without images, `[B, 1]`; 0 in most models."""
+    """Distance of new tokens' positions from those without images, `[B, 1]`; 0 in most models."""
     own: Deltas = getattr(cache, NAME, None) or ()
     return next((deltas for deltas in own if deltas is not None), 0)
 

@@ -66,7 +66,7 @@ def read_fitted(path: str | Path, model: PreTrainedModel, kind: type[Kind]) -> K
 def _difference(
     header: ScorerHeader, tensors: dict[str, Tensor], model: PreTrainedModel
 ) -> str | None:
-    """How a file's model differs from `model`, in words; None if it does not."""
+    """The difference of a file's model from `model`, in words; None if there is none."""
     if header.dtype != _dtype(model):
         return f"{header.dtype}, and the model computes in {_dtype(model)}"
     found = model_differences(model_header(model), header.model, weights=True)

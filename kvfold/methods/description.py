@@ -40,7 +40,7 @@ class Option:
 
 @dataclass(frozen=True)
 class StageUse:
-    """What a method does at one stage: a function or class with its options, or a text only."""
+    """A method's part in one stage: a function or class with its options, or a text only."""
 
     stage: str
     about: str  # first paragraph of the function's docstring

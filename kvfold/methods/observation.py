@@ -78,7 +78,7 @@ class ReferencesNeed:
 
 @dataclass(frozen=True)
 class SurpriseNeed:
-    """How improbable the model found each token that it read: −ln p, by its own logits."""
+    """Surprise of the model at each token that it read: −ln p, by its own logits."""
 
     decay: float = 1.0  # factor of all older numbers when another prompt is read
 
@@ -127,7 +127,7 @@ class Needs:
 
     @property
     def while_reading(self) -> tuple[object, ...]:
-        """What is observed in each forward of a prefill, the window queries aside.
+        """Observations made in each forward of a prefill, the window queries aside.
 
         All else is computed when the prefill ends.
         """

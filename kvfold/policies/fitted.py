@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from kvfold.errors import ScorerFileError
 from kvfold.hf.fitted_numbers import how_to_fit, read_kind
-from kvfold.methods.base import Across, Stages
+from kvfold.methods.base import Stages
 from kvfold.methods.fitted import FittedFile
 from kvfold.methods.stages.allocate.parts import Curve
 from kvfold.policies.prefill import Prefill
@@ -36,16 +34,17 @@ def fitted_in(need: FittedFile | None, prefill: Prefill) -> Any:
     return fitted
 
 
-def with_parts(stages: Stages, prefill: Prefill) -> Stages:
-    """The stages, with the parts of heads or layers that their file holds."""
-    allocate = stages.allocate
-    if not isinstance(allocate, Across) or allocate.parts is None:
-        return stages
-    need = allocate.parts
+def parts_in(stages: Stages, prefill: Prefill) -> Curve | None:
+    """Parts of layers or heads in the file that the stages name; None without one.
+
+    Raises KvfoldError as `fitted_in` and `Curve.check` do.
+    """
+    need = getattr(stages.allocate, "parts", None)
+    if need is None:
+        return None
     parts: Curve = fitted_in(need, prefill) if isinstance(need, FittedFile) else need.read()
     parts.check(need.file, prefill.layers, prefill.heads)
-    share = partial(allocate.share, parts=parts)
-    return replace(stages, allocate=replace(allocate, share=share, per_head=parts.per_head))
+    return parts
 
 
 def check_shape(need: FittedFile | None, fitted: Any, prefill: Prefill) -> None:

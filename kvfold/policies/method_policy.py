@@ -24,7 +24,7 @@ from kvfold.policies.prefill import Prefill
 
 @dataclass(frozen=True)
 class PolicyNeeds:
-    """What a policy reads beside keys and values."""
+    """Inputs of a policy beside keys and values."""
 
     queries: int | Literal["all"]  # of the last so many tokens, or of all; 0: none
     rope: bool  # un-rotates keys or queries
@@ -45,7 +45,7 @@ class Policy:
 
     @cached_property
     def needs(self) -> PolicyNeeds:
-        """What `keep` reads beside keys and values."""
+        """Inputs of `keep` beside keys and values."""
         needs = self._stages.needs
         moments = needs.query_moments is not None and needs.query_moments.fitted is None
         everything = needs.column_sums or moments or needs.chunk_sums

@@ -78,7 +78,7 @@ class Prefill:
         return self.queries[layer][None]
 
     def logits_of(self, layer: int) -> LogitOptions:
-        """How a layer makes logits of its products."""
+        """The layer's rule from products to logits."""
         size = self.keys[layer].shape[-1]
         return LogitOptions(
             scale=size**-0.5 if self.scale is None else self.scale,

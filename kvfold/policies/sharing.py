@@ -17,7 +17,7 @@ QUERIES = 32  # last queries whose attention is measured
 
 @dataclass(frozen=True)
 class SharingLoss:
-    """How much less one set of tokens holds than the heads' own sets; parts from 0 to 1.
+    """Loss of one set of tokens for all heads against the heads' own sets; parts from 0 to 1.
 
     `mass_*`: attention of the last queries that falls on kept entries, mean over queries, query
     heads and layers. `error_*`: ‖o' − o‖ / ‖o‖ of a head's output o, without evicted entries o',

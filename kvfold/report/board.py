@@ -47,7 +47,7 @@ class Board:
 
     @property
     def when(self) -> str:
-        """What methods know of the question, in words."""
+        """The methods' knowledge of the question, in words."""
         return (
             "with the question in view" if self.question_aware else "before the question is known"
         )

@@ -28,7 +28,7 @@ class Headline(NamedTuple):
 
 
 def headline(rows: Sequence[ReportRow], when: str) -> Headline:
-    """What the best method keeps of the full cache's score at a fifth of the cache.
+    """The part of the full cache's score that the best method keeps at a fifth of the cache.
 
     Without such a budget, the smallest cache whose loss is within a margin of `MARGINS` with 95 %
     confidence; without one, the method nearest to the full cache. `when` says whether methods know

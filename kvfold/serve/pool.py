@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server holds by id: in memory up to a cap, the least recently used on disk.
+"""A server's contexts and sessions by id: in memory up to a cap, the least recently used on disk.
 
 One lock guards all state; it is released while a file is written or read. There is no deadlock
 over memory: a thread waits for memory only while it uses none of these, so every user finishes.
@@ -65,13 +65,13 @@ class Pool(Generic[Value]):
             return list(self._held.values())
 
     def get(self, name: str) -> Stored[Value]:
-        """What has that id; raises ApiError if there is none."""
+        """The item of that id; raises ApiError if there is none."""
         with self._changed:
             return self._named(name)
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Value]:
-        """What has that id, kept in memory for the block.
+        """The item of that id, kept in memory for the block.
 
         Raises ApiError if it is missing or unreadable.
         """

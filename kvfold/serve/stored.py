@@ -67,7 +67,7 @@ class Stored(Generic[Value]):
 
     @property
     def place(self) -> Literal["memory", "disk"]:
-        """Where it is now."""
+        """Its place now."""
         return "disk" if self.value is None else "memory"
 
 

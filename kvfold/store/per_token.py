@@ -75,7 +75,7 @@ class Quantizing(Encode):
         return TokenValues.from_named(parts, self.value_bits)
 
     def _first(self, segments: list[Tensor], earlier: Encoded | None) -> list[int]:
-        """How many of the first entries of each segment stay whole: none if others came before."""
+        """Number of first entries of each segment that stay whole: none if others came before."""
         before = [0] * len(segments) if earlier is None else earlier.lengths
         return [
             0 if old else min(self.sinks, len(new))

@@ -154,7 +154,7 @@ class EntriesHeader(HeaderPart):
 
 
 class CodecHeader(HeaderPart):
-    """How tensors are coded, by `codec`; `entries` is None for one that loses nothing."""
+    """Parameters of the coded tensors, by `codec`; `entries` is None for one that loses nothing."""
 
     codec: str
     compressor: Compressor

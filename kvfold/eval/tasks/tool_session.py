@@ -41,7 +41,7 @@ class _Fact(NamedTuple):
 
 
 class _Session:
-    """What was seen so far; `lines` are those of an output beside the one that is asked about."""
+    """Facts seen so far; each output has `lines` lines beside its fact."""
 
     def __init__(self, rng: random.Random, lines: int) -> None:
         self.rng, self.lines = rng, lines

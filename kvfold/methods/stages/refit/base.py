@@ -49,7 +49,7 @@ class References:
         )
 
     def rows(self) -> Iterator[RowReferences]:
-        """Those of each row, without padding, the ones that judge the fit last."""
+        """References of each row, without padding, the ones that judge the fit last."""
         for row, real in enumerate(self.real):
             index = real.nonzero()[:, 0]
             token = torch.arange(len(index), device=index.device) // self.groups
@@ -77,7 +77,7 @@ class RowReferences(NamedTuple):
     judges: int
 
     def judging(self) -> RowReferences:
-        """Those that judge a fit, without the others."""
+        """References that judge a fit, without the others."""
         last = slice(None), slice(self.queries.shape[1] - self.judges, None)
         block = None if self.block is None else self.block.at(*last)
         return RowReferences(self.queries[last], self.rest.at(*last), block, self.judges)

@@ -59,7 +59,7 @@ class Queries(NamedTuple):
         return cls(logits, block, rest, joined_parts([block, rest]), largest)
 
     def at(self, rows: slice) -> Queries:
-        """Those of some queries, as views."""
+        """References of some queries, as views."""
         block, rest, whole = (
             part.at(slice(None), rows) for part in (self.block, self.rest, self.whole)
         )
