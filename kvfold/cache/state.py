@@ -350,8 +350,13 @@ class LayerState:
         )
 
     def key_positions(self) -> Tensor:
-        """Positions to which the stored keys are rotated `[B, H, T]`; 0 for padding and holes."""
-        positions, moves = self.positions().clamp(min=0), self.key_moves()
+        """Positions to which the stored keys are rotated `[B, H, T]`; 0 for padding and holes.
+
+        Where heads hold the same positions by layout, the result is a view of one head's.
+        """
+        positions, moves = self.positions(), self.key_moves()
+        own = positions[:, :1] if positions.stride(1) == 0 else positions
+        positions = own.clamp(min=0).expand_as(positions)
         if moves is None:
             return positions
         return positions + F.pad(moves, (0, positions.shape[-1] - moves.shape[-1]))

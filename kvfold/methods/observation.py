@@ -297,7 +297,9 @@ class Observation:
         """
         if self.rotate is None or self.key_positions is None:
             raise KvfoldError("un-rotated keys are for methods with Needs(unrotated=True)")
-        return self.rotate(self.keys.float(), -self.key_positions)
+        at = self.key_positions
+        at = at[:, 0] if at.stride(1) == 0 else at  # angles of one head serve all
+        return self.rotate(self.keys.float(), -at)
 
     def future_query_moments(self, future: int) -> QueryMoments:
         """Moments of the prefill's queries, turned by the mean rotation of the next positions.
