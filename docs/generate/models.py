@@ -21,8 +21,10 @@ import transformers
 from model_checks import CHECKS, REFUSED, RIGHT, UNTOLD, WRONG, Outcome, check
 from tiny_models import architectures
 
+from benchmarks.made_parts import with_part
+
 PAGE = Path(__file__).parents[1] / "models.md"
-BEGIN, END = "<!-- made by docs/generate/models.py: begin -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/generate/models.py: begin -->"
 SIGNS = {RIGHT: "✓", REFUSED: "refused", WRONG: "✗", UNTOLD: "–"}
 Outcomes = Mapping[str, Outcome]
 
@@ -39,10 +41,7 @@ def main() -> None:
             _add(records, name, known[name])
             print(name, *(f"{of}: {o.verdict}" for of, o in known[name].items()), flush=True)
             gc.collect()
-    text = PAGE.read_text("utf-8")
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{block(known)}\n\n{END}{tail}", "utf-8")
+    PAGE.write_text(with_part(PAGE.read_text("utf-8"), BEGIN, f"\n{block(known)}\n\n"), "utf-8")
 
 
 def block(known: Mapping[str, Outcomes]) -> str:
