@@ -130,32 +130,42 @@ def summary(results: Sequence[CellResult]) -> str:
 
 
 def _claim(board: Board) -> Iterator[str]:
-    """The best and the next of the picture's methods at a fifth, beside the full cache."""
+    """The best of the picture's methods at a fifth, and the next, beside the full cache."""
     every = [row for row in board.overall() if row.complete and row.score]
     full = next((row for row in every if row.method == FULL), None)
     fifth = [row for row in every if row.kept_nominal == FIFTH and row.method in real_picture.LINES]
     if full is None or not fifth:
         return
-    best, *others = sorted(fifth, key=lambda row: -_score(row))
-    further = (
-        [f"the next best in the picture, {_name(others[0])}, {_percent(others[0])}"]
-        if others
-        else []
-    )
-    further.append(f"the full cache {_percent(full)}")
+    fifth.sort(key=lambda row: (-round(_score(row)), row.bytes_ratio or 0))
+    best = [row for row in fifth if _percent(row) == _percent(fifth[0])]
+    others = fifth[len(best) :]
+    parts = [f"{100 * (row.bytes_ratio or 0):.0f}{PERCENT}" for row in best]
+    names = [f"{_name(row)} ({part}" for row, part in zip(best, parts, strict=True)]
+    names[0] += " of the bytes"
     verb, unit = _asked(board)
+    claims = [
+        f"{and_list([f'{name})' for name in names])} {verb if best[1:] else f'{verb}s'} "
+        f"**{_percent(best[0])}**{unit}"
+    ]
+    if others:
+        claims.append(f"the next best in the picture, {_name(others[0])}, {_percent(others[0])}")
+    claims.append(f"the full cache {_percent(full)}")
     yield (
-        f"**{board.when[0].upper()}{board.when[1:]}**, {_name(best)} {verb} "
-        f"**{_percent(best)}**{unit} with {100 * (best.bytes_ratio or 0):.0f}{PERCENT} "
-        "of the bytes; "
-        f"{', '.join(further)} ({full.samples} samples of {_counted(full)})."
+        f"**{board.when[0].upper()}{board.when[1:]}**, {'; '.join(claims)} "
+        f"({full.samples} samples of {_counted(full)})."
     )
+
+
+def and_list(names: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _asked(board: Board) -> tuple[str, str]:
     """Verb and object of a score: of right answers, or of a mean of several metrics."""
     found = all((result.metric or "").startswith("string_match") for result in board.scored)
-    return ("answers", " of what is asked") if found else ("scores", "")
+    return ("answer", " of what is asked") if found else ("score", "")
 
 
 def _counted(row: ReportRow) -> str:
