@@ -40,7 +40,8 @@ claim is reproduced *in part* if some of its tests are. Differences are paired b
 [evaluation](evaluation.md). Points are of RULER's needles at 1024 tokens, in noise and in a novel;
 perplexities are of a novel, and lower ones are better.
 
-Each step goes on where it stopped, and this page is made from its records:
+Each step goes on where it stopped, and this page is made from its records. `BOOK` is a text file
+(Project Gutenberg's 84), `BOOKS` a folder of novels; records name the commit, so commit first.
 
 ```
 make real

@@ -58,7 +58,8 @@ Methods whose prefill and compression take at most {ONE_PREFILL} × the full cac
 FAR = """\
 Mean KL to the full cache over the 100 tokens that follow passages of novels, and answers about the
 needles in them. In brackets are the answers of `kvzip` where they differ; MB are those of the
-cache, and operations are over `kvzip`'s. [How far down](how-far-down.md) has all of them. Scores at
+cache, and operations are over `kvzip`'s. [How small can a cache get](how-far-down.md)
+has all of them. Scores at
 0.1 and 0.05 are in the tables above."""
 MADE = """\
 This page is made by `python benchmarks/which_method.py` of the records in docs/results."""

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks.made_parts import END
 from tests.helpers.scripts import GENERATE, scripts_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -72,7 +73,7 @@ def test_refused_classes_are_listed_with_the_reason(models: ModuleType) -> None:
 
 def test_the_page_lists_every_class_once(models: ModuleType) -> None:
     page = (DOCS / "models.md").read_text("utf-8")
-    block = page.partition(models.BEGIN)[2].partition(models.END)[0]
+    block = page.partition(models.BEGIN)[2].partition(END)[0]
     words = block.replace("|", " ").replace(",", " ").replace(".", " ").split()
     listed = [word for word in words if word in models.architectures()]
     assert sorted(listed) == sorted(models.architectures())
