@@ -19,6 +19,7 @@ import numpy as np
 import real_page
 from long_answers_kl import AnswerDistance
 from match_kl import Row
+from real_page import and_list
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
@@ -125,7 +126,7 @@ def _firsts(firsts: dict[str, str]) -> str:
     budgets: dict[str, list[str]] = defaultdict(list)
     for budget, name in firsts.items():
         budgets[name].append(budget)
-    return "; ".join(f"`{name}` at {real_page.and_list(of)}" for name, of in budgets.items())
+    return "; ".join(f"`{name}` at {and_list(of)}" for name, of in budgets.items())
 
 
 def _measured(board: Board) -> str:
@@ -142,7 +143,7 @@ def _without_budget(board: Board) -> Iterator[str]:
     near.sort(key=lambda row: row.bytes_ratio or math.inf)
     if near:
         yield f"### {_title(board)}, without a budget"
-        names = real_page.and_list([f"`{shortest(row.method)}`" for row in near])
+        names = and_list([f"`{shortest(row.method)}`" for row in near])
         yield (
             f"At most {LOST} points below the full cache, the fewest bytes first: {names}. "
             f"The other {len(free) - len(near)} lose more."
@@ -157,7 +158,7 @@ def _long(answers: Sequence[AnswerDistance]) -> Iterator[str]:
     place = names.index("random")
     at = min(answer.budget for answer in answers)
     yield (
-        f"Lowest KL at {at} entries: {real_page.and_list([f'`{name}`' for name in names[:BEST]])}. Eviction at "
+        f"Lowest KL at {at} entries: {and_list([f'`{name}`' for name in names[:BEST]])}. Eviction at "
         f"random is number {place + 1} of {len(names)}."
     )
     yield "\n".join([head, rule, *rows[:BEST], rows[place]])
@@ -174,7 +175,7 @@ def _zap() -> str:
     ratios = [f"{of['zap'] / of['kvzip']:.2f} at {kept:g}" for kept, of in sorted(sums.items())]
     return (
         f"`zap` needs a fitted scorer ([Fitted scorers](fit.md)). Its KL to the full cache, over "
-        f"that of `kvzip`, is {real_page.and_list(ratios[::-1])}, over {len(texts)} passages of novels."
+        f"that of `kvzip`, is {and_list(ratios[::-1])}, over {len(texts)} passages of novels."
     )
 
 
