@@ -158,8 +158,8 @@ def _long(answers: Sequence[AnswerDistance]) -> Iterator[str]:
     place = names.index("random")
     at = min(answer.budget for answer in answers)
     yield (
-        f"Lowest KL at {at} entries: {and_list([f'`{name}`' for name in names[:BEST]])}. Eviction at "
-        f"random is number {place + 1} of {len(names)}."
+        f"Lowest KL at {at} entries: {and_list([f'`{name}`' for name in names[:BEST]])}. Eviction "
+        f"at random is number {place + 1} of {len(names)}."
     )
     yield "\n".join([head, rule, *rows[:BEST], rows[place]])
 
