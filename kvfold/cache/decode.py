@@ -176,7 +176,7 @@ def _observed_row(state: LayerState, call: AttentionCall) -> Observation:
         sums = mean_of_heads(call.row, call.key.shape[1])
         add_moments(state, sums, sums.square() if needs.column_squares else None)
     store = state.dense_store()
-    positions = store.origins if state.sequence.valid is None else None
+    positions = store.stored_columns if state.sequence.valid is None else None
     if needs.beyond_attention or positions is None or positions.shape[1] != call.key.shape[1]:
         return dataclasses.replace(observation_of(state, call), budget=state.capacity)
     return Observation(

@@ -108,7 +108,7 @@ class Needs:
     @cached_property  # asked at every step
     def beyond_attention(self) -> bool:
         """True if stages read what neither entries nor attention hold."""
-        others = self.output_norms, self.chunk_sums, self.surprise
+        others = self.output_norms, self.chunk_sums, self.surprise, self.scorer, self.fitted_heads
         own = self.token_ids or self.previous_scores
         return own or self.rotated_back or any(each is not None for each in others)
 
@@ -191,9 +191,7 @@ class Observation:
 
     keys: Tensor  # [B, H, T, D], after RoPE
     values: Tensor  # [B, H, T, Dv]
-    # [B, H, T], int64, −1 for padding and holes; in decode eviction int32, and a hole made since
-    # the last copy may still show its position
-    positions: Tensor
+    positions: Tensor  # [B, H, T], −1 for padding and holes; int64, in decode eviction int32
     queries: Tensor | None = None  # [B, Hq, W, D], the last W of the prefill, W = Needs.window
     query_positions: Tensor | None = None  # [B, W], −1 for padding
     attention: Tensor | None = None  # [B, Hq, 1, T], weights of a decode step's query

@@ -87,11 +87,6 @@ class DenseStore(Store):
     def stored_columns(self) -> Tensor | None:
         """Columns `[B, H, T]`, int32, −1 for holes; None while slot i is column i."""
         self._mark()
-        return self.origins
-
-    @property
-    def origins(self) -> Tensor | None:
-        """As `stored_columns`, but holes made since the last copy may still show their column."""
         return None if self._columns is None else self._columns.rows
 
     @property

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from kvfold.cache.phase import Phase
 from kvfold.cache.plan import Plan
 from kvfold.cache.state import LayerState
 from kvfold.cache.waiting import Waiting
-from kvfold.methods.base import Composition, Measured
+from kvfold.methods.base import Composition, Measured, parse
 from kvfold.methods.every import Every
 from kvfold.methods.stages.score import redundancy
 from tests.helpers.budgets import SMALL, compressed, moves, sums_columns
@@ -210,6 +211,28 @@ def test_a_round_after_every_token_is_holding_bit_for_bit(name, dtype, lengths):
                 reader.mask = reader.mask[:, :-2]
     assert alike(12, 1)
     assert max(kept(in_rounds.cache)) <= 2 * SMALL  # d2o gives layers different sizes
+
+
+def in_rounds() -> list[str]:
+    """Names of methods that may have rounds; `sizes` reads a file of one's own."""
+    found = []
+    for name in kvfold.list_methods():
+        with contextlib.suppress(KvfoldError):
+            parse(every(name, 1)).stages()
+            found.append(name)
+    shorter = {"duo": "duo:sinks=4,recent=8"}
+    return [shorter.get(name, name) for name in found if name != "sizes"]
+
+
+@pytest.mark.parametrize("name", in_rounds())
+def test_looking_at_a_cache_changes_no_round(name):
+    """Columns of evicted entries are cleared when someone asks for them: scores always do."""
+    model, _ = kvfold.bundled_model()
+    seen, unseen = (start(model, every(name, 1), (100,), budget=70) for _ in range(2))
+    for step in range(25):
+        positions(seen.cache)
+        assert same(*(decode(reader, 1, seed=step) for reader in (seen, unseen)))
+    assert positions(seen.cache) == positions(unseen.cache)
 
 
 # --- nothing but rounds changes anything ---------------------------------------------------------
