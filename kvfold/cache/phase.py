@@ -24,7 +24,8 @@ Step = Literal["prefill", "prefill end", "decode"]
 class ReconstructionForward:
     """A forward that repeats part of a context of `text` columns, or asks about it (KVzip).
 
-    All such forwards of the context together read about `total` tokens.
+    Rows read `tokens` each, padding on the left, and in all such forwards of the context together
+    about `totals`.
 
     `scored [B, N]` are the columns, new ones included, among which its attention is shared out;
     None: it scores nothing, and its queries are on-policy references.
@@ -34,7 +35,8 @@ class ReconstructionForward:
     """
 
     text: int
-    total: int
+    tokens: list[int]
+    totals: list[int]
     scored: Tensor | None
     rms: bool = False
     row_weights: dict[int, Tensor] = field(default_factory=dict)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvfold.attention.call import AttentionCall
 from kvfold.cache.phase import ReconstructionForward
+from kvfold.cache.reference_queries import evenly, left_padded
 from kvfold.cache.state import LayerState
 from kvfold.errors import UnsupportedModel
 from kvfold.kernels.gather import take
-from kvfold.kernels.noted_part import NotedPart
+from kvfold.kernels.noted_part import NotedPart, pick_queries
 from kvfold.kernels.partial_attention import PartOutput, attend_to_part, joined_parts
 from kvfold.methods.observation import Observation, ReferencesNeed
 from kvfold.methods.stages.refit.base import Compaction, References
@@ -29,8 +30,11 @@ def add_references(state: LayerState, call: AttentionCall) -> None:
     needs, query = state.plan.stages.needs, call.query
     if needs.references is None or needs.repeats_references:
         return
-    most = _most(needs.references, query, call.key)
-    state.reference_queries.add(query, state.seen - query.shape[2], most)
+    rows, _, new, _ = query.shape
+    columns = torch.arange(state.seen - new, state.seen, device=query.device)
+    real = state.sequence.real(columns.expand(rows, 1, -1))[:, 0]
+    most = _most(needs.references, call.query.shape[1], call.key)
+    state.reference_queries.add(query, columns, state.sequence.positions(real), most)
 
 
 def attention_to_text(
@@ -65,7 +69,7 @@ def add_repeated(
         return
     rows, heads = call.key.shape[:2]
     groups = call.query.shape[1] // heads
-    queries = _by_token(call.query[:, :, chosen], heads)
+    queries = _by_token(pick_queries(call.query, chosen), heads)
     real = torch.ones(rows, new, dtype=torch.bool, device=chosen.device)
     real = real if counted is None else counted
     block = None
@@ -75,21 +79,28 @@ def add_repeated(
         own = _own(call, queries, chosen, real)
         observation = Observation(call.key, call.value, state.positions(), **call.logits)
         rest = joined_parts([own, *_beside(state, observation, queries)])
-    real = real[:, chosen].repeat_interleave(groups, 1)
+    real = (chosen >= 0).repeat_interleave(groups, 1)
     state.reference_queries.repeated.append(References(queries, rest, real, groups, block))
 
 
 def _chosen(
     state: LayerState, call: AttentionCall, repeating: ReconstructionForward
 ) -> Tensor | None:
-    """The tokens of a forward whose queries are references; None if none are."""
+    """The tokens `[B, n]` of a forward whose queries are references; None if none are.
+
+    They are chosen for each row as if it were alone, ascending; −1 comes first, where a row has
+    fewer.
+    """
     needs, new = state.plan.stages.needs, call.query.shape[2]
     if needs.references is None or not needs.repeats_references:
         return None
     if needs.references.on_policy == (repeating.scored is not None):
         return None
-    most = _most(needs.references, call.query, call.key)
-    return _evenly(new, most * new // repeating.total, call.query.device)
+    most, of_rows = _most(needs.references, call.query.shape[1], call.key), []
+    for own, total in zip(repeating.tokens, repeating.totals, strict=True):
+        few = max(1, most * own // total)
+        of_rows.append(new - own + evenly(own, few, call.query.device))
+    return left_padded(of_rows, -1)
 
 
 def _own(call: AttentionCall, queries: Tensor, chosen: Tensor, real: Tensor) -> PartOutput:
@@ -97,21 +108,20 @@ def _own(call: AttentionCall, queries: Tensor, chosen: Tensor, real: Tensor) -> 
 
     A query sees none behind its own, so that a few queries at a time take half of the products.
     """
-    rows, new = real.shape
-    groups = queries.shape[2] // len(chosen)
+    new, groups = real.shape[1], queries.shape[2] // chosen.shape[1]
     columns = torch.arange(new, device=chosen.device).masked_fill(~real, HIDDEN)[:, None]
     parts = []
     for few, tokens in zip(
-        queries.split(TOGETHER * groups, 2), chosen.split(TOGETHER), strict=True
+        queries.split(TOGETHER * groups, 2), chosen.split(TOGETHER, 1), strict=True
     ):
-        end = int(tokens[-1]) + 1
+        end = max(int(tokens.max()), 0) + 1
         keys, values = (each[:, :, -new:][:, :, :end] for each in (call.key, call.value))
         part = attend_to_part(
             few,
             keys,
             values,
             columns=columns[..., :end],
-            until=tokens.repeat_interleave(groups).expand(rows, 1, -1),
+            until=tokens.repeat_interleave(groups, 1)[:, None],
             scale=call.logits["scale"],
             softcap=call.logits.get("softcap"),
         )
@@ -154,12 +164,11 @@ def _references_of(state: LayerState, observation: Observation) -> References | 
     held, need = state.reference_queries, state.plan.stages.needs.references
     if held.repeated:
         return References.joined(held.repeated)
-    if need is None or not held.parts:
+    if need is None or not held.query_heads:
         return None
     heads, first_tokens = observation.keys.shape[1], state.protected().view(-1, 1, 1)
-    query, columns = held.joined(_most(need, held.parts[0][0], observation.keys))
-    groups = query.shape[1] // heads
-    at = state.sequence.real(columns.expand(len(query), 1, -1))  # [B, 1, n]
+    query, columns = held.joined(_most(need, held.query_heads, observation.keys))
+    groups, at = query.shape[1] // heads, columns[:, None]
     entries, positions = state.columns(), state.positions()
     own = (entries >= held.first) & (positions >= first_tokens)
     part = attend_to_part(
@@ -209,12 +218,6 @@ def _by_token(query: Tensor, heads: int) -> Tensor:
     return wide.unflatten(1, (heads, -1)).transpose(2, 3).flatten(2, 3)
 
 
-def _most(need: ReferencesNeed, query: Tensor, keys: Tensor) -> int:
+def _most(need: ReferencesNeed, query_heads: int, keys: Tensor) -> int:
     """Most tokens whose queries are kept, of all query heads of a KV head."""
-    return max(1, need.queries * keys.shape[1] // query.shape[1])
-
-
-def _evenly(count: int, most: int, device: torch.device) -> Tensor:
-    """At most `most` of `count` tokens, and at least one."""
-    few = min(count, max(1, most))
-    return torch.arange(few, device=device) * count // few
+    return max(1, need.queries * keys.shape[1] // query_heads)

@@ -45,13 +45,15 @@ class OnPolicyReferences:
         return other
 
     @torch.no_grad()
-    def add(self, new: Tensor, real: Tensor, total: int) -> None:
-        """Adds a forward of ids `new [B, S]`, of about `total` tokens of all.
+    def add(self, new: Tensor, real: Tensor, totals: list[int]) -> None:
+        """Adds a forward of ids `new [B, S]`, of about `totals` tokens of all in each row.
 
         `real [B, N + S]` is 0 at padding.
         """
         positions = (real.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        repeating = ReconstructionForward(real.shape[1] - new.shape[1], total, scored=None)
+        tokens = real[:, -new.shape[1] :].sum(-1).tolist()
+        text = real.shape[1] - new.shape[1]
+        repeating = ReconstructionForward(text, tokens, totals, scored=None)
         hidden = self._layers.embed(new)
         self._forwards.append(_Repetition(hidden, real.bool(), positions, repeating))
 

@@ -176,8 +176,8 @@ def _read_after(
     whole = torch.cat([mask, there], 1)
     padded = None if bool(whole.all()) else whole
     text = mask.shape[1]
-    total = forward.total or text
-    repeating = ReconstructionForward(text, total, scored, how.rms)
+    totals = [forward.total or of_row for of_row in mask.sum(-1).tolist()]
+    repeating = ReconstructionForward(text, list(map(len, rows)), totals, scored, how.rms)
     cache.phase.repeating = repeating
     try:
         with cache.frozen(), _weighing_queries(cache, repeating):
@@ -186,7 +186,7 @@ def _read_after(
     finally:
         cache.phase.repeating = None
     if references is not None:
-        references.add(new, whole, total)
+        references.add(new, whole, totals)
 
 
 def _on_policy(model: PreTrainedModel, cache: CompressedCache) -> OnPolicyReferences | None:

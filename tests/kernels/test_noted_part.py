@@ -71,7 +71,9 @@ def test_both_parts_are_those_of_a_pass_of_their_own(kind, groups, dtype):
     sinks = noise(HEADS * groups, seed=5) if kind == "sinks" else None
     expected = parts_by_hand(query, key, value, visible, inside, softcap, sinks)
     tokens = torch.arange(0, NEW, 2 if groups == 3 else 1)
-    noted = NotedPart([slice(start, STORED - NEW) for start in starts.tolist()], tokens)
+    noted = NotedPart(
+        [slice(start, STORED - NEW) for start in starts.tolist()], tokens.expand(2, -1)
+    )
     out, _ = attend_with_column_maxima(
         *(each.to(dtype) for each in (query, key, value)),
         mask,
@@ -100,7 +102,7 @@ def test_half_precision_and_passes_apart_note_nothing():
     query = noise(1, HEADS, 20, SIZE, seed=3).float()
     few = torch.arange(STORED)[None] >= STORED - 20
     for dtype, scored in ((torch.bfloat16, torch.ones_like(few)), (torch.float32, few)):
-        noted = NotedPart([slice(4, STORED - 20)], torch.arange(20))
+        noted = NotedPart([slice(4, STORED - 20)], torch.arange(20)[None])
         given = (each.to(dtype) for each in (query, key, value))
         attend_with_column_maxima(*given, None, scored=scored, part=noted, scale=SCALE)
         assert not noted.filled

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 import kvfold
 from kvfold import IllegalComposition, KvfoldError, UnsupportedModel, parse
@@ -209,6 +210,37 @@ def test_a_padded_row_is_fitted_as_alone(spec):
                 torch.testing.assert_close(a[0][mine], b[row][theirs], rtol=1e-4, atol=1e-4)
             biases = own.stored().bias[0][mine], other.stored().bias[row][theirs]
             torch.testing.assert_close(*biases, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "snapkv:window=8 + match:queries=64",
+        "kvzip:chunk=30 + match:queries=64",
+        "kvzip + match:queries=64,target=block",
+        "kvzip + match:queries=64,on_policy=true",
+        "kvzip + match:queries=64,references=text",
+    ],
+)
+def test_a_short_row_is_fitted_to_its_own_share_of_references(spec):
+    """Of long rows few tokens are references; that thins those of short rows no further."""
+    model, tokenizer = new_model().double(), word_tokenizer()
+    lengths, (ids, mask) = (40, 320), prompts((40, 320))
+    ids = ids % model.config.vocab_size
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+    def logits(of_row: Tensor, seen: Tensor) -> Tensor:
+        cache = kvfold.CompressedCache(model, spec, 0.3, tokenizer=tokenizer)
+        out = kvfold.generate(
+            model, of_row, attention_mask=seen, cache=cache, max_new_tokens=4, min_new_tokens=4,
+            **options,
+        )  # fmt: skip
+        return torch.stack(out.logits, 1)
+
+    together = logits(ids, mask)
+    for row, length in enumerate(lengths):
+        alone = logits(ids[row : row + 1, -length:], mask[row : row + 1, -length:])
+        torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [SNAPKV, "adakv:window=8 + match"])
