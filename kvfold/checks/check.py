@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +80,11 @@ def check(
         out: a folder that holds every measurement, so that a stopped check goes on.
         say: hears what is being measured.
 
-    Raises KvfoldError for prompts that cannot be read, fewer than two, or too long for the model,
-    and what `CompressedCache` raises for methods and budgets.
+    Raises KvfoldError for a tolerance that is no number from 0 on, for prompts that cannot be read,
+    fewer than two, or too long for the model, and as `CompressedCache` for methods and budgets.
     """
     asked = contenders(_as_list(methods), _as_list(budgets), question_aware)
+    limits = limits_of(tolerance)
     given = prompts_of(prompts)
     inputs = CheckInputs.of(tokenizer, given, attacks, question_aware, seed)
     inputs.check_lengths(model, LONGER * tokens, allow_longer)
@@ -97,7 +99,6 @@ def check(
     run = sha256(subject.model_dump_json() + protocol.model_dump_json())
     store = CheckStore(run, None if out is None else Path(out))
     measured = PromptMeasurements(model, tokenizer, store, tokens, protocol.limit, say)
-    limits = CheckLimits(mean_kl=tolerance)
     shown: list[CheckCell] = []
     certificates: list[Certificate] = []
     for method, amounts in asked.items():
@@ -120,6 +121,13 @@ def check(
         setup=MachineSetup.here(),
         commit=commit(),
     ).signed()
+
+
+def limits_of(tolerance: float) -> CheckLimits:
+    """The limits of certificates; raises KvfoldError for a tolerance that is no KL."""
+    if not math.isfinite(tolerance) or tolerance < 0:
+        raise KvfoldError(f"the tolerance is {tolerance}: give nats from 0 on, such as 0.05")
+    return CheckLimits(mean_kl=tolerance)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def words(text: str) -> list[str]:
     """The distinct words of `text`, split at spaces and commas; raises KvfoldError for none."""
     found = [part for part in re.split(r"[\s,]+", text) if part]
     if not found:
-        raise KvfoldError("an empty list: write for example --lengths '4096 16384'")
+        raise KvfoldError("an empty list: name at least one")
     return list(dict.fromkeys(found))
 
 

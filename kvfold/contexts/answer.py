@@ -61,13 +61,14 @@ def generate_answer(
     `cache` has read some of them, but not the last. `options` are those of `model.generate`.
     """
     criteria = [*(options.get("stopping_criteria") or []), answer]
+    own = {"stopping_criteria": criteria, "return_dict_in_generate": False}
     out = generate(
         model,
         asked,
         cache=cache,
         attention_mask=torch.ones_like(asked),
         allow_longer=True,  # checked when the turn was made
-        **({"do_sample": False} | options | {"stopping_criteria": criteria}),
+        **({"do_sample": False} | options | own),
     )
     tokens: list[int] = out[0, asked.shape[1] :].tolist()
     return tokens

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
@@ -17,6 +18,7 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.stats import Stats
 from kvfold.contexts.answer import AnswerStream, Reply, end_tokens, generate_answer, without_end
 from kvfold.errors import KvfoldError
+from kvfold.generation.generate import settings_of
 from kvfold.generation.length import check_length
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.user_text import content
@@ -187,7 +189,7 @@ class Chat:
         options: dict[str, Any],
     ) -> Reply:
         """The answer to the question's tokens `asked [1, n]`, streamed to `put`."""
-        check_one_answer(options)
+        check_one_answer(self.context.model, options)
         model, ids, start = self.context.model, self.ids, self.reader.get_seq_length()
         asked = torch.cat([ids, asked], 1)
         answer = AnswerStream(self.context.tokenizer, asked.shape[1], stop, put, cancelled)
@@ -245,10 +247,11 @@ class Chat:
             self.reader = self._new_reader()
 
 
-def check_one_answer(options: dict[str, Any]) -> None:
-    """Raises KvfoldError for options of `model.generate` that ask for several answers."""
-    if any((options.get(name) or 1) > 1 for name in ONE_ANSWER):
-        raise KvfoldError(f"a question has one answer: leave out {' and '.join(ONE_ANSWER)}")
+def check_one_answer(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Raises KvfoldError if options of `model.generate`, or its configuration, ask for several."""
+    settings = settings_of(model, options)
+    if any((getattr(settings, name) or 1) > 1 for name in ONE_ANSWER):
+        raise KvfoldError(f"a question has one answer: set {' and '.join(ONE_ANSWER)} to 1")
 
 
 def stop_strings(stop: str | Sequence[str]) -> Sequence[str]:

@@ -107,7 +107,7 @@ def join(contexts: Sequence[Context], *, allow_longer: bool = False) -> Context:
     for other, opening in zip(others, openings[1:], strict=True):
         cache = joined(cache, other.cache, opening)
         parts.append(other.ids[:, opening:])
-    return replace(first, cache=cache, ids=torch.cat(parts, 1))
+    return replace(first, cache=cache, ids=torch.cat(parts, 1), level=None)
 
 
 def _check(context: Context) -> None:

@@ -117,7 +117,7 @@ class Session:
         as `open` does, and KvfoldError for options that ask for several answers.
         """
         given = [each if isinstance(each, Message) else Message(each) for each in messages]
-        check_one_answer(options)
+        check_one_answer(self.context.model, options)
         turn = self.open(given, special_tokens=special_tokens, allow_longer=allow_longer)
         model, prompt, strings = self.context.model, turn.ids.shape[1], stop_strings(stop)
         said = AnswerStream(self.context.tokenizer, prompt, strings, discard, Event())

@@ -98,7 +98,7 @@ def generate(
     chunk = prefill_chunk or input_ids.shape[1]
     if assisted:
         return _assisted(model, input_ids, resumed, attention_mask, chunk, options)
-    settings = _settings(model, options)
+    settings = settings_of(model, options)
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
     new = _new_tokens(settings, input_ids.shape[1])
     stop, chunk = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
@@ -291,7 +291,7 @@ def check_chunk(tokens: int) -> None:
         raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {tokens}")
 
 
-def _settings(model: PreTrainedModel, options: dict[str, Any]) -> Any:
+def settings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:
     """The generation settings that this call will run under."""
     base = options.get("generation_config") or model.generation_config
     merged = base.to_dict() | {k: v for k, v in options.items() if k in base.to_dict()}

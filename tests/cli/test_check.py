@@ -60,6 +60,10 @@ def test_a_certificate_is_exit_code_0_and_a_refusal_1(prompts: Path, tmp_path: P
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--methods", "snapkw"], "did you mean 'snapkv'"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--methods", ","], "no methods"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--budgets", "3"], "raise it to at least"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--tolerance", "inf"], "the tolerance is inf"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', ["--budgets", ""], "an empty list"),
+        ('{"prompt": "a", "x": ' + "1" * 5000 + "}", [], "prompts.jsonl:1: no JSON"),
+        ('{"prompt": "a", "x": ' + "[" * 3000 + "]" * 3000 + "}", [], "prompts.jsonl:1: no JSON"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(

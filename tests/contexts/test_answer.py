@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import kvfold
 from kvfold import KvfoldError
@@ -148,6 +149,23 @@ def test_sampling_takes_the_options_of_generate(model, tokenizer):
     assert len(set(answers)) > 1
     with pytest.raises(KvfoldError, match="a question has one answer"):
         context.ask(QUESTION, num_beams=2)
+
+
+def test_a_generation_config_changes_an_answer_but_not_their_number(model, tokenizer):
+    context = compressed(model, tokenizer, "snapkv")
+    several = GenerationConfig(num_return_sequences=2, do_sample=True)
+    with pytest.raises(KvfoldError, match="set num_beams and num_return_sequences to 1"):
+        context.ask(QUESTION, generation_config=several)
+    plain = context.ask(QUESTION, max_new_tokens=5)
+    assert context.ask(QUESTION, max_new_tokens=5, return_dict_in_generate=True) == plain
+    own = model.generation_config
+    try:
+        model.generation_config = GenerationConfig(num_beams=2)
+        with pytest.raises(KvfoldError, match="to 1"):
+            context.ask(QUESTION)
+        assert context.ask(QUESTION, max_new_tokens=5, num_beams=1) == plain
+    finally:
+        model.generation_config = own
 
 
 def test_penalties_see_the_document(model, tokenizer):

@@ -167,6 +167,23 @@ def test_joined_entries_are_those_of_a_dense_cache_joined_by_hand(spec):
             assert worst(own[0, head][kept], values[0, head][at]) < 1e-9
 
 
+def test_of_levelled_documents_a_joined_one_has_no_single_set(bundled):
+    levelled = kvfold.compress(*bundled, text_of(BELL), "kvzip", 0.3).levelled()
+    whole = kvfold.join([levelled, kvfold.compress(*bundled, text_of(RIVER), "kvzip", 0.3)])
+    assert levelled.level is not None and whole.level is None
+
+
+def test_a_context_that_has_read_on_says_so_after_it_was_saved(bundled, tmp_path):
+    made = kvfold.compress(*bundled, text_of(BELL), "kvzip", 0.5, keep_scores=True)
+    longer = made.append(text_of(RIVER))
+    longer.save(tmp_path / "longer.kvfold")
+    loaded = kvfold.load(tmp_path / "longer.kvfold", *bundled)
+    assert loaded.stats().later == longer.stats().later > 0
+    for each in (longer, loaded):
+        with pytest.raises(KvfoldError, match="read on"):
+            each.shrink(0.2)
+
+
 def test_a_joined_context_is_saved_and_goes_on(bundled, tmp_path):
     parts = [kvfold.compress(*bundled, text_of(key), "kvzip", 0.3) for key in (BELL, RIVER)]
     whole = kvfold.join(parts)

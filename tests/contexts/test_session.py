@@ -170,6 +170,7 @@ def test_a_saved_session_goes_on_bit_for_bit(new, model, tokenizer, tmp_path):
         loaded.record.items == session.record.items
         and loaded.record.queued == session.record.queued
     )
+    assert loaded.stats().later == session.stats().later > 0
     for turn in range(5, 10):
         assert loaded.ask(text(turn, 12), max_new_tokens=4) == session.ask(
             text(turn, 12), max_new_tokens=4
@@ -239,7 +240,7 @@ def test_bad_input_is_refused(new, model, tokenizer, tmp_path):
     for longer in ("", "two words"):
         with pytest.raises(KvfoldError, match="message 'a' has 1 tokens, and its new text"):
             session.shorten("a", longer)
-    with pytest.raises(KvfoldError, match="leave out num_beams"):
+    with pytest.raises(KvfoldError, match="set num_beams"):
         session.ask("two", num_beams=2)
     summing = new("h2o")
     summing.ask(Message("one", id="a"), max_new_tokens=2)

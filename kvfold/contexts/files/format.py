@@ -45,6 +45,8 @@ from kvfold.methods.stages.select.one_set import Rule
 # Incremented when a file of one version would be misread by the other. Files with a codec are
 # CODED, those with biases of entries BIASED, and all others stay as they were.
 VERSION, BIASED, CODED = VERSIONS = "1", "2", "3"
+# Numbers of layers that files have where one is set; others are as before the fields existed.
+LATER = ("turn_end", "next_round", "settled")
 # Keys of the safetensors metadata.
 FORMAT, HEADER, CHECKSUM = "kvfold_context", "header", "checksum"
 
@@ -53,7 +55,8 @@ class LayerHeader(HeaderPart):
     """Numbers of a compressed layer (see `cache/state.py`), and names of its tensors.
 
     `kept` are the entries per KV head, `by_head` tensors per head, `whole` tensors of all heads,
-    `turns` the layer's eviction rounds, `turn_end` and `next_round` set by decode="every" only.
+    `turns` the layer's eviction rounds, `turn_end` and `next_round` set by decode="every" only;
+    `settled` are the tokens seen when it was last brought to its budget, None: all.
     """
 
     index: int
@@ -71,6 +74,7 @@ class LayerHeader(HeaderPart):
     whole: list[str]
     turn_end: int | None = None
     next_round: int | None = None
+    settled: int | None = None
 
 
 class StockLayerHeader(HeaderPart):
@@ -239,8 +243,9 @@ def metadata(header: Header) -> dict[str, str]:
     # Left out if empty: such a file is the same as before the fields existed.
     optional = ("origins", "session", "codec", "level", "fits")
     empty: dict[str, Any] = {name: True for name in optional if not getattr(header, name)}
-    if all(layer.next_round is None for layer in header.layers):
-        empty["layers"] = {"__all__": {"turn_end", "next_round"}}
+    unset = {n for n in LATER if all(getattr(layer, n) is None for layer in header.layers)}
+    if unset:
+        empty["layers"] = {"__all__": unset}
     text = header.model_dump_json(exclude=empty)
     version = CODED if header.codec else BIASED if has_bias(header) else VERSION
     return {FORMAT: version, HEADER: text, CHECKSUM: digest(version + text)}

@@ -85,6 +85,7 @@ def describe(layer: CompressedLayer, index: int) -> SavedLayer:
         first_new=first_new,
         seen=state.seen,
         turns=state.rounds,
+        settled=None if state.settled == state.seen else state.settled,
         **{name: getattr(state, name) for name in NUMBERS},
         by_head=sorted(by_head),
         whole=sorted(whole),
@@ -113,7 +114,8 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     state.sequence = LogicalSequence(header.seen, None if valid is None else valid.clone())
     for name in NUMBERS:
         setattr(state, name, getattr(header, name))
-    state.rounds, state.settled = header.turns, header.seen
+    state.rounds = header.turns
+    state.settled = header.seen if header.settled is None else header.settled
     if state.evicted_at:
         state.let_sinks_move()
 

@@ -111,7 +111,7 @@ def lines(path: Path) -> Iterator[tuple[str, Any]]:
             except UnicodeDecodeError as error:
                 yield where, f"no UTF-8: {error}"
                 continue
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # such as a number of 5000 digits
                 yield where, f"no JSON: {error}"
                 continue
             yield where, row if isinstance(row, dict) else f"no object but {type(row).__name__}"
@@ -149,12 +149,15 @@ def haystack(request: SampleRequest) -> Path | None:
 def text(path: Path) -> str:
     """Content of a text file, or of all *.txt of a folder in order of name.
 
-    Raises KvfoldError if there is none, or it is not UTF-8.
+    Raises KvfoldError if there is none, or it is empty or not UTF-8.
     """
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise KvfoldError(f"there is no text at {path}")
     try:
-        return "\n".join(file.read_text(encoding="utf-8") for file in files)
+        found = "\n".join(file.read_text(encoding="utf-8") for file in files)
     except UnicodeDecodeError as error:
         raise KvfoldError(f"the text at {path} is not UTF-8: {error}") from error
+    if not found.strip():
+        raise KvfoldError(f"the text at {path} is empty")
+    return found

@@ -5,6 +5,9 @@ import json
 import random
 import re
 
+import pytest
+
+from kvfold import KvfoldError
 from kvfold.eval.tasks import SampleRequest
 from kvfold.eval.tasks import needle as needles
 from kvfold.eval.tasks.haystack import Haystack
@@ -49,6 +52,12 @@ def test_a_shared_context_has_many_questions():
     for question in alone.questions:
         key = re.search('Key: "(.*)"', question.text).group(1)
         assert question.answers == (pairs[key],)
+
+
+def test_an_empty_haystack_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(KvfoldError, match="is empty"):
+        made("niah_sandwich", haystack=tmp_path / "empty.txt")
 
 
 def test_a_haystack_begins_at_any_sentence_and_wraps_around():
