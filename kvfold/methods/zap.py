@@ -18,7 +18,7 @@ from kvfold.methods.stages.select.forced import Forced
     paper="arXiv 2601.07891",
     formula="""
         s[l, h, t] = w[l, h]·(x, tanh(R·x)),  x = k[h, t] before RoPE, v[h, t], both norms, 1
-        kept = the best L·H·mean size of all layers and KV heads together
+        kept = sinks, the last window tokens, and the best of all layers and KV heads together
     """,
 )
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Zap(Method):
 
     `file` names the scorer; none: the one that comes with the bundled model. `level="pair"` ranks
     all entries in one pool, `"uniform"` keeps equally many in every head; with adakv, as in
-    "zap:level=uniform + adakv", heads share a layer's size. The first `sinks` tokens stay.
+    "zap:level=uniform + adakv", heads share a layer's size. The first `sinks` tokens and the last
+    `window` stay; the window is smaller than KVzap's 128, as it counts in the budget.
     `floor=0.25` keeps a quarter of the budget equal among the heads of the pool.
     Different from KVzap, which reads hidden states: these are gone once an entry is stored.
-    Raises KvfoldError for negative `sinks`, and for a `floor` out of range or without a pool.
+    Raises KvfoldError for negative `sinks` or `window`, and for a `floor` out of range or without a pool.
     Source: KVzap, linear variant; NVIDIA/kvpress `kvzap_press.py`.
     """
 
@@ -44,11 +45,13 @@ class Zap(Method):
     file: FileName = NO_FILE  # fitted scorer, none: the bundled model's
     level: Literal["pair", "uniform"] = "pair"  # pool of all entries, or equal heads
     sinks: int = 4  # first tokens that stay
+    window: int = 16  # last tokens that stay
     floor: float = 0.0  # part of the mean size that every head keeps
 
     def __post_init__(self) -> None:
         for wrong, why in (
             (self.sinks < 0, f"sinks is 0 or more, not {self.sinks}"),
+            (self.window < 0, f"window is 0 or more, not {self.window}"),
             (not 0 <= self.floor <= 1, f"floor is a part from 0 to 1, not {self.floor}"),
             (self.floor and self.level != "pair", "floor goes with a pool: choose level=pair"),
         ):
@@ -64,5 +67,5 @@ class Zap(Method):
             needs=Needs(unrotated=True, scorer=FittedFile(Scorer, str(self.file))),
             score=learned,
             allocate=across if self.level == "pair" else uniform,
-            forced=Forced(sinks=self.sinks),
+            forced=Forced(sinks=self.sinks, recent=self.window),
         )

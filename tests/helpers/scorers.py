@@ -56,7 +56,7 @@ def _before_rope(model: Any, keys: Tensor, at: Tensor) -> Tensor:
 
 
 def pooled_by_hand(
-    scores: Tensor, mask: Tensor, size: int, sinks: int, least: int = 0
+    scores: Tensor, mask: Tensor, size: int, sinks: int, window: int, least: int = 0
 ) -> list[list[list[Any]]]:
     """Kept columns `[B][L][H]` of the best `size` per head on average, one pool for each row.
 
@@ -66,7 +66,7 @@ def pooled_by_hand(
     at = mask.cumsum(-1) - 1
     kept = []
     for row in range(batch):
-        forced = (at[row] < sinks) & (mask[row] > 0)
+        forced = ((at[row] < sinks) | (at[row] > at[row].max() - window)) & (mask[row] > 0)
         of_row = scores[:, row].masked_fill(forced, torch.inf)
         for head in of_row.flatten(0, 1):
             head[head.argsort(descending=True, stable=True)[:least]] = torch.inf

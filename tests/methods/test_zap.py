@@ -54,8 +54,8 @@ def test_one_pool_keeps_what_a_float64_reference_keeps(tmp_path, group, lengths,
     model = model_of(group)
     ids, mask = prompts(lengths)
     scores = scores_by_hand(model, ids, mask, random_scorer(model))
-    expected = pooled_by_hand(scores, mask, SIZE, sinks=4)
-    cache = CompressedCache(model, zap_of(model, tmp_path), SIZE)
+    expected = pooled_by_hand(scores, mask, SIZE, sinks=4, window=3)
+    cache = CompressedCache(model, zap_of(model, tmp_path, ",window=3"), SIZE)
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 1}
     kvfold.generate(model, ids, cache=cache, prefill_chunk=chunk, **options)
     assert columns(cache) == expected
@@ -66,9 +66,9 @@ def test_a_floor_is_kept_in_every_head_and_the_rest_in_one_pool(tmp_path, length
     model = model_of(3)
     ids, mask = prompts(lengths)
     scores = scores_by_hand(model, ids, mask, random_scorer(model))
-    expected = pooled_by_hand(scores, mask, SIZE, sinks=4, least=SIZE // 2)
-    assert expected != pooled_by_hand(scores, mask, SIZE, sinks=4)
-    cache = CompressedCache(model, zap_of(model, tmp_path, ",floor=0.5"), SIZE)
+    expected = pooled_by_hand(scores, mask, SIZE, sinks=4, window=3, least=SIZE // 2)
+    assert expected != pooled_by_hand(scores, mask, SIZE, sinks=4, window=3)
+    cache = CompressedCache(model, zap_of(model, tmp_path, ",floor=0.5,window=3"), SIZE)
     options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 1}
     kvfold.generate(model, ids, cache=cache, **options)
     assert columns(cache) == expected
@@ -78,8 +78,9 @@ def test_equal_heads_keep_their_best(tmp_path):
     model = model_of(3)
     ids, mask = prompts((64,))
     scores = scores_by_hand(model, ids, mask, random_scorer(model))[:, 0]
-    scores[..., :2] = torch.inf
-    cache = CompressedCache(model, zap_of(model, tmp_path, ",level=uniform,sinks=2"), SIZE)
+    scores[..., :2] = scores[..., -3:] = torch.inf
+    spec = zap_of(model, tmp_path, ",level=uniform,sinks=2,window=3")
+    cache = CompressedCache(model, spec, SIZE)
     kvfold.generate(model, ids, cache=cache, **GREEDY)
     kept = scores.topk(SIZE).indices.sort().values.tolist()
     new = list(range(64, 71))
@@ -90,7 +91,7 @@ def test_adakv_shares_a_layers_size_by_these_scores(tmp_path):
     model = model_of(3)
     ids, mask = prompts((64,))
     scores = scores_by_hand(model, ids, mask, random_scorer(model))[:, 0]
-    spec = zap_of(model, tmp_path, ",level=uniform,sinks=0 + adakv:floor=0")
+    spec = zap_of(model, tmp_path, ",level=uniform,sinks=0,window=0 + adakv:floor=0")
     cache = CompressedCache(model, spec, SIZE)
     Reader(model, cache)(ids)
     for layer, found in zip(scores, columns(cache)[0], strict=True):
@@ -104,8 +105,8 @@ def test_adakv_shares_a_layers_size_by_these_scores(tmp_path):
 # --- rounds, by hand in float64 ----------------------------------------------------------------
 
 
-def scores_of(one: ByHand, scorer: Scorer, sinks: int) -> list[list[Tensor]]:
-    """Scores `[L][H]` of what is stored now, each `[T]`, +∞ at the first tokens."""
+def scores_of(one: ByHand, scorer: Scorer, sinks: int, window: int) -> list[list[Tensor]]:
+    """Scores `[L][H]` of what is stored now, each `[T]`, +∞ at the first tokens and the newest."""
     scores = []
     for weights, scales, layer in zip(scorer.weights, scorer.scales, one.layers, strict=True):
         of_layer = []
@@ -114,8 +115,9 @@ def scores_of(one: ByHand, scorer: Scorer, sinks: int) -> list[list[Tensor]]:
             norms = [x.pow(2).sum(-1, keepdim=True).sqrt() for x in (keys, values)]
             x = torch.cat([keys, values, *norms, torch.ones_like(norms[0])], -1) / scale
             x = torch.cat([x, torch.tanh(x @ scorer.projections.double())], -1)
-            first = torch.tensor(head.positions) < sinks
-            of_layer.append((x @ weight).masked_fill(first, torch.inf))
+            forced = torch.tensor(head.positions) < sinks
+            forced[len(forced) - window :] = True
+            of_layer.append((x @ weight).masked_fill(forced, torch.inf))
         scores.append(of_layer)
     return scores
 
@@ -141,7 +143,7 @@ def test_rounds_by_hand(tmp_path, lengths, heads, level):
     scorer = random_scorer(model)
 
     def keep_best(one: ByHand) -> None:
-        scores = scores_of(one, scorer, sinks=4)
+        scores = scores_of(one, scorer, sinks=4, window=3)
         if not hasattr(one, "sizes"):
             size_heads(one, scores, pool=level == "pair")
         if not hasattr(one, "sizes"):
@@ -149,9 +151,9 @@ def test_rounds_by_hand(tmp_path, lengths, heads, level):
         each = [head for layer in one.layers for head in layer.heads]
         flat = [score for layer in scores for score in layer]
         for head, score, size in zip(each, flat, one.sizes, strict=True):
-            head.keep(best(score, max(size, 4)))
+            head.keep(best(score, max(size, 4 + 3)))
 
-    spec = zap_of(model, tmp_path, f",level={level} + every:interval=3")
+    spec = zap_of(model, tmp_path, f",level={level},window=3 + every:interval=3")
     rows = assert_each_round(spec, keep_best, lengths, 3, lambda one: None, heads=heads)
     assert all(len(set(one.sizes)) > 1 for one in rows) == (level == "pair")
 
@@ -204,7 +206,7 @@ def test_a_pool_is_not_shared_again():
 
 def test_a_stored_context_is_scored_and_shrunk_without_the_model(tmp_path):
     model = model_of(3)
-    spec = zap_of(model, tmp_path, ",sinks=0")
+    spec = zap_of(model, tmp_path, ",sinks=0,window=0")
     ids, _ = prompts((64,))
     caches = [CompressedCache(model, spec, size) for size in (40, 12)]
     for cache in caches:
