@@ -56,7 +56,7 @@ class Session:
     def __init__(self, context: Context, record: SessionRecord | None = None) -> None:
         cache = context.cache
         stages = cache.method.stages()
-        if stages.needs.reconstruction is not None or stages.token_pruning is not None:
+        if stages.runs_own_forwards:
             raise KvfoldError(
                 f"{cache.method} reads a text by forwards of its own, which turns that are "
                 "appended do not have: choose SnapKV, KeyDiff or another method of one forward"
