@@ -47,7 +47,7 @@ expected_attention_ada,compactor,compactor_official,lagkv,criticalkv,leverage,no
 rkv,scissorhands,turboquant,turboquant_3bit,snapkv + turboquant,kvzip + turboquant,\
 kvzip + kivi:bits=4,kvzip:score=rms,floor=0.25,kvzip + match,kvzip:score=rms,floor=0.25 + match,\
 snapkv + match,kvzip:demote=0.25,rkv_official,scissorhands_kvcf,snapkv_decode,sirllm,\
-finch_kvpress,lagkv_kvpress,lagkv_official,knorm + chunkwise,kvzip + level,snapkv + reindex,\
+finch_kvpress,lagkv_kvpress,lagkv_official,knorm + chunkwise,kvzip + level,snapkv + reindex,kvzip + recent,\
 snapkv + criticalkv + adakv,simlayerkv:window=128 + snapkv,\
 turboquant_4bit,turboquant_k8v4,turboquant_k3v4$fits"
 }

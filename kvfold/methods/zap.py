@@ -36,7 +36,8 @@ class Zap(Method):
     `window` stay; the window is smaller than KVzap's 128, as it counts in the budget.
     `floor=0.25` keeps a quarter of the budget equal among the heads of the pool.
     Different from KVzap, which reads hidden states: these are gone once an entry is stored.
-    Raises KvfoldError for negative `sinks` or `window`, and for a `floor` out of range or without a pool.
+    Raises KvfoldError for negative `sinks` or `window`, and for a `floor` out of range or not in a
+    pool.
     Source: KVzap, linear variant; NVIDIA/kvpress `kvzap_press.py`.
     """
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvfold.errors import IllegalComposition, KvfoldError
+from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.stages.select.forced import Forced
+
+
+@register("recent", formula="kept = the last tokens, and the best of the others within the budget")
+@dataclass(frozen=True)
+class Recent(Method):
+    """Keeps the last tokens in every head, beside the best by another method: "kvzip + recent".
+
+    The tokens that follow a text depend most on its end, of which such scores keep little. The last `tokens` count in the budget. Refused with methods that keep tokens of their own in any
+    case, such as sinks or a window: they have options for it. Raises KvfoldError for fewer than 1.
+    Source: kvfold's own.
+    """
+
+    takes_budget: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
+    nested: ClassVar[bool] = True
+    tokens: int = 16  # last tokens that stay
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise KvfoldError(f"recent:tokens is at least 1, not {self.tokens}")
+
+    def stages(self) -> Stages:
+        raise IllegalComposition(
+            f"{self} scores nothing itself: compose it with a method that evicts by scores, for "
+            f'example "kvzip + {self}"'
+        )
+
+    def brings(self) -> Stages:
+        return Stages(forced=Forced(recent=self.tokens))
