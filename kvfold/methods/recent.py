@@ -12,8 +12,9 @@ from kvfold.methods.stages.select.forced import Forced
 class Recent(Method):
     """Keeps the last tokens in every head, beside the best by another method: "kvzip + recent".
 
-    The tokens that follow a text depend most on its end, of which such scores keep little. The last `tokens` count in the budget. Refused with methods that keep tokens of their own in any
-    case, such as sinks or a window: they have options for it. Raises KvfoldError for fewer than 1.
+    The tokens that follow a text depend most on its end, of which such scores keep little. The last
+    `tokens` count in the budget. Refused with methods that keep tokens of their own in any case,
+    such as sinks or a window: they have options for it. Raises KvfoldError for fewer than 1.
     Source: kvfold's own.
     """
 
