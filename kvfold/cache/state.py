@@ -365,7 +365,10 @@ class LayerState:
         """The slot of each row's first token `[B, H, 1]`; None without padding, where it is 0."""
         if self.sequence.valid is None:
             return None
-        return (self.columns() >= 0).byte().argmax(-1, keepdim=True)
+        real = self.columns() >= 0
+        if not real.shape[-1]:
+            return real.new_zeros(*real.shape[:2], 1, dtype=torch.long)
+        return real.byte().argmax(-1, keepdim=True)
 
     def _evicted_per_row(self) -> Tensor:
         """Number of evicted tokens `[B]` of each row, the same in all heads."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvfold.cli.console import progress
-from kvfold.cli.options import Json
+from kvfold.cli.options import Json, checked_seed
 from kvfold.errors import KvfoldError
 from kvfold.terminal import messages, print_json
 
@@ -56,7 +56,9 @@ def command(
         str | None,
         typer.Option(help="float32, bfloat16 or float16.", show_default="the model's"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random weights and of prompts.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of random weights and of prompts.", callback=checked_seed)
+    ] = 0,
     peer: Annotated[
         list[str] | None,
         typer.Option(help="kvpress or transformers-quantized; may be repeated."),

@@ -16,6 +16,7 @@ from kvfold.cli.options import (
     Encoding,
     Json,
     ModelName,
+    checked_seed,
     loading,
     read_text,
     with_options,
@@ -55,7 +56,9 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a fit that was stopped.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of passages and projections.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of passages and projections.", callback=checked_seed)
+    ] = 0,
     encoding: Encoding = "utf-8",
     as_json: Json = False,
     *,

@@ -153,7 +153,11 @@ def sampling(
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(help="Seed of sampling and random methods.", rich_help_panel=ABOUT_SAMPLING),
+        typer.Option(
+            help="Seed of sampling and random methods.",
+            rich_help_panel=ABOUT_SAMPLING,
+            callback=checked_seed,
+        ),
     ] = 0,
 ) -> SamplingOptions:  # fmt: skip
     """Sampling options of a command's answer; raises KvfoldError for those without effect."""
@@ -162,6 +166,13 @@ def sampling(
     if temperature == 0 and (top_p is not None or top_k is not None):
         raise KvfoldError("temperature 0 decodes greedily: give --temperature with top-p or top-k")
     return SamplingOptions(temperature, top_p, top_k, seed)
+
+
+def checked_seed(seed: int) -> int:
+    """The seed; raises KvfoldError for one that torch does not take."""
+    if abs(seed) >= 2**63:
+        raise KvfoldError(f"--seed {seed} is beyond 64 bits: choose a smaller one")
+    return seed
 
 
 def with_options(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Any]:

@@ -50,9 +50,9 @@ class Progress:
         path = out.with_name(f"{out.name}.partial")
         identity = [model_header(model).weights, str(model.dtype), target, seed, list(texts)]
         blank = cls(path, digest(json.dumps(identity)))
-        return blank._stored() if resume and path.exists() else blank
+        return blank._stored(len(texts)) if resume and path.exists() else blank
 
-    def _stored(self) -> Progress:
+    def _stored(self, texts: int) -> Progress:
         from kvfold.fit.fit import Features
 
         try:
@@ -61,18 +61,31 @@ class Progress:
                 names = ("scales", "projections", "gram", "cross")
                 scales, projections, gram, cross = (file.get_tensor(name) for name in names)
         except (OSError, SafetensorError) as problem:
-            raise KvfoldError(
-                f"cannot resume from {self.path} ({problem}): fit without resume"
-            ) from problem
+            raise self._unreadable(problem) from problem
         if about.get("about") != self.about:
             raise KvfoldError(
                 f"{self.path} holds the sums of another fit (model, texts, target or seed differ): "
                 "fit without resume"
             )
-        sums = RidgeSums(gram, cross, int(about["count"]))
+        try:
+            done, count = int(about["done"]), int(about["count"])
+        except (KeyError, ValueError) as problem:
+            raise self._unreadable("its numbers are damaged") from problem
+        models, size = scales.shape[:-1].numel(), sum(projections.shape)
+        fits = gram.shape == (models, size, size) and cross.shape == (models, size)
+        finite = bool(gram.isfinite().all()) and bool(cross.isfinite().all())
+        if not (fits and finite and 0 < done <= texts and count > 0):
+            raise self._unreadable("its sums are damaged")
         return Progress(
-            self.path, self.about, int(about["done"]), Features(scales, projections), sums
+            self.path,
+            self.about,
+            done,
+            Features(scales, projections),
+            RidgeSums(gram, cross, count),
         )
+
+    def _unreadable(self, why: object) -> KvfoldError:
+        return KvfoldError(f"cannot resume from {self.path} ({why}): fit without resume")
 
     def save(self, done: int, features: Features, sums: RidgeSums) -> None:
         """Stores the sums over the first `done` texts; raises KvfoldError if that fails."""

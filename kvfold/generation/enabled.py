@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import generate
+from kvfold.generation.generate import generate, settings_of
 from kvfold.generation.inputs import BY_IDS, check_embeddings
 from kvfold.generation.length import check_length
 from kvfold.hf import attention
@@ -58,7 +58,7 @@ class CompressedGenerate:
         if options.get("past_key_values") is not None:
             return self.stock(inputs, **options)
         given = [name for name in CACHES if options.get(name) is not None]
-        if given or options.get("use_cache") is False:
+        if given or settings_of(self.model, options).use_cache is False:
             raise KvfoldError(
                 f"{', '.join(given) or 'use_cache=False'} asks for another cache than kvfold's, "
                 "which this model was enabled with: leave it out, or kvfold.disable(model)"

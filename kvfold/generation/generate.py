@@ -78,13 +78,15 @@ def generate(
     not go with the method or the options. Raises UnsupportedModel where the model would drop the
     cache, or cannot be compiled.
     """
-    check_given(input_ids, cache, options)
+    check_given(input_ids, cache, attention_mask, options)
     assert input_ids is not None and cache is not None
     if prefill_chunk is not None:
         check_chunk(prefill_chunk)
     if attention_mask is None:
         attention_mask = leading_padding(model, input_ids)
     check_last_column(attention_mask)
+    if compress not in ("at_end", "per_chunk"):
+        raise KvfoldError(f'compress is "at_end" or "per_chunk", not {compress!r}')
     per_chunk = compress == "per_chunk"
     check_prompt(model, cache, attention_mask, prefill_chunk if per_chunk else None, allow_longer)
     if per_chunk:
@@ -103,7 +105,7 @@ def generate(
     new = _new_tokens(settings, input_ids.shape[1])
     stop, chunk = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
     if stop > resumed.seen:
-        check_read_ahead(model, resumed, options)
+        check_read_ahead(model, resumed, options, attention_mask[:, resumed.seen : stop])
     resumed.go_back()
     if stop > resumed.seen and per_chunk:
         read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
@@ -286,8 +288,8 @@ def _read(
 
 
 def check_chunk(tokens: int) -> None:
-    """Raises KvfoldError for pieces of no token."""
-    if tokens < 1:
+    """Raises KvfoldError for pieces of no token, or of a part of one."""
+    if not isinstance(tokens, int) or tokens < 1:
         raise KvfoldError(f"prefill_chunk is a positive number of tokens, not {tokens}")
 
 
@@ -345,7 +347,7 @@ def _assisted(
             f"recurrent layers of {type(model).__name__} begin anew in a forward of several "
             "tokens, by which assisted decoding checks its drafts: leave it out"
         )
-    check_read_ahead(model, resumed, options)
+    check_read_ahead(model, resumed, options, mask[:, resumed.seen : last])
     if resumed.own_forwards:
         check_pieces(cache.method, chunk, last)
     resumed.go_back()

@@ -23,8 +23,10 @@ from kvfold.methods.base import Method
 BY_IDS = ("prefill_chunk", "compress", "compile", "reuse")
 
 
-def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]) -> None:
-    """Raises KvfoldError if the cache or the ids are missing, empty, or given by another name."""
+def check_given(
+    input_ids: Tensor | None, cache: object, mask: Tensor | None, options: dict[str, Any]
+) -> None:
+    """Raises KvfoldError if cache or ids are missing or named otherwise, or ids are no prompts."""
     if "past_key_values" in options:
         raise KvfoldError("give the cache as cache=, not as past_key_values=")
     if not isinstance(cache, CompressedCache):
@@ -45,8 +47,14 @@ def check_given(input_ids: Tensor | None, cache: object, options: dict[str, Any]
         )
     if input_ids is None:
         raise KvfoldError("kvfold.generate needs input_ids, the whole conversation so far `[B, N]`")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise KvfoldError("input_ids is a tensor `[B, N]` of whole numbers, a row for each prompt")
     if input_ids.numel() == 0:
         raise KvfoldError(f"input_ids {list(input_ids.shape)} hold no token: give a prompt")
+    if mask is not None and mask.shape[:2] != input_ids.shape:
+        raise KvfoldError(
+            f"attention_mask {list(mask.shape)} does not go with input_ids {list(input_ids.shape)}"
+        )
 
 
 def check_embeddings(cache: CompressedCache, options: dict[str, Any]) -> None:
@@ -92,8 +100,18 @@ def later_features(
         ) from error
 
 
-def check_read_ahead(model: Any, resumed: Resumption, options: dict[str, Any]) -> None:
-    """Raises KvfoldError for inputs of the model's forward that reading ahead would leave out."""
+def check_read_ahead(
+    model: Any, resumed: Resumption, options: dict[str, Any], ahead: Tensor
+) -> None:
+    """Raises KvfoldError for what cannot be read ahead: inputs of the model's forward, or padding.
+
+    `ahead [B, n]` is the mask of the columns to be read.
+    """
+    if resumed.own_forwards and not bool(ahead.any()):
+        raise KvfoldError(
+            f"{resumed.cache.method} reads the prompt but for its last token, and here that is "
+            "padding only: leave the padding out"
+        )
     given = _of_forward(model, options)
     if not given:
         return

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kvfold.errors import KvfoldError
 from kvfold.hf import rope_deltas
 
 
@@ -76,6 +77,11 @@ def _begins(
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, ToldOfForwards):
         return None
+    if kwargs.get("use_cache") is False:
+        raise KvfoldError(
+            "use_cache=False has each step read the whole text again, into a cache that holds it: "
+            "leave it out, also of the generation configuration"
+        )
     cache.forward_begins(_ids(args, kwargs))
     if not cache.reads_logits or "logits_to_keep" not in kwargs:
         return None

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kvfold.contexts.files.write import replacing
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.cell_result import CellResult, cell_result
 from kvfold.eval.run.job import EvalJob
@@ -68,7 +68,6 @@ def summarize(samples: list[SampleResult], cells: Iterable[EvalCell] = ()) -> li
 def write_records(folder: Path, records: list[CellResult]) -> Path:
     """Replaces the folder's records file atomically; returns its path."""
     path = folder / RECORDS
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(f"{record.model_dump_json()}\n" for record in records))
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text("".join(f"{record.model_dump_json()}\n" for record in records))
     return path

@@ -15,7 +15,7 @@ from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.single_query import attend_with_row, mean_of_heads
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.merge.base import Leaving
-from kvfold.methods.stages.select.choose import leaving, leaving_beside
+from kvfold.methods.stages.select.choose import leaving_beside
 from kvfold.store.buffer import slack
 from kvfold.store.dense import DenseStore
 
@@ -104,12 +104,15 @@ class StaticEvicting(StaticBuffers):
         """Evicts one entry of each head that holds more than its capacity."""
         slots = torch.arange(self.positions.shape[2], device=capacity.device)
         if self.ends is None:
-            protected = None if self.prefix is None else self.positions < self.prefix.view(-1, 1, 1)
-            slot = leaving(self.plan.stages, seen, self.positions, protected, capacity)
+            staying = self.plan.stages.forced.mask(self.positions, capacity)
+            if self.prefix is not None:
+                staying = staying | (self.positions < self.prefix.view(-1, 1, 1))
         else:
-            forced = (slots < self.ends[0]) | (slots >= self.used - self.ends[1])
-            slot = leaving_beside(self.plan.stages, seen, forced | (self.positions < 0))
+            staying = (slots < self.ends[0]) | (slots >= self.used - self.ends[1])
+        staying = staying | (self.positions < 0)
+        slot = leaving_beside(self.plan.stages, seen, staying)
         full = (self.positions >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
+        full = full & ~staying.all(-1, keepdim=True)  # a head of forced entries only keeps them
         self.positions.masked_fill_((slots == slot) & full, -1)
         if self.plan.stages.merge_one is not None:
             # A head of capacity 0 keeps no entry to merge into.
@@ -169,7 +172,8 @@ class StaticEvicting(StaticBuffers):
         store = DenseStore(take(self.keys, slots), take(self.values, slots))
         positions = pick(self.positions, slots, -1)
         columns = state.sequence.columns(positions.long())
-        if not torch.equal(columns, store.columns):
+        # Entries at the first columns are moved too if others have left: what follows is not there.
+        if store.length < state.seen or not torch.equal(columns, store.columns):
             store.place(columns)
         if self.bias is not None:
             store.set_bias(pick(self.bias, slots, 0))
