@@ -24,4 +24,5 @@ grid "$@" \
   --method "kvzip_plus + turboquant_4bit" --method "kvzip_plus + turboquant_3bit" \
   --method "kvzip + kivi:bits=4" --method "kvzip + turboquant_4bit" \
   --method "kvzip + turboquant_3bit" --method snapkv --method "snapkv + match" \
-  --method "$scorer" --method "$scorer + match"
+  --method "$scorer" --method "$scorer + match" \
+  --method "kvzip + recent" --method "$rms + recent" --method "$rms + recent + match"

@@ -68,14 +68,14 @@ def load(folder: Path) -> Samples:
 def gap(
     samples: Samples, one: str, other: str, aware: bool = False, task: str | None = None
 ) -> ScoreGap:
-    """`one` minus `other`, pooled over the scored tasks, or for `task` alone."""
+    """`one` minus `other`, pooled over the scored tasks, or over those of `task`, a list."""
     units = [
         unit
         for unit, cells in samples.items()
         if unit.aware == aware
         and one in cells
         and other in cells
-        and (unit.scored if task is None else unit.task == task)
+        and (unit.scored if task is None else unit.task in task.split(","))
     ]
     if not units:
         raise SystemExit(f"no samples of both {one} and {other}")
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("one", type=published, help="method@budget")
     parser.add_argument("other", type=published, help="method@budget, or full")
     parser.add_argument("--aware", action="store_true", help="with the question in view")
-    parser.add_argument("--task")
+    parser.add_argument("--task", help="one task, or a comma-separated list")
     given = parser.parse_args()
     print(written(gap(load(given.folder), given.one, given.other, given.aware, given.task)))
 
