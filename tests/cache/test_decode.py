@@ -173,3 +173,34 @@ def test_a_turn_of_one_token_that_evicts_nothing_leaves_no_gaps_among_the_recent
     for layer in range(len(cache.states)):
         both = zip(cache.positions(layer), copied.positions(layer), strict=True)
         assert all(torch.equal(a, b) for rows in both for a, b in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["h2o", "tova", "roco", "streaming_llm", "d2o", "knorm:skip_layers=none + every:interval=1"],
+)
+def test_protected_tokens_that_outgrow_the_size_all_stay(spec):
+    """The span is of tokens to come, and larger than what the prompt leaves."""
+    model, span = build("llama", torch.float64), range(22, 40)
+    cache = kvfold.CompressedCache(model, spec, 0.5, protect=[(span.start, span.stop)])
+    ids = torch.arange(3, 23)[None]
+    kvfold.generate(model, ids, cache=cache, max_new_tokens=30, do_sample=False)
+    for layer in range(len(cache.states)):
+        for head in cache.positions(layer)[0]:
+            assert set(span) <= set(head.tolist())
+    assert cache.stats().forced_over_budget
+
+
+def test_rows_shorter_than_the_sinks_keep_what_they_keep_alone():
+    model = build("llama", torch.float64)
+    ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
+    options = {"max_new_tokens": 6, "do_sample": False}
+
+    def kept(rows, mask):
+        cache = kvfold.CompressedCache(model, "d2o", 0.9)
+        kvfold.generate(model, rows, cache=cache, attention_mask=mask, **options)
+        return [cache.positions(layer)[0] for layer in range(len(cache.states))]
+
+    together = kept(ids, (ids > 0).long())
+    for mine, alone in zip(together, kept(ids[:1, 2:], torch.ones(1, 3)), strict=True):
+        assert [(head - 2).tolist() for head in mine] == [head.tolist() for head in alone]

@@ -36,6 +36,9 @@ def untouched(*arguments: str) -> str:
     ("arguments", "message"),
     [
         (("run", "bundled", "--prompt", "a"), "needs a budget"),
+        (("run", "bundled", "--budget=50", "--prompt=a", "--seed", "9" * 30), "beyond 64 bits"),
+        (("fit", "bundled", "a.txt", "--seed", "9" * 30), "beyond 64 bits"),
+        (("bench", "small", "--seed", "9" * 30), "beyond 64 bits"),
         (("run", "bundled", "--method", "kivi", "--budget", "0.2", "--prompt", "a"), "takes no"),
         (("run", "bundled", "--budget", "5", "--prompt", "a"), "at least 32"),
         (("run", "bundled", "--method", "merge", "--budget", "0.2", "--prompt", "a"), "merge"),

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import kvfold
 from kvfold import KvfoldError
@@ -166,6 +168,29 @@ def test_a_fit_of_other_texts_is_not_resumed(bundled, tmp_path):
     with pytest.raises(KvfoldError, match="another fit"):
         fit_scorer(*bundled, texts(5), tmp_path / "a", resume=True)
     (tmp_path / "a.partial").write_text("no tensors")
+    with pytest.raises(KvfoldError, match="cannot resume"):
+        fit_scorer(*bundled, texts(), tmp_path / "a", resume=True)
+
+
+@pytest.mark.parametrize("damage", ["no count", "done=99", "gram"])
+def test_damaged_sums_are_not_resumed(bundled, tmp_path, damage):
+    def stop(line: str) -> None:
+        if "2 of" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit_scorer(*bundled, texts(), tmp_path / "a", note=stop)
+    path = tmp_path / "a.partial"
+    with safe_open(path, framework="pt") as file:
+        numbers = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if damage == "gram":
+        tensors["gram"][0, 0, 0] = torch.nan
+    elif damage == "no count":
+        del numbers["count"]
+    else:
+        numbers["done"] = "99"
+    save_file(tensors, path, numbers)
     with pytest.raises(KvfoldError, match="cannot resume"):
         fit_scorer(*bundled, texts(), tmp_path / "a", resume=True)
 

@@ -230,6 +230,53 @@ def test_a_chunk_of_no_tokens_is_refused(model, chunk):
         kvfold.generate(model, prompts((64,))[0], cache=cache, prefill_chunk=chunk, **GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prefill_chunk": 2.5}, "prefill_chunk"),
+        ({"prefill_chunk": 8, "compress": "per-chunk"}, "compress is"),
+        ({"attention_mask": torch.ones(1, 9)}, "does not go with input_ids"),
+    ],
+)
+def test_what_is_no_option_is_refused(model, options, said):
+    cache = CompressedCache(model, "knorm", 20)
+    with pytest.raises(KvfoldError, match=said):
+        kvfold.generate(model, prompts((64,))[0], cache=cache, **options, **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("ids", [[[3, 4]], torch.tensor([3, 4]), torch.ones(1, 4)])
+def test_ids_are_a_row_of_whole_numbers_for_each_prompt(model, ids):
+    with pytest.raises(KvfoldError, match="a row for each prompt"):
+        kvfold.generate(model, ids, cache=CompressedCache(model, "knorm", 20), **GREEDY)
+
+
+@pytest.mark.parametrize("where", ["option", "configuration"])
+@pytest.mark.parametrize("by", ["kvfold", "transformers"])
+def test_steps_that_read_the_whole_text_again_are_refused(where, by):
+    """With use_cache=False `generate` would do so, into a cache that holds it."""
+    model, (ids, mask) = build("llama"), prompts((30,))
+    cache, options = CompressedCache(model, "full"), {"attention_mask": mask, **GREEDY}
+    if where == "option":
+        options["use_cache"] = False
+    else:
+        model.generation_config.use_cache = False
+    with pytest.raises(KvfoldError, match="use_cache=False"):
+        if by == "kvfold":
+            kvfold.generate(model, ids, cache=cache, **options)
+        else:
+            model.generate(ids, past_key_values=cache, **options)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_prompt_of_one_token_behind_padding_is_refused_where_it_is_read_ahead(model):
+    ids, mask = torch.tensor([[0, 0, 5]]), torch.tensor([[0, 0, 1]])
+    with pytest.raises(KvfoldError, match="leave the padding out"):
+        kvfold.generate(
+            model, ids, cache=CompressedCache(model, "pyramidinfer"), attention_mask=mask, **GREEDY
+        )
+
+
 def test_assisted_decoding_outside_kvfold_generate_is_refused(model):
     cache = CompressedCache(model, "snapkv:window=8", 20)
     with pytest.raises(KvfoldError, match=r"kvfold\.generate"):

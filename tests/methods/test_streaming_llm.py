@@ -56,3 +56,12 @@ def test_streaming_llm_is_dense_with_its_sinks_rotated(lengths):
 def test_rotating_the_sinks_matters():
     off, _, _ = against_truth("llama", "streaming_llm", ALONE, torch.float64, every_step=True)
     assert off > 0.1
+
+
+def test_rows_of_a_ratio_that_rounds_to_nothing_keep_nothing(model):
+    ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
+    cache = kvfold.CompressedCache(model, "streaming_llm:sinks=0", 0.1)
+    kvfold.generate(
+        model, ids, cache=cache, attention_mask=(ids > 0).long(), max_new_tokens=4, do_sample=False
+    )
+    assert cache.stats().mean_kept == 0

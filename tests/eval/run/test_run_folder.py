@@ -190,3 +190,17 @@ def test_data_that_has_changed_is_refused_under_the_same_folder(setting, tmp_pat
     with pytest.raises(KvfoldError, match="sample 1 of longbench_passage_count is not the one"):
         finish(setting, setting.plan(FEW, changed), out)
     assert samples_file(out).path.read_bytes() == before
+
+
+def test_two_runs_may_write_their_records_at_once(tmp_path, monkeypatch):
+    replace_, ended = os.replace, []
+
+    def other_ends_first(one: Any, other: Any) -> None:
+        if not ended:
+            ended.append(True)
+            write_records(tmp_path, [])
+        replace_(one, other)
+
+    monkeypatch.setattr(os, "replace", other_ends_first)
+    write_records(tmp_path, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]

@@ -72,6 +72,28 @@ def test_the_next_turn_is_that_of_eager_decoding(family, spec):
         check_same(*caches)
 
 
+@pytest.mark.parametrize(
+    ("spec", "budget", "protect"),
+    [
+        ("streaming_llm_original", 4, []),  # keeps its first tokens only
+        ("d2o", 4, []),
+        ("h2o", 1, []),
+        ("d2o", 0.9, [(64, 90)]),  # forced entries outgrow the budget
+        ("tova", 0.05, [(66, 70)]),
+    ],
+)
+def test_small_sizes_go_on_as_after_eager_decoding(model, spec, budget, protect):
+    ids, outs = prompts(ALONE)[0], []
+    caches = [CompressedCache(model, spec, budget, protect=protect) for _ in range(2)]
+    for cache, how in zip(caches, ({}, COMPILED), strict=True):
+        text = kvfold.generate(model, ids, cache=cache, **how, **GREEDY)
+        text = torch.cat([text, continuation(1, 9, 0)], 1)
+        outs.append(kvfold.generate(model, text, cache=cache, **LOGITS, **GREEDY))
+    for expected, got in zip(outs[0].logits, outs[1].logits, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-6)
+    assert where(caches[0]) == where(caches[1])
+
+
 def test_every_method_decodes_the_same_or_is_refused(model):
     refusing, evicting = [], set()
     for spec in (spec for spec in NAMED if not spec.startswith("kvzip")):  # needs a tokenizer
