@@ -48,7 +48,9 @@ def evicts_one(state: LayerState, new: int) -> bool:
         return False
     if stages.merge is not None and not _merges_one(state):
         return False
-    if state.forced_ends() is None and stages.forced.least > state.capacities()[0]:
+    forced = stages.forced
+    unbounded = (forced.sinks or forced.spans) and state.forced_ends() is None
+    if unbounded and forced.least > state.capacities()[0]:
         return False  # all entries of a head may be forced
     return valid is None or bool(valid[:, -1].all())
 

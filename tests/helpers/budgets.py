@@ -58,8 +58,9 @@ def _stands_alone(name: str) -> bool:
 
 
 def composed(name: str) -> str:
-    """A method's text, with SnapKV in front of one that adds to others."""
-    return name if _stands_alone(name) else f"snapkv + {name}"
+    """A method's text, with another in front of one that adds to others."""
+    scoring = "keydiff" if name == "recent" else "snapkv"  # SnapKV has a window of its own
+    return name if _stands_alone(name) else f"{scoring} + {name}"
 
 
 def merges(spec: str) -> bool:

@@ -244,7 +244,7 @@ def test_files_of_other_models_are_refused() -> None:
 
 @pytest.mark.slow
 def test_policies_import_no_transformers() -> None:
-    zap = f"zap:file={FOLDER}/scorer.safetensors"
+    zap = f"zap:window=0,file={FOLDER}/scorer.safetensors"
     model, _ = kvfold.bundled_model()
     frequencies = model.model.rotary_emb.inv_freq.tolist()
     shape = model.config.num_hidden_layers, model.config.num_key_value_heads, 40
