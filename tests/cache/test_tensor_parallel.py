@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "fair": ("snapkv + fair:spans=8/30", 40, {}),
     "in rounds": ("adakv + every", 40, {}),
     "moved": ("adakv + chunkwise:length=30 + reindex", 40, {}),
+    "recent": ("keydiff + recent", 40, {}),
     "full": ("full", None, {}),
     "h2o": ("h2o", 60, {}),
     "roco": ("roco", 40, {}),
