@@ -16,18 +16,18 @@ from kvfold.methods.stages.refit.base import References
 
 
 class _Part(NamedTuple):
-    """Queries `[Hq, n, D]` of a row, their columns `[n]` and their positions `[n]`."""
+    """Queries `[Hq, n, D]` of a row, their columns `[n]` and positions `[n]`, −1 for padding."""
 
     query: Tensor
     columns: Tensor
     positions: Tensor
 
     def every(self, stride: int) -> _Part:
-        """Copies of the queries at positions that are multiples of `stride`."""
-        return self.at((self.positions % stride == 0).nonzero()[:, 0])
+        """Copies of the tokens' queries at positions that are multiples of `stride`."""
+        return self.at((self.positions >= 0) & (self.positions % stride == 0))
 
     def at(self, chosen: Tensor) -> _Part:
-        """Copies of the queries at the indices `chosen`."""
+        """Copies of the queries at the indices, or of the mask, `chosen`."""
         return _Part(self.query[:, chosen], self.columns[chosen], self.positions[chosen])
 
 
@@ -82,7 +82,7 @@ class ReferenceQueries:
         if not self._rows:
             self.first, self._rows = int(columns[0]), [_Row() for _ in query]
         for row, own, at in zip(self._rows, query, positions, strict=True):
-            row.add(_Part(own, columns, at).at((at >= 0).nonzero()[:, 0]), most)
+            row.add(_Part(own, columns, at), most)
 
     def joined(self, most: int) -> tuple[Tensor, Tensor]:
         """At most `most` queries `[B, Hq, n, D]` of each row, evenly chosen.
@@ -96,7 +96,7 @@ class ReferenceQueries:
     def crop(self, seen: int) -> None:
         """Drops the queries of columns from `seen` on."""
         for row in self._rows:
-            row.parts = [part.at((part.columns < seen).nonzero()[:, 0]) for part in row.parts]
+            row.parts = [part.at(part.columns < seen) for part in row.parts]
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a copying selection along the batch axis."""

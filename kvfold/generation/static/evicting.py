@@ -15,7 +15,7 @@ from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.single_query import attend_with_row, mean_of_heads
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.merge.base import Leaving
-from kvfold.methods.stages.select.choose import leaving_beside
+from kvfold.methods.stages.select.choose import leaving_beside, staying
 from kvfold.store.buffer import slack
 from kvfold.store.dense import DenseStore
 
@@ -104,15 +104,14 @@ class StaticEvicting(StaticBuffers):
         """Evicts one entry of each head that holds more than its capacity."""
         slots = torch.arange(self.positions.shape[2], device=capacity.device)
         if self.ends is None:
-            staying = self.plan.stages.forced.mask(self.positions, capacity)
-            if self.prefix is not None:
-                staying = staying | (self.positions < self.prefix.view(-1, 1, 1))
+            protected = None if self.prefix is None else self.positions < self.prefix.view(-1, 1, 1)
+            stay = staying(self.plan.stages, self.positions, protected, capacity)
         else:
-            staying = (slots < self.ends[0]) | (slots >= self.used - self.ends[1])
-        staying = staying | (self.positions < 0)
-        slot = leaving_beside(self.plan.stages, seen, staying)
+            forced = (slots < self.ends[0]) | (slots >= self.used - self.ends[1])
+            stay = forced | (self.positions < 0)
+        slot = leaving_beside(self.plan.stages, seen, stay)
         full = (self.positions >= 0).sum(-1, keepdim=True) > capacity.view(-1, 1, 1)
-        full = full & ~staying.all(-1, keepdim=True)  # a head of forced entries only keeps them
+        full = full & ~stay.all(-1, keepdim=True)  # a head of forced entries only keeps them
         self.positions.masked_fill_((slots == slot) & full, -1)
         if self.plan.stages.merge_one is not None:
             # A head of capacity 0 keeps no entry to merge into.

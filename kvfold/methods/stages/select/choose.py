@@ -83,18 +83,21 @@ def leaving(
     positions and forced `[B, H, T]` as for `choose`, which would keep all other slots. The
     observation holds the budget.
     """
-    staying = positions < 0
+    return leaving_beside(stages, observation, staying(stages, positions, forced, capacity))
+
+
+def staying(stages: Stages, positions: Tensor, forced: Tensor | None, capacity: Tensor) -> Tensor:
+    """Bool mask `[B, H, T]` of the slots that `leaving` does not evict: forced ones, and holes."""
+    stay = positions < 0
     if stages.forced:
-        staying |= stages.forced.mask(positions, capacity)
-    if forced is not None:
-        staying |= forced
-    return leaving_beside(stages, observation, staying)
+        stay = stay | stages.forced.mask(positions, capacity)
+    return stay if forced is None else stay | forced
 
 
-def leaving_beside(stages: Stages, observation: Observation, staying: Tensor) -> Tensor:
-    """As `leaving`, where `staying [B, H, T]` marks all slots that cannot be evicted."""
-    scores = scores_of(stages, observation, staying.shape[1])
-    return _checked_lowest(stages, scores.masked_fill(staying, torch.inf))
+def leaving_beside(stages: Stages, observation: Observation, stay: Tensor) -> Tensor:
+    """As `leaving`, where `stay [B, H, T]` marks all slots that cannot be evicted."""
+    scores = scores_of(stages, observation, stay.shape[1])
+    return _checked_lowest(stages, scores.masked_fill(stay, torch.inf))
 
 
 def leaving_between(
