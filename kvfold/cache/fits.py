@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.bundled import FOLDER
-from kvfold.errors import ScorerFileError
 from kvfold.hf.header import digest, digest_of
-from kvfold.hf.models import kv_heads, text_config
+from kvfold.hf.models import kv_heads
 from kvfold.hf.scorer_file import read_fitted
 from kvfold.hf.stock_layers import is_compressible, stock_layers
 from kvfold.kernels.query_moments import QueryMoments
@@ -25,7 +24,7 @@ from kvfold.methods.fitted import (
     FittedScorer,
     LayerScores,
 )
-from kvfold.methods.stages.allocate.parts import Curve, PartsFile
+from kvfold.methods.stages.allocate.parts import Curve, PartsSource
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Fits:
         moments = None if needs.query_moments is None else needs.query_moments.fitted
         return cls(
             _fitted_in(needs.scorer, model),
-            _heads(needs.fitted_heads, model),
+            _fitted_in(needs.fitted_heads, model),
             _fitted_in(moments, model),
             _curve(stages, model),
         )
@@ -82,8 +81,10 @@ def _digest(fitted: Fitted) -> str:
 def _fitted_in(need: FittedFile | None, model: PreTrainedModel) -> Any:
     if need is None:
         return None
-    path = FOLDER / need.kind.bundled if need.file == "none" else need.file
-    return read_fitted(path, model, need.kind)
+    path = str(FOLDER / need.kind.bundled) if need.file == "none" else need.file
+    fitted = read_fitted(path, model, need.kind)
+    fitted.check(path, _layers(model), kv_heads(model))
+    return fitted
 
 
 def _layers(model: PreTrainedModel) -> int:
@@ -93,25 +94,12 @@ def _layers(model: PreTrainedModel) -> int:
 
 def _curve(stages: Stages, model: PreTrainedModel) -> Curve | None:
     """Parts of layers or heads that the stages share a budget by."""
-    need = getattr(stages.allocate, "parts", None)
+    need: PartsSource | None = getattr(stages.allocate, "parts", None)
     if need is None:
         return None
-    curve: Curve = need.read() if isinstance(need, PartsFile) else _fitted_in(need, model)
-    curve.check(need.file, _layers(model), kv_heads(model))
-    return curve
-
-
-def _heads(need: FittedFile | None, model: PreTrainedModel) -> FittedHeads | None:
-    """Numbers of KV heads; raises ScorerFileError unless they are of the model's layers."""
-    given: FittedHeads | None = _fitted_in(need, model)
-    if need is None or given is None:
-        return None
-    heads, layers = getattr(text_config(model), "num_key_value_heads", None), _layers(model)
-    found = tuple(given.heads.shape)
-    if found != (layers, heads):
-        raise ScorerFileError(
-            f"{need.file} scores {found[0]} layers of {found[1]} KV heads, and the model has "
-            f"{layers} of {heads} that can be compressed: take a file for this model, "
-            f"`{need.kind.command} --out FILE` makes one"
-        )
-    return given
+    if isinstance(need, FittedFile):
+        curve: Curve = _fitted_in(need, model)
+        return curve
+    parts = need.read()
+    parts.check(need.file, _layers(model), kv_heads(model))
+    return parts

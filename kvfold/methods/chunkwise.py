@@ -3,8 +3,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.errors import KvfoldError
+from kvfold.methods.add_on import AddOn
+from kvfold.methods.base import Stages, register
 from kvfold.methods.stages.select.blocks import best_of_chunks
 
 
@@ -13,7 +14,7 @@ from kvfold.methods.stages.select.blocks import best_of_chunks
     formula="kept of chunk j: its best (b − forced)·len(j) / n,  of tokens j·length …",
 )
 @dataclass(frozen=True)
-class Chunkwise(Method):
+class Chunkwise(AddOn):
     """Keeps the same part of each chunk of a text: "knorm + chunkwise:length=1024".
 
     Another method scores; entries compete inside their chunk of `length` tokens only, so that no
@@ -24,19 +25,13 @@ class Chunkwise(Method):
     Source: NVIDIA/kvpress `chunk_press.py`.
     """
 
-    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str] = "knorm"
     by_head: ClassVar[bool] = True
     length: int = 1024  # tokens of a chunk
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise KvfoldError(f"chunkwise:length is at least 1 token, not {self.length}")
-
-    def stages(self) -> Stages:
-        raise IllegalComposition(
-            f"{self} scores nothing itself: compose it with a method that evicts by scores, for "
-            f'example "knorm + {self}"'
-        )
 
     def brings(self) -> Stages:
         return Stages(select=partial(best_of_chunks, length=self.length))

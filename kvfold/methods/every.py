@@ -2,7 +2,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.errors import IllegalComposition, KvfoldError
+from kvfold.errors import KvfoldError
+from kvfold.methods.add_on import AddOn
 from kvfold.methods.base import Composition, Method, Stages, parse, register
 from kvfold.methods.stages.decode import Counting, Prompt, Sizes
 
@@ -16,7 +17,7 @@ from kvfold.methods.stages.decode import Counting, Prompt, Sizes
     """,
 )
 @dataclass(frozen=True)
-class Every(Method):
+class Every(AddOn):
     """Evicts again at intervals of generated tokens, by another method's score.
 
     1. When a prompt ends, the other method compresses it: "snapkv + every:interval=128".
@@ -37,7 +38,7 @@ class Every(Method):
     Raises KvfoldError for an interval below 1.
     """
 
-    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str] = "snapkv"
     by_head: ClassVar[bool] = True
     interval: int = 128  # generated tokens between evictions
     prompt: Prompt = "counted"  # the prompt is part of the size, or beside it
@@ -47,12 +48,6 @@ class Every(Method):
     def __post_init__(self) -> None:
         if type(self.interval) is not int or self.interval < 1:
             raise KvfoldError(f"every:interval is at least 1 token, not {self.interval!r}")
-
-    def stages(self) -> Stages:
-        raise IllegalComposition(
-            f"{self} scores nothing itself: compose it with a method that evicts by scores, for "
-            f'example "snapkv + {self}"'
-        )
 
     def brings(self) -> Stages:
         return Stages(

@@ -4,8 +4,9 @@ from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
-from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.errors import KvfoldError
+from kvfold.methods.add_on import AddOn
+from kvfold.methods.base import Stages, register
 from kvfold.methods.stages.select.spans import best_of_spans
 
 
@@ -18,7 +19,7 @@ from kvfold.methods.stages.select.spans import best_of_spans
     """,
 )
 @dataclass(frozen=True)
-class Fair(Method):
+class Fair(AddOn):
     """Each span of a prompt keeps its share of the budget: "snapkv + fair:spans=0/40/40/90".
 
     `spans` are starts and stops in turn, tokens of a row, half open; all other tokens are one span
@@ -29,7 +30,7 @@ class Fair(Method):
     Source: Chen et al., section 5.
     """
 
-    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str] = "snapkv"
     by_head: ClassVar[bool] = True
     spans: tuple[int, ...] = ()  # start and stop of each span in turn
 
@@ -44,12 +45,6 @@ class Fair(Method):
 
     def _pairs(self) -> list[tuple[int, int]]:
         return list(zip(self.spans[::2], self.spans[1::2], strict=True))
-
-    def stages(self) -> Stages:
-        raise IllegalComposition(
-            f"{self} scores nothing itself: compose it with a method that evicts by scores, for "
-            f'example "snapkv + {self}"'
-        )
 
     def brings(self) -> Stages:
         return Stages(select=partial(best_of_spans, spans=self._pairs()))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from kvfold.errors import ScorerFileError
+
 if TYPE_CHECKING:
     from kvfold.kernels.query_moments import QueryMoments
     from kvfold.methods.observation import Observation
@@ -49,6 +51,18 @@ class Fitted:
     def numbers(self) -> int:
         """Numbers in all tensors."""
         return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def check(self, file: str, layers: int, heads: int | None) -> None:
+        """Raises ScorerFileError, naming the `file`, unless this is of as many layers and heads.
+
+        None: layers differ in their KV heads, and only layers are compared.
+        """
+        of_layers, of_heads = next(iter(self.tensors.values())).shape[:2]
+        if of_layers != layers or heads not in (None, of_heads):
+            raise ScorerFileError(
+                f"{file} is of {of_layers} layers of {of_heads} KV heads, and {layers} layers of "
+                f"{heads or 'other'} are compressed: `{self.command} --out FILE` makes one"
+            )
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self

@@ -2,8 +2,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.errors import IllegalComposition
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.add_on import AddOn
+from kvfold.methods.base import Stages, register
 from kvfold.methods.stages.select.one_set import Rule
 
 
@@ -16,7 +16,7 @@ from kvfold.methods.stages.select.one_set import Rule
     """,
 )
 @dataclass(frozen=True)
-class Level(Method):
+class Level(AddOn):
     """All layers and heads keep one set of tokens, made of another method's: "kvzip + level".
 
     For engines whose pages hold whole tokens. When a prefill ends, the other method chooses what
@@ -28,14 +28,8 @@ class Level(Method):
     while decoding.
     """
 
-    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str] = "kvzip"
     rule: Rule = "mass"  # by scores, by the votes of heads, or all that any head keeps
-
-    def stages(self) -> Stages:
-        raise IllegalComposition(
-            f"{self} evicts nothing itself: compose it with a method that does, for example "
-            f'"kvzip + {self}"'
-        )
 
     def brings(self) -> Stages:
         inexact = "all tokens that any head keeps" if self.rule == "union" else ""

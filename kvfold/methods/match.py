@@ -2,8 +2,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.errors import KvfoldError
+from kvfold.methods.add_on import AddOn
+from kvfold.methods.base import Stages, register
 from kvfold.methods.observation import Needs, ReferencesNeed
 from kvfold.methods.stages.refit.matching import BiasPer, Matching, Target
 
@@ -20,7 +21,7 @@ from kvfold.methods.stages.refit.matching import BiasPer, Matching, Target
     """,
 )
 @dataclass(frozen=True)
-class Match(Method):
+class Match(AddOn):
     """Refits another method's entries: new values and a bias each, so that attention stays.
 
     1. The other method chooses the entries: "kvzip + match", "snapkv + match".
@@ -45,7 +46,7 @@ class Match(Method):
     Source: Zweiger et al., section 3; adamzweiger/compaction `compaction/algorithms/`.
     """
 
-    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str] = "kvzip"
     by_head: ClassVar[bool] = False  # its report is of all heads together
     target: Target = "whole"  # the output with all else in view, or the text's alone
     bias: BiasPer = "entry"  # a bias for each entry, one for a head, none
@@ -69,12 +70,6 @@ class Match(Method):
                 "match: without a bias, values fitted to the whole output overshoot, and the cache "
                 "gets worse: choose target=block"
             )
-
-    def stages(self) -> Stages:
-        raise IllegalComposition(
-            f"{self} selects nothing itself: compose it with a method that evicts by scores, for "
-            f'example "kvzip + {self}"'
-        )
 
     def brings(self) -> Stages:
         ridge = self.ridge or (1e-2 if self.bias == "head" else 1e-3)

@@ -2,8 +2,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvfold.errors import IllegalComposition
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.add_on import AddOn
+from kvfold.methods.base import Stages, register
 from kvfold.methods.observation import Needs
 from kvfold.methods.stages.merge.most_similar import merge_one, merge_similar
 from kvfold.methods.stages.merge.value_spread import spread_values
@@ -18,7 +18,7 @@ from kvfold.methods.stages.merge.value_spread import spread_values
     """,
 )
 @dataclass(frozen=True)
-class Merge(Method):
+class Merge(AddOn):
     """Merges the tokens that another method evicts into kept ones: "h2o + merge:rule=d2o".
 
     "d2o" merges an evicted entry into the most similar kept one; "cam" adds the values of all
@@ -31,19 +31,13 @@ class Merge(Method):
     (docs/results/merging.md).
     """
 
-    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str] = "h2o"
     rule: Literal["d2o", "cam"] = "d2o"  # method whose merging is used
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
         """True for "d2o": the random draws of "cam" depend on the head's index."""
         return self.rule == "d2o"
-
-    def stages(self) -> Stages:
-        raise IllegalComposition(
-            f"{self} evicts nothing itself: compose it with a method that does, for example "
-            f'"h2o + {self}"'
-        )
 
     def brings(self) -> Stages:
         if self.rule == "d2o":

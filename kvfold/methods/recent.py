@@ -2,14 +2,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.errors import IllegalComposition, KvfoldError
-from kvfold.methods.base import Method, Stages, register
+from kvfold.errors import KvfoldError
+from kvfold.methods.add_on import AddOn
+from kvfold.methods.base import Stages, register
 from kvfold.methods.stages.select.forced import Forced
 
 
 @register("recent", formula="kept = the last tokens, and the best of the others within the budget")
 @dataclass(frozen=True)
-class Recent(Method):
+class Recent(AddOn):
     """Keeps the last tokens in every head, beside the best by another method: "kvzip + recent".
 
     The tokens that follow a text depend most on its end, of which such scores keep little. The last
@@ -18,7 +19,7 @@ class Recent(Method):
     Source: kvfold's own.
     """
 
-    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str] = "kvzip"
     by_head: ClassVar[bool] = True
     nested: ClassVar[bool] = True
     tokens: int = 16  # last tokens that stay
@@ -26,12 +27,6 @@ class Recent(Method):
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise KvfoldError(f"recent:tokens is at least 1, not {self.tokens}")
-
-    def stages(self) -> Stages:
-        raise IllegalComposition(
-            f"{self} scores nothing itself: compose it with a method that evicts by scores, for "
-            f'example "kvzip + {self}"'
-        )
 
     def brings(self) -> Stages:
         return Stages(forced=Forced(recent=self.tokens))

@@ -2,8 +2,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvfold.errors import IllegalComposition
-from kvfold.methods.base import Method, Stages, register
+from kvfold.methods.add_on import AddOn
+from kvfold.methods.base import Stages, register
 
 
 @register(
@@ -11,7 +11,7 @@ from kvfold.methods.base import Method, Stages, register
     formula="position of a head's entry i of m = n − m + i,  when entries leave",
 )
 @dataclass(frozen=True)
-class Reindex(Method):
+class Reindex(AddOn):
     """Moves the tokens that another method keeps to consecutive positions: "snapkv + reindex".
 
     Whenever entries leave, the keys that a head keeps are rotated up, in float32, so that they end
@@ -26,14 +26,8 @@ class Reindex(Method):
     Source: Corallo and Papotti, arXiv 2408.00167; NVIDIA/kvpress `key_rerotation_press.py`.
     """
 
-    takes_budget: ClassVar[bool] = False
+    beside: ClassVar[str] = "snapkv"
     by_head: ClassVar[bool] = True
-
-    def stages(self) -> Stages:
-        raise IllegalComposition(
-            f"{self} evicts nothing itself: compose it with a method that does, for example "
-            f'"snapkv + {self}"'
-        )
 
     def brings(self) -> Stages:
         return Stages(positions="consecutive")

@@ -12,7 +12,7 @@ from kvfold.errors import ScorerFileError
 from kvfold.hf.fitted_numbers import how_to_fit, read_kind
 from kvfold.methods.base import Stages
 from kvfold.methods.fitted import FittedFile
-from kvfold.methods.stages.allocate.parts import Curve
+from kvfold.methods.stages.allocate.parts import Curve, PartsSource
 from kvfold.policies.prefill import Prefill
 
 
@@ -31,6 +31,7 @@ def fitted_in(need: FittedFile | None, prefill: Prefill) -> Any:
         )
     fitted, frequencies = read_kind(need.file, need.kind)
     _check_rope(need.file, frequencies, prefill)
+    fitted.check(need.file, prefill.layers, prefill.heads)
     return fitted
 
 
@@ -39,25 +40,15 @@ def parts_in(stages: Stages, prefill: Prefill) -> Curve | None:
 
     Raises KvfoldError as `fitted_in` and `Curve.check` do.
     """
-    need = getattr(stages.allocate, "parts", None)
+    need: PartsSource | None = getattr(stages.allocate, "parts", None)
     if need is None:
         return None
-    parts: Curve = fitted_in(need, prefill) if isinstance(need, FittedFile) else need.read()
+    if isinstance(need, FittedFile):
+        curve: Curve = fitted_in(need, prefill)
+        return curve
+    parts = need.read()
     parts.check(need.file, prefill.layers, prefill.heads)
     return parts
-
-
-def check_shape(need: FittedFile | None, fitted: Any, prefill: Prefill) -> None:
-    """Raises ScorerFileError unless the numbers are those of the engine's layers and KV heads."""
-    if need is None:
-        return
-    wanted = (prefill.layers, prefill.heads)
-    first = next(iter(fitted.tensors.values()))
-    if tuple(first.shape[:2]) != wanted:
-        raise ScorerFileError(
-            f"{need.file} is of {first.shape[0]} layers of {first.shape[1]} KV heads, and the "
-            f"entries are of {wanted[0]} layers of {wanted[1]}"
-        )
 
 
 def _check_rope(file: str, frequencies: list[Tensor], prefill: Prefill) -> None:

@@ -23,7 +23,7 @@ from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.methods.base import Stages
 from kvfold.methods.fitted_parts import with_parts
 from kvfold.methods.observation import OutputNorm
-from kvfold.policies.fitted import check_shape, fitted_in, parts_in
+from kvfold.policies.fitted import fitted_in, parts_in
 from kvfold.policies.prefill import Prefill
 from kvfold.store.dense import DenseStore
 
@@ -57,10 +57,7 @@ def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) 
     needs, count = stages.needs, prefill.layers
     moments = None if needs.query_moments is None else needs.query_moments.fitted
     files = needs.scorer, needs.fitted_heads, moments
-    fits = [fitted_in(each, prefill) for each in files]
-    for file, fitted in zip(files, fits, strict=True):
-        check_shape(file, fitted, prefill)
-    scorer, heads, centres = fits
+    scorer, heads, centres = (fitted_in(each, prefill) for each in files)
     ids = None if prefill.token_ids is None else prefill.token_ids[None]
     # `until`: a window of one query is a prefill's too.
     phase, waiting = Phase(until=prefill.tokens, incoming=ids), Waiting[LayerState]()

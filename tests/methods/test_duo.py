@@ -255,8 +255,8 @@ def test_a_table_is_clipped(model, tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("0.1 0.2", r"scores 1 layers of 2 KV heads, and the model has 4 of 2"),
-        ("0.1\n0.2", r"scores 2 layers of 1 KV heads"),
+        ("0.1 0.2", r"is of 1 layers of 2 KV heads, and 4 layers of 2 are compressed"),
+        ("0.1\n0.2", r"is of 2 layers of 1 KV heads"),
         ("0.1 0.2\n0.3", "cannot read"),
         ("0.1 x\n0.3 0.2", "cannot read"),
         ("0.1 nan\n0.3 0.2", "finite"),

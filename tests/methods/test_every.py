@@ -585,10 +585,10 @@ def test_bytes_are_those_of_all_storages(model, spec, interval):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("every", "scores nothing itself"),
-        ("full + every", "scores nothing itself"),
-        ("kivi + every", "scores nothing itself"),
-        ("pyramidinfer + every", "scores nothing itself"),
+        ("every", "evicts nothing itself"),
+        ("full + every", "evicts nothing itself"),
+        ("kivi + every", "evicts nothing itself"),
+        ("pyramidinfer + every", "evicts nothing itself"),
         ("h2o + every", "both bring the decode stage.*decode=append"),
         ("tova + every", "both bring the decode stage"),
         ("simlayerkv:when=first_decode + every", "both bring the decode stage"),

@@ -83,7 +83,7 @@ def test_what_is_no_span_is_refused() -> None:
         parse("snapkv + fair:spans=0-40")
     with pytest.raises(KvfoldError, match="takes the spans to be fair to"):
         start(build("llama"), "snapkv:window=8 + fair")
-    with pytest.raises(IllegalComposition, match="scores nothing itself"):
+    with pytest.raises(IllegalComposition, match="evicts nothing itself"):
         parse("fair:spans=0/4").stages()
     with pytest.raises(IllegalComposition, match="select stage"):
         parse("chunkkv + fair:spans=0/4")

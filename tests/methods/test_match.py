@@ -303,9 +303,9 @@ def test_biases_count_in_a_budget_of_bytes():
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("match", "selects nothing itself"),
-        ("full + match", "selects nothing itself"),
-        ("kivi + match", "selects nothing itself"),
+        ("match", "evicts nothing itself"),
+        ("full + match", "evicts nothing itself"),
+        ("kivi + match", "evicts nothing itself"),
         ("d2o + match", "merging changes them"),
         ("snapkv + merge + match", "merging changes them"),
         ("streaming_llm + match", "fits entries to queries at their positions"),

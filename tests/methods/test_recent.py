@@ -55,7 +55,7 @@ def test_rounds_keep_the_newest_tokens_of_an_answer():
 
 
 def test_what_it_cannot_join_is_refused():
-    with pytest.raises(IllegalComposition, match="compose it with a method"):
+    with pytest.raises(IllegalComposition, match="compose it with a method that does"):
         kvfold.parse("recent").stages()
     with pytest.raises(IllegalComposition, match="both bring the forced stage"):
         kvfold.parse("zap + recent").stages()
