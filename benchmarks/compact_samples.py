@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvfold.eval.run.run_folder import samples_file
+from kvfold.eval.run.run_folder import counted, samples_file
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import tasks
 
@@ -74,7 +74,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def main(folder: Path, out: Path) -> None:
     """Writes the file of a run's folder."""
-    write(samples_file(folder).load().records, out)
+    write(counted(samples_file(folder).load().records), out)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,14 @@ import which_method
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import contenders
-from kvfold.eval.run.run_folder import RECORDS, SAMPLES, samples_file, summarize, write_records
+from kvfold.eval.run.run_folder import (
+    RECORDS,
+    SAMPLES,
+    counted,
+    samples_file,
+    summarize,
+    write_records,
+)
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import select
 from kvfold.methods.description import without_files
@@ -157,7 +164,7 @@ def publish(folder: Path, root: Path = ROOT) -> None:
     with tempfile.TemporaryDirectory() as name:
         copied = Path(name)
         shutil.copy(folder / SAMPLES, copied)
-        samples = settled(of_newest_files(samples_file(copied).load().records))
+        samples = settled(of_newest_files(counted(samples_file(copied).load().records)))
         results = named(summarize(samples))
         results, rows, ours = merged(results, out)
         fresh = [sample for sample in samples if key(sample.cell) in ours]

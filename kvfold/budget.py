@@ -7,7 +7,7 @@ import math
 import numbers
 import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvfold.errors import BudgetError
@@ -96,6 +96,10 @@ class Budget:
         if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)%", text):
             return cls.ratio(float(text[:-1]) / 100)
         return cls.bytes(text)
+
+    def for_each(self, rows: int) -> Budget:
+        """This budget for each of `rows` rows: a budget in bytes is that of all rows together."""
+        return replace(self, amount=self.amount * rows) if self.kind == "bytes" else self
 
     def per_layer(self, seen: int, entry_bytes: int, layers: int, heads: int, rows: int) -> int:
         """Entries per KV head of one row, summed over `layers` compressed layers.

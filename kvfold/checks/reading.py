@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.checks.batches import PaddedIds
@@ -156,7 +157,7 @@ class PromptReading:
         if budget is not None and not again:
             if self._open is None:
                 self._open = self._read(budget)
-            return replace(self._open, cache=self._open.cache.to_budget(budget))
+            return replace(self._open, cache=self._open.cache.to_budget(self._of_all(budget)))
         cache = self._new(budget)
         given = self._given(cache)
         length = given.ids.shape[1]
@@ -174,7 +175,12 @@ class PromptReading:
 
     def _new(self, budget: str | None) -> CompressedCache:
         seed = self.prompts[0].seed
-        return CompressedCache(self.model, self.method, budget, tokenizer=self.tokenizer, seed=seed)
+        given = None if budget is None else self._of_all(budget)
+        return CompressedCache(self.model, self.method, given, tokenizer=self.tokenizer, seed=seed)
+
+    def _of_all(self, budget: str) -> Budget:
+        """The budget of the batch, each of whose prompts has `budget`."""
+        return Budget.of(budget).for_each(len(self.prompts))
 
     def _given(self, cache: CompressedCache) -> PaddedIds:
         """The tokens to compress: the context; or all, less the last for a method's own forwards.

@@ -20,8 +20,17 @@ from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.job import worker_spec
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
 from kvfold.eval.run.run_folder import run_missing, samples_file, summarize, write_records
-from kvfold.eval.tasks import NoData, SampleRequest, Task, UnreadableSample, families, select
+from kvfold.eval.tasks import (
+    NoData,
+    SampleRequest,
+    Task,
+    UnreadableSample,
+    families,
+    select,
+    source,
+)
 from kvfold.hf.chat_template import token_count
+from kvfold.hf.models import trained_length
 from kvfold.jobs.executor import here
 from kvfold.methods.base import Method
 
@@ -82,7 +91,7 @@ def evaluate(
         batch_size=batch_size,
     )
     if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
+        _make_folder(Path(out))
         return _run(plan, model, tokenizer, Path(out))
     with TemporaryDirectory() as folder:
         return _run(plan, model, tokenizer, Path(folder))
@@ -90,7 +99,7 @@ def evaluate(
 
 def readable_tokens(model: PreTrainedModel) -> int:
     """The model's maximal context in tokens; 4096 if its configuration has none."""
-    return int(getattr(model.config, "max_position_embeddings", USUAL))
+    return trained_length(model) or USUAL
 
 
 def usual_length(readable: int) -> int:
@@ -115,7 +124,14 @@ def drawn(
     for reason in reasons:
         say(f"left out: {reason}")
     for task in able:
-        sizes = lengths if task.has_lengths else lengths[:1]
+        sizes = list(dict.fromkeys(lengths))
+        if not source.at_lengths(task, request):
+            if task.by_likelihood and len(sizes) > 1:
+                raise KvfoldError(
+                    f"{task.name} cuts its texts into windows of one length: give one, and run "
+                    "each other length into a folder of its own"
+                )
+            sizes = sizes[:1]
         try:
             wanted = [TaskSamples.of(task, replace(request, length=size)) for size in sizes]
         except KvfoldError as refused:
@@ -180,6 +196,13 @@ def _run(
         reasons = dict.fromkeys(reason for record in own for reason in record.errors)
         raise KvfoldError(f"no sample has an answer: {'; '.join(list(reasons)[:3])}")
     return [flat(record, CellResult) for record in own]
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise KvfoldError(f"{out} cannot be a folder of results: {problem.strerror}") from problem
 
 
 def _as_list(given: Any) -> list[Any]:

@@ -197,8 +197,10 @@ def by_itself(setting: Setting):
 
 
 def without_times(samples: Iterable[SampleResult]) -> list[dict[str, Any]]:
+    """Lines by cell and sample: failed ones are run again first, so that their order differs."""
     times = {"outcome": {"prefill_seconds", "answer_seconds"}, "at": True, "setup": {"threads"}}
-    return [sample.model_dump(exclude=times) for sample in samples]
+    ordered = sorted(samples, key=lambda sample: (str(sample.cell), sample.index))
+    return [sample.model_dump(exclude=times) for sample in ordered]
 
 
 def records(samples: list[SampleResult]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
+from kvfold.budget import Budget
 from kvfold.hf.attention import attention_name
 from kvfold.hf.identity import model_header
 
@@ -87,6 +88,10 @@ class EvalCell(BaseModel):
         length = "" if self.length is None else f" {self.length}"
         budget = "" if self.budget is None else f" {self.budget}"
         return f"{self.task}{length}, {self.method}{budget}"
+
+    def budget_of(self, rows: int) -> Budget | None:
+        """The budget of a batch of `rows` samples, each of which has this cell's."""
+        return None if self.budget is None else Budget.of(self.budget).for_each(rows)
 
     @property
     def reference(self) -> EvalCell:

@@ -64,15 +64,16 @@ def scored_answer(task: Task, question: Question, reply: Reply) -> ScoredAnswer:
 
 
 def cache_usage(stats: Stats) -> list[CacheUsage]:
-    """Current size of each row of a cache; bytes are shared out by the tokens that rows saw."""
+    """Current size of each row of a cache; bytes are shared out by the entries that rows hold."""
     whole, found = sum(stats.seen_per_row), []
+    stored = [sum(sum(layer[row]) for layer in stats.kept) for row in range(len(stats.kept[0]))]
     for row, seen in enumerate(stats.seen_per_row):
         kept = tuple(sum(layer[row]) / (seen * len(layer[row])) for layer in stats.kept)
         usage = CacheUsage(
             seen=seen,
             kept=sum(kept) / len(kept),
             kept_per_layer=kept,
-            nbytes=round(stats.nbytes * seen / whole),
+            nbytes=round(stats.nbytes * stored[row] / sum(stored)),
             nbytes_full=round(stats.nbytes_full * seen / whole),
             peak_bytes=None,
         )

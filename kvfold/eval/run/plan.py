@@ -80,7 +80,7 @@ class TaskSamples:
     @classmethod
     def of(cls, task: Task, request: SampleRequest) -> TaskSamples:
         """The task with drawn samples; raises KvfoldError if there is nothing to draw from."""
-        length = request.length if task.has_lengths else None
+        length = request.length if source.at_lengths(task, request) else None
         return cls(task, length, request, tuple(task.samples(request)))
 
     @property

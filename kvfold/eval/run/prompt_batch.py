@@ -46,6 +46,17 @@ class PromptBatch:
         pieces = [p.question_ids(q) for p, q in zip(self.prompts, questions, strict=True)]
         return self.followed_by(*left_padded(pieces, self.ids.device)), questions
 
+    def whole(self, number: int) -> tuple[PromptBatch, list[Question]]:
+        """Contexts with each sample's question `number`, padded together, and these questions.
+
+        For prefills of both: padding after a context would lie inside the prompt.
+        """
+        questions = [prompt.sample.questions[number] for prompt in self.prompts]
+        pairs = zip(self.prompts, questions, strict=True)
+        pieces = [torch.cat([each.ids, each.question_ids(asked)], 1) for each, asked in pairs]
+        ids, mask = left_padded(pieces, self.ids.device)
+        return replace(self, ids=ids, mask=mask), questions
+
     def followed_by(self, ids: Tensor, mask: Tensor | None = None) -> PromptBatch:
         """The batch followed by `ids [B, n]`; `mask [B, n]` is 0 at padding."""
         mask = torch.ones_like(ids) if mask is None else mask
@@ -54,17 +65,18 @@ class PromptBatch:
 
 
 class BatchAnswers:
-    """Stopping criterion for `generate` that ends each row at its stop string or end token.
+    """Stopping criterion for `generate` that ends each row at its stop string, end token or limit.
 
-    `length` is the number of columns before the answers.
+    `length` is the number of columns before the answers, `limits [B]` their most tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: PromptBatch) -> None:
+    def __init__(self, model: PreTrainedModel, batch: PromptBatch, limits: Sequence[int]) -> None:
         self.length, self.ends = batch.ids.shape[1], end_tokens(model)
         self.streams = [
             AnswerStream(each.tokenizer, self.length, each.sample.stop, _discard, Event())
             for each in batch.prompts
         ]
+        self.limits = tuple(limits)
         self.ids: list[list[int] | None] = [None] * len(batch.prompts)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -72,8 +84,9 @@ class BatchAnswers:
         for row, stream in enumerate(self.streams):
             if self.ids[row] is None:
                 stopped = bool(stream(input_ids[row : row + 1], scores))
-                if stopped or int(input_ids[row, -1]) in self.ends:
-                    self.ids[row] = input_ids[row, self.length :].tolist()
+                said: list[int] = input_ids[row, self.length :].tolist()
+                if stopped or said[-1] in self.ends or len(said) >= self.limits[row]:
+                    self.ids[row] = said
         return torch.tensor([ids is not None for ids in self.ids], device=input_ids.device)
 
     @property
@@ -117,10 +130,11 @@ def replies(
     cache: CompressedCache,
     asked: PromptBatch,
     begun: PromptBatch,
-    new: int,
+    limits: Sequence[int],
 ) -> Answered:
-    """Greedy answers to `asked`, at most `new` tokens; `begun` has their first one, if known."""
-    answers, step, ids = BatchAnswers(model, asked), StepCost(model.device), begun.ids
+    """Greedy answers to `asked`, at most `limits [B]` tokens; `begun` has their first, if known."""
+    answers, step, ids = BatchAnswers(model, asked, limits), StepCost(model.device), begun.ids
+    new = max(limits)
     given = ids.shape[1] - asked.ids.shape[1]
     if given:
         answers(ids, None)
@@ -132,9 +146,9 @@ def replies(
     return Answered(answers.replies(ids), step.cost)
 
 
-def longest(questions: Sequence[Question]) -> int:
-    """The highest limit of an answer, in tokens."""
-    return max(question.max_new_tokens for question in questions)
+def limits_of(questions: Sequence[Question]) -> list[int]:
+    """Most tokens of each question's answer."""
+    return [question.max_new_tokens for question in questions]
 
 
 def _generate(

@@ -26,7 +26,7 @@ from kvfold.eval.run.outcome import (
     scored_answer,
 )
 from kvfold.eval.run.prompt import SamplePrompt
-from kvfold.eval.run.prompt_batch import PromptBatch, longest, replies
+from kvfold.eval.run.prompt_batch import PromptBatch, limits_of, replies
 from kvfold.eval.run.sample_result import SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, new_cache, reads_for_others
 from kvfold.eval.tasks import Task
@@ -108,7 +108,7 @@ def _answers(
     step = None
     for number in range(len(batch.prompts[0].sample.questions)):
         asked, questions = batch.asking(number)
-        said = replies(model, fork(cache), asked, asked, longest(questions))
+        said = replies(model, fork(cache), asked, asked, limits_of(questions))
         step = said.step or step
         for row, question in enumerate(questions):
             found[row].append(scored_answer(task, question, said.replies[row]))

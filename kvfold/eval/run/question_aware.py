@@ -25,7 +25,7 @@ from kvfold.eval.run.outcome import (
     scored_answer,
 )
 from kvfold.eval.run.prompt import SamplePrompt
-from kvfold.eval.run.prompt_batch import PromptBatch, first_token, longest, replies
+from kvfold.eval.run.prompt_batch import PromptBatch, first_token, limits_of, replies
 from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, ScoredAnswer
 from kvfold.eval.run.shared_reading import Compressed, compressed, reads_for_others
 from kvfold.eval.tasks import Question, Task
@@ -63,7 +63,7 @@ def _from_shared_readings(
     parts: dict[EvalCell, list[list[SampleOutcome]]] = {}
     failed: dict[EvalCell, Exception] = {}
     for number in range(len(prompts[0].sample.questions)):
-        asked, questions = contexts.asking(number)
+        asked, questions = contexts.whole(number)
         left = [cell for cell in cells if cell not in failed]
         for each in compressed(model, asked, left, partial(first_token, model, batch=asked)):
             outcome = attempt(partial(_one_question, model, each, asked, questions, task))
@@ -89,7 +89,7 @@ def _one_question(
     if isinstance(made.cache, Exception):
         raise made.cache
     held, began = cache_usage(made.cache.stats()), time.perf_counter()
-    said = replies(model, made.cache, asked, made.batch, longest(questions))
+    said = replies(model, made.cache, asked, made.batch, limits_of(questions))
     synchronize(model.device)
     took = time.perf_counter() - began
     answers = [
@@ -101,7 +101,9 @@ def _one_question(
 
 def _joined(questions: Sequence[SampleOutcome]) -> SampleOutcome:
     """A sample's outcome from those of its questions; cache usage is the last one's."""
+    counted = [each.prefill_operations for each in questions]
     update = {
+        "prefill_operations": None if None in counted else sum(filter(None, counted)),
         "answers": tuple(answer for each in questions for answer in each.answers),
         "prefill_seconds": sum(each.prefill_seconds for each in questions),
         "answer_seconds": sum(each.answer_seconds for each in questions),

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvfold.contexts.files.write import replacing
+from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.cell_result import CellResult, cell_result
 from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.plan import EvalPlan
 from kvfold.eval.run.sample_result import SampleResult
-from kvfold.eval.tasks import tasks
+from kvfold.eval.tasks import Task, UnreadableSample, tasks
 from kvfold.jobs.executor import RunJobs
 from kvfold.jobs.records import RecordFile
 
@@ -30,38 +31,55 @@ def run_missing(
     """Runs the plan's samples that the file lacks; yields the number of finished samples.
 
     Results are on disk before the next job's are awaited, so a killed run resumes where it was.
-    Raises KvfoldError if the file has other texts under the plan's sample numbers.
+    Samples that ended in an error are run again, but not those that could not be read. Raises
+    KvfoldError if the file has other texts under the plan's sample numbers, or an unknown task.
     """
-    cells = plan.cells()
-    done = {
-        (line.cell, line.index): line.text for line in samples.load().records if line.cell in cells
+    cells, found = plan.cells(), samples.load().records
+    for line in found:
+        _task(line.cell)
+    unreadable = {
+        (cell, index)
+        for cell, of in cells.items()
+        for index, sample in enumerate(of.samples)
+        if isinstance(sample, UnreadableSample)
     }
+    done = {
+        (line.cell, line.index): line.text
+        for line in found
+        if line.cell in cells and (line.error is None or (line.cell, line.index) in unreadable)
+    }
+    failed = {(line.cell, line.index, line.error) for line in found if line.error is not None}
     jobs = list(plan.jobs(done))
     count = plan.total - sum(len(job.cells) for job in jobs)
     yield count
     for lines in workers(jobs):
-        samples.add(lines)
+        samples.add([line for line in lines if (line.cell, line.index, line.error) not in failed])
         count += len(lines)
         yield count
+
+
+def counted(samples: Iterable[SampleResult]) -> list[SampleResult]:
+    """One line of each sample of a cell: the first without an error, or else the first."""
+    found: dict[tuple[EvalCell, int], SampleResult] = {}
+    for line in samples:
+        before = found.setdefault((line.cell, line.index), line)
+        if before.error is not None and line.error is None:
+            found[line.cell, line.index] = line
+    return list(found.values())
 
 
 def summarize(samples: list[SampleResult], cells: Iterable[EvalCell] = ()) -> list[CellResult]:
     """One record per cell of `samples`: first those of `cells`, then by first appearance.
 
-    The first line counts if concurrent runs wrote a sample twice.
+    Raises KvfoldError for an unknown task.
     """
-    by_cell: dict[EvalCell, dict[int, SampleResult]] = {cell: {} for cell in cells}
-    for sample in samples:
-        by_cell.setdefault(sample.cell, {}).setdefault(sample.index, sample)
-    known = tasks()
-
-    def of(cell: EvalCell) -> list[SampleResult]:
-        return list(by_cell.get(cell, {}).values())
-
+    by_cell: dict[EvalCell, list[SampleResult]] = {cell: [] for cell in cells}
+    for sample in counted(samples):
+        by_cell.setdefault(sample.cell, []).append(sample)
     return [
-        cell_result(known[cell.task], cell, of(cell), of(cell.reference))
-        for cell, found in by_cell.items()
-        if found
+        cell_result(_task(cell), cell, own, by_cell.get(cell.reference, []))
+        for cell, own in by_cell.items()
+        if own
     ]
 
 
@@ -71,3 +89,13 @@ def write_records(folder: Path, records: list[CellResult]) -> Path:
     with replacing(path) as temporary:
         temporary.write_text("".join(f"{record.model_dump_json()}\n" for record in records))
     return path
+
+
+def _task(cell: EvalCell) -> Task:
+    task = tasks().get(cell.task)
+    if task is None:
+        raise KvfoldError(
+            f"there are samples of the task {cell.task}, which this version does not know: choose "
+            "another --out"
+        )
+    return task

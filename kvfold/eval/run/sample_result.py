@@ -113,10 +113,13 @@ class SampleResult(BaseModel):
 
 
 def sample_digest(sample: TaskSample | UnreadableSample) -> str:
-    """Hash of a sample's prompts and right answers, which detects changed data."""
+    """Hash of a sample's prompts and right answers, and of what else its rows and options say."""
     if isinstance(sample, UnreadableSample):
         said = sample.why
     else:
         asked = [(sample.prompt(question), question.answers) for question in sample.questions]
-        said = repr((sample.context, asked))
+        more = [sorted(each.metadata.items()) for each in sample.questions if each.metadata]
+        turns = ["conversation"] * sample.conversation
+        # Published samples, most of which have neither, keep their hashes.
+        said = repr((sample.context, asked, *more, *turns))
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()

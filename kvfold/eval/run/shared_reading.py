@@ -79,8 +79,8 @@ def observing_alike(cells: Iterable[EvalCell]) -> list[list[EvalCell]]:
 def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> CompressedCache:
     """An empty cache of a cell, for prompts of the batch."""
     first = batch.prompts[0]
-    seed = cell.seed + first.sample.index
-    return CompressedCache(model, cell.method, cell.budget, tokenizer=first.tokenizer, seed=seed)
+    seed, budget = cell.seed + first.sample.index, cell.budget_of(len(batch.prompts))
+    return CompressedCache(model, cell.method, budget, tokenizer=first.tokenizer, seed=seed)
 
 
 def _from_one_reading(
@@ -100,7 +100,7 @@ def _from_one_reading(
             taken: CompressedCache | Exception
             with measured(device) as compressing:
                 try:
-                    taken = cache.to_budget(cell.budget, cell.method)
+                    taken = cache.to_budget(cell.budget_of(len(batch.prompts)), cell.method)
                 except Exception as problem:
                     taken = problem
             yield Compressed(cell, taken, further, reading + compressing)

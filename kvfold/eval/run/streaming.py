@@ -42,7 +42,7 @@ def _read_together(
     model: PreTrainedModel, prompts: Sequence[SamplePrompt], length: int, cell: EvalCell
 ) -> list[SampleOutcome]:
     """Outcomes of texts of `length` tokens."""
-    budget = None if cell.budget is None else Budget.of(cell.budget)
+    budget = cell.budget_of(len(prompts))
     if length > cell.protocol.max_length:
         raise KvfoldError(f"takes {length} tokens, {cell.protocol.max_length} are the limit")
     if budget is not None and budget.kind == "ratio":

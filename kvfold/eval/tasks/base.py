@@ -151,6 +151,7 @@ class Task:
         ("decode"), or while a text is read token by token ("stream").
     truncation: the benchmark's rule for prompts that are too long; "none" makes them errors.
     generated: true if samples are generated rather than read.
+    rows: name of the file whose rows are read instead of generated samples, where it is there.
     by_likelihood: true if the result is a perplexity, of the only question's text, or of the
         context if streamed.
     """
@@ -165,6 +166,7 @@ class Task:
     phase: Phase = "prefill"
     truncation: Literal["none", "middle", "windows"] = "none"
     generated: bool = False
+    rows: str = ""
     by_likelihood: bool = False
 
     @property

@@ -103,6 +103,7 @@ TASKS = (
         _single,
         _METRICS,
         generated=True,
+        rows="kv_retrieval",
     ),
     Task(
         "shared_kv",

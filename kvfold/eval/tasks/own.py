@@ -42,7 +42,7 @@ def _convert(row: _OwnRow) -> TaskSample:
         tuple(answers),
         row.max_new_tokens,
         row.answer_prefix,
-        {"metric": row.metric},
+        {"metric": row.metric, "max_new_tokens": row.max_new_tokens},
     )
     return TaskSample("jsonl", 0, row.context, (question,), metadata={"metric": row.metric})
 

@@ -62,6 +62,7 @@ def task(
         samples,
         {metric.__name__: score},
         generated=generated,
+        rows=name if generated else "",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.tasks.base import NoData, SampleRequest, TaskSample, UnreadableSample
+from kvfold.eval.tasks.base import NoData, SampleRequest, Task, TaskSample, UnreadableSample
 
 
 class DatasetRow(BaseModel):
@@ -63,6 +63,11 @@ def has(request: SampleRequest, file: str) -> bool:
         return False
     path = Path(request.data)
     return not path.is_dir() or (path / f"{file}.jsonl").is_file()
+
+
+def at_lengths(task: Task, request: SampleRequest) -> bool:
+    """True if samples of the task differ by length: not where rows of `data` are read."""
+    return task.has_lengths and not (task.rows and has(request, task.rows))
 
 
 def name_of(source: str | Path) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import kvfold
 from kvfold.errors import KvfoldError
+from kvfold.eval.evaluate import readable_tokens
 from kvfold.report.load import load_results
 from kvfold.report.tables import to_csv
 from tests.helpers.evaluation import Setting, own_questions
@@ -65,3 +67,31 @@ def test_evaluation_from_python_refuses_what_the_command_refuses(setting, tmp_pa
     (tmp_path / "bad.jsonl").write_text("{}\n")
     with pytest.raises(KvfoldError, match=r"no sample has an answer: .*bad\.jsonl:1: field"):
         run("jsonl", "full", data=tmp_path / "bad.jsonl")
+
+
+def test_a_file_is_no_folder_of_results_and_windows_have_one_length(setting, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("the quick brown fox " * 400)
+    with pytest.raises(KvfoldError, match="cannot be a folder of results"):
+        kvfold.evaluate(setting.model, setting.tokenizer, "kv_retrieval", "knorm", 0.5, out=file)
+    with pytest.raises(KvfoldError, match="continuation cuts its texts into windows of one length"):
+        kvfold.evaluate(
+            setting.model, setting.tokenizer, "continuation", "knorm", 0.5,
+            data=file, samples=1, lengths=[32, 64],
+        )  # fmt: skip
+    twice = kvfold.evaluate(
+        setting.model, setting.tokenizer, "continuation", "knorm", 0.5,
+        data=file, samples=1, lengths=[32, 32],
+    )  # fmt: skip
+    assert all(record["samples"] == 1 for record in twice)
+
+
+def test_the_limit_is_the_length_that_the_model_was_trained_for(setting, monkeypatch):
+    before = readable_tokens(setting.model)
+    scaled = copy.deepcopy(setting.model.config)
+    scaled.rope_parameters = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+        "original_max_position_embeddings": scaled.max_position_embeddings,
+    }  # fmt: skip
+    monkeypatch.setattr(setting.model, "config", scaled)
+    assert readable_tokens(setting.model) == 4 * before

@@ -87,6 +87,8 @@ def test_a_digest_changes_with_all_that_a_score_rests_on():
         replace(sample, questions=(replace(first, text="?"), second)),
         replace(sample, questions=(replace(first, answer_prefix="?"), second)),
         replace(sample, questions=(replace(first, answers=("another",)), second)),
+        replace(sample, questions=(replace(first, metadata={"metric": "exact"}), second)),
+        replace(sample, conversation=True),
         UnreadableSample("file:1", "no JSON"),
         UnreadableSample("file:1", "no object"),
     ]
@@ -99,6 +101,14 @@ def test_what_only_compresses_prompts_is_left_out_of_a_stream():
     streamed = {name for name in ("full", "h2o", "streaming_llm", "kivi", "d2o") if streams(name)}
     assert streamed == {"full", "h2o", "streaming_llm", "kivi", "d2o"}
     assert not any(map(streams, ("cut", "random", "snapkv", "kvzip", "simlayerkv")))
+
+
+@pytest.mark.parametrize("task", ["kv_retrieval", "ruler_niah_single_1"])
+def test_rows_that_are_read_have_no_length(task, tmp_path):
+    (tmp_path / f"{task.removeprefix('ruler_')}.jsonl").write_text("{}")
+    request = SampleRequest(samples=1, length=2000, count=len)
+    for data, length in ((None, 2000), (str(tmp_path), None)):
+        assert TaskSamples.of(tasks()[task], replace(request, data=data)).length == length
 
 
 def test_data_is_called_by_its_name_wherever_it_lies(tmp_path):

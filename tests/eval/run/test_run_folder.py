@@ -16,8 +16,15 @@ from typing import Any
 import pytest
 
 from kvfold.errors import KvfoldError
+from kvfold.eval.run import job
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
-from kvfold.eval.run.run_folder import run_missing, samples_file, summarize, write_records
+from kvfold.eval.run.run_folder import (
+    counted,
+    run_missing,
+    samples_file,
+    summarize,
+    write_records,
+)
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import SampleRequest, tasks
 from kvfold.hf.chat_template import token_count
@@ -190,6 +197,36 @@ def test_data_that_has_changed_is_refused_under_the_same_folder(setting, tmp_pat
     with pytest.raises(KvfoldError, match="sample 1 of longbench_passage_count is not the one"):
         finish(setting, setting.plan(FEW, changed), out)
     assert samples_file(out).path.read_bytes() == before
+
+
+def test_an_error_is_run_again_and_its_answer_counts(setting, tmp_path, monkeypatch):
+    plan = setting.plan(FEW, wanted([record(index=0), record(index=1)]))
+
+    def out_of_memory(*arguments: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(job, "_outcomes", out_of_memory)
+        failed = finish(setting, plan, tmp_path)
+        assert {line.error for line in failed} == {"RuntimeError: out of memory"}
+        # Failing again adds no line.
+        assert len(finish(setting, plan, tmp_path)) == len(failed) == 2 * len(FEW)
+    found = finish(setting, plan, tmp_path)
+    assert len(found) == 2 * len(failed) and len(counted(found)) == len(failed)
+    assert all(line.error is None for line in counted(found))
+    assert all(record.samples == 2 and not record.errors for record in summarize(found))
+
+
+def test_samples_of_an_unknown_task_are_refused(setting, tmp_path):
+    plan = setting.plan(FEW[:1], wanted([record()]))
+    lines = finish(setting, plan, tmp_path)
+    foreign = lines[0].model_copy(
+        update={"cell": lines[0].cell.model_copy(update={"task": "old_task"})}
+    )
+    samples_file(tmp_path).add([foreign])
+    for work in (lambda: finish(setting, plan, tmp_path), lambda: summarize([foreign])):
+        with pytest.raises(KvfoldError, match="task old_task, which this version does not know"):
+            work()
 
 
 def test_two_runs_may_write_their_records_at_once(tmp_path, monkeypatch):
