@@ -39,6 +39,7 @@ from kvfold.generation.length import check_length
 from kvfold.methods.base import Method, parse
 
 TOKENS = 64
+LEAST_TOKENS = 2
 BUDGETS = (0.5, 0.2)
 # A free answer may be so many times as long as the forced one.
 LONGER = 4
@@ -80,9 +81,15 @@ def check(
         out: a folder that holds every measurement, so that a stopped check goes on.
         say: hears what is being measured.
 
-    Raises KvfoldError for a tolerance that is no number from 0 on, for prompts that cannot be read,
-    fewer than two, or too long for the model, and as `CompressedCache` for methods and budgets.
+    Raises KvfoldError for fewer than two forced tokens, for a tolerance that is no number from 0
+    on, for prompts that cannot be read, fewer than two, or too long for the model, and as
+    `CompressedCache` for methods and budgets.
     """
+    if tokens < LEAST_TOKENS:
+        raise KvfoldError(
+            f"{tokens} forced tokens measure nothing where a prompt is compressed as a whole: its "
+            f"first token is predicted before that; give at least {LEAST_TOKENS}"
+        )
     asked = contenders(_as_list(methods), _as_list(budgets), question_aware)
     limits = limits_of(tolerance)
     given = prompts_of(prompts)

@@ -21,6 +21,7 @@ from kvfold.checks.reading import CompressedPrompts, MethodAtBudget, PromptReadi
 from kvfold.checks.records import FULL, CheckRecord, CheckStore, FreeAnswer, PromptDistances
 from kvfold.contexts.answer import end_tokens
 from kvfold.eval.run.outcome import cache_usage
+from kvfold.eval.run.read_files import digests
 from kvfold.inspect.retention import heads_per_token
 from kvfold.methods.base import parse
 
@@ -185,7 +186,8 @@ class PromptMeasurements:
 
     def _add(self, digest: str, cell: MethodAtBudget, **found: object) -> None:
         values = {"run": self.store.run, "prompt": digest, "method": cell[0], "budget": cell[1]}
-        self.store.add(CheckRecord.model_validate(values | found))
+        files = {"files": digests(cell[0])}
+        self.store.add(CheckRecord.model_validate(values | files | found))
 
 
 def kept_of_spans(compressed: CompressedPrompts) -> list[dict[str, float]]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kvfold.checks.reading import MethodAtBudget
 from kvfold.errors import KvfoldError
+from kvfold.eval.run.read_files import digests
 from kvfold.jobs.records import RecordFile
 
 RECORDS = "check.jsonl"
@@ -45,7 +46,8 @@ class FreeAnswer(BaseModel):
 class CheckRecord(BaseModel):
     """One line of the records file: what was measured of a prompt in one cache.
 
-    `run` is the digest of model and protocol, `prompt` that of the prompt. Of the full cache:
+    `run` is the digest of model and protocol, `prompt` that of the prompt, `files` those of what
+    the method reads, such as a fitted scorer. Of the full cache:
     `forced` are the tokens of its answer, `distances` those of another chunking (the noise floor),
     `effects` the mean KL to the same prompt without each span. `leaked` is the ROUGE-L recall of
     each protected text in the answers to attacks.
@@ -57,6 +59,7 @@ class CheckRecord(BaseModel):
     prompt: str
     method: str
     budget: str | None
+    files: tuple[str, ...] = ()
     forced: tuple[int, ...] | None = None
     distances: PromptDistances | None = None
     effects: dict[str, float] | None = None
@@ -68,6 +71,7 @@ class _Key(NamedTuple):
     prompt: str
     method: str
     budget: str | None
+    files: tuple[str, ...]
     kind: str
 
 
@@ -90,7 +94,7 @@ class CheckStore:
 
     def get(self, prompt: str, cell: MethodAtBudget, kind: str) -> CheckRecord | None:
         """The record that holds the field `kind` of a prompt in one cache."""
-        return self._found.get(_Key(prompt, *cell, kind))
+        return self._found.get(_Key(prompt, *cell, digests(cell[0]), kind))
 
     def add(self, record: CheckRecord) -> CheckRecord:
         """Stores a record, durably where there is a folder."""
@@ -103,4 +107,4 @@ class CheckStore:
 def _key(record: CheckRecord) -> _Key:
     kinds = ("forced", "distances", "answer", "leaked")
     kind = next(name for name in kinds if getattr(record, name) is not None)
-    return _Key(record.prompt, record.method, record.budget, kind)
+    return _Key(record.prompt, record.method, record.budget, record.files, kind)

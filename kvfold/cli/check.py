@@ -45,7 +45,7 @@ def command(
         ),
     ] = False,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the full cache's answer that are forced.")
+        int, typer.Option(min=2, help="Tokens of the full cache's answer that are forced.")
     ] = 64,
     tolerance: Annotated[
         float, typer.Option(min=0, help="Largest mean KL of a certificate, in nats per token.")

@@ -110,6 +110,8 @@ def test_bad_input_is_one_line(bundled) -> None:
         with pytest.raises(KvfoldError, match=message) as refused:
             check(bundled, prompts, methods)
         assert "\n" not in str(refused.value)
+    with pytest.raises(KvfoldError, match="1 forced tokens measure nothing"):
+        check(bundled, ["one", "two"], "kivi", tokens=1)
     with pytest.raises(KvfoldError, match="no chat template"):
         check((tiny_llama(), word_tokenizer()), [chat, {"prompt": "sky"}], "kivi")
 

@@ -16,6 +16,7 @@ from kvfold.checks.measure import Attack, PromptMeasurements, kept_of_spans
 from kvfold.checks.reading import PromptReading, read_full
 from kvfold.checks.records import CheckStore
 from tests.helpers.models import build, prompts
+from tests.helpers.scorers import zap_of
 from tests.helpers.truth import MaskedDense, Reader, stock_cache
 
 LENGTH, CONTEXT, TOKENS = 64, 50, 9
@@ -168,6 +169,24 @@ def test_what_is_in_the_folder_is_not_measured_again(
     with pytest.raises(TypeError):
         other.distances([prompt(CONTEXT)], cell)
     assert read_full(model, [prompt(CONTEXT)]).lengths == [CONTEXT]
+
+
+def test_another_fit_of_a_scorer_is_measured_anew(model, tmp_path: Path) -> None:
+    found = []
+    for seed in (0, 1):
+        cell = (zap_of(model, tmp_path, ",sinks=0,window=0", seed=seed), "0.3")
+        measured = measurements(model, tmp_path / "records")
+        (own,) = measured.distances([prompt(CONTEXT)], cell)
+        assert measured.distances([prompt(CONTEXT)], cell) == [own]
+        found.append(own)
+    assert found[0].kl != found[1].kl
+
+
+def test_a_budget_in_bytes_is_that_of_each_prompt_of_a_batch(model) -> None:
+    alone = PromptReading(model, None, [prompt(CONTEXT)], kvfold.parse("knorm")).at("40KB")
+    both = PromptReading(model, None, [prompt(CONTEXT)] * 2, kvfold.parse("knorm")).at("40KB")
+    kept = alone.cache.stats().kept_fraction
+    assert both.cache.stats().kept_fraction == kept < 1
 
 
 def test_an_attack_on_other_texts_is_another_one() -> None:
