@@ -45,7 +45,7 @@ def test_distances_of_answers_are_those_of_rows_that_are_read_token_by_token(
     """Beside torch's own divergence, and two caches of each row alone."""
     measure = sys.modules["long_answers_kl"]
     monkeypatch.setattr(measure, "INTERVAL", 16)
-    model, (ids, mask) = build("llama"), prompts((20, 13))
+    model, (ids, mask) = build("llama", torch.float64), prompts((20, 13))
     answers = measure.Answers.of(model, PaddedIds(ids, mask), 70)
     kl, agrees = measure.measured(model, answers, method, 24)
     assert kl[:, :32].max() < 1e-5 < 1e-2 < kl[:, 32:].max()

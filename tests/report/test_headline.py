@@ -55,3 +55,16 @@ def test_a_whole_score_is_not_given_in_percent() -> None:
     claim = headline(summary.rows([made(), whole]), "with the question in view").claim
 
     assert claim.startswith("At a fifth of the cache, best keeps the full score with the question")
+
+
+def test_a_row_that_lacks_samples_is_measured_on_those_that_it_has() -> None:
+    """The full cache scores 90; on the samples of `some`, which are easier, 100."""
+    some = made("some", "0.2", (91.0, 1.0), (-9.0, -11.0, -7.0))
+    whole = made("whole", "0.2", (87.3, 1.0), (-2.7, -4.0, -1.4))
+
+    said = headline(summary.rows([made(), some, whole]), WHEN)
+
+    assert said.claim.startswith("At a fifth of the cache, whole keeps 97 % of the full score")
+    assert headline(summary.rows([made(), some]), WHEN).evidence.startswith(
+        "It scores 91.0 where the full cache scores 100.0: a difference of −9.0 points"
+    )
