@@ -16,6 +16,7 @@ from kvfold.eval.metrics.overlap import character_f1, qa_f1
 from kvfold.eval.metrics.rouge import google
 
 NUMBER = re.compile(r"\d+\.\d+|\d+")
+MOST_DIGITS = 4300  # that int() reads
 NO_NUMBER = "no number in the prediction"
 NO_OPTION = "no option is named in the prediction"
 
@@ -57,9 +58,11 @@ def first_number(prediction: str, label: int | float) -> MetricScore:
 
 def prefix(prediction: str, label: Sequence[int]) -> MetricScore:
     """Fraction of the label's numbers before the first wrong one (math_calc)."""
-    numbers = [int(digits) for digits in re.findall("[0-9]+", prediction)]
-    if not numbers:
+    runs = re.findall("[0-9]+", prediction)
+    if not runs:
         return MetricScore(0.0, NO_NUMBER)
+    # A longer run, such as an endless repetition, is no label's number.
+    numbers = [int(digits) if len(digits) <= MOST_DIGITS else None for digits in runs]
     pairs = zip(numbers, label, strict=False)
     right = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(numbers), len(label)))
     return MetricScore(right / len(label))

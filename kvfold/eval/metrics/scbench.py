@@ -7,6 +7,7 @@ arXiv 2412.10319).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,10 @@ def first_number(prediction: str, label: Any) -> MetricScore:
     expected, number = listed(label)[0], infinitebench.NUMBER.search(prediction)
     if number is None:
         return MetricScore(0.0, infinitebench.NO_NUMBER)
-    return MetricScore(float(type(expected)(float(number.group())) == expected))
+    found = float(number.group())
+    if math.isinf(found):
+        return MetricScore(0.0, "the first number is beyond every label")
+    return MetricScore(float(type(expected)(found) == expected))
 
 
 def string_match_all(prediction: str, label: Any) -> MetricScore:

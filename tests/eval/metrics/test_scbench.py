@@ -26,3 +26,10 @@ from tests.helpers.metrics import value
 )
 def test_scbench(task, prediction, label, expected):
     assert value(scbench.METRICS[task][1](prediction, label)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("label", [88, [88.5]])
+@pytest.mark.parametrize("prediction", ["7" * 400, "7" * 5000, "7" * 400 + ".5"])
+def test_a_number_beyond_floats_is_wrong_and_counted(prediction, label):
+    scored = scbench.METRICS["mf"][1](prediction, label)
+    assert (scored.value, scored.failed) == (0, "the first number is beyond every label")
