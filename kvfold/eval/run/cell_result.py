@@ -33,8 +33,8 @@ class CellResult(BaseModel):
     seconds_per_token, answer_tokens: over all answers.
     prefill_operations, step_operations: means over the samples where they were counted.
     truncated, at_limit: number of truncated samples; of answers that reached `max_new_tokens`.
-    failed, errors: predictions that could not be parsed or scored, and samples without an answer,
-        counted by reason.
+    failed, errors: predictions that `metric` could not parse or score, and samples without an
+        answer, counted by reason.
     haystack: name of the text that needles were hidden in, if any.
     """
 
@@ -92,6 +92,7 @@ def cell_result(
     outcomes = {s.index: s.outcome for s in samples if s.outcome is not None}
     base = {s.index: s.outcome for s in full if s.outcome is not None}
     names = [PERPLEXITY] if task.by_likelihood else list(task.metrics)
+    metric = names[0] if names else None
     scores = {name: estimate(list(outcomes.values()), name) for name in names if outcomes}
     answers = [answer for outcome in outcomes.values() for answer in outcome.answers]
     held = [outcome.held for outcome in outcomes.values()]
@@ -105,7 +106,7 @@ def cell_result(
         group=task.group,
         haystack=next((s.metadata["haystack"] for s in samples if "haystack" in s.metadata), None),
         phase=task.phase,
-        metric=names[0] if names else None,
+        metric=metric,
         lower_is_better=task.by_likelihood,
         samples=len(outcomes),
         questions=len(answers),
@@ -128,7 +129,7 @@ def cell_result(
         truncation=task.truncation,
         truncated=sum(outcome.left_out > 0 for outcome in outcomes.values()),
         at_limit=sum(answer.ended == "limit" for answer in answers),
-        failed=_counted(why for answer in answers for why in answer.failed.values()),
+        failed=_counted(answer.failed[metric] for answer in answers if metric in answer.failed),
         errors=_counted(sample.error for sample in samples if sample.error is not None),
         commits=tuple(dict.fromkeys(sample.commit for sample in samples)),
         setups=_distinct(sample.setup for sample in samples),

@@ -49,6 +49,18 @@ def test_a_record_counts_what_was_cut_failed_and_could_not_be_run():
     assert by_itself.difference is None and by_itself.errors == {"died": 1}
 
 
+def test_an_answer_that_another_metric_cannot_parse_has_not_failed():
+    """As gsm8k's "The answer is 5.", which is right by its own metric and has no "####"."""
+    task, of = tasks()["gsm8k"], cell("gsm8k")
+    answer = scored(1.0).answers[0]
+    scores = dict.fromkeys(task.metrics, 1.0)
+    other = answer.model_copy(update={"scores": scores, "failed": {"strict_match": 'no "####"'}})
+    own = other.model_copy(update={"failed": {task.metric: "no number", "strict_match": "no"}})
+    outcomes = [scored(1.0).model_copy(update={"answers": (each,)}) for each in (other, own)]
+    found = cell_result(task, of, lines(of, outcomes), [])
+    assert found.metric == task.metric and found.failed == {"no number": 1}
+
+
 def test_a_record_names_its_haystack():
     of = cell("niah_magic")
     made = lines(of, [outcome(1.0)], haystack=["book.txt"])
