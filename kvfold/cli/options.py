@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import inspect
 from collections.abc import Callable
@@ -204,16 +205,16 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of a file, or of standard input for "-".
+    """The text of a file, or of standard input for "-"; a byte order mark is no part of it.
 
     Raises KvfoldError if it cannot be read or decoded, or is empty.
     """
     name = "standard input" if str(path) == "-" else str(path)
     try:
         if str(path) == "-":
-            text = TextIOWrapper(typer.get_binary_stream("stdin"), encoding).read()
+            text = TextIOWrapper(typer.get_binary_stream("stdin"), _unmarked(encoding)).read()
         else:
-            text = path.read_text(encoding)
+            text = path.read_text(_unmarked(encoding))
     except FileNotFoundError as problem:
         raise KvfoldError(f"cannot read {name}: there is no such file") from problem
     except LookupError as problem:
@@ -228,6 +229,11 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     if not text.strip():
         raise KvfoldError(f"{name} is empty")
     return text
+
+
+def _unmarked(encoding: str) -> str:
+    """The encoding, for UTF-8 the one that skips a byte order mark; LookupError if unknown."""
+    return "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
 
 
 def checked(

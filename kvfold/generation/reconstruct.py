@@ -134,7 +134,7 @@ def _questions(
 ) -> list[_Forward]:
     """Each question of a file, as a user would ask it about the texts."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise KvfoldError(f"cannot read {file} as questions: {error}") from None
     asked = [

@@ -51,7 +51,7 @@ def read_table(path: str | Path) -> Tensor:
     `full_attention_heads.tsv`.
     """
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8-sig").splitlines()
         table = torch.tensor([[float(word) for word in line.split()] for line in lines if line])
     except (OSError, ValueError) as problem:
         raise ScorerFileError(

@@ -31,6 +31,13 @@ def test_a_folder_holds_texts_and_rows_in_order_of_name(tmp_path: Path) -> None:
     assert (third.prompt, fourth.prompt) == ("one\n\ntwo", "three")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    row = json.dumps({"prompt": "two"})
+    (tmp_path / "a.jsonl").write_text(row, encoding="utf-8-sig")
+    (tmp_path / "b.txt").write_text("one", encoding="utf-8-sig")
+    assert [each.prompt for each in prompts_of(tmp_path)] == ["two", "one"]
+
+
 def test_lists_hold_texts_and_rows_and_repeated_prompts_count_once() -> None:
     found = prompts_of(["one", {"prompt": "two", "spans": {"n": (0, 2)}}, "one"])
     assert [each.prompt for each in found] == ["one", "two"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvfold
+from kvfold.cli.options import read_text
 from tests.helpers.commands import kvfold_command, refused
 
 
@@ -85,6 +86,17 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in untouched(*arguments)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "UTF8", "utf-8-sig"])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "marked.txt"
+    path.write_bytes(b"\xef\xbb\xbfIt rained.")
+    assert read_text(path, encoding) == "It rained."
+    path.write_text("It rained.")
+    assert read_text(path, encoding) == "It rained."
+    with pytest.raises(kvfold.KvfoldError, match="unknown encoding 'utf-9'"):
+        read_text(path, "utf-9")
 
 
 def test_version_and_short_help() -> None:

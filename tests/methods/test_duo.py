@@ -243,7 +243,7 @@ def test_the_bundled_model_has_scores():
 def test_a_table_is_clipped(model, tmp_path):
     for scores, text in ((scores_of(model), "-0.1 1.2"), (scores_of(model), "0 1")):
         rows = "\n".join([text] * len(scores))
-        (tmp_path / f"{text}.tsv").write_text(rows)
+        (tmp_path / f"{text}.tsv").write_text(rows, encoding="utf-8-sig" if "." in text else None)
     names = ["-0.1 1.2.tsv", "0 1.tsv"]
     read = []
     for name in names:

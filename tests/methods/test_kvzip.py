@@ -303,8 +303,8 @@ def test_kvzip_keeps_heads_by_scores_from_a_file_and_repeats_nothing(heads, suff
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("padded", [False, True])
-def test_kvzip_scores_by_the_attention_of_given_questions(tmp_path, padded):
+@pytest.mark.parametrize(("padded", "encoding"), [(False, "utf-8"), (True, "utf-8-sig")])
+def test_kvzip_scores_by_the_attention_of_given_questions(tmp_path, padded, encoding):
     """The stock model's own attention weights, question by question: their maximum."""
     small, tokenizer = kvfold.bundled_model()
     eager = AutoModelForCausalLM.from_pretrained(
@@ -312,7 +312,7 @@ def test_kvzip_scores_by_the_attention_of_given_questions(tmp_path, padded):
     )
     frame, file = PromptFrame.of(tokenizer), tmp_path / "questions.txt"
     asked = ["Where is the old house?", "Who came into the garden?"]
-    file.write_text("\n".join([asked[0], "", f"  {asked[1]} "]), encoding="utf-8")
+    file.write_text("\n".join([asked[0], "", f"  {asked[1]} "]), encoding=encoding)
     texts = ["the garden of the old house was quiet " * 4, "nobody came to the old house " * 3]
     rows = [token_ids(tokenizer, frame.before, text) for text in texts[: 1 + padded]]
     longest = max(row.shape[1] for row in rows)

@@ -100,7 +100,7 @@ def _samples(
     if path.suffix != ".json":
         return ruler.read(name, "qa", request)
     try:
-        questions = parse(json.loads(path.read_text(encoding="utf-8")))
+        questions = parse(json.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise KvfoldError(f"{path} cannot be read as {file}: {error!r}") from error
     passages = sorted({p for asked in questions for p in (*asked.passages, *asked.related)})

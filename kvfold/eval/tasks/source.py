@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,8 @@ def _rows(
 def lines(path: Path) -> Iterator[tuple[str, Any]]:
     """(location, row) pairs of a JSONL file; blank lines are skipped."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, bytes_of_line in enumerate(file, 1):
+            line = bytes_of_line.removeprefix(BOM_UTF8)  # with which some editors begin a file
             if not line.strip():
                 continue
             where = f"{path}:{number}"
@@ -160,7 +162,7 @@ def text(path: Path) -> str:
     if not files or not files[0].is_file():
         raise KvfoldError(f"there is no text at {path}")
     try:
-        found = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        found = "\n".join(file.read_text(encoding="utf-8-sig") for file in files)
     except UnicodeDecodeError as error:
         raise KvfoldError(f"the text at {path} is not UTF-8: {error}") from error
     if not found.strip():

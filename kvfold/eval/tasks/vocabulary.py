@@ -32,7 +32,7 @@ class Vocabulary:
         for file in files:
             if not file.is_file():
                 raise KvfoldError(f"there is no word list {file}")
-        lists = [tuple(dict.fromkeys(file.read_text("utf-8").split())) for file in files]
+        lists = [tuple(dict.fromkeys(file.read_text("utf-8-sig").split())) for file in files]
         return cls(*lists)
 
     def keys(self, rng: random.Random, count: int) -> list[str]:

@@ -125,11 +125,13 @@ def test_the_frequent_words_are_the_most_frequent_but_for_the_dots():
     assert ranked[3][1] > ranked[4][1]
 
 
-def test_words_come_from_a_folder_where_one_is_given(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_words_come_from_a_folder_where_one_is_given(tmp_path, encoding):
     for kind, words in {"adjective": "odd even", "noun": "prime root sum", "verb": "add"}.items():
-        (tmp_path / f"{kind}list.txt").write_text("\n".join(words.split()), encoding="utf-8")
+        (tmp_path / f"{kind}list.txt").write_text("\n".join(words.split()), encoding=encoding)
     record = made("ruler_niah_single_1", 1, words=tmp_path)[0]
     assert re.search(r"numbers for (odd|even)-(prime|root|sum) is", record.context)
+    assert "\ufeff" not in record.context
     with pytest.raises(KvfoldError, match="too many"):
         made("ruler_cwe", 1, words=tmp_path)
     (tmp_path / "verblist.txt").unlink()
@@ -138,10 +140,11 @@ def test_words_come_from_a_folder_where_one_is_given(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "data"), [("qa_1", "squad.json", SQUAD), ("qa_2", "hotpotqa.json", HOTPOT)]
+    ("name", "file", "data", "encoding"),
+    [("qa_1", "squad.json", SQUAD, "utf-8"), ("qa_2", "hotpotqa.json", HOTPOT, "utf-8-sig")],
 )
-def test_questions_are_asked_among_other_passages(name, file, data, tmp_path):
-    (tmp_path / file).write_text(json.dumps(data), encoding="utf-8")
+def test_questions_are_asked_among_other_passages(name, file, data, encoding, tmp_path):
+    (tmp_path / file).write_text(json.dumps(data), encoding=encoding)
     for where in (tmp_path, tmp_path / file):
         for record in made(f"ruler_{name}", 3, length=700, data=str(where)):
             assert record.metadata["tokens"] <= 700

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from kvfold.errors import KvfoldError
-from kvfold.eval.tasks import SampleRequest, TaskSample, UnreadableSample
+from kvfold.eval.tasks import SampleRequest, TaskSample, UnreadableSample, source
 from tests.helpers.tasks import ALL, count, longbench_row, read
 
 GENERATED = [name for name, task in ALL.items() if task.generated]
@@ -37,6 +37,16 @@ def test_bad_rows_are_named_by_file_and_line_and_the_others_are_read(tmp_path):
         bad, ("JSON", "'context'", "'answers'", "'answers'", "list", "'context'"), strict=True
     ):
         assert word in one.why
+
+
+def test_a_byte_order_mark_is_no_part_of_rows_and_texts(tmp_path):
+    path = tmp_path / "qasper.jsonl"
+    path.write_text("\n" + json.dumps(longbench_row("qasper")) + "\n", encoding="utf-8-sig")
+    (record,) = ALL["longbench_qasper"].samples(SampleRequest(data=str(path)))
+    assert isinstance(record, TaskSample)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("It rained.", encoding="utf-8-sig")
+    assert source.text(tmp_path) == "It rained.\nIt rained."
 
 
 def test_a_folder_holds_a_file_per_task(tmp_path):

@@ -106,7 +106,7 @@ PartsSource = FittedFile | PartsFile
 def _tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return {name: each.double() for name, each in load_file(path).items()}
-    given: Any = json.loads(path.read_text("utf-8"))
+    given: Any = json.loads(path.read_text("utf-8-sig"))
     given = given if isinstance(given, dict) else {"parts": given}
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in given.items()}
 

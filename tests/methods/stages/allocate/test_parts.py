@@ -119,6 +119,11 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, given, why) -> None:
         PartsFile(str(path)).read().check(str(path), 2, 3)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path) -> None:
+    (tmp_path / "a.json").write_text("[0.1, 0.3]", encoding="utf-8-sig")
+    assert PartsFile(str(tmp_path / "a.json")).read().parts.flatten().tolist() == [0.1, 0.3]
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path) -> None:
     with pytest.raises(KvfoldError, match="cannot read"):
         PartsFile(str(tmp_path / "none.json")).read()
