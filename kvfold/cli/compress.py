@@ -186,12 +186,12 @@ def _of_file(
 
 def _file(document: Path, out: Path | None) -> Path:
     """The path of a document's context file; raises KvfoldError if it cannot be written."""
+    from kvfold.contexts.files.write import check_place
+
     if out is None and str(document) == "-":
         raise KvfoldError("standard input has no name for the file: give --out")
     path = out or document.with_suffix(".kvfold")
-    if path.is_dir() or not path.parent.is_dir():
-        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise KvfoldError(f"cannot write {path}: {what}")
+    check_place(path)
     return path
 
 

@@ -67,6 +67,7 @@ def command(
     """Fit on your own model what zap, qfilter, triattention, duo, curve or a codec read."""
     notes = messages(as_json)
     with notes.status("importing torch and transformers"):
+        from kvfold.contexts.files.write import check_place
         from kvfold.fit.fit import FitResult, fit_scorer
         from kvfold.fit.kinds import other_fit
         from kvfold.fit.passages import drawn
@@ -84,8 +85,7 @@ def command(
     else:
         target_method(scorer)
         fit = partial(fit_scorer, target=scorer, seed=seed, resume=resume)
-    if not out.parent.is_dir():
-        raise KvfoldError(f"cannot write {out}: there is no folder {out.parent}")
+    check_place(out)
     read = drawn([read_text(path, encoding) for path in texts], passages, words, seed)
     network, tokenizer = load(model, loading)
     with progress(notes) as bar:

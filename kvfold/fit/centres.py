@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.queries import LayerRead, check_texts, layers_read
+from kvfold.fit.queries import LayerRead, check_inputs, layers_read
 from kvfold.kernels.mean_rotation import pair_norms, rotary_pairs
 from kvfold.methods.stages.score.distant_queries import Centres
 
@@ -57,11 +57,12 @@ def fit_centres(
     of each rotary pair. Each text is read once, and then gone. `note` is called with a line of
     progress after each.
 
-    Raises KvfoldError for no text, and for a text of less than 64 tokens; UnsupportedModel for a
-    model that caches latents, or whose keys cannot be rotated back.
+    Raises KvfoldError for no text, for a text of less than 64 tokens, and if no file can be written
+    to `out`; UnsupportedModel for a model that caches latents, or whose keys cannot be rotated
+    back.
     Source: WeianMao/triattention, the calibration of `pruning_utils.py`.
     """
-    check_texts(tokenizer, texts, 1)
+    check_inputs(tokenizer, texts, 1, out)
     sums, tokens = torch.zeros(()), 0
     for number, text in enumerate(texts):
         read = list(layers_read(model, tokenizer, text))

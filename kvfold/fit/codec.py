@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.codecs.basis import Basis
 from kvfold.errors import UnsupportedModel
 from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.queries import LayerRead, check_texts, layers_read
+from kvfold.fit.queries import LayerRead, check_inputs, layers_read
 from kvfold.hf.chat_template import PromptFrame, token_ids
 
 LEAST_TEXTS = 2  # one to fit, one to report on
@@ -67,12 +67,12 @@ def fit_codec(
     column over that of the residual stream. Each text is read once, and then gone: products are
     added up. Every sixth text is held out. `note` is called with a line of progress after each.
 
-    Raises KvfoldError for fewer than two texts, and for a text of less than 64 tokens;
-    UnsupportedModel for a model that caches latents, whose keys cannot be rotated back, whose W_o
-    cannot be read, or whose layers differ in their KV heads.
+    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, and if no file
+    can be written to `out`; UnsupportedModel for a model that caches latents, whose keys cannot be
+    rotated back, whose W_o cannot be read, or whose layers differ in their KV heads.
     Source: Staniszewski and Łańcucki, section 3 (arXiv 2511.01815); the scales are kvfold's.
     """
-    check_texts(tokenizer, texts, LEAST_TEXTS)
+    check_inputs(tokenizer, texts, LEAST_TEXTS, out)
     apart = set(range(HELD_OUT - 1, len(texts), HELD_OUT)) or {len(texts) - 1}
     held_out = [text for number, text in enumerate(texts) if number in apart]
     fitted = [text for number, text in enumerate(texts) if number not in apart]

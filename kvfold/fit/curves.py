@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.fit.fitted_file import weights_of, write_fit
-from kvfold.fit.queries import check_texts
+from kvfold.fit.queries import check_inputs
 from kvfold.fit.target import scored, target_method
 from kvfold.generation.generate import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
@@ -75,12 +75,12 @@ def fit_curve(
     fourth, which is held out. Each text is read twice and repeated once; `note` is called with a
     line of progress after each.
 
-    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, and for a method
-    that scores nothing.
+    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, for a method
+    that scores nothing, and if no file can be written to `out`.
     Source: LU-KV, section 4 (arXiv 2602.08585), with one total over all layers and heads.
     """
     method, utility = ranking_method(score), target_method("kvzip")
-    check_texts(tokenizer, texts, LEAST_TEXTS)
+    check_inputs(tokenizer, texts, LEAST_TEXTS, out)
     held = [number for number in range(len(texts)) if number % 4 == 3] or [len(texts) - 1]
     parts: list[Tensor] = []
     unseen: list[Tensor] = []

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.held_out import HeldOut, compare, mean_of
 from kvfold.fit.progress import Progress
-from kvfold.fit.queries import check_texts
+from kvfold.fit.queries import check_inputs
 from kvfold.fit.sums import RidgeSums
 from kvfold.fit.target import ScoredText, scored, target_method
 from kvfold.methods.base import Method
@@ -108,11 +108,11 @@ def fit_scorer(
     the features and the penalty, the others are reported on.
 
     Raises KvfoldError for fewer than four texts, for a text of less than 64 tokens, for another
-    kind of target, and if `resume` finds the sums of other texts; UnsupportedModel for a model
-    whose keys cannot be rotated back.
+    kind of target, if no file can be written to `out`, and if `resume` finds the sums of other
+    texts; UnsupportedModel for a model whose keys cannot be rotated back.
     """
     method, path = target_method(target), Path(out)
-    check_texts(tokenizer, texts, LEAST_TEXTS)
+    check_inputs(tokenizer, texts, LEAST_TEXTS, out)
     learned, choosing, reporting = parts_of(texts)
     progress = Progress.at(path, model, str(method), seed, learned, resume)
     reader = Reader(model, tokenizer, method, note)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
+from kvfold.contexts.files.write import check_place
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.generate import read_on
 from kvfold.hf.chat_template import PromptFrame, token_ids
@@ -36,8 +38,14 @@ class LayerRead:
     projection: OutputProjection
 
 
-def check_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], least: int) -> None:
-    """Raises KvfoldError for fewer than `least` texts, and for one of less than 64 tokens."""
+def check_inputs(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], least: int, out: str | Path
+) -> None:
+    """Raises KvfoldError for what would make a fit of `texts` into the file `out` fail later.
+
+    Fewer than `least` texts, one of less than 64 tokens, and an `out` that is a folder or in none.
+    """
+    check_place(Path(out))
     if len(texts) < least:
         raise KvfoldError(
             f"{len(texts)} texts are too few to fit a scorer and to check it: give at least {least}"

@@ -93,6 +93,7 @@ def test_a_curve_is_fitted_and_used(book, tmp_path):
         (["--codec", "kvtc", "--resume"], "leave --resume out"),
         (["--scorer", "snapkv"], "choose kvzip or kvzip_plus"),
         (["--out", "nowhere/a"], "no folder nowhere"),
+        (["--out", "."], "cannot write .: . is a folder"),
         (["--words", "9000"], "none has 9000 words"),
     ],
 )

@@ -174,6 +174,13 @@ def _write(
         save_file(stored, temporary, metadata(header))
 
 
+def check_place(path: Path) -> None:
+    """Raises KvfoldError if `path` is a folder, or in none, so that no file can be written."""
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise KvfoldError(f"cannot write {path}: {what}")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path to write to, which replaces `path` if the block succeeds.
