@@ -74,6 +74,7 @@ THINGS = [
     "claim",
     "order",
 ]
+WORD = re.compile(r"\S+\s*")
 ENDING = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -83,7 +84,7 @@ def drawn(texts: Sequence[str], count: int, words: int, seed: int) -> list[str]:
     Half of them carry generated records. Raises KvfoldError if no text has enough words.
     """
     draw = random.Random(seed)
-    pool = [split for text in texts if len(split := text.split(" ")) >= words]
+    pool = [split for text in texts if len(split := _words(text)) >= words]
     if not pool:
         raise KvfoldError(
             f"the texts are too short to fit a scorer: none has {words} words, as a passage has"
@@ -92,10 +93,15 @@ def drawn(texts: Sequence[str], count: int, words: int, seed: int) -> list[str]:
     for number in range(count):
         source = pool[number % len(pool)]
         at = draw.randrange(len(source) - words + 1)
-        passage = " ".join(source[at : at + words])
+        passage = "".join(source[at : at + words]).rstrip()
         made.append(_with_records(passage, draw) if number % 2 else passage)
     draw.shuffle(made)  # so that what is held out is of both kinds
     return made
+
+
+def _words(text: str) -> list[str]:
+    """The text's words, each with the white space behind it: indented lines and tables stay."""
+    return WORD.findall(text)
 
 
 def _with_records(passage: str, draw: random.Random) -> str:

@@ -19,7 +19,6 @@ from kvfold import KvfoldError
 from kvfold.fit import fit as fitting
 from kvfold.fit.fit import Features, fit_scorer, parts_of
 from kvfold.fit.held_out import BUDGETS, compare
-from kvfold.fit.passages import drawn
 from kvfold.fit.sums import RidgeSums
 from kvfold.fit.target import LEAST, ScoredText, scored, target_method
 from kvfold.hf.scorer_file import read_fitted, read_scorer_file
@@ -217,22 +216,10 @@ def test_every_fourth_text_is_held_out_and_none_is_used_twice(count):
     assert len(parts[1]) + len(parts[2]) == max(2, count // 4)
 
 
-# --- passages ------------------------------------------------------------------------------------
-
-
-def test_half_of_the_passages_carry_records():
-    prose = " ".join(WORDS * 60) + "."
-    made = drawn([prose, prose], 20, 300, seed=3)
-    assert made == drawn([prose, prose], 20, 300, seed=3)
-    with_digits = [any(letter.isdigit() for letter in passage) for passage in made]
-    assert sum(with_digits) == 10
-    kinds = "\n".join(drawn([prose], 100, 300, seed=1))
-    assert all(sign in kinds for sign in ('{\n  "', "def check_", "name,date", " ms\n", "\n- "))
+# --- what is refused -----------------------------------------------------------------------------
 
 
 def test_texts_that_are_too_short_are_refused(bundled, tmp_path):
-    with pytest.raises(KvfoldError, match="none has 300 words"):
-        drawn(["a few words"], 8, 300, seed=0)
     with pytest.raises(KvfoldError, match="text 2 is too short to fit a scorer, 1 tokens"):
         fit_scorer(*bundled, [*texts(2), "a", *texts(2)], tmp_path / "a")
     with pytest.raises(KvfoldError, match="3 texts are too few"):
