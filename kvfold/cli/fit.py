@@ -70,7 +70,7 @@ def command(
         from kvfold.contexts.files.write import check_place
         from kvfold.fit.fit import FitResult, fit_scorer
         from kvfold.fit.kinds import other_fit
-        from kvfold.fit.passages import drawn
+        from kvfold.fit.passages import drawn, too_short
         from kvfold.fit.target import target_method
     # Refused here, before a large model is loaded.
     fit: Callable[..., FitResult | OtherFit]
@@ -86,7 +86,11 @@ def command(
         target_method(scorer)
         fit = partial(fit_scorer, target=scorer, seed=seed, resume=resume)
     check_place(out)
-    read = drawn([read_text(path, encoding) for path in texts], passages, words, seed)
+    whole = [read_text(path, encoding) for path in texts]
+    read = drawn(whole, passages, words, seed)
+    for place in too_short(whole, words):
+        told = f"{texts[place]} has fewer than {words} words (--words), and is not used"
+        notes.print(told, markup=False, soft_wrap=True)
     network, tokenizer = load(model, loading)
     with progress(notes) as bar:
         task = bar.add_task("fitting", total=None)

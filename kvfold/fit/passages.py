@@ -81,7 +81,8 @@ ENDING = re.compile(r"(?<=[.!?])\s+")
 def drawn(texts: Sequence[str], count: int, words: int, seed: int) -> list[str]:
     """`count` passages of about `words` words, equally many from each of `texts`, in random order.
 
-    Half of them carry generated records. Raises KvfoldError if no text has enough words.
+    Half of them carry generated records, of each text every other one. Texts of fewer words, those
+    of `too_short`, give none. Raises KvfoldError if no text has enough.
     """
     draw = random.Random(seed)
     pool = [split for text in texts if len(split := _words(text)) >= words]
@@ -91,12 +92,19 @@ def drawn(texts: Sequence[str], count: int, words: int, seed: int) -> list[str]:
         )
     made = []
     for number in range(count):
-        source = pool[number % len(pool)]
+        turn, place = divmod(number, len(pool))
+        source = pool[place]
         at = draw.randrange(len(source) - words + 1)
         passage = "".join(source[at : at + words]).rstrip()
-        made.append(_with_records(passage, draw) if number % 2 else passage)
+        # A text that carries records in one turn has none in the next.
+        made.append(_with_records(passage, draw) if (turn + place) % 2 else passage)
     draw.shuffle(made)  # so that what is held out is of both kinds
     return made
+
+
+def too_short(texts: Sequence[str], words: int) -> list[int]:
+    """Places of the texts that have fewer than `words` words, as no passage has."""
+    return [place for place, text in enumerate(texts) if len(_words(text)) < words]
 
 
 def _words(text: str) -> list[str]:

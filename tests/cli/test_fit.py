@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 import kvfold
-from tests.helpers.commands import refused, run_json
+from tests.helpers.commands import kvfold_command, refused, run_json
 
 PROSE = "It was a quiet evening, and nobody came to the old garden. " * 40
 
@@ -81,6 +81,16 @@ def test_a_curve_is_fitted_and_used(book, tmp_path):
     model, tokenizer = kvfold.bundled_model()
     context = kvfold.compress(model, tokenizer, PROSE, f"{score} + curve:file={out}", 0.3)
     assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
+
+
+def test_a_text_that_is_too_short_is_named(book, tmp_path):
+    short, out = tmp_path / "[b]short.txt", tmp_path / "centres.safetensors"
+    short.write_text("A few words.")
+    options = ["--scorer", "triattention", "--passages", "4", "--words", "80", "--out", str(out)]
+    done = kvfold_command("fit", "bundled", str(book), str(short), *options)
+    assert done.exit_code == 0 and out.exists()
+    assert f"{short} has fewer than 80 words (--words), and is not used\n" in done.stdout
+    assert "book.txt has" not in done.output
 
 
 @pytest.mark.parametrize(

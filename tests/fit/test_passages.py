@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvfold import KvfoldError
-from kvfold.fit.passages import drawn
+from kvfold.fit.passages import drawn, too_short
 from tests.fit.test_fit import WORDS
 
 
@@ -20,6 +20,27 @@ def test_half_of_the_passages_carry_records():
     assert sum(with_digits) == 10
     kinds = "\n".join(drawn([prose], 100, 300, seed=1))
     assert all(sign in kinds for sign in ('{\n  "', "def check_", "name,date", " ms\n", "\n- "))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_each_text_gives_passages_with_records_and_without(count):
+    """The k-th text's words are of its own letter, which records, of many letters, are not."""
+    texts = [" ".join(["abcd"[place]] * 400) for place in range(count)]
+    made = drawn(texts, 8 * count, 100, seed=0)
+    for letter in "abcd"[:count]:
+        own = [passage for passage in made if passage.split()[0] == letter]
+        assert sum(set(passage) == {letter, " "} for passage in own) == 4
+
+
+def test_as_many_texts_as_passages_give_half_of_them_records():
+    made = drawn([" ".join(["a"] * 100)] * 8, 8, 100, seed=0)
+    assert sum(set(passage) != {"a", " "} for passage in made) == 4
+
+
+def test_texts_that_give_no_passage_are_known():
+    texts = ["a few words", "a\nb\nc\nd\ne", "a " * 9]
+    assert too_short(texts, 5) == [0]
+    assert all("few" not in passage for passage in drawn(texts, 12, 5, seed=0))
 
 
 def test_texts_without_enough_words_are_refused():
