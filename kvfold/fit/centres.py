@@ -57,12 +57,12 @@ def fit_centres(
     of each rotary pair. Each text is read once, and then gone. `note` is called with a line of
     progress after each.
 
-    Raises KvfoldError for no text, for a text of less than 64 tokens, and if no file can be written
-    to `out`; UnsupportedModel for a model that caches latents, or whose keys cannot be rotated
-    back.
+    Raises KvfoldError for no text, for a text of less than 64 tokens or beyond the model's trained
+    length, and if no file can be written to `out`; UnsupportedModel for a model that caches
+    latents, or whose keys cannot be rotated back.
     Source: WeianMao/triattention, the calibration of `pruning_utils.py`.
     """
-    check_inputs(tokenizer, texts, 1, out)
+    check_inputs(model, tokenizer, texts, 1, out)
     sums, tokens = torch.zeros(()), 0
     for number, text in enumerate(texts):
         read = list(layers_read(model, tokenizer, text))

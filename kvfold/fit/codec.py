@@ -67,12 +67,13 @@ def fit_codec(
     column over that of the residual stream. Each text is read once, and then gone: products are
     added up. Every sixth text is held out. `note` is called with a line of progress after each.
 
-    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, and if no file
-    can be written to `out`; UnsupportedModel for a model that caches latents, whose keys cannot be
-    rotated back, whose W_o cannot be read, or whose layers differ in their KV heads.
+    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens or beyond the
+    model's trained length, and if no file can be written to `out`; UnsupportedModel for a model
+    that caches latents, whose keys cannot be rotated back, whose W_o cannot be read, or whose
+    layers differ in their KV heads.
     Source: Staniszewski and Łańcucki, section 3 (arXiv 2511.01815); the scales are kvfold's.
     """
-    check_inputs(tokenizer, texts, LEAST_TEXTS, out)
+    check_inputs(model, tokenizer, texts, LEAST_TEXTS, out)
     apart = set(range(HELD_OUT - 1, len(texts), HELD_OUT)) or {len(texts) - 1}
     held_out = [text for number, text in enumerate(texts) if number in apart]
     fitted = [text for number, text in enumerate(texts) if number not in apart]

@@ -75,12 +75,13 @@ def fit_curve(
     fourth, which is held out. Each text is read twice and repeated once; `note` is called with a
     line of progress after each.
 
-    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, for a method
-    that scores nothing, and if no file can be written to `out`.
+    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens or beyond the
+    model's trained length, for a method that scores nothing, and if no file can be written to
+    `out`.
     Source: LU-KV, section 4 (arXiv 2602.08585), with one total over all layers and heads.
     """
     method, utility = ranking_method(score), target_method("kvzip")
-    check_inputs(tokenizer, texts, LEAST_TEXTS, out)
+    check_inputs(model, tokenizer, texts, LEAST_TEXTS, out)
     held = [number for number in range(len(texts)) if number % 4 == 3] or [len(texts) - 1]
     parts: list[Tensor] = []
     unseen: list[Tensor] = []

@@ -57,11 +57,12 @@ def fit_filters(
     with the sign of their mean; heads of a group give their mean. Each text is read once, and then
     gone: products of queries are added up. `note` is called with a line of progress after each.
 
-    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, and if no file
-    can be written to `out`; UnsupportedModel for a model that caches latents.
+    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens or beyond the
+    model's trained length, and if no file can be written to `out`; UnsupportedModel for a model
+    that caches latents.
     Source: Godey et al., section 3 (arXiv 2503.02812).
     """
-    check_inputs(tokenizer, texts, LEAST_TEXTS, out)
+    check_inputs(model, tokenizer, texts, LEAST_TEXTS, out)
     halves: list[QuerySums | None] = [None, None]
     for number, text in enumerate(texts):
         read = list(layers_read(model, tokenizer, text))

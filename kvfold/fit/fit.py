@@ -107,12 +107,13 @@ def fit_scorer(
     `out` after each text until the fit is done. Every fourth text is held out; half of these choose
     the features and the penalty, the others are reported on.
 
-    Raises KvfoldError for fewer than four texts, for a text of less than 64 tokens, for another
-    kind of target, if no file can be written to `out`, and if `resume` finds the sums of other
-    texts; UnsupportedModel for a model whose keys cannot be rotated back.
+    Raises KvfoldError for fewer than four texts, for a text of less than 64 tokens or beyond the
+    model's trained length, for another kind of target, if no file can be written to `out`, and if
+    `resume` finds the sums of other texts; UnsupportedModel for a model whose keys cannot be
+    rotated back.
     """
     method, path = target_method(target), Path(out)
-    check_inputs(tokenizer, texts, LEAST_TEXTS, out)
+    check_inputs(model, tokenizer, texts, LEAST_TEXTS, out)
     learned, choosing, reporting = parts_of(texts)
     progress = Progress.at(path, model, str(method), seed, learned, resume)
     reader = Reader(model, tokenizer, method, note)

@@ -54,12 +54,12 @@ def fit_heads(
     positions, the mean over query heads and texts: 0.5 for a head that attends to all positions
     alike, more for one that looks back. `note` is called with a line of progress after each text.
 
-    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens, and if no file
-    can be written to `out`; UnsupportedModel for a model that caches latents, or whose keys cannot
-    be rotated back.
+    Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens or beyond the
+    model's trained length, and if no file can be written to `out`; UnsupportedModel for a model
+    that caches latents, or whose keys cannot be rotated back.
     Source: NVIDIA/kvpress `duo_attention_press.py`, `duo_attention_on_the_fly`.
     """
-    check_inputs(tokenizer, texts, LEAST_TEXTS, out)
+    check_inputs(model, tokenizer, texts, LEAST_TEXTS, out)
     found = []
     for number, text in enumerate(texts):
         found.append(torch.stack([_area(layer) for layer in layers_read(model, tokenizer, text)]))

@@ -15,6 +15,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.files.write import check_place
 from kvfold.errors import KvfoldError, UnsupportedModel
 from kvfold.generation.generate import read_on
+from kvfold.generation.length import too_long
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import caches_latents
 from kvfold.hf.output_projection import OutputProjection
@@ -39,23 +40,35 @@ class LayerRead:
 
 
 def check_inputs(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], least: int, out: str | Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    least: int,
+    out: str | Path,
 ) -> None:
     """Raises KvfoldError for what would make a fit of `texts` into the file `out` fail later.
 
-    Fewer than `least` texts, one of less than 64 tokens, and an `out` that is a folder or in none.
+    Fewer than `least` texts, one of less than 64 tokens or beyond the model's trained length, and
+    an `out` that is a folder or in none.
     """
     check_place(Path(out))
     if len(texts) < least:
         raise KvfoldError(
             f"{len(texts)} texts are too few to fit a scorer and to check it: give at least {least}"
         )
+    before = PromptFrame.of(tokenizer).before
     for number, text in enumerate(texts):
         tokens = len(tokenizer(text, add_special_tokens=False).input_ids)
         if tokens < LEAST_TOKENS:
             raise KvfoldError(
                 f"text {number} is too short to fit a scorer, {tokens} tokens: give texts of at "
                 f"least {LEAST_TOKENS}, better a thousand"
+            )
+        found = too_long(model, token_ids(tokenizer, before, text).shape[1])
+        if found is not None:
+            raise KvfoldError(
+                f"text {number} is too long to fit a scorer, {found}, the length it was trained "
+                "for: give shorter texts, of fewer --words"
             )
 
 

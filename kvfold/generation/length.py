@@ -19,18 +19,26 @@ def check_length(
     `allow_longer` lets them pass, where the model has positions for them at all, and so does a
     `document` of more tokens, which was read before.
     """
+    found = too_long(model, tokens)
+    if found is None:
+        return
+    if has_position_table(model):
+        raise KvfoldError(
+            f"the text has {found}, for which it has learned positions: shorten the text"
+        )
+    if not allow_longer and too_long(model, document) is None:
+        raise KvfoldError(
+            f"the text has {found}, the length it was trained for, beyond which answers get worse: "
+            "shorten the text, or go on with allow_longer=True (--allow-longer)"
+        )
+
+
+def too_long(model: PreTrainedModel, tokens: int) -> str | None:
+    """The `tokens` of a text beside the most that the model was trained on; None if not more."""
     most = trained_length(model)
     if most is None or tokens <= most:
-        return
-    allow_longer = allow_longer or document > most
-    told = f"the text has {tokens} tokens, and {type(model).__name__} reads at most {most}"
-    if has_position_table(model):
-        raise KvfoldError(f"{told}, for which it has learned positions: shorten the text")
-    if not allow_longer:
-        raise KvfoldError(
-            f"{told}, the length it was trained for, beyond which answers get worse: shorten the "
-            "text, or go on with allow_longer=True (--allow-longer)"
-        )
+        return None
+    return f"{tokens} tokens, and {type(model).__name__} reads at most {most}"
 
 
 def check_prompt(

@@ -11,6 +11,7 @@ import kvfold
 from kvfold import KvfoldError
 from kvfold.fit.fit import fit_scorer
 from kvfold.fit.kinds import OTHERS, other_fit
+from kvfold.fit.queries import check_inputs
 from tests.fit.test_fit import texts
 
 FITS = OTHERS | {"zap": fit_scorer, "curve": other_fit("snapkv:window=8 + curve")}
@@ -20,7 +21,7 @@ FITS = OTHERS | {"zap": fit_scorer, "curve": other_fit("snapkv:window=8 + curve"
 def fit(request, monkeypatch):
     """A fit by the bundled model, in which no text can be read."""
 
-    def never(*_):
+    def never(*_, **__):
         raise AssertionError("a text was read")
 
     model, tokenizer = kvfold.bundled_model()
@@ -33,3 +34,12 @@ def test_a_place_that_no_file_can_be_written_to_is_refused(fit, tmp_path):
         fit(texts(), tmp_path)
     with pytest.raises(KvfoldError, match="there is no folder"):
         fit(texts(), tmp_path / "nowhere" / "a")
+
+
+def test_texts_beyond_the_model_s_length_are_refused(fit, tmp_path):
+    fit.args[0].config.max_position_embeddings = 100
+    fitting = " ".join(["the"] * 97)  # behind the chat template's three tokens
+    told = r"text 1 is too long to fit a scorer, 101 tokens, and \w+ reads at most 100.*--words"
+    with pytest.raises(KvfoldError, match=told):
+        fit([fitting, fitting + " the", fitting, fitting], tmp_path / "a")
+    check_inputs(*fit.args, [fitting] * 4, 4, tmp_path / "a")
