@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,20 +88,39 @@ def load(
     shared = parallel_options() if among_ranks else {}
     if shared and (how.device or how.device_map):
         raise KvfoldError("ranks share a model over their own devices: leave out the device")
-    try:
+    with _named(name):
         model, tokenizer = _from_pretrained(name, how, shared)
         if how.adapter is not None:
             model.load_adapter(how.adapter)
         if not shared and how.device_map is None:
             # Type checkers see transformers' wrapper of `to`, not its signature.
             model.to(_device(how))  # type: ignore[arg-type]
+    return model.eval(), tokenizer
+
+
+def load_tokenizer(name: str, loading: Loading | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model `name` alone; raises KvfoldError as `load`."""
+    how = loading or Loading()
+    check_name(name, how)
+    from transformers import AutoTokenizer
+
+    from kvfold.bundled import FOLDER
+
+    with _named(name):
+        return AutoTokenizer.from_pretrained(FOLDER if name == BUNDLED else name, **how.of_files())
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Makes a KvfoldError of any error, one line that names the model."""
+    try:
+        yield
     except KvfoldError:
         raise
     # Damaged files raise errors of many libraries.
     except Exception as problem:
         first_line = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise KvfoldError(f"cannot load {name!r}: {first_line}") from problem
-    return model.eval(), tokenizer
 
 
 def check_name(name: str, loading: Loading) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.bundled import FOLDER
+from kvfold.hf.fitted_numbers import read_kind
 from kvfold.hf.header import digest, digest_of
 from kvfold.hf.models import kv_heads
 from kvfold.hf.scorer_file import read_fitted
@@ -43,14 +45,7 @@ class Fits:
         Raises ScorerFileError for a file that is damaged, or of another model, RoPE or dtype, or of
         other numbers of layers and heads, and KvfoldError for such parts that a user wrote.
         """
-        needs = stages.needs
-        moments = None if needs.query_moments is None else needs.query_moments.fitted
-        return cls(
-            _fitted_in(needs.scorer, model),
-            _fitted_in(needs.fitted_heads, model),
-            _fitted_in(moments, model),
-            _curve(stages, model),
-        )
+        return cls(*(_fitted_in(source, model) for source in _sources(stages)))
 
     def of_layer(
         self, layer: int, heads: slice | None
@@ -69,8 +64,19 @@ class Fits:
     @property
     def digests(self) -> dict[str, str]:
         """Checksums of what was fitted, by the first method that reads its kind."""
-        fits = [each for each in vars(self).values() if isinstance(each, Fitted)]
-        return {each.method: _digest(each) for each in fits}
+        return _digests(vars(self).values())
+
+
+def digests_of(stages: Stages) -> dict[str, str]:
+    """As `Fits.digests`, of the files that the stages name as they are now, for any model.
+
+    Raises ScorerFileError for a file that is damaged, and KvfoldError for parts that a user wrote.
+    """
+    return _digests(_read(source) for source in _sources(stages) if source is not None)
+
+
+def _digests(fits: Iterable[Any]) -> dict[str, str]:
+    return {each.method: _digest(each) for each in fits if isinstance(each, Fitted)}
 
 
 def _digest(fitted: Fitted) -> str:
@@ -78,11 +84,36 @@ def _digest(fitted: Fitted) -> str:
     return digest(" ".join(f"{name} {digest_of(tensor)}" for name, tensor in tensors.items()))
 
 
-def _fitted_in(need: FittedFile | None, model: PreTrainedModel) -> Any:
-    if need is None:
+def _sources(stages: Stages) -> tuple[PartsSource | None, ...]:
+    """Where the stages find a scorer, numbers of heads, moments and parts, as `Fits` has them."""
+    needs = stages.needs
+    moments = None if needs.query_moments is None else needs.query_moments.fitted
+    return needs.scorer, needs.fitted_heads, moments, getattr(stages.allocate, "parts", None)
+
+
+def _path(source: PartsSource) -> str:
+    """The source's file; the bundled model's where none is named."""
+    if isinstance(source, FittedFile) and source.file == "none":
+        return str(FOLDER / source.kind.bundled)
+    return source.file
+
+
+def _read(source: PartsSource) -> Fitted:
+    """What is in the source's file, for any model."""
+    if isinstance(source, FittedFile):
+        return read_kind(_path(source), source.kind)[0]
+    return source.read()
+
+
+def _fitted_in(source: PartsSource | None, model: PreTrainedModel) -> Any:
+    """What is in the source's file, checked to be of the model."""
+    if source is None:
         return None
-    path = str(FOLDER / need.kind.bundled) if need.file == "none" else need.file
-    fitted = read_fitted(path, model, need.kind)
+    path = _path(source)
+    if isinstance(source, FittedFile):
+        fitted = read_fitted(path, model, source.kind)
+    else:
+        fitted = source.read()
     fitted.check(path, _layers(model), kv_heads(model))
     return fitted
 
@@ -90,16 +121,3 @@ def _fitted_in(need: FittedFile | None, model: PreTrainedModel) -> Any:
 def _layers(model: PreTrainedModel) -> int:
     """Number of layers that can be compressed."""
     return sum(map(is_compressible, stock_layers(model)))
-
-
-def _curve(stages: Stages, model: PreTrainedModel) -> Curve | None:
-    """Parts of layers or heads that the stages share a budget by."""
-    need: PartsSource | None = getattr(stages.allocate, "parts", None)
-    if need is None:
-        return None
-    if isinstance(need, FittedFile):
-        curve: Curve = _fitted_in(need, model)
-        return curve
-    parts = need.read()
-    parts.check(need.file, _layers(model), kv_heads(model))
-    return parts

@@ -21,10 +21,11 @@ from kvfold.jobs.compress import (
     Job,
     check_models,
     check_options,
+    check_texts,
     worker_spec,
 )
 from kvfold.jobs.executor import RunJobs, here
-from kvfold.loading import Loading, load
+from kvfold.loading import Loading, load, load_tokenizer
 from kvfold.terminal import console, print_json
 
 
@@ -42,8 +43,8 @@ def compress_many(
     """Compresses each document whose context file is missing or older; a rerun resumes.
 
     A document that fails is reported at the end, with exit code 1. Raises KvfoldError if an
-    existing file was made with other options, or with another model; with Ray only options are
-    compared, as no model is loaded here.
+    existing file was made with other options or fits, of other tokens, or with another model; with
+    Ray models are not compared, as none is loaded here.
     """
     if any(str(document) == "-" for document in documents):
         raise KvfoldError("standard input is one document: give no other, and no --ray")
@@ -61,7 +62,12 @@ def compress_many(
     jobs = [
         CompressJob(read_text(text, encoding), path.resolve(), options) for text, path in waiting
     ]
-    workers = _workers(model, loading, sorted(there), ray)
+    done_before = [
+        CompressJob(read_text(text, encoding), path, options)
+        for text, path in pairs
+        if path in there
+    ]
+    workers = _workers(model, loading, done_before, ray)
     if there:
         notes.print(f"{len(there)} of {len(pairs)} files are there already")
     found: list[CompressResult] = []
@@ -78,19 +84,23 @@ def compress_many(
 
 
 def _workers(
-    model: str, loading: Loading, there: Sequence[Path], ray: str | None
+    model: str, loading: Loading, done_before: Sequence[CompressJob], ray: str | None
 ) -> RunJobs[Job, CompressResult]:
     """Workers that compress, on Ray or here.
 
-    Raises ContextFileError if an existing file is of another model.
+    Raises ContextFileError if the file of a job `done_before` is of another model, and KvfoldError
+    if it is of other tokens.
     """
     doing = worker_spec(model, loading)
     if ray is not None:
         from kvfold.jobs.ray_cluster import cluster
 
+        if done_before:
+            check_texts(done_before, load_tokenizer(model, loading))
         return cluster(doing, ray, None)
     network, tokenizer = load(model, loading)
-    check_models(there, network, tokenizer)
+    check_models([job.path for job in done_before], network, tokenizer)
+    check_texts(done_before, tokenizer)
     return here(doing, network, tokenizer)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -202,7 +201,8 @@ def compress(
     check_reusable(cache.method)
     if keep_scores and compress == "per_chunk":
         raise KvfoldError("scores of a document compressed per chunk rank no whole: leave one out")
-    frame, ids = _prompt(cache, document, special_tokens, model.device)
+    frame, ids = prompt(tokenizer, cache.method, document, special_tokens)
+    ids = ids.to(model.device)
     piece = prefill_chunk if compress == "per_chunk" else None
     check_length(model, reach(cache, ids.shape[1], piece), allow_longer)
     if compress == "per_chunk":
@@ -240,7 +240,8 @@ def compress_each(
     ]
     cache = caches[-1]
     check_reusable(cache.method)
-    frame, ids = _prompt(cache, document, special_tokens, model.device)
+    frame, ids = prompt(tokenizer, cache.method, document, special_tokens)
+    ids = ids.to(model.device)
     check_length(model, reach(cache, ids.shape[1], None), allow_longer)
     with ExitStack() as reading:
         reading.enter_context(cache.reading())
@@ -250,15 +251,14 @@ def compress_each(
     yield Context(model, tokenizer, cache, frame, ids)
 
 
-def _prompt(
-    cache: CompressedCache, document: str, special_tokens: bool, device: torch.device
+def prompt(
+    tokenizer: PreTrainedTokenizerBase, method: Method, document: str, special_tokens: bool
 ) -> tuple[PromptFrame, Tensor]:
-    """Chat template parts around a document, and the tokens `[1, N]` to read of both."""
-    frame = PromptFrame.of(cache.binding.tokenizer)
-    if cache.reconstruction is not None:
-        frame = frame.opened_with(cache.reconstruction.instruction)
-    ids = token_ids(cache.binding.tokenizer, frame.before, content(document, special_tokens))
-    return frame, ids.to(device)
+    """Chat template parts around a document, and the tokens `[1, N]` that `compress` reads."""
+    frame, reconstruction = PromptFrame.of(tokenizer), method.stages().needs.reconstruction
+    if reconstruction is not None:
+        frame = frame.opened_with(reconstruction.instruction)
+    return frame, token_ids(tokenizer, frame.before, content(document, special_tokens))
 
 
 def check_reusable(method: Method) -> None:

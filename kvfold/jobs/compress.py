@@ -10,18 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
+from kvfold.cache.fits import digests_of
 from kvfold.cache.stats import Stats
-from kvfold.codecs.codec import codec_of, spelled
+from kvfold.codecs.codec import Kvtc, codec_of, spelled
 from kvfold.contexts import context
-from kvfold.contexts.files.format import Header, read_header
+from kvfold.contexts.files.format import Header, opened, read_header
 from kvfold.contexts.files.read import check_model
 from kvfold.contexts.files.read import load as load_context
 from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress
+from kvfold.hf.fitted_numbers import digest_of_file
 from kvfold.jobs.executor import WorkerSpec
 from kvfold.loading import Loading
 from kvfold.methods.base import Method, spelled_out
@@ -80,12 +83,15 @@ def check_options(path: Path, options: CompressOptions) -> None:
     chunk = options.prefill_chunk if options.compress == "per_chunk" else None
     codec = None if options.codec is None else spelled(codec_of(options.codec))
     scores = any("scores" in layer.by_head for layer in header.layers)
+    entries = None if header.codec is None else header.codec.entries
     for option, found, wanted in (
         ("method", header.method, spelled_out(options.file_method)),
+        ("fit", _shown(header.fits), _shown(digests_of(options.file_method.stages()))),
         ("budget", limit, options.budget),
         ("seed", header.seed, options.seed),
         ("per_chunk", header.per_chunk, chunk),
         ("codec", header.codec and header.codec.codec, codec),
+        ("basis", entries and entries.basis, entries and _basis(options.codec)),
         ("keep_scores", scores, options.keep_scores),
     ):
         if found != wanted:
@@ -93,6 +99,17 @@ def check_options(path: Path, options: CompressOptions) -> None:
                 f"{path} is there already, made with {option} {found} instead of {wanted}: "
                 "remove it, or write into another folder"
             )
+
+
+def _shown(fits: dict[str, str]) -> str:
+    """Checksums of fits by their first letters, "none" without any."""
+    return ", ".join(f"{method} {of[:8]}" for method, of in sorted(fits.items())) or "none"
+
+
+def _basis(codec: str | None) -> str | None:
+    """Digest of the basis that a codec names."""
+    chosen = None if codec is None else codec_of(codec)
+    return digest_of_file(chosen.file) if isinstance(chosen, Kvtc) else None
 
 
 def check_models(
@@ -132,6 +149,20 @@ class CompressJob:
     def made(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> context.Context:
         """The context; raises as `CompressOptions.compressed`."""
         return self.options.compressed(model, tokenizer, self.text)
+
+
+def check_texts(jobs: Iterable[CompressJob], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises KvfoldError for a job whose context file is of other tokens than its text has now."""
+    for job in jobs:
+        _, ids = context.prompt(tokenizer, job.options.method, job.text, job.options.special_tokens)
+        with opened(job.path) as file:
+            found = file.tensor("ids")
+        if not torch.equal(found.long(), ids[0]):
+            raise KvfoldError(
+                f"{job.path} is there already, made of other tokens than the document has now (by "
+                "its text, --encoding, --special-tokens or the chat template): remove it, or write "
+                "into another folder"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import kvfold
+from kvfold.bundled import FOLDER
 from kvfold.cli import app
 from kvfold.contexts.files.format import read_header
+from kvfold.hf.scorer_file import read_fitted, write_fitted
 from kvfold.jobs.compress import CompressJob, CompressOptions, compress_document
+from kvfold.methods.stages.score.learned import Scorer
+from tests.fit.test_fit import texts as fitted_on
 
 TEXTS = {
     "bell": "The grass is green. " * 12 + "The special magic number for soft-bell is: 2241461.",
@@ -88,6 +94,60 @@ def test_a_file_that_was_made_in_another_way_is_not_taken_for_this_one(
     assert not (folder / "lamp.kvfold").exists()
     assert (folder / "bell.kvfold").read_bytes() == before
     assert command(*documents, *HOW, "--out", folder)[0] == 0
+
+
+@pytest.mark.parametrize("ray", [(), ("--ray", "nowhere:1")])
+@pytest.mark.parametrize("words", [("--special-tokens",), ("--encoding", "latin-1")])
+def test_a_file_of_other_tokens_is_not_taken_for_this_one(
+    folder: Path, words: tuple[str, ...], ray: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused by the tokens alone: with Ray before a cluster is sought, and a model loaded."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("a cluster was sought")
+
+    monkeypatch.setattr("kvfold.jobs.ray_cluster.cluster", never)
+    documents = folder / "bell.txt", folder / "lamp.txt"
+    documents[0].write_text("Café <|user|> " + TEXTS["bell"], encoding="utf-8")
+    assert command(*documents, *HOW)[0] == 0
+    before = (folder / "bell.kvfold").read_bytes()
+    code, shown = command(*documents, *HOW, *words, *ray)
+    said = shown.splitlines()[-1]
+    assert code == 2 and "bell.kvfold is there already, made of other tokens" in said, shown
+    assert (folder / "bell.kvfold").read_bytes() == before
+    assert "2 of 2 files are there already" in command(*documents, *HOW)[1]
+
+
+def test_a_file_of_another_fit_is_not_taken_for_this_one(folder: Path) -> None:
+    documents, scorer = (folder / "bell.txt", folder / "lamp.txt"), folder / "z.safetensors"
+    how = ("--method", f"zap:file={scorer}", "--budget", "0.4")
+    model, tokenizer = kvfold.bundled_model()
+    shutil.copy(FOLDER / "scorer.safetensors", scorer)
+    assert command(*documents, *how)[0] == 0
+    assert "2 of 2 files are there already" in command(*documents, *how)[1]
+    fitted = read_fitted(scorer, model, Scorer)
+    other = replace(fitted, weights=-fitted.weights)
+    write_fitted(scorer, other, model, written_by="", target="kvzip", texts=0)
+    code, shown = command(*documents, *how)
+    assert code == 2 and "bell.kvfold is there already, made with fit zap " in shown
+    for name in TEXTS:
+        (folder / f"{name}.kvfold").unlink()
+    assert command(*documents, *how)[0] == 0
+    kvfold.load(folder / "bell.kvfold", model, tokenizer)
+
+
+def test_a_file_in_another_basis_is_not_taken_for_this_one(folder: Path) -> None:
+    documents, basis = (folder / "bell.txt", folder / "lamp.txt"), folder / "basis.safetensors"
+    for document in documents:
+        document.write_text(document.read_text() * 8)
+    how = ("--method", "full", "--codec", f"kvtc:file={basis},ratio=4")
+    model, tokenizer = kvfold.bundled_model()
+    kvfold.fit_codec(model, tokenizer, fitted_on(2), basis)
+    assert command(*documents, *how)[0] == 0
+    assert "2 of 2 files are there already" in command(*documents, *how)[1]
+    kvfold.fit_codec(model, tokenizer, fitted_on(3), basis)
+    code, shown = command(*documents, *how)
+    assert code == 2 and "bell.kvfold is there already, made with basis " in shown
 
 
 def test_a_file_of_another_model_is_not_taken_for_this_one_s(folder: Path) -> None:
