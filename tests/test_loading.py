@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import kvfold
 from kvfold.errors import KvfoldError
-from kvfold.loading import Loading, load
+from kvfold.loading import Loading, load, load_tokenizer
 from tests.helpers.commands import refused, run_json
 from tests.helpers.models import build
 from tests.helpers.tokenizers import word_tokenizer
@@ -135,6 +135,17 @@ def test_what_cannot_be_loaded_so_is_one_line(folder, words, said):
         (folder / f"cut-{size}.gguf").write_bytes((folder / FILE).read_bytes()[:size])
     run = "run", str(folder), "--method", "knorm", "--budget", "20", "--prompt", "the sky"
     assert said in refused(*run, *words)
+
+
+def test_a_tokenizer_is_loaded_alone(folder, tmp_path):
+    for name, how in (("bundled", Loading()), (str(folder), Loading(gguf_file=FILE))):
+        assert load_tokenizer(name, how)(TEXT).input_ids == load(name, how)[1](TEXT).input_ids
+    with pytest.raises(KvfoldError, match="cannot load"):
+        load_tokenizer(str(tmp_path), Loading())
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(KvfoldError, match="cannot load") as refused_so:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(refused_so.value)
 
 
 def test_damaged_weights_are_one_line(tmp_path, model):

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import kvfold
+from kvfold.cache.fits import digests_of
 from kvfold.contexts.files.format import opened, read_header
 from tests.helpers.contexts import (
     DOCUMENT,
@@ -179,3 +180,22 @@ def test_parts_by_hand_that_have_changed_are_refused(model, tokenizer, tmp_path)
     parts.write_text("[0.9, 0.4, 0.5, 0.2]")
     with pytest.raises(kvfold.ContextFileError, match="have changed since"):
         kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reads"),
+    [
+        ("zap", {"zap"}),
+        ("qfilter", {"qfilter"}),
+        ("duo:sinks=4,recent=16", {"duo"}),
+        ("snapkv:window=8 + sizes:file=PARTS", {"curve"}),
+        ("qfilter + curve + every:interval=8", {"qfilter", "curve"}),
+        ("snapkv", set()),
+    ],
+)
+def test_checksums_of_the_files_are_those_of_a_cache_that_reads_them(tmp_path, spec, reads):
+    (tmp_path / "parts.json").write_text("[0.9, 0.5, 0.4, 0.2]")
+    method = kvfold.parse(spec.replace("PARTS", str(tmp_path / "parts.json")))
+    cache = kvfold.CompressedCache(kvfold.bundled_model()[0], method, 0.5)
+    assert digests_of(method.stages()) == cache.fits.digests
+    assert set(cache.fits.digests) == reads
