@@ -24,7 +24,14 @@ from kvfold.contexts.edits import Mode
 from kvfold.contexts.files.format import LevelHeader
 from kvfold.contexts.levelled import levelled
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import Compress, read_on, read_per_chunk, read_turn
+from kvfold.generation.generate import (
+    Compress,
+    check_compress,
+    piece_of,
+    read_on,
+    read_per_chunk,
+    read_turn,
+)
 from kvfold.generation.length import check_length, reach
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.user_text import content
@@ -199,6 +206,7 @@ def compress(
         keep_scores=keep_scores,
     )
     check_reusable(cache.method)
+    check_compress(compress)
     if keep_scores and compress == "per_chunk":
         raise KvfoldError("scores of a document compressed per chunk rank no whole: leave one out")
     frame, ids = prompt(tokenizer, cache.method, document, special_tokens)
@@ -208,7 +216,7 @@ def compress(
     if compress == "per_chunk":
         read_per_chunk(model, cache, ids, None, prefill_chunk)
     else:
-        read_turn(model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
+        read_turn(model, cache, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
     return Context(model, tokenizer, cache, frame, ids)
 
 
@@ -245,7 +253,7 @@ def compress_each(
     check_length(model, reach(cache, ids.shape[1], None), allow_longer)
     with ExitStack() as reading:
         reading.enter_context(cache.reading())
-        read_on(model, cache, ids, None, prefill_chunk or ids.shape[1])
+        read_on(model, cache, ids, None, piece_of(prefill_chunk, ids.shape[1]))
         for each in budgets[:-1]:
             yield Context(model, tokenizer, cache.to_budget(each), frame, ids)
     yield Context(model, tokenizer, cache, frame, ids)

@@ -25,7 +25,7 @@ from kvfold.cache.edits import replaced as spliced
 from kvfold.cache.renumber import Renumbering
 from kvfold.cache.spans import Span, span_of
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import read_per_chunk, read_turn
+from kvfold.generation.generate import piece_of, read_per_chunk, read_turn
 from kvfold.generation.length import check_length
 from kvfold.hf.chat_template import token_ids
 from kvfold.hf.user_text import content
@@ -80,7 +80,7 @@ def appended(
     ids = torch.cat([context.ids, new], 1)
     check_length(context.model, ids.shape[1], allow_longer)
     cache = copy.deepcopy(context.cache)
-    read_turn(context.model, cache, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
+    read_turn(context.model, cache, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
     return replace(context, cache=cache, ids=ids, level=None)
 
 

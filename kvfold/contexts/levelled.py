@@ -14,7 +14,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fork import fork
 from kvfold.contexts.files.format import LevelHeader
 from kvfold.errors import KvfoldError
-from kvfold.generation.generate import read_turn
+from kvfold.generation.generate import piece_of, read_turn
 from kvfold.methods.base import Composition, Method
 from kvfold.methods.level import Level
 from kvfold.methods.stages.select.one_set import Rule
@@ -50,7 +50,7 @@ def levelled(context: Context, rule: Rule, prefill_chunk: int | None) -> Context
         seed=cache.seed,
     )
     ids = context.ids
-    read_turn(context.model, made, ids, None, ids.shape[1], prefill_chunk or ids.shape[1])
+    read_turn(context.model, made, ids, None, ids.shape[1], piece_of(prefill_chunk, ids.shape[1]))
     asked = context.chat()._question_ids(QUESTION, "", special_tokens=False)
     kl, tokens = distance(context, made, asked)
     own = [count for layer in cache.stats().kept for count in layer[0]]

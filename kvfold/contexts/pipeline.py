@@ -11,8 +11,9 @@ from transformers import Pipeline, PreTrainedModel
 from kvfold.contexts.context import compress
 from kvfold.errors import KvfoldError
 
-# Arguments of `compress`; all others are those of `Context.ask`.
-READING = ("method", "budget", "prefill_chunk", "protect", "seed")
+# Arguments of `compress` alone, and of `compress` and `Context.ask`; all others are the latter's.
+READING = ("method", "budget", "prefill_chunk", "compress", "protect", "seed", "keep_scores")
+BOTH = ("special_tokens", "allow_longer")
 
 
 class ContextPipeline(Pipeline):
@@ -33,6 +34,7 @@ class ContextPipeline(Pipeline):
         if isinstance(questions, str):
             raise KvfoldError("questions= takes a list of texts: for one text, give question=")
         reading = {name: options.pop(name) for name in READING if name in options}
+        reading |= {name: options[name] for name in BOTH if name in options}
         asked = [*(questions or []), *([] if question is None else [question])]
         if not all(isinstance(each, str) and each for each in asked):
             raise KvfoldError(f"each question must be a text that is not empty, not {asked}")

@@ -31,7 +31,7 @@ from kvfold.contexts.files.format import SessionHeader, opened
 from kvfold.contexts.files.read import read
 from kvfold.contexts.session_record import Item, Message, SessionRecord, Turn
 from kvfold.errors import BudgetError, ContextFileError, KvfoldError
-from kvfold.generation.generate import read_turn
+from kvfold.generation.generate import piece_of, read_turn
 from kvfold.generation.length import check_length
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
@@ -152,7 +152,12 @@ class Session:
         if new > 1 and self.crowded(new):
             # Generation needs a token to read: the last one comes on top.
             read_turn(
-                self.context.model, cache, ids[:, :-1], None, length - 1, prefill_chunk or length
+                self.context.model,
+                cache,
+                ids[:, :-1],
+                None,
+                length - 1,
+                piece_of(prefill_chunk, length),
             )
             record = replace(record, compactions=record.compactions + 1)
         return Turn(cache, ids, record, answer)

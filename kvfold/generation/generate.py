@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.history import History
 from kvfold.errors import KvfoldError, UnsupportedModel
+from kvfold.generation.assisted import ASSISTED, after_prompt, check_assistable
 from kvfold.generation.inputs import (
     check_given,
     check_last_column,
@@ -32,7 +33,6 @@ from kvfold.methods.base import Method
 
 # Time of a prompt's compression
 Compress = Literal["at_end", "per_chunk"]
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 
 
 @torch.no_grad()
@@ -69,7 +69,8 @@ def generate(
             for the model's forward, must reach it with the whole prompt, in one piece.
 
     Assisted decoding compresses before it reads the prompt's last token, so that its answers may
-    differ from those without it where entries are evicted.
+    differ from those without it where entries are evicted. Its drafts are made from the answer
+    alone, and settings that read the prompt (a repetition penalty) are refused.
 
     Returns what `model.generate` returns, prompt included. Raises KvfoldError without ids or cache;
     for a prompt that is too long for the model; where the cache has read something else than the
@@ -80,13 +81,11 @@ def generate(
     """
     check_given(input_ids, cache, attention_mask, options)
     assert input_ids is not None and cache is not None
-    if prefill_chunk is not None:
-        check_chunk(prefill_chunk)
+    chunk = piece_of(prefill_chunk, input_ids.shape[1])
     if attention_mask is None:
         attention_mask = leading_padding(model, input_ids)
     check_last_column(attention_mask)
-    if compress not in ("at_end", "per_chunk"):
-        raise KvfoldError(f'compress is "at_end" or "per_chunk", not {compress!r}')
+    check_compress(compress)
     per_chunk = compress == "per_chunk"
     check_prompt(model, cache, attention_mask, prefill_chunk if per_chunk else None, allow_longer)
     if per_chunk:
@@ -97,7 +96,6 @@ def generate(
     if compile:
         check_compiled(model, cache, options)
     resumed = resumption(cache, input_ids, attention_mask, reuse)
-    chunk = prefill_chunk or input_ids.shape[1]
     if assisted:
         return _assisted(model, input_ids, resumed, attention_mask, chunk, options)
     settings = settings_of(model, options)
@@ -287,6 +285,20 @@ def _read(
         read_tokens(model, input_ids[:, begin:end], cache, padded)
 
 
+def piece_of(prefill_chunk: int | None, total: int) -> int:
+    """Tokens of a forward: `prefill_chunk`, or all `total`; KvfoldError as `check_chunk`."""
+    if prefill_chunk is None:
+        return total
+    check_chunk(prefill_chunk)
+    return prefill_chunk
+
+
+def check_compress(when: str) -> None:
+    """Raises KvfoldError for a time of compression that there is not."""
+    if when not in get_args(Compress):
+        raise KvfoldError(f'compress is "at_end" or "per_chunk", not {when!r}')
+
+
 def check_chunk(tokens: int) -> None:
     """Raises KvfoldError for pieces of no token, or of a part of one."""
     if not isinstance(tokens, int) or tokens < 1:
@@ -335,13 +347,8 @@ def _assisted(
     """Reads all but one token, compresses, and lets the assistant work on the frozen cache."""
     cache, last = resumed.cache, input_ids.shape[1] - 1
     check_assisted()
-    bound = cache.max_cache_tokens
-    if bound is not None or cache.method.stages().decode == "every":
-        what = f"max_cache_tokens={bound} bounds the answer"
-        raise KvfoldError(
-            f"{what if bound else f'{cache.method} evicts in rounds'}, and assisted decoding "
-            "freezes the cache while it checks its drafts: choose one of them"
-        )
+    settings = settings_of(model, options)
+    check_assistable(cache, settings)
     if restarts(model):
         raise KvfoldError(
             f"recurrent layers of {type(model).__name__} begin anew in a forward of several "
@@ -352,6 +359,7 @@ def _assisted(
         check_pieces(cache.method, chunk, last)
     resumed.go_back()
     read_turn(model, cache, input_ids[:, :last], mask, last, chunk)
+    options = after_prompt(options, input_ids[:, :last], _new_tokens(settings, last + 1))
     with cache.frozen():
         out = stock_generate(
             model,

@@ -26,7 +26,12 @@ class Content(str):
 
 
 def content(text: str, special_tokens: bool) -> str:
-    """A user's text; with `special_tokens` it is read as a template's is."""
+    """A user's text; with `special_tokens` it is read as a template's is.
+
+    Raises KvfoldError for something else.
+    """
+    if not isinstance(text, str):
+        raise KvfoldError(f"a text is wanted, not {type(text).__name__}")
     return text if special_tokens else Content(text)
 
 

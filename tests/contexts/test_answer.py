@@ -192,3 +192,18 @@ def test_questions_on_both_sides_of_the_length_at_which_rope_changes(tokenizer):
         assert context.ask(QUESTION, max_new_tokens=4) == expected
     with pytest.raises(kvfold.UnsupportedModel, match="changes its rotary frequencies"):
         kvfold.compress(model, tokenizer, PROMPT[:100], "full").ask(QUESTION, max_new_tokens=40)
+
+
+def test_what_is_no_text_and_no_piece_is_refused(model, tokenizer):
+    for document in (None, b"the sky", ["the", "sky"]):
+        with pytest.raises(KvfoldError, match="a text is wanted, not"):
+            kvfold.compress(model, tokenizer, document, "knorm", 8)
+    context = kvfold.compress(model, tokenizer, QUESTION, "knorm", 8)
+    with pytest.raises(KvfoldError, match="a text is wanted, not NoneType"):
+        context.ask(None)
+    with pytest.raises(KvfoldError, match="a text is wanted, not NoneType"):
+        context.chat().add(QUESTION, None)
+    with pytest.raises(KvfoldError, match="not 'per-chunk'"):
+        kvfold.compress(model, tokenizer, QUESTION, "knorm", 8, compress="per-chunk")
+    with pytest.raises(KvfoldError, match="positive number of tokens, not 0"):
+        kvfold.compress(model, tokenizer, QUESTION, "knorm", 8, prefill_chunk=0)

@@ -48,3 +48,16 @@ def test_what_is_no_text_is_refused():
             pipe(DOCUMENT, questions=questions)
     with pytest.raises(KvfoldError, match="a document must be a text, not int"):
         pipe(3, question=QUESTION)
+
+
+def test_every_option_of_compress_reaches_it():
+    model, tokenizer = new_model(max_position_embeddings=100), word_tokenizer()
+    pipe = kvfold.pipeline(model, tokenizer, method="knorm", budget=40)
+    asked = {"question": QUESTION, "max_new_tokens": 4}
+    with pytest.raises(KvfoldError, match="allow_longer=True"):
+        pipe(DOCUMENT, **asked)
+    assert pipe(DOCUMENT, allow_longer=True, special_tokens=True, **asked)["answers"]
+    longer = {"allow_longer": True, **asked}
+    assert pipe(DOCUMENT, keep_scores=True, **longer)["answers"]
+    pieces = pipe(DOCUMENT, compress="per_chunk", prefill_chunk=50, **longer)
+    assert pieces["stats"].per_chunk == 50
