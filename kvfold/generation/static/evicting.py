@@ -189,5 +189,7 @@ class StaticEvicting(StaticBuffers):
         held = (positions >= 0).sum(-1) == self.capacity.view(-1, 1)
         state.surplus = 0 if bool(held.all()) else None
         evicted = bool(((positions >= 0).sum(-1) < self.tokens.view(-1, 1)).any())
-        if evicted or self.sums is not None:
+        if evicted:
+            state.note_eviction()
+        elif self.sums is not None:
             state.evicted_at = state.seen
