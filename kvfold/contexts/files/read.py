@@ -16,11 +16,18 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fits import Fits
 from kvfold.cache.history import History
 from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.shrink import is_nested
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
 from kvfold.contexts.files import stock_layers as others
 from kvfold.contexts.files.coding import decoded, rotations_of
-from kvfold.contexts.files.format import ContextFile, LayerHeader, StockLayerHeader, opened
+from kvfold.contexts.files.format import (
+    ContextFile,
+    Header,
+    LayerHeader,
+    StockLayerHeader,
+    opened,
+)
 from kvfold.contexts.files.layers import SavedLayer, kept
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
@@ -59,13 +66,15 @@ def read(
     """The context of an open file; arguments and errors as for `load`."""
     header, limit = file.header, file.header.budget
     _check(file, model, tokenizer, heads)
+    method = _method(file)
     cache = CompressedCache(
         model,
-        _method(file),
+        method,
         None if limit is None else Budget(limit.kind, limit.amount),
         tokenizer=tokenizer,
         protect=header.protect,
         seed=header.seed,
+        keep_scores=_keeps_scores(header, method),
     )
     cache.binding.check_adapters()
     _check_fits(file, cache.fits)
@@ -77,6 +86,11 @@ def read(
     cache.phase.history = History(ids).compact()
     frame = PromptFrame(header.before, header.after, header.between)
     return Context(model, tokenizer, cache, frame, ids, header.level)
+
+
+def _keeps_scores(header: Header, method: Method) -> bool:
+    """True if layers hold the scores by which the context, also read anew, shrinks."""
+    return is_nested(method) and any("scores" in layer.by_head for layer in header.layers)
 
 
 def _check(

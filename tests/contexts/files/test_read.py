@@ -63,6 +63,17 @@ def test_what_is_saved_comes_back_and_goes_on(model, tokenizer, tmp_path, spec):
     assert_same(loaded.cache, context.cache)
 
 
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "knorm"])
+def test_a_loaded_document_that_is_read_again_shrinks_as_the_saved_one(
+    model, tokenizer, tmp_path, spec
+):
+    context = kvfold.compress(model, tokenizer, DOCUMENT, spec, 60, keep_scores=True)
+    context.save(tmp_path / "a.kvfold")
+    loaded = kvfold.load(tmp_path / "a.kvfold", model, tokenizer)
+    edited = [each.drop((20, 30), mode="reread").shrink(30) for each in (context, loaded)]
+    assert_same(edited[1].cache, edited[0].cache)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes_come_back_bit_for_bit(tokenizer, tmp_path, dtype):
     model = new_model(dtype=dtype)
