@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identity of the model that made a file: configuration, weights, vocabulary and RoPE.
 
-Keys and values depend on all weights and on the computation. `FIELDS` are the settings of a
-configuration that affect the computation; others (names, dropout, special tokens, trained length)
-do not. RoPE is compared separately, by its frequencies. Weights are compared by a checksum over a
-sample of each, which tells models of one architecture apart without reading all weights.
+Keys and values depend on all weights and on the computation. `FIELDS` and `ADDED` are the settings
+of a configuration that affect the computation; others (names, dropout, special tokens, trained
+length) do not. RoPE is compared separately, by its frequencies. Weights are compared by a checksum
+over a sample of each, which tells models of one architecture apart without reading all weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.hf.adapters import active_adapters
-from kvfold.hf.header import ModelHeader, RopeHeader, digest
+from kvfold.hf.header import ADDED, ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
 from kvfold.hf.quantized_weights import samplable
 from kvfold.hf.rotation import rope_of
@@ -54,11 +54,7 @@ SAMPLE = 64  # elements of each weight in the checksum
 
 def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
     """Identity of the model and of its tokenizer's vocabulary, "" without a tokenizer."""
-    config = text_config(model)
-    fields = {name: getattr(config, name, None) for name in FIELDS}
-    kept = {name: value for name, value in fields.items() if value is not None}
-    # Round trip through JSON, as in a file, so that both compare equal.
-    kept = json.loads(json.dumps(kept))
+    kept = computation(text_config(model))
     return ModelHeader(
         name=type(model).__name__,
         config=kept,
@@ -67,6 +63,16 @@ def model_header(model: PreTrainedModel, tokenizer: Any = None) -> ModelHeader:
         + "".join(f"+{a}" for a in active_adapters(model)),
         vocabulary="" if tokenizer is None else _vocabulary(tokenizer),
     )
+
+
+def computation(config: Any) -> dict[str, Any]:
+    """The settings of a configuration that affect the computation, as in a file."""
+    found = {name: getattr(config, name, None) for name in FIELDS}
+    found = {name: value for name, value in found.items() if value is not None}
+    # None is named, too: a file that lacks one of these is older.
+    found |= {name: getattr(config, name) for name in ADDED if hasattr(config, name)}
+    settings: dict[str, Any] = json.loads(json.dumps(found))
+    return settings
 
 
 def _vocabulary(tokenizer: Any) -> str:

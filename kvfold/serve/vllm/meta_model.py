@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.contexts.files.format import ContextFile
 from kvfold.errors import ContextFileError, KvfoldError, UnsupportedModel
-from kvfold.hf.header import differences, digest, rope_differences
-from kvfold.hf.identity import FIELDS, rope_header
+from kvfold.hf.header import comparable, differences, digest, rope_differences
+from kvfold.hf.identity import computation, rope_header
 from kvfold.hf.models import shares_entries, text_config
 from kvfold.hf.rotation import Rotation
 from kvfold.hf.stock_layers import is_compressible, never_sliding_windows, stock_layers
@@ -72,9 +72,7 @@ class MetaModel:
 
     def _differences(self, file: ContextFile) -> list[str]:
         there = file.header.model
-        fields = {name: getattr(self.config, name, None) for name in FIELDS}
-        known = {name: value for name, value in fields.items() if value is not None}
-        here = json.loads(json.dumps(known))
+        here = comparable(computation(self.config), there.config)
         found = differences(here, there.config)
         if not found and digest(json.dumps(here, sort_keys=True)) != there.config_hash:
             found.append("another hash of the configuration")

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import kvfold
 from kvfold import ContextFileError
-from tests.helpers.contexts import new_model
+from kvfold.contexts.files.format import read_header
+from kvfold.hf.identity import model_header
+from tests.helpers.contexts import DOCUMENT, new_model, rewritten
 from tests.helpers.tokenizers import word_tokenizer
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +36,40 @@ def test_another_model_is_refused_by_what_differs(tokenizer, saved, changes, nam
     with pytest.raises(ContextFileError, match="was made with another") as refusal:
         kvfold.load(saved, other, tokenizer)
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 here, 2 in the file"),
+        ("granite", {"embedding_multiplier": 3.0}, "embedding_multiplier 3.0 here, 1.0 in the"),
+        ("granite", {"residual_multiplier": 0.3}, "residual_multiplier 0.3 here, 1.0 in the file"),
+        ("deepseek_v3", {"routed_scaling_factor": 1.0}, "routed_scaling_factor 1.0 here, 2.5 in"),
+        ("gemma3", {"final_logit_softcapping": 0.5}, "final_logit_softcapping 0.5 here, None"),
+    ],
+    ids=str,
+)
+def test_the_same_weights_in_another_computation_are_refused(
+    tokenizer, tmp_path, family, changes, named
+):
+    model, other, path = new_model(family), new_model(family, **changes), tmp_path / "a.kvfold"
+    weights = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in weights)
+    kvfold.compress(model, tokenizer, DOCUMENT, "full").save(path)
+    with pytest.raises(ContextFileError, match="was made with another model") as refusal:
+        kvfold.load(path, other, tokenizer)
+    assert named in str(refusal.value)
+    # A file that names no such setting is older.
+    model_part = read_header(path).model.model_dump()
+    for name in changes:
+        del model_part["config"][name]
+    older = rewritten(tmp_path / "older.kvfold", path, model=model_part)
+    kvfold.load(older, other, tokenizer)
+
+
+def test_the_bundled_model_s_hash_is_that_of_the_published_records():
+    record = next(iter((ROOT / "docs/results/bundled/records.jsonl").open()))
+    assert model_header(kvfold.bundled_model()[0]).config_hash in record
 
 
 def test_another_family_is_refused(tokenizer, saved):
