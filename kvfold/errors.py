@@ -22,5 +22,9 @@ class ScorerFileError(KvfoldError):
     """A file of a fitted scorer that is damaged, or was fitted for another model."""
 
 
+class CodecRefusal(KvfoldError):
+    """Entries that a codec of context files cannot hold; the codec "zstd" holds all."""
+
+
 class ContextFileError(KvfoldError):
     """A context file that is damaged, or was made with another model, method or version."""

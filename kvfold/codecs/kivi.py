@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvfold.errors import ContextFileError, KvfoldError
+from kvfold.errors import CodecRefusal, ContextFileError
 from kvfold.kernels.packing import dequantize, pack, quantize, unpack
 
 BITS, GROUP = 4, 32
@@ -23,23 +23,23 @@ PARTS = ("codes", "scale", "minimum", "whole")  # of all heads, one after the ot
 def encode(heads: Sequence[Tensor], by_channel: bool) -> dict[str, Tensor]:
     """Quantizes keys (`by_channel`) or values `[n, D]` of each KV head.
 
-    The newest entries that fill no group of 32 stay whole. Raises KvfoldError for head sizes that
+    The newest entries that fill no group of 32 stay whole. Raises CodecRefusal for head sizes that
     differ or fill no words, and for numbers that are not finite.
     """
     size, *others = {each.shape[-1] for each in heads}
     if others:
-        raise KvfoldError(
+        raise CodecRefusal(
             "the layers differ in their head sizes, and kivi4 packs all heads together: save the "
             'context with codec="zstd"'
         )
     if size % PER_WORD or size % _channels(size):
-        raise KvfoldError(
+        raise CodecRefusal(
             f"kivi4 packs {PER_WORD} channels into a word, in groups of {GROUP}, and this model's "
             f'heads have {size}: save the context with codec="zstd"'
         )
     old = torch.cat([each[: _grouped(len(each))] for each in heads])
     if not bool(old.isfinite().all()):
-        raise KvfoldError('keys or values are not finite: save the context with codec="zstd"')
+        raise CodecRefusal('keys or values are not finite: save the context with codec="zstd"')
     codes, scale, minimum = quantize(_groups(old, by_channel), BITS, _along(by_channel))
     newest = torch.cat([each[_grouped(len(each)) :] for each in heads])
     return dict(

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.codecs import symbols
 from kvfold.codecs.basis import Codes, Scope, Transform
 from kvfold.codecs.symbols import CodedStreams
-from kvfold.errors import KvfoldError
+from kvfold.errors import CodecRefusal
 
 KEYS_SHARE = 1 / 3  # of the bytes: values take the rest, as their errors cost more
 ROUNDS = 12  # halvings of the logarithm of the step's range
@@ -41,14 +41,14 @@ def encode(
 ) -> CodedSide | None:
     """Codes keys or values `[n, D]` of each KV head in at most `nbytes`; None if that is too few.
 
-    Raises KvfoldError for numbers that are not finite.
+    Raises CodecRefusal for numbers that are not finite.
     """
     coefficients = transform.forward(heads, scope)
     filled = [each for each in coefficients if each.numel()]
     deviation = max((float(each.square().mean(-1).max()) for each in filled), default=1.0) ** 0.5
     peak = max((float(each.abs().max()) for each in filled), default=0.0)
     if not math.isfinite(deviation + peak):
-        raise KvfoldError('keys or values are not finite: save the context with codec="zstd"')
+        raise CodecRefusal('keys or values are not finite: save the context with codec="zstd"')
 
     def at(step: float) -> list[Tensor]:
         return [stream for each in coefficients for stream in (each / step).round()]

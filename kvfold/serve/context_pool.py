@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvfold.cache.shrink import shrink
 from kvfold.contexts.context import Context
-from kvfold.errors import KvfoldError
+from kvfold.errors import CodecRefusal, KvfoldError, ScorerFileError
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.longest_prefix import PrefixKey
 from kvfold.serve.pool import Pool
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 class ContextPool(Pool[Context]):
     """A pool of contexts, by the keys of their tokens, and of their texts where these are known.
 
-    Files are written with `codec`. With `shrink`, a budget, idle contexts that keep scores shrink
-    to it before any moves to disk; a file that is there already holds the larger one, which is what
-    comes back.
+    Files are written with `codec`, or with "zstd" where that refuses a context. With `shrink`, a
+    budget, idle contexts that keep scores shrink to it before any moves to disk; a file that is
+    there already holds the larger one, which is what comes back.
     """
 
     noun, prefix = "context", "ctx"
@@ -53,7 +53,11 @@ class ContextPool(Pool[Context]):
         return {TOKENS: key_of_tokens(value.ids[0].tolist())}
 
     def _save(self, value: Context, file: Path) -> None:
-        value.save(file, codec=self.codec)
+        try:
+            value.save(file, codec=self.codec)
+        except (CodecRefusal, ScorerFileError) as refused:
+            log.warning("context %s is saved with codec zstd: %s", file.stem, refused)
+            value.save(file, codec="zstd")
 
     def _made_smaller(self, movable: list[Stored[Context]]) -> bool:
         large = [held for held in movable if not held.shrunk]

@@ -219,6 +219,29 @@ def test_files_have_the_codec_of_the_pool(holder, made):
         assert torch.equal(context.ids, made[0].ids)
 
 
+@pytest.mark.parametrize("spec", ["turboquant:residual=8", "think"])
+@pytest.mark.parametrize("codec", ["kivi4", "kvtc:file={basis}"])
+def test_what_a_codec_refuses_is_saved_with_zstd(
+    model, tokenizer, holder, basis, tmp_path, caplog, spec, codec
+):
+    contexts = holder(3, folder=tmp_path / "named")
+    contexts.codec = codec.format(basis=basis)
+    context = kvfold.compress(model, tokenizer, DOCUMENT, spec)
+    contexts.memory = int(1.5 * size_of(context))
+    alone = context.ask(QUESTION, max_new_tokens=6)
+    contexts.add(context, "c0")
+    contexts.add(kvfold.compress(model, tokenizer, DOCUMENT, spec), "c1")  # c0 goes to disk
+    assert in_memory(contexts) == ["c1"]
+    with contexts.reading("c0") as loaded:
+        assert loaded is not context and loaded.ask(QUESTION, max_new_tokens=6) == alone
+    contexts.delete("c1")
+    contexts.add(kvfold.compress(model, tokenizer, DOCUMENT, spec), "c2")
+    contexts.close()
+    for name in ("c0", "c2"):
+        assert read_header(tmp_path / "named" / f"{name}.kvfold").codec.codec == "zstd"
+        assert f"context {name} is saved with codec zstd: " in caplog.text
+
+
 def test_a_context_deleted_while_it_is_written_leaves_nothing(holder, made, monkeypatch):
     contexts, writing, go = holder(1.5), Event(), Event()
     whole = kvfold.Context.save

@@ -29,7 +29,7 @@ from kvfold.contexts.files.format import (
     StockLayerHeader,
     StreamHeader,
 )
-from kvfold.errors import ContextFileError, KvfoldError, ScorerFileError
+from kvfold.errors import CodecRefusal, ContextFileError, KvfoldError, ScorerFileError
 from kvfold.hf.fitted_numbers import digest_of_file, read_kind
 from kvfold.hf.models import caches_latents, layer_device
 from kvfold.hf.rotation import Rotation
@@ -79,7 +79,7 @@ class Coding:
     ) -> Encoded:
         """Tensors of a file, names of those stored once, and the codec's header.
 
-        Raises KvfoldError for entries that this codec cannot hold.
+        Raises CodecRefusal for entries that this codec cannot hold.
         """
         kept, same, made = dict(stored), dict(same_as), dict[str, Tensor]()
         entries, coded = None, set[str]()
@@ -255,17 +255,17 @@ def _heads(layers: Sequence[LayerHeader], tensor: Callable[[str], Tensor]) -> It
 
 
 def _check(layers: Sequence[LayerHeader], model: PreTrainedModel) -> None:
-    """Raises KvfoldError for entries that kvtc cannot hold."""
+    """Raises CodecRefusal for entries that kivi4 and kvtc cannot hold."""
     names = {name for layer in layers for name in (*layer.by_head, *layer.whole)}
     reason = None
     if caches_latents(model):
-        reason = f"{type(model).__name__} caches latents, and the basis is for keys and values"
+        reason = f"{type(model).__name__} caches latents, and this codec is for keys and values"
     elif "valid" in names:
         reason = "the document was read with padding"
     elif any("keys" not in layer.by_head and "keys.rows" not in layer.by_head for layer in layers):
         reason = "its entries are encoded already"
     if reason is not None:
-        raise KvfoldError(f'{reason}: save it with codec="zstd"')
+        raise CodecRefusal(f'{reason}: save it with codec="zstd"')
 
 
 def _scope(heads: Sequence[CodedHead]) -> Scope:
