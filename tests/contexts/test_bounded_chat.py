@@ -16,7 +16,7 @@ from kvfold.cache.fork import end_turn, fork, fork_within
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.budgets import composed, of_one_model
 from tests.helpers.chats import QUESTIONS, held, same
-from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model, state
 from tests.helpers.models import build
 from tests.helpers.serving import running
 from tests.helpers.tokenizers import word_tokenizer
@@ -266,6 +266,37 @@ def test_an_error_leaves_the_chat_as_it_was(tokenizer, family):
     with pytest.raises(RuntimeError):  # before anything is read
         whole.ask(QUESTION, max_new_tokens=3, stopping_criteria=[_fails])
     assert whole.ask(QUESTION, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "h2o", "adakv:window=8"])
+@pytest.mark.parametrize("while_frozen", [True, False], ids=["in the answer", "at the turn's end"])
+def test_after_an_error_turns_are_compressed_as_without_it(tokenizer, family, spec, while_frozen):
+    model = new_model(family)
+    context = compressed(model, tokenizer, spec)
+    broken, whole = (context.chat(budget=20) for _ in range(2))
+    for chat in (broken, whole):
+        chat.add(QUESTION, "blue")  # read together with the next turn
+        for question in QUESTIONS[:5]:
+            chat.ask(question, max_new_tokens=3)
+    assert broken.stats().later == 20
+    layer, calls = model.get_decoder().layers[-1], []
+
+    def fail(*_: Any) -> None:
+        calls.append(broken.reader.phase.frozen)
+        if calls[1:] and calls[-1] == while_frozen:
+            raise RuntimeError("a layer")
+
+    hook = layer.register_forward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a layer"):
+            broken.ask(QUESTION, max_new_tokens=3)
+    hook.remove()
+    assert broken.stats() == whole.stats() and torch.equal(broken.ids, whole.ids)
+    readers = [[state(layer) for layer in chat.reader.states] for chat in (broken, whole)]
+    assert same(*readers)
+    for question in QUESTIONS[5:8]:
+        assert broken.ask(question, max_new_tokens=8) == whole.ask(question, max_new_tokens=8)
 
 
 @pytest.mark.parametrize("budget", [None, 20])
