@@ -235,6 +235,10 @@ def _stored(
     if isinstance(old, RaggedStore):
         made = RaggedStore(keys, values, columns, slots, old.encode, bias)
         made.encode_due(decoding=False)
+        if old.encode.standalone:
+            stay = slots.masked_fill(slots >= old.length, -1)
+            unmoved = (keys[:, :, : old.length] == old.dense()[0]).all(-1)
+            made.keep_codes(old, stay.masked_fill(~pick(unmoved, stay, False), -1), stay)
         return made
     store = DenseStore(keys, values)
     if bias is not None:

@@ -162,6 +162,21 @@ class PerTokenEncoded:
         coded = [at[at >= count] - count for at, count in pairs]
         return self._with(_at(self.whole, whole), _at(self.codes, coded), _at(self.scales, coded))
 
+    def with_codes_of(self, other: Self, places: list[Tensor]) -> Self:
+        """A copy whose entries have the codes of `other`'s at `places [n]` of each segment.
+
+        Where that is below 0, and where one of the two is whole, an entry stays as it is.
+        """
+        codes, scales = (
+            Flat(flat.rows.clone(), flat.lengths) for flat in (self.codes, self.scales)
+        )
+        for i, at in enumerate(places):
+            theirs = at[self.whole.lengths[i] :] - other.whole.lengths[i]
+            known = theirs >= 0
+            for mine, part in ((codes, other.codes), (scales, other.scales)):
+                mine.segments[i][known] = part.segments[i][theirs[known]]
+        return self._with(self.whole, codes, scales)
+
     def tensors(self) -> list[Tensor]:
         """Whole entries, codes and scales of all segments."""
         return [self.whole.rows, self.codes.rows, self.scales.rows]

@@ -284,6 +284,18 @@ class RaggedStore(Store):
             self._values.accept(self.encode.values(values, self._values.encoded))
         return any(map(len, keys + values))
 
+    def keep_codes(self, old: RaggedStore, keys: Tensor, values: Tensor) -> None:
+        """Keeps the codes that `old` has, as rounding its decoded entries again adds an error.
+
+        `keys` and `values [B, H, T]` are the slots in `old` of each entry's key and value, −1 where
+        that is another one.
+        """
+        pairs = ((self._keys, old._keys, keys), (self._values, old._values, values))
+        alive = (self.columns >= 0).flatten(0, 1)
+        for mine, theirs, slots in pairs:
+            of_segments = zip(slots.flatten(0, 1), alive, strict=True)
+            mine.keep_codes(theirs, [at[there] for at, there in of_segments], old.length)
+
     def encode_with(self, second: RaggedStore, decoding: bool) -> bool:
         """Encodes the entries that are due in both layers of a pair; true if there were any."""
         assert isinstance(self.encode, Pairing)

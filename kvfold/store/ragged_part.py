@@ -115,6 +115,19 @@ class Part:
         in_tail = slots - length + self.tail.length
         self._take(self.tail.rows, torch.where((slots >= 0) & (in_tail >= first), in_tail, -1))
 
+    def keep_codes(self, old: Part, slots: list[Tensor], length: int) -> None:
+        """Gives each segment's entries the codes that `old` has at their `slots [n]`, −1 for none.
+
+        Slots count in `old.rectangle(length)`. Only entries that stand alone have codes to keep.
+        """
+        new, before = self.encoded, old.encoded
+        if isinstance(new, PerTokenEncoded) and isinstance(before, PerTokenEncoded):
+            seen, places = old.view(), []
+            for i, at in enumerate(slots):
+                place = at[: new.lengths[i]] - (length - seen.length(i))
+                places.append(place.masked_fill(place >= before.lengths[i], -1))
+            self.encoded = new.with_codes_of(before, places)
+
     def _encoded_at(self, slots: Tensor, length: int) -> list[Tensor]:
         """Indices among the encoded entries of each segment of those at `slots [B, H, K]`."""
         assert self.encoded is not None

@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvfold import CompressedCache
 from kvfold.cache.renumber import Renumbering
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.hf.rotation import Rotation
-from tests.helpers.models import build
+from tests.helpers.models import build, prompts
 
 
 def test_dropped_tokens_leave_no_gap():
@@ -91,3 +92,58 @@ def test_a_key_is_moved_by_its_angle():
     moved = rotate(at, torch.tensor([-3])).flatten()
     expected = torch.tensor([-3.144039, 1.919605, -0.339143, 4.039197])
     assert torch.allclose(moved, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", ["", ",keys=3,values=3,correct=false", ",keys=8", ",values=2"])
+@torch.no_grad()
+def test_quantized_entries_before_an_edit_are_the_same_after_many(dtype, options):
+    model, ids = build("llama", dtype, num_hidden_layers=2, head_dim=16), prompts((150,))[0]
+    cache = CompressedCache(model, f"turboquant:residual=8,sinks=2,end_layers=0{options}")
+    model(ids, past_key_values=cache)
+    before = [entries.clone() for entries in cache.states[0].stored().dense()]
+    for edit in range(6):
+        if edit % 2:
+            cache.drop((119, 121))
+        else:
+            cache.replace((119, 121), ids[:, 3:7])
+    cache.move((110, 115), 105)
+    keys, values = cache.states[0].stored().dense()
+    assert keys.shape[2] == 150
+    for given, found in zip(before, (keys, values), strict=True):
+        assert torch.equal(found[:, :, :105], given[:, :, :105])
+    # Keys turn, and values go with them as they are.
+    assert torch.equal(values[:, :, 105:110], before[1][:, :, 110:115])
+    assert torch.equal(values[:, :, 115:119], before[1][:, :, 115:119])
+    assert not torch.equal(keys[:, :, 105:110], before[0][:, :, 110:115])
+
+
+@torch.no_grad()
+def test_entries_of_evicted_heads_keep_their_codes():
+    """Heads of different lengths, whose padding differs."""
+    model, ids = build("llama", num_hidden_layers=2, head_dim=16), prompts((150,))[0]
+    quantized = "turboquant:residual=8,sinks=2,keys=3,values=3,correct=false,end_layers=0"
+    cache = CompressedCache(model, f"adakv:window=8 + {quantized}", 60)
+    model(ids, past_key_values=cache)
+    before = entries_by_column(cache)
+    for _ in range(3):
+        cache.drop((118, 120))
+    after = entries_by_column(cache)
+    kept = [place for place in before if place[-1] < 118]
+    assert len(kept) > 100 and len({sum(p[:2] == (0, h) for p in kept) for h in range(2)}) == 2
+    for place in kept:
+        for given, found in zip(before[place], after[place], strict=True):
+            assert torch.equal(given, found)
+
+
+def entries_by_column(cache):
+    """Key and value of each layer, KV head and column."""
+    found = {}
+    for layer, state in enumerate(cache.states):
+        keys, values = state.stored().dense()
+        for head, columns in enumerate(state.columns()[0]):
+            for slot, column in enumerate(columns.tolist()):
+                if column >= 0:
+                    entry = keys[0, head, slot].clone(), values[0, head, slot].clone()
+                    found[layer, head, column] = entry
+    return found

@@ -163,3 +163,19 @@ def test_half_precision_is_quantized_in_full():
     codes, scale = quantized_keys(rows, 4, True)
     exact_codes, exact_scale = quantized_keys(rows.double(), 4, True)
     assert (codes != exact_codes).float().mean() < 1e-3 and torch.equal(scale, exact_scale)
+
+
+@pytest.mark.parametrize("make", [lambda *a: RotatedKeys.of(a[0], 4, False, a[1]), None])
+def test_codes_are_taken_from_where_they_were(make):
+    """An entry has the codes that it had, if it is quantized here and was there."""
+    make = make or (lambda rows, whole: TokenValues.of(rows, 4, whole))
+    old = make([gaussian(9, 16, seed=2), gaussian(6, 16, seed=3)], [2, 1])
+    rows, places = [gaussian(5, 16), gaussian(4, 16, seed=1)], [[-1, 0, 1, 5, 8], [3, 4, -1, 2]]
+    new = make(rows, [1, 2])
+    made = new.with_codes_of(old, [torch.tensor(at) for at in places])
+    for i, at in enumerate(places):
+        for entry, place in enumerate(at):
+            both_quantized = entry >= (1, 2)[i] and place >= (2, 1)[i]
+            expected = old.segment(i)[place] if both_quantized else new.segment(i)[entry]
+            assert torch.equal(made.segment(i)[entry], expected)
+    assert torch.equal(new.rows, make(rows, [1, 2]).rows)  # is not changed itself
