@@ -8,7 +8,8 @@ cache classes of the model's own.
 
 from __future__ import annotations
 
-from weakref import WeakSet
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -27,12 +28,34 @@ FORWARDS = (6, 1, 2)  # tokens: a prompt that is evicted from, a decode step, a 
 _tried: WeakSet[PreTrainedModel] = WeakSet()
 
 
+class EntryShape(NamedTuple):
+    """A layer's KV heads in this process, and the channels of a key and of a value."""
+
+    heads: int
+    key: int
+    value: int
+
+    @classmethod
+    def of(cls, layer: CompressedLayer) -> EntryShape:
+        """The shape of what the layer stores."""
+        store = layer.state.stored()
+        return cls(store.keys.shape[1], store.keys.shape[3], store.values.shape[3])
+
+
+_shapes: WeakKeyDictionary[PreTrainedModel, list[EntryShape]] = WeakKeyDictionary()
+
+
 def untried(model: PreTrainedModel) -> bool:
     """True, once, if the model has weights and no cache was made for it yet."""
     if model in _tried or model.device.type == "meta":
         return False
     _tried.add(model)
     return True
+
+
+def entry_shapes(model: PreTrainedModel) -> list[EntryShape] | None:
+    """Shapes of the compressed layers, as the trial found them; None if there was none."""
+    return _shapes.get(model)
 
 
 def run(model: PreTrainedModel, cache: Cache) -> None:
@@ -68,11 +91,13 @@ def _read(model: PreTrainedModel, cache: Cache) -> None:
         raise UnsupportedModel(
             f"{name} reads text, but not with a cache of kvfold's: {problem}"
         ) from problem
-    seen = {x.get_seq_length() for x in cache.layers if isinstance(x, CompressedLayer)}
+    layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+    seen = {layer.get_seq_length() for layer in layers}
     if seen != {sum(FORWARDS)}:
         raise UnsupportedModel(
             f"{name} does not write every token to every layer of its cache: nothing to compress"
         )
+    _shapes[model] = [EntryShape.of(layer) for layer in layers]
 
 
 def _problem_without_cache(model: PreTrainedModel) -> Exception | None:

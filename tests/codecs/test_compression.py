@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from kvfold import ContextFileError
-from kvfold.codecs.compression import compressed_tensor, decompressed, decompressed_tensor
+from kvfold.codecs.compression import (
+    compressed,
+    compressed_tensor,
+    decompressed,
+    decompressed_tensor,
+)
 
 BOTH = ("zstd", "deflate")
 # Written by zstandard 0.22 (Zstandard 1.5.5), level 3, of TEXT.
@@ -34,3 +39,12 @@ def test_tensors_come_back_bit_for_bit(by, dtype):
 def test_a_frame_of_another_version_of_zstandard_is_read():
     pytest.importorskip("zstandard")
     assert decompressed(bytes.fromhex(OTHER_VERSION), len(TEXT), "zstd") == TEXT
+
+
+def test_a_small_frame_of_much_is_refused_before_it_is_unpacked(monkeypatch):
+    zstandard = pytest.importorskip("zstandard")
+    frame = compressed(bytes(2**22), "zstd")
+    assert len(frame) < 2**10
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", None)
+    with pytest.raises(ContextFileError, match="another length"):
+        decompressed(frame, 100, "zstd")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold.cache.layer import CompressedLayer
-from kvfold.contexts.files.format import CHECKSUM, FORMAT, HEADER, VERSION
-from kvfold.hf.header import digest
+from kvfold.contexts.files.format import CHECKSUM, CODED, FORMAT, HEADER, VERSION
+from kvfold.hf.header import digest, digest_of
 from kvfold.store.dense import DenseStore
 from kvfold.store.ragged import RaggedStore
 from tests.helpers.models import build
@@ -117,11 +117,26 @@ def assert_same(one: kvfold.CompressedCache, other: kvfold.CompressedCache) -> N
     assert (one.seed, one.per_chunk) == (other.seed, other.per_chunk)
 
 
-def rewritten(path: Path, saved: Path, version: str = VERSION, **changes: Any) -> Path:
-    """A copy of a file whose header says something else, with the right checksum."""
+def contents(saved: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and header of a file."""
     with safe_open(saved, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        header = json.loads(file.metadata()[HEADER])
+        return tensors, json.loads(file.metadata()[HEADER])
+
+
+def forged(path: Path, saved: Path, name: str, tensor: Tensor) -> Path:
+    """A copy of a file with another tensor of that name, and its checksum."""
+    tensors, header = contents(saved)
+    text = json.dumps(header | {"checksums": header["checksums"] | {name: digest_of(tensor)}})
+    version = CODED if header.get("codec") else VERSION
+    found = {FORMAT: version, HEADER: text, CHECKSUM: digest(version + text)}
+    save_file(tensors | {name: tensor}, path, found)
+    return path
+
+
+def rewritten(path: Path, saved: Path, version: str = VERSION, **changes: Any) -> Path:
+    """A copy of a file whose header says something else, with the right checksum."""
+    tensors, header = contents(saved)
     text = json.dumps(header | changes)
     found = {FORMAT: version, HEADER: text, CHECKSUM: digest(version + text)}
     save_file(tensors, path, found)

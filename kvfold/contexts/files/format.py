@@ -61,13 +61,13 @@ class LayerHeader(HeaderPart):
 
     index: int
     store: Literal["dense", "segments"]
-    kept: list[int]
-    dead: int
-    new: int
-    first_new: int
-    seen: int
-    turns: int
-    evicted_at: int
+    kept: list[NonNegativeInt]
+    dead: NonNegativeInt
+    new: NonNegativeInt
+    first_new: NonNegativeInt
+    seen: NonNegativeInt
+    turns: NonNegativeInt
+    evicted_at: NonNegativeInt
     surplus: int | None
     over_budget: bool
     by_head: list[str]

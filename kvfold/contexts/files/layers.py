@@ -6,6 +6,7 @@ State of an unfinished prefill (the query window) is not saved: such a cache is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.model_trial import EntryShape
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.cache.state import (
     KEPT_NUMBERS,
@@ -25,6 +27,7 @@ from kvfold.cache.state import (
 from kvfold.contexts.files.format import LayerHeader
 from kvfold.kernels.query_moments import QueryMoments
 from kvfold.kernels.views import Named
+from kvfold.store.base import Store
 from kvfold.store.dense import DenseStore
 from kvfold.store.encoding import Encode
 from kvfold.store.ragged import RaggedStore
@@ -118,6 +121,39 @@ def restore(layer: CompressedLayer, saved: SavedLayer) -> None:
     state.settled = header.seen if header.settled is None else header.settled
     if state.evicted_at:
         state.let_sinks_move()
+
+
+def check_restored(
+    layer: CompressedLayer, counts: list[int], dtype: torch.dtype, shape: EntryShape | None
+) -> None:
+    """Raises ValueError for a layer that does not fit its header's `counts`, or the model.
+
+    `dtype` is the model's, `shape` that of its layer's entries; None: it is not known. Encoded
+    entries are decoded once, head by head.
+    """
+    store, columns, found = layer.state.stored(), layer.state.columns(), EntryShape.of(layer)
+    if kept(layer) != counts:
+        raise ValueError(f"{kept(layer)} entries per head, where the header lists {counts}")
+    if columns.numel() and int(columns.max()) >= layer.state.seen:
+        raise ValueError("an entry behind the last token")
+    if shape is not None and found != shape:
+        raise ValueError(f"{found}, where the model has {shape}")
+    for count, (keys, values) in zip(counts, _of_heads(store), strict=True):
+        if {keys.dtype, values.dtype} != {dtype}:
+            raise ValueError(f"entries that are not of {dtype}")
+        if not count <= len(keys) == len(values):
+            raise ValueError(f"{len(keys)} keys and {len(values)} values of {count} entries")
+
+
+def _of_heads(store: Store) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys `[n, D]` and values `[n, Dv]` of each segment, decoded."""
+    if not isinstance(store, RaggedStore):
+        keys, values = store.dense()
+        yield from zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True)
+        return
+    view = store.segments()
+    for i in range(len(view.keys.gaps)):
+        yield torch.cat(view.keys.pieces(i)), torch.cat(view.values.pieces(i))
 
 
 def _without_padding(state: LayerState, numbers: Tensor) -> list[Tensor]:

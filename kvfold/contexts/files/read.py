@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +18,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.fits import Fits
 from kvfold.cache.history import History
 from kvfold.cache.layer import CompressedLayer
+from kvfold.cache.model_trial import EntryShape, entry_shapes
 from kvfold.cache.shrink import is_nested
 from kvfold.contexts.context import Context
 from kvfold.contexts.files import layers
@@ -28,7 +31,7 @@ from kvfold.contexts.files.format import (
     StockLayerHeader,
     opened,
 )
-from kvfold.contexts.files.layers import SavedLayer, kept
+from kvfold.contexts.files.layers import SavedLayer
 from kvfold.errors import ContextFileError, KvfoldError
 from kvfold.hf.chat_template import PromptFrame
 from kvfold.hf.header import model_differences, rope_differences
@@ -78,7 +81,8 @@ def read(
     )
     cache.binding.check_adapters()
     _check_fits(file, cache.fits)
-    _fill(cache, file, model, heads or cache.ranks.own_heads)
+    with _told_as_damage(file):
+        _fill(cache, file, model, heads or cache.ranks.own_heads)
     if header.has_prefix:
         cache.phase.prefix = file.tensor("prefix").to(model.device, copy=True)
     cache.per_chunk = header.per_chunk
@@ -171,6 +175,17 @@ def _check_fits(file: ContextFile, fits: Fits) -> None:
         )
 
 
+@contextmanager
+def _told_as_damage(file: ContextFile) -> Iterator[None]:
+    """ContextFileError for what numbers and tensors that do not fit each other raise."""
+    try:
+        yield
+    except (KvfoldError, torch.OutOfMemoryError):
+        raise
+    except (AssertionError, LookupError, RuntimeError, StopIteration, TypeError, ValueError) as bad:
+        raise file.damaged(f"its layers do not fit its header ({bad})") from bad
+
+
 def _fill(
     cache: CompressedCache, file: ContextFile, model: PreTrainedModel, heads: slice | None
 ) -> None:
@@ -182,6 +197,8 @@ def _fill(
             f"{file.path} holds {len(by_index)} layers, "
             f"and the model's cache has {len(cache.layers)}"
         )
+    known = entry_shapes(model)
+    shapes: Iterator[EntryShape | None] = repeat(None) if known is None else iter(known)
     for index, layer in enumerate(cache.layers):
         saved, device = by_index[index], layer_device(model, index)
         kind = layer.__class__.__name__
@@ -191,8 +208,11 @@ def _fill(
                 raise ContextFileError(f"{file.path} has {len(saved.kept)} heads, none in {heads}")
             by_head, whole = _tensors(file, f"layers.{index}.", saved, chosen, device, coded)
             layers.restore(layer, SavedLayer(saved, by_head, whole))
-            if kept(layer) != [saved.kept[head] for head in chosen]:
-                raise file.damaged(f"layer {index} stores other counts than its header lists")
+            shape = next(shapes)
+            if shape is not None and heads is not None:
+                shape = shape._replace(heads=len(chosen))
+            counts = [saved.kept[head] for head in chosen]
+            layers.check_restored(layer, counts, model.dtype, shape)
         elif isinstance(saved, StockLayerHeader) and saved.kind == kind:
             chosen = _of_other(file, saved, heads)
             by_head, whole = _tensors(file, f"others.{index}.", saved, chosen, device)

@@ -21,7 +21,10 @@ from tests.helpers.contexts import (
     TURBO,
     assert_same,
     compressed,
+    contents,
+    forged,
     new_model,
+    rewritten,
 )
 from tests.helpers.scorers import zap_of
 
@@ -162,6 +165,50 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(model, token
         file.check()
         assert file.header.budget.amount == 40
     assert read_header(path).budget.amount == 90
+
+
+FORGED = ("snapkv", "adakv", f"adakv + {TURBO}", KIVI, "think", "minicache")
+
+
+@pytest.mark.parametrize("spec", FORGED)
+def test_tensors_that_do_not_fit_are_refused_or_answer_though_their_checksums_fit(
+    model, tokenizer, tmp_path, spec
+):
+    path, refused = tmp_path / "a.kvfold", 0
+    compressed(model, tokenizer, spec).save(path)
+    first = {n: t for n, t in contents(path)[0].items() if n.startswith("layers.0.")}
+    for name, tensor in first.items():
+        others = [tensor[None], tensor[..., :-1], tensor[:-1], tensor.double()]
+        for other in others if len(tensor) else []:
+            altered = forged(tmp_path / "b.kvfold", path, name, other.clone().contiguous())
+            try:
+                context = kvfold.load(altered, model, tokenizer)
+            except kvfold.KvfoldError:
+                refused += 1
+            else:
+                context.ask(QUESTION, max_new_tokens=2)
+    assert refused > 2 * len(first)
+
+
+@pytest.mark.parametrize("spec", FORGED)
+@pytest.mark.parametrize(
+    "changes", [{"kept": [1]}, {"by_head": []}, {"new": -1}, {"seen": 3}], ids=str
+)
+def test_numbers_that_do_not_fit_are_refused(model, tokenizer, tmp_path, spec, changes):
+    path = tmp_path / "a.kvfold"
+    compressed(model, tokenizer, spec).save(path)
+    first, *rest = contents(path)[1]["layers"]
+    altered = [first | changes, *rest]
+    with pytest.raises(kvfold.ContextFileError, match="is damaged"):
+        kvfold.load(rewritten(tmp_path / "b.kvfold", path, layers=altered), model, tokenizer)
+
+
+def test_a_file_of_another_number_of_heads_is_refused(model, tokenizer, tmp_path):
+    path = tmp_path / "a.kvfold"
+    compressed(model, tokenizer, "snapkv").save(path)
+    layers = [layer | {"kept": layer["kept"][:1]} for layer in contents(path)[1]["layers"]]
+    with pytest.raises(kvfold.ContextFileError, match=r"heads=1.*the model has.*heads=2"):
+        kvfold.load(rewritten(tmp_path / "b.kvfold", path, layers=layers), model, tokenizer)
 
 
 @pytest.mark.parametrize("rest", ["", " + every:interval=8"])
