@@ -10,6 +10,8 @@ from pathlib import Path
 
 from kvfold.cache.shrink import shrink
 from kvfold.contexts.context import Context
+from kvfold.contexts.files.format import TextHeader, read_header
+from kvfold.contexts.files.write import save
 from kvfold.errors import CodecRefusal, KvfoldError, ScorerFileError
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.longest_prefix import PrefixKey
@@ -52,12 +54,19 @@ class ContextPool(Pool[Context]):
     def _keys(self, value: Context) -> dict[str, PrefixKey]:
         return {TOKENS: key_of_tokens(value.ids[0].tolist())}
 
-    def _save(self, value: Context, file: Path) -> None:
+    def _keys_in(self, file: Path) -> dict[str, PrefixKey]:
+        text = read_header(file).text
+        return {} if text is None else {TEXT: PrefixKey(text.length, bytes.fromhex(text.digest))}
+
+    def _save(self, held: Stored[Context], file: Path) -> None:
+        assert held.value is not None
+        key = held.keys.get(TEXT)
+        text = None if key is None else TextHeader(length=key.length, digest=key.digest.hex())
         try:
-            value.save(file, codec=self.codec)
+            save(held.value, file, codec=self.codec, text=text)
         except (CodecRefusal, ScorerFileError) as refused:
-            log.warning("context %s is saved with codec zstd: %s", file.stem, refused)
-            value.save(file, codec="zstd")
+            log.warning("context %s is saved with codec zstd: %s", held.id, refused)
+            save(held.value, file, codec="zstd", text=text)
 
     def _made_smaller(self, movable: list[Stored[Context]]) -> bool:
         large = [held for held in movable if not held.shrunk]

@@ -147,7 +147,7 @@ class Pool(Generic[Value]):
         """Loads the files of the folder; yields the error of each file left out."""
         for name, file in self.folder.found():
             try:
-                self.add(self.load(file), name, file=file)
+                self.add(self.load(file), name, self._keys_in(file), file)
             # Any file may lie in the folder: the server starts without it.
             except Exception as problem:
                 yield problem
@@ -159,7 +159,7 @@ class Pool(Generic[Value]):
                 for held in self._held.values():
                     if held.value is not None and held.unwritten:
                         try:
-                            self._save(held.value, self.folder.file(held.id))
+                            self._save(held, self.folder.file(held.id))
                         except KvfoldError as problem:
                             log.error("%s %s is lost: %s", self.noun, held.id, problem)
         self.folder.close()
@@ -269,8 +269,13 @@ class Pool(Generic[Value]):
         """Prefix keys of a value, by kind."""
         return {}
 
-    def _save(self, value: Value, file: Path) -> None:
-        value.save(file)
+    def _keys_in(self, file: Path) -> dict[str, PrefixKey]:
+        """Prefix keys that only the file of a value knows, by kind."""
+        return {}
+
+    def _save(self, held: Stored[Value], file: Path) -> None:
+        assert held.value is not None
+        held.value.save(file)
 
     def _made_smaller(self, movable: list[Stored[Value]]) -> bool:
         """Makes one of `movable` smaller in memory; False if none can be."""
@@ -299,7 +304,7 @@ class Pool(Generic[Value]):
         assert held.value is not None
         file = self.folder.file(held.id)
         with self._released():
-            self._save(held.value, file)
+            self._save(held, file)
         held.file, held.unwritten = file, False
 
     def _end_reading(self, held: Stored[Value]) -> None:

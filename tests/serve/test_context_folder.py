@@ -12,14 +12,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import kvfold
 from kvfold import KvfoldError
 from kvfold.contexts.files import write
+from kvfold.contexts.files.format import read_header
 from kvfold.hf.header import digest
 from kvfold.serve.context_folder import ContextFolder
 from kvfold.serve.context_pool import TOKENS, token_bytes
 from kvfold.serve.errors import ApiError
 from tests.helpers.contexts import QUESTION
 from tests.helpers.held_contexts import counted, in_memory
+from tests.helpers.serving import Running, running
 
 
 def test_a_full_disk_keeps_what_is_in_memory(holder, made, monkeypatch):
@@ -81,6 +84,32 @@ def test_a_folder_that_is_only_read_says_so(holder, made, monkeypatch):
     with contexts.reading("c0"):
         contexts.delete("c0")
     assert not file.exists()
+
+
+def test_after_a_restart_contexts_are_found_by_their_texts(tmp_path):
+    """The last token of these texts is another one before a blank line."""
+    model, tokenizer = kvfold.bundled_model()
+    texts = ("A list:\n- one\n- two\n", "The key is under the mat.\n")
+
+    def read_before(server: Running) -> list[int]:
+        answers = [server.chat(f"{text}\n\nWhere is the key?").json() for text in texts]
+        return [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+
+    with running(model, tokenizer, folder=tmp_path, method="knorm", budget=0.9) as server:
+        for text in texts:
+            server.create(text)
+        found = read_before(server)
+    assert all(found)
+    with running(model, tokenizer, folder=tmp_path, method="knorm", budget=0.9) as server:
+        assert not list(server.engine.contexts.adopt())
+        assert read_before(server) == found
+    # Of a file that another program wrote only the tokens are known.
+    (file, _) = sorted(tmp_path.glob("*.kvfold"))
+    kvfold.load(file, model, tokenizer).save(file)
+    assert read_header(file).text is None
+    with running(model, tokenizer, folder=tmp_path, method="knorm", budget=0.9) as server:
+        assert not list(server.engine.contexts.adopt())
+        assert sorted(read_before(server)) in ([0, count] for count in found)
 
 
 def test_odd_files_are_left_out(holder, made, tmp_path):

@@ -17,6 +17,7 @@ import torch
 import kvfold
 from kvfold.cache.layer import CompressedLayer
 from kvfold.contexts.files.format import read_header
+from kvfold.serve import context_pool
 from kvfold.serve.errors import ApiError
 from kvfold.serve.stored import size_of
 from tests.fit.test_fit import texts
@@ -127,11 +128,11 @@ def test_a_context_shrinks_without_a_second_cache(model, tokenizer, holder, made
 
 def test_a_context_is_written_once(holder, made, monkeypatch):
     contexts, saves = holder(1.5), []
-    whole = kvfold.Context.save
+    whole = context_pool.save
     monkeypatch.setattr(
-        kvfold.Context,
+        context_pool,
         "save",
-        lambda self, path, codec: (saves.append(path.name), whole(self, path)),
+        lambda context, path, **_: (saves.append(path.name), whole(context, path)),
     )
     for i in range(2):
         contexts.add(made[i], f"c{i}")
@@ -244,14 +245,14 @@ def test_what_a_codec_refuses_is_saved_with_zstd(
 
 def test_a_context_deleted_while_it_is_written_leaves_nothing(holder, made, monkeypatch):
     contexts, writing, go = holder(1.5), Event(), Event()
-    whole = kvfold.Context.save
+    whole = context_pool.save
 
-    def slowly(self: Any, path: Path, codec: str | None) -> None:
+    def slowly(context: Any, path: Path, **_: Any) -> None:
         writing.set()
         assert go.wait(10)
-        whole(self, path)
+        whole(context, path)
 
-    monkeypatch.setattr(kvfold.Context, "save", slowly)
+    monkeypatch.setattr(context_pool, "save", slowly)
     contexts.add(made[0], "c0")
     with ThreadPoolExecutor(2) as pool:
         adding = pool.submit(contexts.add, made[1], "c1")

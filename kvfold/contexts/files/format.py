@@ -127,6 +127,13 @@ class LevelHeader(HeaderPart):
     measured: int
 
 
+class TextHeader(HeaderPart):
+    """The prefix key of a text in a server: its bytes, and their BLAKE2b digest, hexadecimal."""
+
+    length: NonNegativeInt
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{128}$")]
+
+
 Step = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -187,6 +194,7 @@ class Header(HeaderPart):
         codec: None for tensors as they are.
         level: None where heads keep what the method gives them.
         fits: checksums of what was fitted for the method, as `cache/fits.py` names them.
+        text: of the server that wrote it; None: it is found by its tokens only.
     """
 
     written_by: str
@@ -213,6 +221,7 @@ class Header(HeaderPart):
     codec: CodecHeader | None = None
     level: LevelHeader | None = None
     fits: dict[str, str] = Field(default_factory=dict)
+    text: TextHeader | None = None
 
 
 def merged_over_ranks(
@@ -241,7 +250,7 @@ def merged_over_ranks(
 def metadata(header: Header) -> dict[str, str]:
     """The header as safetensors metadata."""
     # Left out if empty: such a file is the same as before the fields existed.
-    optional = ("origins", "session", "codec", "level", "fits")
+    optional = ("origins", "session", "codec", "level", "fits", "text")
     empty: dict[str, Any] = {name: True for name in optional if not getattr(header, name)}
     unset = {n for n in LATER if all(getattr(layer, n) is None for layer in header.layers)}
     if unset:

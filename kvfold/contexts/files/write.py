@@ -31,6 +31,7 @@ from kvfold.contexts.files.format import (
     LayerHeader,
     SessionHeader,
     StockLayerHeader,
+    TextHeader,
     merged_over_ranks,
     metadata,
 )
@@ -96,10 +97,11 @@ def save(
     path: str | Path,
     session: SessionHeader | None = None,
     codec: str | None = None,
+    text: TextHeader | None = None,
 ) -> None:
     """Writes `context` to `path` atomically; `session` if it is a session's.
 
-    `codec` is one of `codecs/codec.py`; None: tensors as they are.
+    `codec` is one of `codecs/codec.py`; None: tensors as they are. `text` is a server's key.
 
     A process killed meanwhile leaves the old file intact, and a file `.<name>.<random>.tmp`. Under
     tensor parallelism all ranks call this, and the first one writes the entries of all. Raises
@@ -120,7 +122,7 @@ def save(
     tensors.add("", {}, whole)
     tensors.add("rope.", {}, frequencies)
     model = model_header(context.model, context.tokenizer)
-    write = partial(_write, context, Path(path), model, rope, session, codec)
+    write = partial(_write, context, Path(path), model, rope, session, codec, text)
     cache.ranks.on_first(RankPart(headers, tensors), write)
 
 
@@ -131,6 +133,7 @@ def _write(
     rope: RopeHeader,
     session: SessionHeader | None,
     codec: str | None,
+    text: TextHeader | None,
     by_rank: list[RankPart],
 ) -> None:
     """Writes the parts of all ranks, `by_rank` in rank order."""
@@ -169,6 +172,7 @@ def _write(
         codec=coded,
         level=context.level,
         fits=cache.fits.digests,
+        text=text,
     )
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))
