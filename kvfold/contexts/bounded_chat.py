@@ -41,6 +41,7 @@ class BoundedChat(Chat):
         super().__init__(context)
 
     def stats(self) -> Stats:
+        """Kept entries and bytes, as of `Chat`; after an error turns are read again before."""
         self._catch_up()
         return super().stats()
 
