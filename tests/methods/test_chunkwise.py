@@ -39,7 +39,7 @@ def test_one_chunk_is_the_whole_text(model) -> None:
 
 
 def test_it_needs_scores_and_a_length() -> None:
-    with pytest.raises(IllegalComposition, match="scores nothing"):
+    with pytest.raises(IllegalComposition, match="evicts nothing"):
         parse("chunkwise").stages()
     with pytest.raises(KvfoldError, match="at least 1 token"):
         parse("chunkwise:length=0")
