@@ -103,3 +103,13 @@ def test_a_task_of_decoding_is_compressed_with_its_question_whatever_was_asked(s
         outcome = setting.outcome(sample, "snapkv:window=8", "12", question_aware=protocol)
         read = setting.prompt(sample).ids.shape[1] + outcome.answers[0].tokens - 1
         assert outcome.held.seen > read
+
+
+def test_operations_are_those_of_all_questions_as_seconds_are(setting):
+    sample = record(questions=2)
+    cell = setting.cell("kv_retrieval", "knorm", "0.5", question_aware=True)
+    both, *alone = (
+        setting.outcome_in(replace(sample, questions=asked), cell).prefill_operations
+        for asked in (sample.questions, sample.questions[:1], sample.questions[1:])
+    )
+    assert both == sum(alone) > 0
