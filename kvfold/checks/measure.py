@@ -185,9 +185,9 @@ class PromptMeasurements:
         return found
 
     def _add(self, digest: str, cell: MethodAtBudget, **found: object) -> None:
-        values = {"run": self.store.run, "prompt": digest, "method": cell[0], "budget": cell[1]}
-        files = {"files": digests(cell[0])}
-        self.store.add(CheckRecord.model_validate(values | files | found))
+        method, budget = cell
+        key = {"prompt": digest, "method": method, "budget": budget, "files": digests(method)}
+        self.store.add(CheckRecord.model_validate({"run": self.store.run} | key | found))
 
 
 def kept_of_spans(compressed: CompressedPrompts) -> list[dict[str, float]]:

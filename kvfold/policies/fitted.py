@@ -10,45 +10,35 @@ from torch import Tensor
 
 from kvfold.errors import ScorerFileError
 from kvfold.hf.fitted_numbers import how_to_fit, read_kind
-from kvfold.methods.base import Stages
-from kvfold.methods.fitted import FittedFile
-from kvfold.methods.stages.allocate.parts import Curve, PartsSource
+from kvfold.methods.fitted import Fitted, FittedFile
+from kvfold.methods.stages.allocate.parts import PartsSource
 from kvfold.policies.prefill import Prefill
 
 
-def fitted_in(need: FittedFile | None, prefill: Prefill) -> Any:
-    """The fitted numbers in the file of `need`; None without a need.
+def fitted_in(source: PartsSource | None, prefill: Prefill) -> Any:
+    """The numbers in the file of `source`; None without one.
 
     Raises ScorerFileError for a file that is not named, damaged, or of other numbers of layers, KV
-    heads or RoPE frequencies. Weights cannot be compared: name the file of the engine's model.
+    heads or RoPE frequencies, and KvfoldError for such parts that a user wrote. Weights cannot be
+    compared: name the file of the engine's model.
     """
-    if need is None:
+    if source is None:
         return None
-    if need.file == "none":
-        raise ScorerFileError(
-            f"{need.kind.method} needs a file that was fitted for the engine's model: "
-            f"{how_to_fit(need.kind)}"
-        )
-    fitted, frequencies = read_kind(need.file, need.kind)
-    _check_rope(need.file, frequencies, prefill)
-    fitted.check(need.file, prefill.layers, prefill.heads)
+    fitted = _fit(source, prefill) if isinstance(source, FittedFile) else source.read()
+    fitted.check(source.file, prefill.layers, prefill.heads)
     return fitted
 
 
-def parts_in(stages: Stages, prefill: Prefill) -> Curve | None:
-    """Parts of layers or heads in the file that the stages name; None without one.
-
-    Raises KvfoldError as `fitted_in` and `Curve.check` do.
-    """
-    need: PartsSource | None = getattr(stages.allocate, "parts", None)
-    if need is None:
-        return None
-    if isinstance(need, FittedFile):
-        curve: Curve = fitted_in(need, prefill)
-        return curve
-    parts = need.read()
-    parts.check(need.file, prefill.layers, prefill.heads)
-    return parts
+def _fit(source: FittedFile, prefill: Prefill) -> Fitted:
+    """What was fitted for a model with the engine's RoPE."""
+    if source.file == "none":
+        raise ScorerFileError(
+            f"{source.kind.method} needs a file that was fitted for the engine's model: "
+            f"{how_to_fit(source.kind)}"
+        )
+    fitted, frequencies = read_kind(source.file, source.kind)
+    _check_rope(source.file, frequencies, prefill)
+    return fitted
 
 
 def _check_rope(file: str, frequencies: list[Tensor], prefill: Prefill) -> None:

@@ -23,7 +23,7 @@ from kvfold.kernels.projected_norms import gram, l1_norms, l2_norms
 from kvfold.methods.base import Stages
 from kvfold.methods.fitted_parts import with_parts
 from kvfold.methods.observation import OutputNorm
-from kvfold.policies.fitted import fitted_in, parts_in
+from kvfold.policies.fitted import fitted_in
 from kvfold.policies.prefill import Prefill
 from kvfold.store.dense import DenseStore
 
@@ -35,7 +35,8 @@ def chosen_in(
 
     Raises KvfoldError as the stages do.
     """
-    states = _states(with_parts(stages, parts_in(stages, prefill)), budget, prefill, seed)
+    parts = fitted_in(getattr(stages.allocate, "parts", None), prefill)
+    states = _states(with_parts(stages, parts), budget, prefill, seed)
     for layer, state in enumerate(states):
         keys, values = prefill.keys[layer][None], prefill.values[layer][None]
         state.store = DenseStore.sharing(keys, values)

@@ -35,6 +35,19 @@ class PromptBatch:
         ids, mask = left_padded([prompt.ids for prompt in prompts], device)
         return cls(tuple(prompts), ids, mask)
 
+    @classmethod
+    def with_questions(
+        cls, prompts: Sequence[SamplePrompt], questions: Sequence[Question], device: torch.device
+    ) -> PromptBatch:
+        """The samples' contexts, each followed by its question, for prefills of both.
+
+        Padded together: padding after a context would lie inside the prompt.
+        """
+        pairs = zip(prompts, questions, strict=True)
+        pieces = [torch.cat([each.ids, each.question_ids(asked)], 1) for each, asked in pairs]
+        ids, mask = left_padded(pieces, device)
+        return cls(tuple(prompts), ids, mask)
+
     @property
     def padding(self) -> Tensor | None:
         """The mask `[B, N]`; None if nothing is padded."""
@@ -45,17 +58,6 @@ class PromptBatch:
         questions = [prompt.sample.questions[number] for prompt in self.prompts]
         pieces = [p.question_ids(q) for p, q in zip(self.prompts, questions, strict=True)]
         return self.followed_by(*left_padded(pieces, self.ids.device)), questions
-
-    def whole(self, number: int) -> tuple[PromptBatch, list[Question]]:
-        """Contexts with each sample's question `number`, padded together, and these questions.
-
-        For prefills of both: padding after a context would lie inside the prompt.
-        """
-        questions = [prompt.sample.questions[number] for prompt in self.prompts]
-        pairs = zip(self.prompts, questions, strict=True)
-        pieces = [torch.cat([each.ids, each.question_ids(asked)], 1) for each, asked in pairs]
-        ids, mask = left_padded(pieces, self.ids.device)
-        return replace(self, ids=ids, mask=mask), questions
 
     def followed_by(self, ids: Tensor, mask: Tensor | None = None) -> PromptBatch:
         """The batch followed by `ids [B, n]`; `mask [B, n]` is 0 at padding."""

@@ -59,11 +59,11 @@ def _from_shared_readings(
     model: PreTrainedModel, prompts: Sequence[SamplePrompt], cells: Sequence[EvalCell], task: Task
 ) -> Iterator[tuple[EvalCell, BatchOutcome]]:
     """Outcomes of cells that share the prefills; all samples have equally many questions."""
-    contexts = PromptBatch.of(prompts, model.device)
     parts: dict[EvalCell, list[list[SampleOutcome]]] = {}
     failed: dict[EvalCell, Exception] = {}
     for number in range(len(prompts[0].sample.questions)):
-        asked, questions = contexts.whole(number)
+        questions = [prompt.sample.questions[number] for prompt in prompts]
+        asked = PromptBatch.with_questions(prompts, questions, model.device)
         left = [cell for cell in cells if cell not in failed]
         for each in compressed(model, asked, left, partial(first_token, model, batch=asked)):
             outcome = attempt(partial(_one_question, model, each, asked, questions, task))
