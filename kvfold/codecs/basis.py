@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The basis in which a model's keys and values are coded: their principal directions.
 
-Channels are weighted by the effect of an error: those of keys by the size of their queries, those
-of values by W_o's columns over the residual stream's size. Directions are those of weighted
-numbers.
+The metric of a head gives an error the cost that it has for later predictions; directions are those
+of numbers in these metrics.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ EXACT = 127  # codes up to here are exact in bfloat16, and their errors small be
 
 @dataclass(frozen=True, eq=False)
 class Basis(Fitted):
-    """Means, weights and directions of keys before RoPE, and of values.
+    """Means, metrics and directions of keys before RoPE, and of values.
 
     `p` numbers of consecutive layers make a block, so that its covariance stays small.
 
     Args:
         key_means, value_means: `[L, H, D]`.
-        key_weights, value_weights: `[L, H, D]`.
+        key_metrics, value_metrics: `[L, H, D, D]`, symmetric: an error e costs |e·metric|².
         key_directions, value_directions: `[blocks, p, R]`, float16, orthonormal.
         key_head_directions, value_head_directions: `[L, H, D, D]`, of each KV head alone.
     """
@@ -39,11 +38,11 @@ class Basis(Fitted):
     command: ClassVar[str] = "kvfold fit MODEL TEXTS --codec kvtc"
     bundled: ClassVar[str] = "codec.safetensors"
     key_means: Tensor
-    key_weights: Tensor
+    key_metrics: Tensor
     key_directions: Tensor
     key_head_directions: Tensor
     value_means: Tensor
-    value_weights: Tensor
+    value_metrics: Tensor
     value_directions: Tensor
     value_head_directions: Tensor
 
@@ -51,14 +50,14 @@ class Basis(Fitted):
     def keys(self) -> Transform:
         """The transform of keys."""
         return Transform(
-            self.key_means, self.key_weights, self.key_directions, self.key_head_directions
+            self.key_means, self.key_metrics, self.key_directions, self.key_head_directions
         )
 
     @property
     def values(self) -> Transform:
         """The transform of values."""
         return Transform(
-            self.value_means, self.value_weights, self.value_directions, self.value_head_directions
+            self.value_means, self.value_metrics, self.value_directions, self.value_head_directions
         )
 
 
@@ -74,7 +73,7 @@ class Transform:
     """To the coefficients of a basis, and back; fields as of `Basis`."""
 
     means: Tensor
-    weights: Tensor
+    metrics: Tensor
     directions: Tensor
     head_directions: Tensor
 
@@ -85,10 +84,10 @@ class Transform:
         """
         if scope == "head":
             return [
-                directions.T @ scaled.T
-                for scaled, directions in zip(self._scaled(heads), self._of_heads(), strict=True)
+                directions.T @ measured.T
+                for measured, directions in zip(self.measured(heads), self._of_heads(), strict=True)
             ]
-        together = torch.cat(list(self._scaled(heads)), -1)
+        together = torch.cat(list(self.measured(heads)), -1)
         parts = together.split(self.directions.shape[1], -1)
         return [of.float().T @ part.T for part, of in zip(parts, self.directions, strict=True)]
 
@@ -104,12 +103,15 @@ class Transform:
         if scope == "head":
             of_blocks = self._of_heads()
         numbers, columns = of_blocks.shape[0], of_blocks.shape[1]
-        # The step and the weights are of the basis, which has fewer numbers than the entries.
-        scales = step / self.weights.view(numbers, columns, 1)
+        # The step and the metrics are of the basis, which has fewer numbers than the entries.
+        inverses = step * torch.linalg.inv(self.metrics).view(numbers, -1, size, size)
         means, found = self.means.view(numbers, columns), list[Tensor]()
-        for block, directions, scale, mean in zip(blocks, of_blocks, scales, means, strict=True):
-            own = directions[:, block.rows].float() * scale
-            found += _product(block.codes, own, products).add_(mean).split(size, -1)
+        for block, directions, inverse, mean in zip(
+            blocks, of_blocks, inverses, means, strict=True
+        ):
+            own = directions[:, block.rows].float().unflatten(0, (-1, size))
+            made = _product(block.codes, (inverse @ own).flatten(0, 1), products)
+            found += made.add_(mean).split(size, -1)
         return found
 
     def streams(self, counts: Sequence[int], scope: Scope) -> list[tuple[int, int]]:
@@ -119,10 +121,11 @@ class Transform:
             return [(self.means.shape[-1], count) for count in counts]
         return [(rank, counts[0])] * blocks
 
-    def _scaled(self, heads: Sequence[Tensor]) -> Iterator[Tensor]:
-        means, weights = self.means.flatten(0, 1), self.weights.flatten(0, 1)
-        for head, mean, weight in zip(heads, means, weights, strict=True):
-            yield (head.float() - mean) * weight
+    def measured(self, heads: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Entries `[n, D]` of each KV head, less their means, in the metrics."""
+        means, metrics = self.means.flatten(0, 1), self.metrics.flatten(0, 1)
+        for head, mean, metric in zip(heads, means, metrics, strict=True):
+            yield (head.float() - mean) @ metric
 
     def _of_heads(self) -> Tensor:
         return self.head_directions.flatten(0, 1)

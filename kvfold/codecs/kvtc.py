@@ -5,7 +5,7 @@ Coefficients of all directions are rounded to multiples of one step, which spend
 variance is: a direction below the step costs nothing. The step is found for each context, so that
 its file has the size that was asked for.
 Source: Staniszewski and Łańcucki (arXiv 2511.01815), who choose bits by dynamic programming and
-scale each token; weights of channels and the coding of small symbols are kvfold's.
+scale each token; metrics and the coding of small symbols are kvfold's.
 """
 
 from __future__ import annotations

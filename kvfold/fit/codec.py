@@ -13,16 +13,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.codecs.basis import Basis
 from kvfold.errors import UnsupportedModel
+from kvfold.fit.error_costs import error_costs
 from kvfold.fit.fitted_file import weights_of, write_fit
 from kvfold.fit.queries import LayerRead, check_inputs, layers_read
-from kvfold.hf.chat_template import PromptFrame, token_ids
 
 LEAST_TEXTS = 2  # one to fit, one to report on
 HELD_OUT = 6  # every sixth text is reported on
 SINKS = 4  # first tokens of a text, whose keys and values are like no others
 MOST_NUMBERS = 6144  # of the layers of one block: a covariance of 300 MB
-ENERGY = 0.996  # of scaled keys and values, in the directions that are kept, if they are more than
+ENERGY = 0.998  # of keys and values in their metrics, in the directions kept, if more than
 FEW = 1024
+LEAST = 0.1  # of the mean cost of all heads, added to that of each
 SIDES = ("key", "value")
 
 
@@ -63,15 +64,15 @@ def fit_codec(
 ) -> CodecFit:
     """Fits the basis of `codec="kvtc:file=…"`: directions of keys before RoPE, and of values.
 
-    Keys are scaled by the root mean square of their head's queries, values by the norm of W_o's
-    column over that of the residual stream. Each text is read once, and then gone: products are
-    added up. Every sixth text is held out. `note` is called with a line of progress after each.
+    Keys and values are measured by what errors in them cost the predictions of later tokens. Each
+    text is read, and its end once more on its beginning's cache, and then gone: products are added
+    up. Every sixth text is held out. `note` is called with a line of progress after each.
 
     Raises KvfoldError for fewer than two texts, for a text of less than 64 tokens or beyond the
     model's trained length, and if no file can be written to `out`; UnsupportedModel for a model
-    that caches latents, whose keys cannot be rotated back, whose W_o cannot be read, or whose
-    layers differ in their KV heads.
-    Source: Staniszewski and Łańcucki, section 3 (arXiv 2511.01815); the scales are kvfold's.
+    that caches latents, whose keys cannot be rotated back, or whose layers differ in their KV
+    heads.
+    Source: Staniszewski and Łańcucki, section 3 (arXiv 2511.01815); the metrics are kvfold's.
     """
     check_inputs(model, tokenizer, texts, LEAST_TEXTS, out)
     apart = set(range(HELD_OUT - 1, len(texts), HELD_OUT)) or {len(texts) - 1}
@@ -80,10 +81,9 @@ def fit_codec(
     sums: Sums | None = None
     for number, text in enumerate(fitted):
         layers = list(layers_read(model, tokenizer, text))
-        if sums is None:
-            norms = _residual_norms(model, tokenizer, text)
-            sums = Sums.like(layers, norms[[each.rotation.layer for each in layers]])
-        sums.add(layers)
+        sums = sums or Sums.like(layers)
+        rotations = {each.rotation.layer: each.rotation for each in layers}
+        sums.add(layers, error_costs(model, tokenizer, text, rotations, SINKS))
         note(f"{number + 1} of {len(texts)} passages")
     assert sums is not None
     note("principal directions")
@@ -114,20 +114,18 @@ class Sums:
     Args:
         totals: `[2, L·H·D]`.
         products: `[2, blocks, p, p]` of the numbers of each block of layers.
-        queries: squares of queries `[L, H, D]`, over the heads of a group.
-        outputs: norms of W_o's columns over the residual stream's `[L, H, D]`.
+        costs: of errors `[2, L, H, D, D]`.
         tokens: their number.
     """
 
     totals: Tensor
     products: Tensor
-    queries: Tensor
-    outputs: Tensor
+    costs: Tensor
     tokens: int = 0
 
     @classmethod
-    def like(cls, layers: Sequence[LayerRead], residual: Tensor) -> Sums:
-        """No tokens yet, of a model with such layers, whose residual norms are `residual [L]`.
+    def like(cls, layers: Sequence[LayerRead]) -> Sums:
+        """No tokens yet, of a model with such layers.
 
         Raises UnsupportedModel for layers that differ in their KV heads.
         """
@@ -145,52 +143,60 @@ class Sums:
             if count % n == 0 and (n == 1 or n * heads * size <= MOST_NUMBERS)
         )
         block = together * heads * size
-        columns = torch.eye(size).expand(1, heads, size, size)
-        norms = [
-            each.projection.norms(columns.to(each.values.device), "l2", len(each.queries))[0]
-            for each in layers
-        ]
-        outputs = torch.stack(
-            [each.cpu().unflatten(0, (heads, -1)).square().sum(1).sqrt() for each in norms]
-        )
         return cls(
             torch.zeros(2, count * heads * size, dtype=torch.float64),
             torch.zeros(2, count // together, block, block, dtype=torch.float64),
-            torch.zeros(count, heads, size, dtype=torch.float64),
-            (outputs / residual[:, None, None]).double(),
+            torch.zeros(2, count, heads, size, size, dtype=torch.float64),
         )
 
-    def add(self, layers: Sequence[LayerRead]) -> None:
-        """Adds the tokens of a text."""
-        tokens = layers[0].keys.shape[1] - SINKS
+    def add(self, layers: Sequence[LayerRead], costs: Tensor) -> None:
+        """Adds the tokens of a text, and the costs of errors in them."""
         for side, numbers in enumerate(_numbers(layers)):
             self.totals[side] += numbers.double().sum(0)
             for block, part in enumerate(numbers.split(self.products.shape[-1], -1)):
                 self.products[side, block] += part.T @ part
-        for layer, each in enumerate(layers):
-            squares = each.queries[:, SINKS:].float().square().sum(1).cpu()
-            self.queries[layer] += squares.unflatten(0, (len(each.keys), -1)).sum(1)
-        self.tokens += tokens
+        self.costs += costs
+        self.tokens += layers[0].keys.shape[1] - SINKS
 
     def basis(self) -> Basis:
         """The basis of all tokens so far."""
         found = dict[str, Tensor]()
         for side, name in enumerate(SIDES):
-            weights = self.outputs if side else (self.queries / self.tokens).sqrt()
-            weights = (weights / weights.mean()).clamp(min=1e-3).float()
+            metrics = _metrics(self.costs[side])
             means = self.totals[side] / self.tokens
             of_blocks = means.view(self.products.shape[1], -1)
             outer = of_blocks[:, :, None] * of_blocks[:, None]
-            scales = weights.view(len(of_blocks), -1)
-            scaled = (self.products[side] / self.tokens - outer).float()
-            scaled *= scales[:, :, None] * scales[:, None]
+            centred = self.products[side] / self.tokens - outer
+            measured = _measured(centred, metrics).float()
             found |= {
-                f"{name}_means": means.view(weights.shape).float(),
-                f"{name}_weights": weights,
-                f"{name}_directions": _directions(scaled).half(),
-                f"{name}_head_directions": _of_heads(scaled, weights.shape),
+                f"{name}_means": means.view(metrics.shape[:3]).float(),
+                f"{name}_metrics": metrics.float(),
+                f"{name}_directions": _directions(measured).half(),
+                f"{name}_head_directions": _of_heads(measured, metrics.shape[:3]),
             }
         return Basis(**found)
+
+
+def _metrics(costs: Tensor) -> Tensor:
+    """Square roots `[L, H, D, D]` of costs, which are about 1.
+
+    Half of a head's cost is spread evenly over its channels: other texts need other ones.
+    """
+    means = costs.diagonal(dim1=-2, dim2=-1).mean(-1)
+    even = means + LEAST * means.mean() + torch.finfo(torch.float32).tiny
+    spread = costs + even[..., None, None] * torch.eye(costs.shape[-1], dtype=costs.dtype)
+    values, vectors = torch.linalg.eigh(spread / even.mean())
+    roots: Tensor = (vectors * values.sqrt()[..., None, :]) @ vectors.mT
+    return roots
+
+
+def _measured(covariances: Tensor, metrics: Tensor) -> Tensor:
+    """Covariances `[blocks, p, p]` of the numbers in the metrics `[L, H, D, D]` of their heads."""
+    size = metrics.shape[-1]
+    own = metrics.view(len(covariances), -1, size, size)
+    parts = covariances.unflatten(1, (-1, size)).unflatten(3, (-1, size))
+    parts = torch.einsum("nhij,nhjkl->nhikl", own, parts)
+    return torch.einsum("nhikl,nklm->nhikm", parts, own).flatten(3).flatten(1, 2)
 
 
 def _directions(covariances: Tensor) -> Tensor:
@@ -222,23 +228,12 @@ def _numbers(layers: Sequence[LayerRead]) -> Iterator[Tensor]:
         yield torch.cat([e[:, SINKS:].transpose(0, 1).flatten(1).cpu() for e in entries], -1)
 
 
-@torch.no_grad()
-def _residual_norms(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
-) -> Tensor:
-    """Root mean squares `[L]` of the residual stream before each layer, behind a text's sinks."""
-    ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
-    states = model.get_decoder()(input_ids=ids, output_hidden_states=True, use_cache=False)
-    before = [each[0, SINKS:].float() for each in states.hidden_states[:-1]]
-    return torch.stack([each.square().mean().sqrt().cpu() for each in before])
-
-
 def _energy(basis: Basis, layers: Sequence[LayerRead]) -> Tensor:
     """Energies `[2, 2]` of keys and of values of a text: in the directions, and all."""
     found = []
     for transform, numbers in zip((basis.keys, basis.values), _numbers(layers), strict=True):
         heads = numbers.split(transform.means.shape[-1], -1)
         inside = sum(float(each.square().sum()) for each in transform.forward(heads, "joint"))
-        scaled = (numbers - transform.means.flatten()) * transform.weights.flatten()
-        found.append([inside, float(scaled.square().sum())])
+        whole = sum(float(each.square().sum()) for each in transform.measured(heads))
+        found.append([inside, whole])
     return torch.tensor(found, dtype=torch.float64)

@@ -21,12 +21,18 @@ def orthonormal(*shape: int) -> Tensor:
     return torch.linalg.qr(torch.randn(*shape, shape[-1])).Q
 
 
+def metrics() -> Tensor:
+    """Symmetric, with eigenvalues from 0.5 to 1.5."""
+    turned = orthonormal(LAYERS, HEADS, SIZE)
+    return (turned * (torch.rand(LAYERS, HEADS, 1, SIZE) + 0.5)) @ turned.mT
+
+
 def transform(rank: int = 2 * HEADS * SIZE) -> Transform:
     """Two blocks of two layers."""
     torch.manual_seed(0)
     return Transform(
         torch.randn(LAYERS, HEADS, SIZE),
-        torch.rand(LAYERS, HEADS, SIZE) + 0.5,
+        metrics(),
         orthonormal(2, 2 * HEADS * SIZE)[..., :rank],
         orthonormal(LAYERS, HEADS, SIZE),
     )
@@ -51,11 +57,12 @@ def test_all_directions_lose_nothing(scope):
 
 def by_hand(made: Transform, heads: list[Tensor], step: float) -> np.ndarray:
     """Coded entries `[n, L·H·D]` of all heads, float64, with a joint vector for each block."""
-    means, weights = (each.flatten().double().numpy() for each in (made.means, made.weights))
-    scaled, found = (torch.cat(heads, -1).double().numpy() - means) * weights, []
-    for block, part in zip(made.directions.double().numpy(), np.split(scaled, 2, 1), strict=True):
+    means = made.means.flatten().double().numpy()
+    metric = torch.block_diag(*made.metrics.flatten(0, 1)).double().numpy()
+    measured, found = (torch.cat(heads, -1).double().numpy() - means) @ metric, []
+    for block, part in zip(made.directions.double().numpy(), np.split(measured, 2, 1), strict=True):
         found.append(np.round(part @ block / step) * step @ block.T)
-    return np.concatenate(found, 1) / weights + means
+    return np.concatenate(found, 1) @ np.linalg.inv(metric) + means
 
 
 @pytest.mark.parametrize("rank", [32, 20])

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fit_codec: the principal directions of numpy on what hooks read, and their weights; refusals."""
+"""fit_codec: the principal directions of numpy on what hooks read, and their metrics; refusals."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 import kvfold
 from kvfold import KvfoldError, UnsupportedModel, fit_codec
 from kvfold.codecs.basis import Basis
 from kvfold.fit import codec
+from kvfold.fit.error_costs import NEAR, error_costs
+from kvfold.fit.queries import layers_read
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.scorer_file import read_fitted
 from tests.fit.test_fit import texts
 from tests.helpers.models import build
+from tests.helpers.tokenizers import word_tokenizer
 
 SINKS = codec.SINKS
 
@@ -55,22 +60,11 @@ def test_directions_are_the_principal_ones_of_numpy(bundled, tmp_path):
     read = [read_by_hand(model, tokenizer, text) for text in given[:3]]
     keys, values = (np.concatenate([each[n][SINKS:] for each in read]) for n in "kv")
     layers, heads, size = keys.shape[1:]
-    residual = np.sqrt(np.square(read[0]["x"][SINKS:]).mean((0, 2)))
     for name, rows in (("key", keys), ("value", values)):
-        weights = getattr(basis, f"{name}_weights").double().numpy()
+        metrics = getattr(basis, f"{name}_metrics").double().numpy()
         means = getattr(basis, f"{name}_means").numpy()
         np.testing.assert_allclose(means, rows.mean(0), atol=1e-4)
-        if name == "value":
-            w_o = np.stack(
-                [
-                    each.self_attn.o_proj.weight.detach().double().numpy()
-                    for each in model.model.layers
-                ]
-            )
-            squares = np.square(w_o).sum(1).reshape(layers, heads, -1, size).sum(2)
-            expected = np.sqrt(squares) / residual[:, None, None]
-            np.testing.assert_allclose(weights, expected / expected.mean(), rtol=1e-3)
-        scaled = ((rows - rows.mean(0)) * weights).reshape(len(rows), -1)
+        scaled = np.einsum("tlhd,lhde->tlhe", rows - rows.mean(0), metrics).reshape(len(rows), -1)
         energy = np.square(scaled @ getattr(basis, f"{name}_directions")[0].double().numpy()).sum(0)
         best = np.linalg.svd(scaled, compute_uv=False) ** 2
         np.testing.assert_allclose(np.cumsum(energy)[:50], np.cumsum(best)[:50], rtol=2e-3)
@@ -81,17 +75,67 @@ def test_directions_are_the_principal_ones_of_numpy(bundled, tmp_path):
         np.testing.assert_allclose(own.T @ own, np.eye(size), atol=1e-5)
 
 
-def test_weights_of_keys_are_the_sizes_of_queries(bundled, tmp_path):
-    model, tokenizer = bundled
-    fit_codec(model, tokenizer, texts(3), tmp_path / "a")
-    weights = read_fitted(tmp_path / "a", model, Basis).key_weights.double()
-    read = [read_by_hand(model, tokenizer, text)["q"][SINKS:] for text in texts(3)[:2]]
-    queries = np.concatenate(read)
-    layers, heads, size = weights.shape
-    squares = np.square(queries).reshape(len(queries), layers, heads, -1, size).mean(0).sum(2)
-    pairs = weights.square().numpy().reshape(layers, heads, 2, -1).sum(2)  # RoPE turns these
-    expected = squares.reshape(layers, heads, 2, -1).sum(2)
-    np.testing.assert_allclose(pairs / pairs.mean(), expected / expected.mean(), rtol=1e-3)
+@torch.no_grad()
+def likelihoods(model: Any, cache: DynamicCache, ids: torch.Tensor) -> torch.Tensor:
+    """Log-likelihoods `[B]` of each token's likeliest successor, added up, by the first row."""
+    logits = model(ids.expand(len(cache.layers[0].keys), -1), past_key_values=cache).logits
+    likeliest = logits[:1].argmax(-1, keepdim=True)
+    return logits.log_softmax(-1).gather(2, likeliest.expand(len(logits), -1, 1)).sum((1, 2))
+
+
+def test_costs_are_those_of_finite_differences(bundled, monkeypatch):
+    model, tokenizer = copy.deepcopy(bundled[0]).double(), bundled[1]
+    monkeypatch.setattr(
+        torch, "multinomial", lambda p, n, **_: p.argsort(-1, descending=True)[:, [0] * n]
+    )
+    text, layer, head, nudge = texts(1)[0][:150], 2, 1, 0.02
+    ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text)
+    read = ids.shape[1] - ids.shape[1] // 4
+    layers = list(layers_read(model, tokenizer, text))
+    rotations = {each.rotation.layer: each.rotation for each in layers}
+    found = error_costs(model, tokenizer, text, rotations, SINKS)
+    far, size = range(SINKS, read - NEAR), layers[0].keys.shape[-1]
+    assert len(far) > 4
+    nudges = nudge * torch.eye(size, dtype=torch.float64)
+    for side in range(2):
+        slopes = []
+        for token in far:
+            row = nudges[:, None, None]
+            if side == 0:  # errors in keys are turned as keys are
+                row = rotations[layer](row, torch.full((size, 1), token))
+            sums = []
+            for sign in (1, -1):
+                cache = DynamicCache(config=model.config)
+                with torch.no_grad():
+                    model(ids[:, :read], past_key_values=cache)
+                cache.batch_repeat_interleave(size + 1)
+                own = cache.layers[layer]
+                entries = own.values if side else own.keys
+                entries[1:, head, token] += sign * row[:, 0, 0]
+                sums.append(likelihoods(model, cache, ids[:, read:])[1:])
+            slopes.append((sums[0] - sums[1]) / (2 * nudge))
+        expected = sum(torch.outer(slope, slope) for slope in slopes)
+        error = (found[side, layer, head] - expected).norm() / expected.norm()
+        assert error < 0.01  # transformers' norms are float32 in every model
+
+
+def test_metrics_are_roots_of_costs_that_are_spread_a_little():
+    slopes = torch.randn(2, 3, 9, 4, dtype=torch.float64) * torch.tensor([1.0, 9.0]).view(
+        2, 1, 1, 1
+    )
+    costs = slopes.mT @ slopes
+    costs[1, 2] = 0  # a head that nothing attends to from afar
+    found = codec._metrics(costs).numpy()
+    means = np.trace(costs.numpy(), axis1=2, axis2=3) / 4
+    even = means + means.mean() / 10
+    expected = (costs.numpy() + even[..., None, None] * np.eye(4)) / even.mean()
+    np.testing.assert_allclose(found @ found, expected, rtol=1e-9)
+    np.testing.assert_allclose(found, found.swapaxes(2, 3), atol=1e-12)
+
+
+def test_a_model_without_gradients_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModel, match="no gradients"):
+        fit_codec(build("qwen3_5"), word_tokenizer(), texts(2), tmp_path / "a")
 
 
 def test_layers_are_taken_in_blocks_where_they_are_many(bundled, tmp_path, monkeypatch):
