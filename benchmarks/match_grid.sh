@@ -5,7 +5,7 @@
 set -eu
 model=$1 scorer=zap:file=$2 out=$3
 shift 3
-rms=kvzip:score=rms,floor=0.25
+rms=kvzip:score=rms,floor=0.25 questions=benchmarks/questions
 
 grid() { python benchmarks/match_kl.py "$model" "$out" "$@"; }
 
@@ -25,4 +25,8 @@ grid "$@" \
   --method "kvzip + kivi:bits=4" --method "kvzip + turboquant_4bit" \
   --method "kvzip + turboquant_3bit" --method snapkv --method "snapkv + match" \
   --method "$scorer" --method "$scorer + match" \
-  --method "kvzip + recent" --method "$rms + recent" --method "$rms + recent + match"
+  --method "kvzip + recent" --method "$rms + recent" --method "$rms + recent + match" \
+  --method "kvzip:questions=$questions/general.txt" \
+  --method "kvzip:questions=$questions/general.txt + match" \
+  --method "kvzip:questions=$questions/needles.txt" \
+  --method "kvzip:questions=$questions/needles.txt + match"
