@@ -92,7 +92,7 @@ def fit_codec(
     for number, text in enumerate(held_out, len(fitted) + 1):
         energy += _energy(basis, list(layers_read(model, tokenizer, text)))
         note(f"{number} of {len(texts)} passages")
-    keys, values = (1 - energy[:, 0] / energy[:, 1]).tolist()
+    keys, values = (1 - energy[:, 0] / energy[:, 1]).clamp(min=0).tolist()
     result = CodecFit(
         Path(out),
         len(texts),

@@ -20,6 +20,7 @@ SAMPLES = 2  # continuations drawn from these predictions
 NEAR = 16  # entries before them that count for nothing: a codec stores the newest ones exactly
 
 
+@torch.inference_mode(False)
 def error_costs(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -68,7 +69,7 @@ def _slopes(
         chances, draw = likelihoods.detach().exp().cpu(), torch.Generator().manual_seed(0)
         drawn = torch.multinomial(chances, SAMPLES, replacement=True, generator=draw)
         totals = likelihoods.gather(1, drawn.to(ids.device)).sum(0)
-    return [torch.autograd.grad(total, cached, retain_graph=True) for total in totals]
+        return [torch.autograd.grad(total, cached, retain_graph=True) for total in totals]
 
 
 def _products(

@@ -73,9 +73,10 @@ def read_kind(path: str | Path, kind: type[Kind]) -> tuple[Kind, list[Tensor]]:
     header, tensors = read_scorer_file(path)
     names = [field.name for field in dataclasses.fields(kind)]
     if not set(names) <= tensors.keys():
+        own = header.target == kind.method
+        which = "is of another version of kvfold" if own else f"was fitted from {header.target}"
         raise ScorerFileError(
-            f"{path} was fitted from {header.target}, and is no file for {kind.method}: "
-            f"{how_to_fit(kind)}"
+            f"{path} {which}, and is no file for {kind.method}: {how_to_fit(kind)}"
         )
     frequencies = [tensor for name, tensor in tensors.items() if name.startswith("rope.")]
     return kind(*(tensors[name] for name in names)), frequencies

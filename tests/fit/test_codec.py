@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 import kvfold
 from kvfold import KvfoldError, UnsupportedModel, fit_codec
 from kvfold.codecs.basis import Basis
 from kvfold.fit import codec
-from kvfold.fit.error_costs import NEAR, error_costs
-from kvfold.fit.queries import layers_read
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.hf.scorer_file import read_fitted
+from kvfold.hf.scorer_file import read_fitted, write_fitted
 from tests.fit.test_fit import texts
 from tests.helpers.models import build
-from tests.helpers.tokenizers import word_tokenizer
 
 SINKS = codec.SINKS
 
@@ -75,50 +71,6 @@ def test_directions_are_the_principal_ones_of_numpy(bundled, tmp_path):
         np.testing.assert_allclose(own.T @ own, np.eye(size), atol=1e-5)
 
 
-@torch.no_grad()
-def likelihoods(model: Any, cache: DynamicCache, ids: torch.Tensor) -> torch.Tensor:
-    """Log-likelihoods `[B]` of each token's likeliest successor, added up, by the first row."""
-    logits = model(ids.expand(len(cache.layers[0].keys), -1), past_key_values=cache).logits
-    likeliest = logits[:1].argmax(-1, keepdim=True)
-    return logits.log_softmax(-1).gather(2, likeliest.expand(len(logits), -1, 1)).sum((1, 2))
-
-
-def test_costs_are_those_of_finite_differences(bundled, monkeypatch):
-    model, tokenizer = copy.deepcopy(bundled[0]).double(), bundled[1]
-    monkeypatch.setattr(
-        torch, "multinomial", lambda p, n, **_: p.argsort(-1, descending=True)[:, [0] * n]
-    )
-    text, layer, head, nudge = texts(1)[0][:150], 2, 1, 0.02
-    ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text)
-    read = ids.shape[1] - ids.shape[1] // 4
-    layers = list(layers_read(model, tokenizer, text))
-    rotations = {each.rotation.layer: each.rotation for each in layers}
-    found = error_costs(model, tokenizer, text, rotations, SINKS)
-    far, size = range(SINKS, read - NEAR), layers[0].keys.shape[-1]
-    assert len(far) > 4
-    nudges = nudge * torch.eye(size, dtype=torch.float64)
-    for side in range(2):
-        slopes = []
-        for token in far:
-            row = nudges[:, None, None]
-            if side == 0:  # errors in keys are turned as keys are
-                row = rotations[layer](row, torch.full((size, 1), token))
-            sums = []
-            for sign in (1, -1):
-                cache = DynamicCache(config=model.config)
-                with torch.no_grad():
-                    model(ids[:, :read], past_key_values=cache)
-                cache.batch_repeat_interleave(size + 1)
-                own = cache.layers[layer]
-                entries = own.values if side else own.keys
-                entries[1:, head, token] += sign * row[:, 0, 0]
-                sums.append(likelihoods(model, cache, ids[:, read:])[1:])
-            slopes.append((sums[0] - sums[1]) / (2 * nudge))
-        expected = sum(torch.outer(slope, slope) for slope in slopes)
-        error = (found[side, layer, head] - expected).norm() / expected.norm()
-        assert error < 0.01  # transformers' norms are float32 in every model
-
-
 def test_metrics_are_roots_of_costs_that_are_spread_a_little():
     slopes = torch.randn(2, 3, 9, 4, dtype=torch.float64) * torch.tensor([1.0, 9.0]).view(
         2, 1, 1, 1
@@ -133,11 +85,6 @@ def test_metrics_are_roots_of_costs_that_are_spread_a_little():
     np.testing.assert_allclose(found, found.swapaxes(2, 3), atol=1e-12)
 
 
-def test_a_model_without_gradients_is_refused(tmp_path):
-    with pytest.raises(UnsupportedModel, match="no gradients"):
-        fit_codec(build("qwen3_5"), word_tokenizer(), texts(2), tmp_path / "a")
-
-
 def test_layers_are_taken_in_blocks_where_they_are_many(bundled, tmp_path, monkeypatch):
     model, tokenizer = bundled
     monkeypatch.setattr(codec, "MOST_NUMBERS", 2 * 128)
@@ -150,6 +97,23 @@ def test_layers_are_taken_in_blocks_where_they_are_many(bundled, tmp_path, monke
     for given, found in zip(context.cache.states, loaded.cache.states, strict=True):
         for a, b in zip(given.stored().dense(), found.stored().dense(), strict=True):
             assert (a - b).norm() < 0.1 * a.norm()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_do_not_need_the_callers(bundled, tmp_path, mode):
+    with mode():
+        fit_codec(*bundled, texts(2), tmp_path / "a")
+    fit_codec(*bundled, texts(2), tmp_path / "b")
+    found, expected = (read_fitted(tmp_path / name, bundled[0], Basis) for name in "ab")
+    assert torch.equal(found.key_metrics, expected.key_metrics)
+
+
+def test_a_basis_of_another_version_is_named_so(bundled, tmp_path):
+    before = SimpleNamespace(tensors={"key_weights": torch.ones(4, 2, 32)})
+    about = {"written_by": "0", "target": "kvtc", "texts": 2}
+    write_fitted(tmp_path / "a", before, bundled[0], **about)
+    with pytest.raises(KvfoldError, match="of another version of kvfold"):
+        read_fitted(tmp_path / "a", bundled[0], Basis)
 
 
 def test_equal_texts_are_held_out_by_their_number(bundled, tmp_path):
