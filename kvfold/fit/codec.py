@@ -23,7 +23,7 @@ SINKS = 4  # first tokens of a text, whose keys and values are like no others
 MOST_NUMBERS = 6144  # of the layers of one block: a covariance of 300 MB
 ENERGY = 0.998  # of keys and values in their metrics, in the directions kept, if more than
 FEW = 1024
-LEAST = 0.1  # of the mean cost of all heads, added to that of each
+LEAST = 0.1  # of all heads' mean cost, which each head's cost is raised by
 SIDES = ("key", "value")
 
 
@@ -82,8 +82,10 @@ def fit_codec(
     for number, text in enumerate(fitted):
         layers = list(layers_read(model, tokenizer, text))
         sums = sums or Sums.like(layers)
+        sums.add(layers)
         rotations = {each.rotation.layer: each.rotation for each in layers}
-        sums.add(layers, error_costs(model, tokenizer, text, rotations, SINKS))
+        del layers  # their queries are large
+        sums.costs += error_costs(model, tokenizer, text, rotations, SINKS)
         note(f"{number + 1} of {len(texts)} passages")
     assert sums is not None
     note("principal directions")
@@ -149,13 +151,12 @@ class Sums:
             torch.zeros(2, count, heads, size, size, dtype=torch.float64),
         )
 
-    def add(self, layers: Sequence[LayerRead], costs: Tensor) -> None:
-        """Adds the tokens of a text, and the costs of errors in them."""
+    def add(self, layers: Sequence[LayerRead]) -> None:
+        """Adds the tokens of a text."""
         for side, numbers in enumerate(_numbers(layers)):
             self.totals[side] += numbers.double().sum(0)
             for block, part in enumerate(numbers.split(self.products.shape[-1], -1)):
                 self.products[side, block] += part.T @ part
-        self.costs += costs
         self.tokens += layers[0].keys.shape[1] - SINKS
 
     def basis(self) -> Basis:
@@ -164,10 +165,17 @@ class Sums:
         for side, name in enumerate(SIDES):
             metrics = _metrics(self.costs[side])
             means = self.totals[side] / self.tokens
-            of_blocks = means.view(self.products.shape[1], -1)
-            outer = of_blocks[:, :, None] * of_blocks[:, None]
-            centred = self.products[side] / self.tokens - outer
-            measured = _measured(centred, metrics).float()
+            measured = torch.stack(
+                [
+                    _measured(products / self.tokens - of_block.outer(of_block), own)
+                    for products, of_block, own in zip(
+                        self.products[side],
+                        means.view(len(self.products[side]), -1),
+                        metrics.flatten(0, 1).chunk(len(self.products[side])),
+                        strict=True,
+                    )
+                ]
+            )
             found |= {
                 f"{name}_means": means.view(metrics.shape[:3]).float(),
                 f"{name}_metrics": metrics.float(),
@@ -178,25 +186,24 @@ class Sums:
 
 
 def _metrics(costs: Tensor) -> Tensor:
-    """Square roots `[L, H, D, D]` of costs, which are about 1.
+    """Square roots `[L, H, D, D]` of costs, in units of about their mean.
 
-    Half of a head's cost is spread evenly over its channels: other texts need other ones.
+    Each channel's cost is first raised by its head's mean: other texts need other channels.
     """
     means = costs.diagonal(dim1=-2, dim2=-1).mean(-1)
     even = means + LEAST * means.mean() + torch.finfo(torch.float32).tiny
-    spread = costs + even[..., None, None] * torch.eye(costs.shape[-1], dtype=costs.dtype)
-    values, vectors = torch.linalg.eigh(spread / even.mean())
+    raised = costs + even[..., None, None] * torch.eye(costs.shape[-1], dtype=costs.dtype)
+    values, vectors = torch.linalg.eigh(raised / even.mean())
     roots: Tensor = (vectors * values.sqrt()[..., None, :]) @ vectors.mT
     return roots
 
 
-def _measured(covariances: Tensor, metrics: Tensor) -> Tensor:
-    """Covariances `[blocks, p, p]` of the numbers in the metrics `[L, H, D, D]` of their heads."""
+def _measured(covariance: Tensor, metrics: Tensor) -> Tensor:
+    """Covariance `[p, p]`, float32, of the numbers of heads in their metrics `[heads, D, D]`."""
     size = metrics.shape[-1]
-    own = metrics.view(len(covariances), -1, size, size)
-    parts = covariances.unflatten(1, (-1, size)).unflatten(3, (-1, size))
-    parts = torch.einsum("nhij,nhjkl->nhikl", own, parts)
-    return torch.einsum("nhikl,nklm->nhikm", parts, own).flatten(3).flatten(1, 2)
+    rows = metrics @ covariance.unflatten(0, (-1, size))  # [heads, D, p]
+    both: Tensor = (metrics @ rows.flatten(0, 1).mT.unflatten(0, (-1, size))).flatten(0, 1)
+    return both.float()
 
 
 def _directions(covariances: Tensor) -> Tensor:

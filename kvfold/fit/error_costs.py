@@ -16,7 +16,7 @@ from kvfold.hf.models import read_tokens
 from kvfold.hf.rotation import Rotation
 
 FOLLOWING = 128  # the last tokens of a text, whose predictions are asked; at most a quarter of it
-SAMPLES = 2  # continuations drawn from these predictions
+SAMPLES = 2  # tokens drawn from each of these predictions
 NEAR = 16  # entries before them that count for nothing: a codec stores the newest ones exactly
 
 
@@ -30,60 +30,57 @@ def error_costs(
 ) -> Tensor:
     """Costs `[2, L, H, D, D]` of errors in keys before RoPE, and in values; float64.
 
-    An error e of all of a head's entries raises the KL of what follows by about eᵀCe/2. Only what
-    attends from afar counts: of a text's end to entries of its beginning, but the first `sinks`.
-    Layers are those of `rotations`.
+    Errors of a head's entries that are independent of each other, with mean 0 and covariance S,
+    raise the KL of what follows, summed over its tokens, by about tr(costs·S)/2. Entries are those
+    of a text's beginning, without the first `sinks` and the last `NEAR`, as its end attends to
+    them. Layers are those of `rotations`.
 
     Raises UnsupportedModel for a model without gradients.
     """
     ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
     following = min(FOLLOWING, ids.shape[1] // 4)
+    read = ids.shape[1] - following
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        read_tokens(model, ids[:, :-following], cache, None)
+        read_tokens(model, ids[:, :read], cache, None)
     layers: list[Any] = [cache.layers[layer] for layer in rotations]
     for layer in layers:
         layer.keys = layer.keys.detach().requires_grad_()
         layer.values = layer.values.detach().requires_grad_()
     cached: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
-    try:
-        slopes = _slopes(model, ids[:, -following:], cache, cached)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as problem:
-        raise UnsupportedModel(
-            f"{type(model).__name__} gives no gradients of its cached keys and values ({problem}): "
-            'save contexts of this model with codec="zstd"'
-        ) from problem
-    of_rotations, read = list(rotations.values()), ids.shape[1] - following
-    found = [_products(each, of_rotations, read, sinks) for each in slopes]
+    with torch.enable_grad():
+        likelihoods = model(ids[:, read:], past_key_values=cache).logits[0].float().log_softmax(-1)
+        chances, draw = likelihoods.detach().exp().cpu(), torch.Generator().manual_seed(0)
+        drawn = torch.multinomial(chances, SAMPLES, replacement=True, generator=draw)
+        totals = likelihoods.gather(1, drawn.to(ids.device)).sum(0).unbind()
+    found = []
+    for number, total in enumerate(totals, 1):
+        slopes = _slopes(model, total, cached, last=number == SAMPLES)
+        found.append(_products(slopes, list(rotations.values()), slice(sinks, read - NEAR)))
     return torch.stack(found).mean(0)
 
 
 def _slopes(
-    model: PreTrainedModel, ids: Tensor, cache: DynamicCache, cached: list[Tensor]
-) -> list[tuple[Tensor, ...]]:
-    """Gradients, by what is `cached`, of the log-likelihoods of continuations drawn at `ids`."""
-    with torch.enable_grad():
-        likelihoods = model(ids, past_key_values=cache).logits[0].float().log_softmax(-1)
-        chances, draw = likelihoods.detach().exp().cpu(), torch.Generator().manual_seed(0)
-        drawn = torch.multinomial(chances, SAMPLES, replacement=True, generator=draw)
-        totals = likelihoods.gather(1, drawn.to(ids.device)).sum(0)
-        return [torch.autograd.grad(total, cached, retain_graph=True) for total in totals]
+    model: PreTrainedModel, total: Tensor, cached: list[Tensor], last: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of `total` by what is `cached`."""
+    try:
+        return torch.autograd.grad(total, cached, retain_graph=not last)
+    except RuntimeError as problem:
+        if "grad" not in str(problem):
+            raise
+        raise UnsupportedModel(
+            f"{type(model).__name__} gives no gradients of its cached keys and values ({problem}): "
+            'save contexts of this model with codec="zstd"'
+        ) from problem
 
 
-def _products(
-    slopes: tuple[Tensor, ...], rotations: list[Rotation], read: int, sinks: int
-) -> Tensor:
-    """Sums over entries of slopes' outer products `[2, L, H, D, D]`, of keys before RoPE."""
+def _products(slopes: tuple[Tensor, ...], rotations: list[Rotation], far: slice) -> Tensor:
+    """Sums over entries `far` of slopes' outer products `[2, L, H, D, D]`, of keys before RoPE."""
     of_keys = []
     for slope, rotation in zip(slopes[::2], rotations, strict=True):
-        back = -torch.arange(read - slope.shape[2], read, device=slope.device)[None]
+        back = -torch.arange(slope.shape[2], device=slope.device)[None]
         of_keys.append(rotation(slope.float(), back))
-    found = []
-    for slope in (*of_keys, *slopes[1::2]):
-        first = read - slope.shape[2]  # a sliding window has forgotten those before
-        far = slope[0, :, max(sinks - first, 0) : max(slope.shape[2] - NEAR, 0)].double().cpu()
-        found.append(far.mT @ far)
-    both: Tensor = torch.stack(found).unflatten(0, (2, -1))
+    rows = [slope[0, :, far].cpu().double() for slope in (*of_keys, *slopes[1::2])]
+    both: Tensor = torch.stack([each.mT @ each for each in rows]).unflatten(0, (2, -1))
     return both

@@ -14,7 +14,9 @@ import kvfold
 from kvfold import KvfoldError, UnsupportedModel, fit_codec
 from kvfold.codecs.basis import Basis
 from kvfold.fit import codec
+from kvfold.fit.error_costs import error_costs
 from kvfold.hf.chat_template import PromptFrame, token_ids
+from kvfold.hf.rotation import Rotation
 from kvfold.hf.scorer_file import read_fitted, write_fitted
 from tests.fit.test_fit import texts
 from tests.helpers.models import build
@@ -56,6 +58,10 @@ def test_directions_are_the_principal_ones_of_numpy(bundled, tmp_path):
     read = [read_by_hand(model, tokenizer, text) for text in given[:3]]
     keys, values = (np.concatenate([each[n][SINKS:] for each in read]) for n in "kv")
     layers, heads, size = keys.shape[1:]
+    rotations = {i: Rotation(model, i) for i in range(layers)}
+    costs = sum(error_costs(model, tokenizer, text, rotations, SINKS) for text in given[:3])
+    for own, metrics in zip(costs, (basis.key_metrics, basis.value_metrics), strict=True):
+        np.testing.assert_allclose(metrics, codec._metrics(own), rtol=1e-4, atol=1e-6)
     for name, rows in (("key", keys), ("value", values)):
         metrics = getattr(basis, f"{name}_metrics").double().numpy()
         means = getattr(basis, f"{name}_means").numpy()
@@ -71,7 +77,7 @@ def test_directions_are_the_principal_ones_of_numpy(bundled, tmp_path):
         np.testing.assert_allclose(own.T @ own, np.eye(size), atol=1e-5)
 
 
-def test_metrics_are_roots_of_costs_that_are_spread_a_little():
+def test_metrics_are_roots_of_costs_raised_by_their_means():
     slopes = torch.randn(2, 3, 9, 4, dtype=torch.float64) * torch.tensor([1.0, 9.0]).view(
         2, 1, 1, 1
     )
