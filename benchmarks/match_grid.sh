@@ -29,4 +29,6 @@ grid "$@" \
   --method "kvzip:questions=$questions/general.txt" \
   --method "kvzip:questions=$questions/general.txt + match" \
   --method "kvzip:questions=$questions/needles.txt" \
-  --method "kvzip:questions=$questions/needles.txt + match"
+  --method "kvzip:questions=$questions/needles.txt + match" \
+  --method "kvzip:questions=$questions/needles_begun.txt" \
+  --method "kvzip:questions=$questions/needles_begun.txt + match"
