@@ -165,15 +165,12 @@ class Sums:
         for side, name in enumerate(SIDES):
             metrics = _metrics(self.costs[side])
             means = self.totals[side] / self.tokens
+            blocks = len(self.products[side])
+            parts = metrics.flatten(0, 1).chunk(blocks), means.view(blocks, -1)
             measured = torch.stack(
                 [
                     _measured(products / self.tokens - of_block.outer(of_block), own)
-                    for products, of_block, own in zip(
-                        self.products[side],
-                        means.view(len(self.products[side]), -1),
-                        metrics.flatten(0, 1).chunk(len(self.products[side])),
-                        strict=True,
-                    )
+                    for products, own, of_block in zip(self.products[side], *parts, strict=True)
                 ]
             )
             found |= {

@@ -35,7 +35,7 @@ def error_costs(
     of a text's beginning, without the first `sinks` and the last `NEAR`, as its end attends to
     them. Layers are those of `rotations`.
 
-    Raises UnsupportedModel for a model without gradients.
+    Raises UnsupportedModel for a model without gradients, or whose dtype they exceed.
     """
     ids = token_ids(tokenizer, PromptFrame.of(tokenizer).before, text).to(model.device)
     following = min(FOLLOWING, ids.shape[1] // 4)
@@ -50,6 +50,7 @@ def error_costs(
     cached: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
     with torch.enable_grad():
         likelihoods = model(ids[:, read:], past_key_values=cache).logits[0].float().log_softmax(-1)
+        _check_numbers(model, likelihoods)
         chances, draw = likelihoods.detach().exp().cpu(), torch.Generator().manual_seed(0)
         drawn = torch.multinomial(chances, SAMPLES, replacement=True, generator=draw)
         totals = likelihoods.gather(1, drawn.to(ids.device)).sum(0).unbind()
@@ -57,7 +58,9 @@ def error_costs(
     for number, total in enumerate(totals, 1):
         slopes = _slopes(model, total, cached, last=number == SAMPLES)
         found.append(_products(slopes, list(rotations.values()), slice(sinks, read - NEAR)))
-    return torch.stack(found).mean(0)
+    costs = torch.stack(found).mean(0)
+    _check_numbers(model, costs)
+    return costs
 
 
 def _slopes(
@@ -73,6 +76,14 @@ def _slopes(
             f"{type(model).__name__} gives no gradients of its cached keys and values ({problem}): "
             'save contexts of this model with codec="zstd"'
         ) from problem
+
+
+def _check_numbers(model: PreTrainedModel, numbers: Tensor) -> None:
+    if not bool((numbers < torch.inf).all()):
+        raise UnsupportedModel(
+            f"predictions of {type(model).__name__}, or their gradients, are no numbers in "
+            f"{model.dtype}: load the model in bfloat16 or float32"
+        )
 
 
 def _products(slopes: tuple[Tensor, ...], rotations: list[Rotation], far: slice) -> Tensor:

@@ -69,3 +69,11 @@ def test_costs_are_those_of_finite_differences(monkeypatch):
 def test_a_model_without_gradients_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="no gradients"):
         fit_codec(build("qwen3_5"), word_tokenizer(), texts(2), tmp_path / "a")
+
+
+def test_predictions_that_are_no_numbers_are_refused(tmp_path):
+    model, tokenizer = kvfold.bundled_model()
+    model = copy.deepcopy(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * torch.inf)
+    with pytest.raises(UnsupportedModel, match=r"no numbers in torch\.float32: load"):
+        fit_codec(model, tokenizer, texts(2), tmp_path / "a")
