@@ -146,7 +146,7 @@ def _without_budget(board: Board) -> Iterator[str]:
         names = and_list([f"`{shortest(row.method)}`" for row in near])
         yield (
             f"At most {LOST} points below the full cache, the fewest bytes first: {names}. "
-            f"The other {len(free) - len(near)} lose more."
+            f"Methods that lose more: {len(free) - len(near)}."
         )
         yield real_page.table(near, [column for column in COLUMNS if column != "budget"])
 
