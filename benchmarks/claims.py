@@ -100,6 +100,7 @@ class Claim:
     tests: tuple[Test, ...] = ()
     unreachable: str = ""
     why: str = ""  # why it was not reproduced, as far as known
+    note: str = ""  # what a reader of any verdict should know
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Claim:
@@ -119,6 +120,12 @@ class Claim:
         if len(found) == 1:
             return found.pop()
         return IN_PART if "reproduced" in found else "not reproduced"
+
+    def remarks(self, records: Path) -> Iterator[str]:
+        """What is said below the table."""
+        if self.verdict(records) not in ("reproduced", NOT_RUN):
+            yield self.why
+        yield self.note
 
     def rows(self, records: Path) -> Iterator[str]:
         """Its rows of the table, one for each test."""
@@ -184,9 +191,7 @@ def _section(system: str, paper: str, claims: list[Claim], records: Path) -> str
         *(row for claim in claims for row in claim.rows(records)),
     ]
     reasons = [
-        f"- **{claim.says}**: {claim.why}"
-        for claim in claims
-        if claim.why and claim.verdict(records) not in ("reproduced", NOT_RUN)
+        f"- **{claim.says}**: {text}" for claim in claims for text in claim.remarks(records) if text
     ]
     return "\n".join([*lines, "", *reasons, *([""] if reasons else [])])
 
