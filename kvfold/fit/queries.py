@@ -18,7 +18,6 @@ from kvfold.generation.generate import read_on
 from kvfold.generation.length import too_long
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import caches_latents
-from kvfold.hf.output_projection import OutputProjection
 from kvfold.hf.rotation import Rotation
 
 LEAST_TOKENS = 64  # of a text
@@ -28,7 +27,7 @@ LEAST_TOKENS = 64  # of a text
 class LayerRead:
     """One layer after a text: queries `[Hq, T, D]`, keys `[H, T, D]`, both after RoPE, and values.
 
-    `scale` is that of the layer's logits, `rotation` its RoPE, `projection` its W_o.
+    `scale` is that of the layer's logits, `rotation` its RoPE.
     """
 
     queries: Tensor
@@ -36,7 +35,6 @@ class LayerRead:
     values: Tensor
     scale: float
     rotation: Rotation
-    projection: OutputProjection
 
 
 def check_inputs(
@@ -99,5 +97,4 @@ def layers_read(
                 values[0],
                 attended.logits["scale"],
                 state.rotation,
-                state.projection,
             )

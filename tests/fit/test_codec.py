@@ -31,22 +31,19 @@ def bundled() -> Any:
 
 @torch.no_grad()
 def read_by_hand(model: Any, tokenizer: Any, text: str) -> dict[str, np.ndarray]:
-    """Outputs `[T, L, heads, D]` of projections, and the residual stream `[T, L, M]`; float64."""
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in ("q", "k", "v", "x")}
+    """Outputs `[T, L, heads, D]` of the projections of keys and values, float64."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in "kv"}
     handles = []
     for layer in model.model.layers:
-        for name in "qkv":
+        for name in "kv":
             module = getattr(layer.self_attn, f"{name}_proj")
             hook = lambda module, given, out, name=name: found[name].append(out[0])  # noqa: E731
             handles.append(module.register_forward_hook(hook))
-        hook = lambda module, given: found["x"].append(given[0][0])  # noqa: E731
-        handles.append(layer.register_forward_pre_hook(hook))
     model(token_ids(tokenizer, PromptFrame.of(tokenizer).before, text))
     for handle in handles:
         handle.remove()
-    size = model.config.head_dim
     rows = {name: torch.stack(each, 1).double() for name, each in found.items()}
-    return {n: (r if n == "x" else r.unflatten(-1, (-1, size))).numpy() for n, r in rows.items()}
+    return {name: r.unflatten(-1, (-1, model.config.head_dim)).numpy() for name, r in rows.items()}
 
 
 def test_directions_are_the_principal_ones_of_numpy(bundled, tmp_path):
