@@ -141,27 +141,3 @@ def runs(packed: Tensor, bits: int) -> list[Tensor]:
 def unpacked(packed: Tensor, bits: int) -> Tensor:
     """Codes `[…, D]`, uint8, of bytes `[…, D·bits / 8]`: inverse of `packed`."""
     return torch.cat(runs(packed, bits), -1)
-
-
-def _coefficients(centroids: tuple[float, ...]) -> tuple[float, ...]:
-    """Coefficients c of the polynomial t·(c₀ + c₁·u + …), u = t², that meets every centroid.
-
-    t runs from −1 to 1 over the codes: a table is looked up several times more slowly.
-    """
-    upper = torch.tensor(centroids, dtype=torch.float64)
-    steps = (2 * torch.arange(len(upper), dtype=torch.float64) + 1) / (2 * len(upper) - 1)
-    powers = steps[:, None] ** (2 * torch.arange(len(upper)))
-    return tuple(torch.linalg.solve(powers, upper / steps).tolist())
-
-
-COEFFICIENTS = {bits: _coefficients(centroids) for bits, centroids in UPPER.items()}
-
-
-def levels(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Centroids of codes, by arithmetic alone."""
-    steps = codes.to(dtype) * (2 / (2**bits - 1)) - 1
-    squares, (*others, second, last) = steps * steps, COEFFICIENTS[bits]
-    found = squares * last + second
-    for coefficient in reversed(others):
-        found = found * squares + coefficient
-    return found * steps

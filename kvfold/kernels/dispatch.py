@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only chooser of kernels: Triton, torch's own GPU kernels, or plain torch as the fallback."""
+"""The only chooser of kernels: Triton, torch's own for GPUs, C++, or plain torch otherwise."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.native.library import library
 from kvfold.kernels.swapped_qk import COLUMNS
 
-Path = Literal["triton", "varlen", "flash", "torch"]
+Path = Literal["triton", "varlen", "flash", "native", "torch"]
 HALF = (torch.float16, torch.bfloat16)
 KNOWN = (torch.float32, *HALF)
 # Bytes of a row: Triton programs hold whole rows in shared memory; flash kernels take no more.
@@ -53,9 +54,11 @@ def rows_path(query: Tensor, values: Tensor, *, softcap: float | None, masked: b
 
 def packed_path(query: Tensor, *, value_size: int, masked: bool) -> Path:
     """Path for `query [B, Hq, S, D]` over segments of packed entries."""
-    single = query.shape[2] == 1 and not masked
-    fits = single and _fits(query, value_size)
-    return "triton" if fits and triton_available(query) else "torch"
+    if query.shape[2] > 1 or masked or query.dtype not in KNOWN:
+        return "torch"
+    if triton_available(query):
+        return "triton" if _fits(query, value_size) else "torch"
+    return "native" if query.device.type == "cpu" and library() is not None else "torch"
 
 
 def pack_path(rows: Tensor, group: int) -> Path:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Unpack
+from importlib import import_module
+from types import ModuleType
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
 from kvfold.kernels.logits import LogitOptions
-from kvfold.kernels.per_token import RotatedKeys
-from kvfold.kernels.static_quantized import both_alone, both_packed
+from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.varlen import attend_to_rows_varlen
 from kvfold.kernels.views import BLOCK, Flat, PartView, RaggedView
-
-if TYPE_CHECKING:
-    from kvfold.kernels.triton.quantized import BothPacked
 
 QUERIES = 128  # of one block
 
@@ -59,13 +58,12 @@ def attend_to_segments(
         if plain and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
     even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
-    if even and stored.bias is None:
-        size = stored.values.tail.shape[-1]
-        in_triton = packed_path(query, value_size=size, masked=False) == "triton"
-        if in_triton and both_packed(stored) is not None:
-            return _one_step_of_packed(query, stored, options)
-        if in_triton and both_alone(stored) is not None:
-            return _one_step_of_per_token(query, stored, options)
+    if even and stored.bias is None and not flat:
+        path = packed_path(query, value_size=stored.values.tail.shape[-1], masked=False)
+        if path != "torch" and (packed := _both_packed(stored)) is not None:
+            return _one_step_of_packed(query, stored, packed, path, options)
+        if path != "torch" and (alone := _both_alone(stored)) is not None:
+            return _one_step_of_per_token(query, stored, alone, path, options)
     if even and plain:
         return _one_step_even(query, stored, scale)
     return _in_blocks(query, stored, mask, options)
@@ -175,50 +173,66 @@ def _one_step_of_rows(
     return _joined(query, (out, total), newest, options.get("sink_logits"))
 
 
-def _one_step_of_packed(query: Tensor, stored: RaggedView, options: LogitOptions) -> Tensor:
-    """As `_one_step_even`, over packed entries in one launch on a GPU; they are not unpacked.
+def _kernels(path: Path) -> ModuleType:
+    """The package of a path that reads quantized entries."""
+    return import_module(f"kvfold.kernels.{'triton' if path == 'triton' else 'native.attention'}")
+
+
+def _both_packed(stored: RaggedView) -> tuple[PackedKeys, PackedValues] | None:
+    """Packed keys and packed values; None unless both are packed."""
+    keys, values = stored.keys.encoded, stored.values.encoded
+    if isinstance(keys, PackedKeys) and isinstance(values, PackedValues):
+        return keys, values
+    return None
+
+
+def _both_alone(stored: RaggedView) -> tuple[RotatedKeys, TokenValues] | None:
+    """Keys and values that were quantized one by one, evenly; None unless both were."""
+    keys, values = stored.keys.encoded, stored.values.encoded
+    if isinstance(keys, RotatedKeys) and isinstance(values, TokenValues):
+        return (keys, values) if keys.even and values.even else None
+    return None
+
+
+def _one_step_of_packed(
+    query: Tensor,
+    stored: RaggedView,
+    packed: tuple[PackedKeys, PackedValues],
+    path: Path,
+    options: LogitOptions,
+) -> Tensor:
+    """As `_one_step_even`, over packed entries in one launch; they are not unpacked.
 
     Entries whose key or value is still raw are few at any length: plain torch attends to them.
     """
-    from kvfold.kernels.triton.quantized import attend_to_packed
-
-    parts = both_packed(stored)
-    assert parts is not None
-    keys, values = parts
+    keys, values = packed
     scale, softcap = options["scale"], options.get("softcap")
-    segments, lengths = len(keys.lengths), (keys.lengths[0], values.lengths[0])
-    rows = query.reshape(segments, -1, query.shape[-1])
-    both = _even_lengths(segments, *lengths, query.device)
-    packed = attend_to_packed(rows, keys, values, scale, softcap, both=both)
+    rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
+    old = _kernels(path).attend_to_packed(rows, keys, values, scale, softcap)
+    both = min(keys.lengths[0], values.lengths[0])
     new_keys, new_values = (
-        torch.cat([encoded.since(min(lengths)), part.newest], 1)
+        torch.cat([encoded.since(both), part.newest], 1)
         for encoded, part in ((keys, stored.keys), (values, stored.values))
     )
     newest = _attended(rows, new_keys, new_values, None, scale, softcap)
-    return _joined(query, packed, newest, options.get("sink_logits"))
+    return _joined(query, old, newest, options.get("sink_logits"))
 
 
-def _one_step_of_per_token(query: Tensor, stored: RaggedView, options: LogitOptions) -> Tensor:
+def _one_step_of_per_token(
+    query: Tensor,
+    stored: RaggedView,
+    alone: tuple[RotatedKeys, TokenValues],
+    path: Path,
+    options: LogitOptions,
+) -> Tensor:
     """As `_one_step_of_packed`, over entries that were quantized one by one."""
-    from kvfold.kernels.triton.per_token import attend_to_per_token
-
-    parts = both_alone(stored)
-    assert parts is not None
-    keys, values = parts
+    keys, values = alone
     scale, softcap = options["scale"], options.get("softcap")
     rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
-    splits = keys.codes.splits
-    quantized = attend_to_per_token(rows, keys, values, scale, softcap, splits=splits)
+    old = _kernels(path).attend_to_per_token(rows, keys, values, scale, softcap)
     raw = keys.raw_beside(stored.keys), values.raw_beside(stored.values)
     newest = _attended(rows, *raw, None, scale, softcap)
-    return _joined(query, quantized, newest, options.get("sink_logits"))
-
-
-@lru_cache(maxsize=16)
-def _even_lengths(segments: int, keys: int, values: int, device: torch.device) -> BothPacked:
-    from kvfold.kernels.triton.quantized import BothPacked
-
-    return BothPacked.of([keys] * segments, [values] * segments, device)
+    return _joined(query, old, newest, options.get("sink_logits"))
 
 
 def _joined(

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of kernels for GPUs, and naive attention to them in float64."""
+"""Inputs of kernels for GPUs and in C++, and naive attention to them in float64."""
 
 import torch
+
+from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.views import Flat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.2
@@ -60,3 +63,35 @@ def asked(batch, heads, groups, queries, stored, size=32, dtype=torch.float32):
     key = noise(batch, heads, stored + 3, size, seed=2, dtype=dtype)
     key[:, :, stored:] = torch.nan
     return query, key[:, :, :stored]
+
+
+def unpacked(words, bits, dim):
+    """One number after the other, the lowest bits of a word first."""
+    words = words if dim == 1 else words.T
+    codes = [[(word >> shift) & (2**bits - 1) for word in row for shift in range(0, 32, bits)]
+             for row in words.tolist()]  # fmt: skip
+    codes = torch.tensor(codes, dtype=torch.float64).view(len(words), words.shape[1] * 32 // bits)
+    return (codes if dim == 1 else codes.T).to(DEVICE)
+
+
+def packed(lengths, size, bits, group, keys, dtype, seed):
+    """Random words, scales and minima, and the numbers of each segment that they stand for."""
+    generator = torch.Generator().manual_seed(seed)
+    per_word, of_scales = (32 // bits, group) if keys else (1, 1)
+    wide = (size, size) if keys else (size * bits // 32, size // group)
+    words = [
+        torch.randint(-(2**31), 2**31, (n, wide[0]), generator=generator).int().to(DEVICE)
+        for n in [n // per_word for n in lengths]
+    ]
+    counts = [n // of_scales for n in lengths]
+    scale = [
+        noise(n, wide[1], seed=seed + i, dtype=dtype).abs() / 2**bits for i, n in enumerate(counts)
+    ]
+    minimum = [noise(n, wide[1], seed=50 + seed + i, dtype=dtype) for i, n in enumerate(counts)]
+    numbers = []
+    for of_words, steps, lowest in zip(words, scale, minimum, strict=True):
+        codes, along = unpacked(of_words, bits, 0 if keys else 1), 0 if keys else 1
+        steps, lowest = (x.double().repeat_interleave(group, along) for x in (steps, lowest))
+        numbers.append((codes * steps + lowest).to(dtype))
+    kind = PackedKeys if keys else PackedValues
+    return kind(Flat.of(words), Flat.of(scale), Flat.of(minimum), bits, group), numbers

@@ -22,7 +22,17 @@ def test_paths_on_a_cpu(monkeypatch):
         ]
 
     monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "library", lambda: None)
     assert paths() == ["torch"] * 4
+    monkeypatch.setattr(dispatch, "library", object)
+    assert paths() == ["torch", "native", "torch", "torch"]
+    for other, masked in (
+        (query.double(), False),
+        (query.expand(1, 8, 2, 64), False),
+        (query, True),
+    ):
+        assert dispatch.packed_path(other, value_size=64, masked=masked) == "torch"
+    monkeypatch.setattr(dispatch, "library", lambda: None)
     monkeypatch.setattr(dispatch, "INTERPRETED", True)
     assert paths() == ["triton"] * 4
     assert dispatch.rows_path(query, rows, softcap=None, masked=True) == "torch"

@@ -205,12 +205,23 @@ def test_segments_are_attended_to_as_dense_entries_are(queries, options, kind, g
     assert_close(got, dense(query, keys, values, hidden, **given))
 
 
+@pytest.fixture(params=["native", pytest.param("triton", marks=pytest.mark.slow)])
+def unpacking_nothing(request, monkeypatch):
+    """In C++, and in Triton's interpreter."""
+    if request.param == "triton":
+        request.getfixturevalue("interpreted")
+    for elsewhere in ("_in_blocks", "_one_step_even"):
+        monkeypatch.setattr(kernel, elsewhere, None)
+
+
 @GROUPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("old", "values_old"), [(64, 48), (32, 0), (0, 0)])
-def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, monkeypatch):
+@pytest.mark.parametrize("path", ["native", "torch"])
+def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, path, monkeypatch):
     """Packed keys and values, each with an end of its own, or none encoded yet."""
     monkeypatch.setattr(kernel, "_in_blocks", None)
+    monkeypatch.setattr(kernel, "packed_path", lambda *_, **__: path)
     query = noise(BATCH, HEADS * groups, 1, 16, seed=99, dtype=dtype)
     whole, parts = [], []
     for packed, count, seed in ((PackedKeys, old, 1), (PackedValues, values_old, 50)):
@@ -224,14 +235,11 @@ def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, m
     assert_close(got, dense(query, *whole, hidden), 2e-6 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("unpacking_nothing")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("old", "values_old"), [(64, 40), (32, 48), (32, 0)])
 def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkeypatch):
-    """Triton interpreted: nothing is unpacked but what is packed in keys, or in values, alone."""
-    for elsewhere in ("_in_blocks", "_one_step_even"):
-        monkeypatch.setattr(kernel, elsewhere, None)
+    """Nothing is unpacked but what is packed in keys, or in values, alone."""
     given = {"softcap": options.get("softcap")}
     if "sink_logits" in options:
         given["sink_logits"] = options["sink_logits"][: HEADS * 4].float()
@@ -249,14 +257,11 @@ def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkey
     assert_close(got, dense(query, *whole, hidden, **given), 5e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("unpacking_nothing")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_what_was_quantized_alone_is_attended_to_as_it_is(sinks, options, monkeypatch):
-    """Triton interpreted: nothing is decoded; sinks and the newest entries are raw."""
-    for elsewhere in ("_in_blocks", "_one_step_even"):
-        monkeypatch.setattr(kernel, elsewhere, None)
+    """Nothing is decoded; sinks and the newest entries are raw."""
     given = {"softcap": options.get("softcap")}
     if "sink_logits" in options:
         given["sink_logits"] = options["sink_logits"][: HEADS * 4].float()
@@ -275,6 +280,26 @@ def test_what_was_quantized_alone_is_attended_to_as_it_is(sinks, options, monkey
     got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE, **given)
     hidden = later(1).expand(BATCH, HEADS * 4, -1, -1)
     assert_close(got, dense(query, *whole, hidden, **given), 1e-5)
+
+
+@pytest.mark.parametrize("lost", [[0], [0, 1], []])
+def test_segments_with_unequal_sinks_are_attended_to_too(lost):
+    """One segment lost sinks, all others as many quantized entries: all are equally long."""
+    rows, first = [], []
+    for i in range(BATCH * HEADS):
+        sinks = 3 - len(lost) if i == 2 else 3
+        rows.append(noise(40, 16, seed=i, dtype=torch.float32))
+        first.append(sinks)
+    kept = (RotatedKeys.of(rows, 4, True, first), TokenValues.of(rows, 4, first))
+    newest = [noise(4, 16, seed=50 + i, dtype=torch.float32) for i in range(BATCH * HEADS)]
+    parts = [replace(view(newest, [4] * len(newest)), encoded=encoded) for encoded in kept]
+    query = noise(BATCH, HEADS * 2, 1, 16, seed=99, dtype=torch.float32)
+    got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE)
+    whole = [
+        [torch.cat([encoded.segment(i), new]) for i, new in enumerate(newest)] for encoded in kept
+    ]
+    hidden = later(1).expand(BATCH, HEADS * 2, -1, -1)
+    assert_close(got, dense(query, *whole, hidden), 1e-5)
 
 
 @pytest.mark.parametrize("path", ["triton", "varlen"])

@@ -25,7 +25,6 @@ from kvfold.generation.static.ragged import StaticRagged
 from kvfold.hf.compiling import compile_config, not_compiled_because
 from kvfold.hf.forward_hooks import ToldOfForwards
 from kvfold.hf.models import stock_generate
-from kvfold.kernels.static_quantized import Backend
 from kvfold.methods.base import Stages
 
 GRAPHS = 64  # most graphs of one model, before torch.compile refuses more
@@ -36,9 +35,9 @@ NEW_TOKENS = 20
 class GraphCache(Cache, ToldOfForwards):
     """The cache as `generate` sees it: its own layers at first, static layers from `fix` on."""
 
-    def __init__(self, cache: CompressedCache, room: int, backend: Backend = "inductor") -> None:
+    def __init__(self, cache: CompressedCache, room: int) -> None:
         super().__init__(layers=list(cache.layers))
-        self.cache, self.room, self.backend = cache, room, backend
+        self.cache, self.room = cache, room
         self.seen: int | None = None  # columns read by completed forwards
 
     @property
@@ -49,7 +48,7 @@ class GraphCache(Cache, ToldOfForwards):
     def fix(self) -> None:
         """Replaces the layers by static ones, once the prompt is read."""
         own = self.cache.compressed_layers
-        self.layers = [fixed(layer, self.room, self.backend) for layer in own]
+        self.layers = [fixed(layer, self.room) for layer in own]
         self.seen = self.cache.get_seq_length()
 
     def forward_begins(self, ids: Tensor | None) -> None:
@@ -97,11 +96,11 @@ class GraphCache(Cache, ToldOfForwards):
             self.cache.forward_failed(self.seen)
 
 
-def fixed(layer: CompressedLayer, room: int, backend: Backend) -> StaticLayer:
+def fixed(layer: CompressedLayer, room: int) -> StaticLayer:
     """Static layer of a layer between two forwards, with room for `room` more tokens."""
     state = layer.state
     if not state.stored().is_dense:
-        return StaticRagged(layer, backend)
+        return StaticRagged(layer)
     if state.plan.stages.decode == "hold" and not state.phase.frozen:
         return StaticEvicting(layer, room)
     return StaticDense(layer, room)
@@ -149,8 +148,7 @@ def decode_compiled(
     - Dense, nothing evicted: room for all new tokens; unused room is given back.
     - Dense, evicting at every step: room for some tokens; kept entries move together when it is
       used up. Random draws (`Observation.seed`) are the same at every step.
-    - Ragged: eager, each in one operation of the graph. On a CPU, attention over packed entries is
-      compiled separately.
+    - Ragged: eager, each in one operation of the graph.
 
     A new graph is made for one row and for several, for dense and for ragged layers, and for each
     method that evicts; the number of kept entries needs none. A `compile_config` among the options
@@ -160,7 +158,7 @@ def decode_compiled(
     config = compile_config(_chosen(model, options, "compile_config"))
     room = max(0, _new_tokens(model, options, input_ids.shape[1]) - 1)
     cache.binding.check_length(input_ids.shape[1] + room)
-    handed = GraphCache(cache, room, config.backend)
+    handed = GraphCache(cache, room)
     # First, since a processor may fail as well.
     processors = [_AfterForward(handed), *(options.pop("logits_processor", None) or [])]
     options |= {"compile_config": config, "logits_processor": processors}

@@ -15,7 +15,6 @@ from kvfold.cache.layer import CompressedLayer
 from kvfold.generation.static.layer import StaticLayer
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.ragged import attend_to_segments
-from kvfold.kernels.static_quantized import Backend, attend_to_quantized_segments, reads_quantized
 from kvfold.store.ragged import RaggedStore
 
 # CUDA graphs cannot replay an operation with side effects; older versions of torch lack the tag.
@@ -30,12 +29,12 @@ class StaticRagged(StaticLayer):
     """Eager decoding of one layer, as one custom operation that is opaque to the graph.
 
     Tensors inside a graph have one size for all heads, and would take the memory that different
-    lengths or encoded entries have freed. `backend` compiles the attention over packed entries.
+    lengths or encoded entries have freed.
     """
 
-    def __init__(self, layer: CompressedLayer, backend: Backend) -> None:
+    def __init__(self, layer: CompressedLayer) -> None:
         super().__init__()
-        self.layer, self.backend = layer, backend
+        self.layer = layer
         number = next(_next_number)
         _decoding[number] = self
         # Both are read on the CPU, at every step.
@@ -84,13 +83,8 @@ class StaticRagged(StaticLayer):
         keys, values = layer.update(call.key, call.value)
         stored = self.store.segments()
         tokens = self._newest_tokens() if self.padded else None
-        if tokens is None and stored.bias is None and reads_quantized(stored):
-            out = attend_to_quantized_segments(
-                call.query, stored, backend=self.backend, **call.logits
-            )
-        else:
-            mask = None if tokens is None else tokens[:, None, None]
-            out = attend_to_segments(call.query, stored, mask, **call.logits)
+        mask = None if tokens is None else tokens[:, None, None]
+        out = attend_to_segments(call.query, stored, mask, **call.logits)
         layer.finish(call._replace(key=keys, value=values))
         layer.binding.answered()
         return out

@@ -31,13 +31,13 @@ def attend_to_per_token(
     """Attention output `[R, G, Dv]` of `query [R, G, D]`, and log-sum-exp `[R, G]`, float32.
 
     Attends to the quantized entries of R segments; a segment without any gives 0 and −inf. The
-    output has the query's dtype. `splits` of the numbers of quantized entries may be kept: they
-    cost copies to the device.
+    output has the query's dtype. `splits` of the numbers of quantized entries are kept with the
+    keys if none are given.
     """
     _, groups, size = query.shape
     value_size = values.size
     if splits is None:
-        splits = Splits.of(keys.codes.lengths, device=query.device)
+        splits = keys.codes.splits
     parts, sums = splits.room(groups, value_size)
     table_bits = 4 if keys.bits == 8 else keys.bits  # of FP8 keys none is looked up
     if len(splits.segment):

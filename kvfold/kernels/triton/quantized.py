@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -37,10 +38,7 @@ class BothPacked:
 
     @classmethod
     def of(cls, keys: Sequence[int], values: Sequence[int], device: torch.device) -> BothPacked:
-        """From the number of packed keys and of packed values in each segment.
-
-        Keep the result: it costs copies to the device, and is valid until more is packed.
-        """
+        """From the number of packed keys and of packed values in each segment."""
         lengths = [min(both) for both in zip(keys, values, strict=True)]
 
         def starts(of_segments: Sequence[int]) -> Tensor:
@@ -70,7 +68,7 @@ def attend_to_packed(
     """
     _, groups, size = query.shape
     if both is None:
-        both = BothPacked.of(keys.lengths, values.lengths, keys.words.rows.device)
+        both = _extent(tuple(keys.lengths), tuple(values.lengths), query.device)
     value_words, value_groups = values.words.rows.shape[1], values.scale.rows.shape[1]
     value_size = value_groups * values.group
     parts, sums = both.splits.room(groups, value_size)
@@ -109,6 +107,12 @@ def attend_to_packed(
             num_stages=2 if query.element_size() > 2 else 3,
         )
     return both.splits.merged(parts, sums, query.dtype)
+
+
+@lru_cache(maxsize=16)
+def _extent(keys: tuple[int, ...], values: tuple[int, ...], device: torch.device) -> BothPacked:
+    """Kept, as it costs copies to the device."""
+    return BothPacked.of(keys, values, device)
 
 
 @triton.jit

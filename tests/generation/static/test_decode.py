@@ -108,9 +108,8 @@ def test_every_method_decodes_the_same_or_is_refused(model):
         stages = caches[0].method.stages()
         if stages.decode == "hold":
             evicting.add(repr((stages.score, stages.merge_one)))
-    # Beside those that evict: one for rectangles, one for segments, two products with packed ones;
-    # of those quantized one by one, products with keys of 3, 4 and 8 bits, with values of 3 and 4.
-    assert graphs() == 4 + 3 + 2 + len(evicting)
+    # Beside those that evict: one for rectangles, one for segments.
+    assert graphs() == 2 + len(evicting)
     assert set(refusing) == {"cam", "streaming", "rounds", "sirllm"}
 
 
@@ -228,11 +227,11 @@ def test_one_graph_serves_all_caches(model, specs, lengths):
     assert graphs() == 1
 
 
-def test_products_with_what_is_packed_are_compiled_once(model):
+def test_what_is_packed_needs_no_graph_of_its_own(model):
     for length in range(3):
         outs, _ = both(model, ENCODED[0], (64 + 9 * length,), max_new_tokens=5 + 9 * length)
         assert torch.equal(*outs)
-    assert graphs() == 3  # one of them for all that is around
+    assert graphs() == 1
 
 
 @pytest.mark.parametrize("spec", ["snapkv:window=8", ENCODED[0], "d2o"])
@@ -242,8 +241,7 @@ def test_the_default_compiler_gives_the_same_tokens(model, spec):
     expected = kvfold.generate(model, ids, cache=eager, **GREEDY)
     got = kvfold.generate(model, ids, cache=compiled, compile=True, **GREEDY)
     assert torch.equal(got, expected)
-    # What the first step compiles while it runs, the second one compiles again.
-    assert graphs() == (5 if spec == ENCODED[0] else 1)
+    assert graphs() == 1
     check_same(eager, compiled)
 
 

@@ -4,18 +4,17 @@
 import pytest
 import torch
 
-from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.triton import (
     Splits,
     attend_to_packed,
 )
 from kvfold.kernels.triton.quantized import BothPacked
-from kvfold.kernels.views import Flat
 from tests.helpers.gpu_inputs import (
     SCALE,
     assert_close,
     attended,
     noise,
+    packed,
 )
 
 pytest.importorskip("triton")
@@ -27,38 +26,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 BITS = pytest.mark.parametrize("bits", [2, 4, 8])
 KEY_LENGTHS = [0, 32, 64, 96, 0, 320]
 VALUE_LENGTHS = [0, 1, 63, 96, 40, 300]
-
-
-def unpacked(words, bits, dim):
-    """One number after the other, the lowest bits of a word first."""
-    words = words if dim == 1 else words.T
-    codes = [[(word >> shift) & (2**bits - 1) for word in row for shift in range(0, 32, bits)]
-             for row in words.tolist()]  # fmt: skip
-    codes = torch.tensor(codes, dtype=torch.float64).view(len(words), words.shape[1] * 32 // bits)
-    return (codes if dim == 1 else codes.T).to(DEVICE)
-
-
-def packed(lengths, size, bits, group, keys, dtype, seed):
-    """Random words, scales and minima, and the numbers of each segment that they stand for."""
-    generator = torch.Generator().manual_seed(seed)
-    per_word, of_scales = (32 // bits, group) if keys else (1, 1)
-    wide = (size, size) if keys else (size * bits // 32, size // group)
-    words = [
-        torch.randint(-(2**31), 2**31, (n, wide[0]), generator=generator).int().to(DEVICE)
-        for n in [n // per_word for n in lengths]
-    ]
-    counts = [n // of_scales for n in lengths]
-    scale = [
-        noise(n, wide[1], seed=seed + i, dtype=dtype).abs() / 2**bits for i, n in enumerate(counts)
-    ]
-    minimum = [noise(n, wide[1], seed=50 + seed + i, dtype=dtype) for i, n in enumerate(counts)]
-    numbers = []
-    for of_words, steps, lowest in zip(words, scale, minimum, strict=True):
-        codes, along = unpacked(of_words, bits, 0 if keys else 1), 0 if keys else 1
-        steps, lowest = (x.double().repeat_interleave(group, along) for x in (steps, lowest))
-        numbers.append((codes * steps + lowest).to(dtype))
-    kind = PackedKeys if keys else PackedValues
-    return kind(Flat.of(words), Flat.of(scale), Flat.of(minimum), bits, group), numbers
 
 
 def check_packed(keys, values, query, dtype, softcap=None, size=None, tolerance=4e-6):

@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode attention over quantized entries. A tile of them is decoded at a time, and stays in the L1
+// cache. Layouts are those of `kernels/packing.py` and `kernels/codebook.py`.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t TILE = 32;  // entries
+constexpr int64_t WIDE = 16;  // numbers of a vector, which the compiler cuts to its registers' size
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // log-sum-exp of no logits
+
+typedef float Floats __attribute__((vector_size(4 * WIDE)));
+typedef int32_t Codes __attribute__((vector_size(4 * WIDE)));
+
+float of_bits(uint32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+struct Half {
+    uint16_t bits;
+
+    // Exponents are moved into float32's place, then scaled by the difference of the biases.
+    operator float() const {
+        const float magnitude = of_bits(uint32_t(bits & 0x7fff) << 13) * 0x1p112f;
+        return bits >> 15 ? -magnitude : magnitude;
+    }
+};
+
+struct BFloat16 {
+    uint16_t bits;
+
+    operator float() const { return of_bits(uint32_t(bits) << 16); }
+};
+
+Codes widened(const uint8_t* bytes) {
+    Codes codes;
+    for (int i = 0; i < WIDE; i++) codes[i] = bytes[i];
+    return codes;
+}
+
+// Codes of 16 consecutive channels in words, the first lowest.
+template <int BITS>
+Codes consecutive(const int32_t* words) {
+    Codes found = {}, shifts;
+    for (int i = 0; i < WIDE; i++) shifts[i] = i * BITS % 32;
+    for (int word = 0; word < WIDE * BITS / 32; word++) {
+        Codes own;
+        for (int i = 0; i < WIDE; i++) own[i] = i * BITS / 32 == word ? -1 : 0;
+        found |= own & words[word];
+    }
+    return found >> shifts & ((1 << BITS) - 1);
+}
+
+void store(float* row, Floats numbers) { std::memcpy(row, &numbers, sizeof numbers); }
+
+// Numbers that codes stand for: of a table, themselves, or FP8 (e4m3).
+
+struct Table {
+    Floats numbers;
+
+    Floats operator()(Codes codes) const {
+#ifdef __AVX512F__
+        return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)numbers);
+#else
+        Floats found;
+        for (int i = 0; i < WIDE; i++) found[i] = numbers[codes[i]];
+        return found;
+#endif
+    }
+};
+
+struct Integers {
+    Floats operator()(Codes codes) const { return __builtin_convertvector(codes, Floats); }
+};
+
+struct Float8 {
+    Floats operator()(Codes codes) const {
+        const Codes magnitudes = (codes & 0x7f) << 20, signs = (codes & 0x80) << 24;
+        return (Floats)((Codes)((Floats)magnitudes * 0x1p120f) | signs);
+    }
+};
+
+// Numbers of an entry whose codes lie in runs (`codebook.packed`). A run's last vector may go on
+// behind its end, in `packed` and in `row`: the next run overwrites what it leaves there.
+template <int BITS, class Numbers>
+void decode_runs(const uint8_t* packed, int64_t size, Numbers numbers, float* row) {
+    const int64_t run = size * BITS / 8;
+#pragma GCC unroll 4
+    for (int i = 0; i < 8 / BITS; i++)
+        for (int64_t j = 0; j < run; j += WIDE) {
+            const Codes codes = widened(packed + j) >> i * BITS & ((1 << BITS) - 1);
+            store(row + i * run + j, numbers(codes));
+        }
+}
+
+// The plane's bytes, and again with each bit a place lower; both may be followed by others.
+void double_plane(const uint8_t* plane, int64_t bytes, uint8_t* both) {
+    for (int shift = 0; shift < 2; shift++)
+        for (int64_t j = 0; j < bytes; j += 8) {
+            uint64_t eight;
+            std::memcpy(&eight, plane + j, sizeof eight);
+            eight >>= shift;  // no bit that comes from the next byte is looked at
+            std::memcpy(both + shift * bytes + j, &eight, sizeof eight);
+        }
+}
+
+// As `decode_runs`, of 3 bits: two lie in `packed`, the third in the two lowest bits of `high`.
+template <class Numbers>
+void decode_planes(const uint8_t* packed, const uint8_t* high, int64_t size, Numbers numbers,
+                   float* row) {
+    const int64_t run = size / 4;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        for (int64_t j = 0; j < run; j += WIDE) {
+            const Codes low = widened(packed + j) >> 2 * i & 3;
+            store(row + i * run + j, numbers(low | (widened(high + j) >> 2 * i & 1) << 2));
+        }
+}
+
+// Calls `run` with the number of bits as a constant.
+template <class Run>
+void with_bits(int64_t bits, Run run) {
+    if (bits == 2) run(std::integral_constant<int, 2>{});
+    if (bits == 3) run(std::integral_constant<int, 3>{});
+    if (bits == 4) run(std::integral_constant<int, 4>{});
+    if (bits == 8) run(std::integral_constant<int, 8>{});
+}
+
+// Entries, row after row: their numbers times a factor, plus an offset. Vectors may go on behind
+// the end.
+struct Tile {
+    std::vector<float> numbers, factors, offsets;
+    std::vector<uint8_t> packed, high;
+
+    explicit Tile(int64_t size)
+        : numbers(TILE * size + WIDE), factors(TILE, 1.0f), offsets(TILE), packed(TILE * size + 4 * WIDE),
+          high(TILE * size / 4 + WIDE) {}
+
+    const uint8_t* copied(const void* codes, int64_t bytes) {
+        std::memcpy(packed.data(), codes, bytes);
+        for (int64_t j = 0; j < bytes; j += 64)
+            __builtin_prefetch((const uint8_t*)codes + bytes + j);
+        return packed.data();
+    }
+
+    template <class Numbers>
+    void decode(const uint8_t* codes, int64_t bits, int64_t count, int64_t size,
+                Numbers meaning) {
+        const int64_t width = size * bits / 8, run = size / 4;
+        const uint8_t* own = copied(codes, count * width);
+        if (bits == 3)  // of all entries first: a read right behind the write would wait for it
+            for (int64_t i = 0; i < count; i++)
+                double_plane(own + i * width + run, size / 8, &high[i * run]);
+        with_bits(bits, [&](auto constant) {
+            for (int64_t i = 0; i < count; i++) {
+                const uint8_t* entry = own + i * width;
+                float* row = &numbers[i * size];
+                if constexpr (constant == 3)
+                    decode_planes(entry, &high[i * run], size, meaning, row);
+                else
+                    decode_runs<constant>(entry, size, meaning, row);
+            }
+        });
+    }
+};
+
+// Keys and values below decode `count` entries from entry `first` of all segments on into a tile.
+
+struct TokenKeys {
+    const uint8_t* codes;
+    const Half* scales;
+    Table table;
+    int64_t bits, size;
+
+    void decode(int64_t first, int64_t count, Tile& tile) const {
+        const uint8_t* own = codes + first * size * bits / 8;
+        if (bits == 8)
+            tile.decode(own, bits, count, size, Float8{});
+        else
+            tile.decode(own, bits, count, size, table);
+        for (int64_t i = 0; i < count; i++) tile.factors[i] = scales[first + i];
+    }
+};
+
+struct TokenValues {
+    const uint8_t* codes;
+    const Half* scales;  // and minima, in turns
+    int64_t bits, size;
+
+    void decode(int64_t first, int64_t count, Tile& tile) const {
+        tile.decode(codes + first * size * bits / 8, bits, count, size, Integers{});
+        for (int64_t i = 0; i < count; i++) {
+            tile.factors[i] = scales[2 * (first + i)];
+            tile.offsets[i] = scales[2 * (first + i) + 1];
+        }
+    }
+};
+
+// A word holds codes of consecutive entries, of one channel.
+template <class Number>
+struct PackedKeys {
+    const int32_t* words;
+    const Number *scales, *minima;
+    int64_t bits, group, size;
+
+    void decode(int64_t first, int64_t count, Tile& tile) const {
+        const int64_t in_word = 32 / bits;
+        const int32_t mask = (1 << bits) - 1;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t entry = first + i, shift = entry % in_word * bits;
+            const int32_t* row = words + entry / in_word * size;
+            const Number *scale = scales + entry / group * size,
+                         *minimum = minima + entry / group * size;
+            float* numbers = &tile.numbers[i * size];
+            for (int64_t j = 0; j < size; j++)
+                numbers[j] = (row[j] >> shift & mask) * float(scale[j]) + float(minimum[j]);
+            tile.factors[i] = 1.0f;
+        }
+    }
+};
+
+// A word holds codes of consecutive channels, of one entry.
+template <class Number>
+struct PackedValues {
+    const int32_t* words;
+    const Number *scales, *minima;
+    int64_t bits, group, size;
+
+    void decode(int64_t first, int64_t count, Tile& tile) const {
+        const int64_t groups = size / group;
+        const auto* own = (const int32_t*)tile.copied(words + first * size * bits / 32,
+                                                      count * size * bits / 8);
+        std::fill_n(tile.factors.begin(), count, 1.0f);
+        with_bits(bits, [&](auto constant) {
+            for (int64_t g = 0; g < count * groups; g++) {
+                const float scale = scales[first * groups + g], low = minima[first * groups + g];
+                float* row = &tile.numbers[g * group];
+                // A group's last vector may go on into the next group, which overwrites it.
+                for (int64_t j = 0; j < group; j += WIDE) {
+                    const Codes codes = consecutive<constant>(own + (g * group + j) * constant / 32);
+                    store(row + j, __builtin_convertvector(codes, Floats) * scale + low);
+                }
+            }
+        });
+    }
+};
+
+// Products of a query with `count` rows. Four sums at a time are brought from vectors to numbers.
+void multiply(const float* query, const float* rows, int64_t count, int64_t size, float* products) {
+    int64_t i = 0;
+#ifdef __AVX512F__
+    for (; i + 4 <= count && size % WIDE == 0; i += 4) {
+        __m512 sums[4] = {};
+        for (int64_t j = 0; j < size; j += WIDE)
+            for (int k = 0; k < 4; k++)
+                sums[k] = _mm512_fmadd_ps(_mm512_loadu_ps(query + j),
+                                          _mm512_loadu_ps(rows + (i + k) * size + j), sums[k]);
+        const __m512 pair = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]),
+                                          _mm512_unpackhi_ps(sums[0], sums[1])),
+                     other = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]),
+                                           _mm512_unpackhi_ps(sums[2], sums[3])),
+                     four = _mm512_add_ps(_mm512_shuffle_ps(pair, other, 0x44),
+                                          _mm512_shuffle_ps(pair, other, 0xee));
+        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(four),
+                                          _mm512_extractf32x8_ps(four, 1));
+        _mm_storeu_ps(products + i, _mm_add_ps(_mm256_castps256_ps128(half),
+                                               _mm256_extractf128_ps(half, 1)));
+    }
+#endif
+    for (; i < count; i++) {
+        float sum = 0;
+        for (int64_t j = 0; j < size; j++) sum += query[j] * rows[i * size + j];
+        products[i] = sum;
+    }
+}
+
+// Adds `count` weighted rows to `sums`, a block of channels after the other: one stays in registers.
+void add_rows(const float* weights, const float* rows, int64_t count, int64_t size, float* sums) {
+    constexpr int64_t BLOCK = 4 * WIDE;
+    int64_t j = 0;
+    for (; j + BLOCK <= size; j += BLOCK) {
+        float block[BLOCK];
+        std::copy_n(sums + j, BLOCK, block);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t k = 0; k < BLOCK; k++) block[k] += weights[i] * rows[i * size + j + k];
+        std::copy_n(block, BLOCK, sums + j);
+    }
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t k = j; k < size; k++) sums[k] += weights[i] * rows[i * size + k];
+}
+
+// Cephes' expf of numbers up to 0; 0 below −87. Without branches, so that loops become vectors.
+inline __attribute__((always_inline)) float exponential(float x) {
+    const float bounded = std::max(x, -87.0f);
+    const float whole = std::floor(bounded * 1.44269504f + 0.5f);
+    const float rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    float series = 1.9875691500e-4f;
+    series = series * rest + 1.3981999507e-3f;
+    series = series * rest + 8.3334519073e-3f;
+    series = series * rest + 4.1665795894e-2f;
+    series = series * rest + 1.6666665459e-1f;
+    series = series * rest + 5.0000001201e-1f;
+    series = series * rest * rest + rest + 1.0f;
+    return x < -87.0f ? 0.0f : series * of_bits(uint32_t(int32_t(whole) + 127) << 23);
+}
+
+struct Logits {
+    float scale, softcap;  // softcap 0: none
+
+    void operator()(float* products, int64_t count) const {
+        for (int64_t i = 0; i < count; i++) products[i] *= scale;
+        if (softcap > 0)
+            for (int64_t i = 0; i < count; i++)
+                products[i] = softcap * std::tanh(products[i] / softcap);
+    }
+};
+
+// Attention of a group's queries to `count` entries, by online softmax.
+template <class Keys, class Values>
+void attend_to_part(const float* query, int64_t groups, const Keys& keys, const Values& values,
+                    int64_t key_first, int64_t value_first, int64_t count, Logits logits,
+                    float* mixed, float* lse) {
+    Tile tile(std::max(keys.size, values.size));
+    std::vector<float> weights(groups * TILE), most(groups, NOTHING), total(groups);
+    std::fill_n(mixed, groups * values.size, 0.0f);
+    for (int64_t done = 0; done < count; done += TILE) {
+        const int64_t now = std::min(TILE, count - done);
+        keys.decode(key_first + done, now, tile);
+        for (int64_t g = 0; g < groups; g++) {
+            float* own = &weights[g * TILE];
+            multiply(query + g * keys.size, tile.numbers.data(), now, keys.size, own);
+            for (int64_t i = 0; i < now; i++) own[i] *= tile.factors[i];
+            logits(own, now);
+            float highest = most[g];
+#pragma omp simd reduction(max : highest)
+            for (int64_t i = 0; i < now; i++) highest = std::max(highest, own[i]);
+            const float fade = exponential(most[g] - highest);
+            float sum = total[g] * fade;
+            for (int64_t i = 0; i < now; i++) {
+                own[i] = exponential(own[i] - highest);
+                sum += own[i];
+            }
+            total[g] = sum;
+            most[g] = highest;
+            for (int64_t j = 0; j < values.size; j++) mixed[g * values.size + j] *= fade;
+        }
+        values.decode(value_first + done, now, tile);
+        for (int64_t g = 0; g < groups; g++) {
+            float *own = &weights[g * TILE], *sums = mixed + g * values.size, offset = 0;
+            for (int64_t i = 0; i < now; i++) {
+                offset += own[i] * tile.offsets[i];
+                own[i] *= tile.factors[i];
+            }
+            for (int64_t j = 0; j < values.size; j++) sums[j] += offset;
+            add_rows(own, tile.numbers.data(), now, values.size, sums);
+        }
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        for (int64_t j = 0; j < values.size; j++) mixed[g * values.size + j] /= total[g];
+        lse[g] = most[g] + std::log(total[g]);
+    }
+}
+
+// R segments, of `lengths` entries each, and where their keys and their values begin.
+struct Segments {
+    const int64_t *key_starts, *value_starts, *lengths;
+    int64_t count, groups;
+};
+
+// Parts are cut at `part_size` entries whatever the number of threads, on which no result depends.
+template <class Keys, class Values>
+void attend(const float* query, const Segments& segments, const Keys& keys, const Values& values,
+            Logits logits, int64_t part_size, int64_t threads, float* out, float* lse) {
+    std::vector<int64_t> first{0}, owner;
+    for (int64_t s = 0; s < segments.count; s++) {
+        const int64_t parts = (segments.lengths[s] + part_size - 1) / part_size;
+        first.push_back(first.back() + parts);
+        owner.insert(owner.end(), parts, s);
+    }
+    const int64_t groups = segments.groups, items = first.back(), width = groups * values.size;
+    std::vector<float> outs(items * width), totals(items * groups);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t item = 0; item < items; item++) {
+        const int64_t s = owner[item], begin = (item - first[s]) * part_size;
+        attend_to_part(query + s * groups * keys.size, groups, keys, values,
+                       segments.key_starts[s] + begin, segments.value_starts[s] + begin,
+                       std::min(part_size, segments.lengths[s] - begin), logits,
+                       &outs[item * width], &totals[item * groups]);
+    }
+    std::fill_n(out, segments.count * width, 0.0f);
+    for (int64_t s = 0; s < segments.count; s++)
+        for (int64_t g = 0; g < groups; g++) {
+            float highest = NOTHING, total = 0, *own = out + s * width + g * values.size;
+            for (int64_t item = first[s]; item < first[s + 1]; item++)
+                highest = std::max(highest, totals[item * groups + g]);
+            for (int64_t item = first[s]; item < first[s + 1]; item++)
+                total += std::exp(totals[item * groups + g] - highest);
+            lse[s * groups + g] = highest + std::log(total);
+            for (int64_t item = first[s]; item < first[s + 1]; item++) {
+                const float weight = std::exp(totals[item * groups + g] - highest) / total;
+                for (int64_t j = 0; j < values.size; j++)
+                    own[j] += weight * outs[item * width + g * values.size + j];
+            }
+        }
+}
+
+}  // namespace
+
+extern "C" {
+
+// query [R, G, D], rotated as the keys are; out [R, G, Dv] and lse [R, G].
+void attend_to_per_token(const float* query, const uint8_t* key_codes, const void* key_scales,
+                         const float* table, const uint8_t* value_codes, const void* value_scales,
+                         const int64_t* starts, const int64_t* lengths, float* out, float* lse,
+                         int64_t segments, int64_t groups, int64_t size, int64_t value_size,
+                         int64_t key_bits, int64_t value_bits, float scale, float softcap,
+                         int64_t part_size, int64_t threads) {
+    TokenKeys keys{key_codes, (const Half*)key_scales, {}, key_bits, size};
+    std::memcpy(&keys.table, table, sizeof keys.table);
+    const TokenValues values{value_codes, (const Half*)value_scales, value_bits, value_size};
+    attend(query, {starts, starts, lengths, segments, groups}, keys, values, {scale, softcap},
+           part_size, threads, out, lse);
+}
+
+// As above, of packed keys and values; `number`: 0 float32, 1 float16, 2 bfloat16.
+void attend_to_packed(const float* query, const int32_t* key_words, const void* key_scales,
+                      const void* key_minima, const int32_t* value_words, const void* value_scales,
+                      const void* value_minima, const int64_t* key_starts,
+                      const int64_t* value_starts, const int64_t* lengths, float* out, float* lse,
+                      int64_t number, int64_t segments, int64_t groups, int64_t size,
+                      int64_t value_size, int64_t key_bits, int64_t value_bits, int64_t key_group,
+                      int64_t value_group, float scale, float softcap, int64_t part_size,
+                      int64_t threads) {
+    const auto run = [&](auto zero) {
+        using Number = decltype(zero);
+        const PackedKeys<Number> keys{key_words,          (const Number*)key_scales,
+                                      (const Number*)key_minima, key_bits, key_group, size};
+        const PackedValues<Number> values{value_words,          (const Number*)value_scales,
+                                          (const Number*)value_minima, value_bits, value_group,
+                                          value_size};
+        attend(query, {key_starts, value_starts, lengths, segments, groups}, keys, values,
+               {scale, softcap}, part_size, threads, out, lse);
+    };
+    if (number == 0) run(float{});
+    if (number == 1) run(Half{});
+    if (number == 2) run(BFloat16{});
+}
+}

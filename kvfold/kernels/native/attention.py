@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over quantized entries, which are decoded a few at a time.
+
+Reference: plain attention over `PackedKeys.rows` and `PackedValues.rows`, or over
+`RotatedKeys.decoded` and `TokenValues.decoded`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kvfold.kernels.codebook import centroids
+from kvfold.kernels.native.library import call
+from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.per_token import RotatedKeys, TokenValues
+
+PART = 2048  # entries of a segment that a thread attends to at a time
+NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as of attention.cpp
+CODES = 16  # of a table
+
+
+def attend_to_packed(
+    query: Tensor,
+    keys: PackedKeys,
+    values: PackedValues,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention output `[R, G, Dv]` of `query [R, G, D]`, and log-sum-exp `[R, G]`, float32.
+
+    Attends to the entries of R segments whose key and value are both packed; a segment without
+    any gives 0 and −inf. The output has the query's dtype.
+    """
+    value_size = values.scale.rows.shape[1] * values.group
+    out, totals = _room(query, value_size)
+    call(
+        "attend_to_packed",
+        query.float().contiguous(),
+        *keys.tensors(),
+        *values.tensors(),
+        _starts(tuple(keys.lengths)),
+        _starts(tuple(values.lengths)),
+        _lengths(tuple(map(min, keys.lengths, values.lengths))),
+        out,
+        totals,
+        NUMBERS[keys.scale.rows.dtype],
+        *query.shape,
+        value_size,
+        *(keys.bits, values.bits, keys.group, values.group),
+        *_options(scale, softcap),
+    )
+    return out.to(query.dtype), totals
+
+
+def attend_to_per_token(
+    query: Tensor,
+    keys: RotatedKeys,
+    values: TokenValues,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `attend_to_packed`, to the quantized entries of R segments; no key is rotated back."""
+    out, totals = _room(query, values.size)
+    lengths = tuple(keys.codes.lengths)
+    call(
+        "attend_to_per_token",
+        keys.asked(query).contiguous(),
+        *(keys.codes.rows, keys.scales.rows, _table(keys.bits)),
+        *(values.codes.rows, values.scales.rows),
+        *(_starts(lengths), _lengths(lengths), out, totals),
+        *query.shape,
+        values.size,
+        *(keys.bits, values.bits),
+        *_options(scale, softcap),
+    )
+    return out.to(query.dtype), totals
+
+
+def _room(query: Tensor, value_size: int) -> tuple[Tensor, Tensor]:
+    """Uninitialized output `[R, G, Dv]` and log-sum-exp `[R, G]`, float32."""
+    shape = query.shape[:2]
+    return torch.empty(*shape, value_size), torch.empty(shape)
+
+
+def _options(scale: float, softcap: float | None) -> tuple[float, float, int, int]:
+    return scale, softcap or 0.0, PART, torch.get_num_threads()
+
+
+@lru_cache(maxsize=64)
+def _starts(lengths: tuple[int, ...]) -> Tensor:
+    """First entry of each segment, int64."""
+    return torch.tensor([0, *accumulate(lengths[:-1])])
+
+
+@lru_cache(maxsize=64)
+def _lengths(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor(lengths)
+
+
+@lru_cache(maxsize=8)
+def _table(bits: int) -> Tensor:
+    """Centroids `[16]` of codes, zeros behind them; of FP8 keys none is looked up."""
+    table = torch.zeros(CODES)
+    if bits < 8:
+        table[: 2**bits] = centroids(bits, torch.float32, table.device)
+    return table

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared library of `attention.cpp`: compiled once for each kind of CPU, and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+# Sums may be taken in any order, so that loops over them become vectors.
+FLAGS = [
+    *("-std=c++17", "-O3", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+]
+# By torch's name of a CPU's instructions. Not -march=native: machines may share the cache.
+INSTRUCTIONS = {
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+    "AVX512": [
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+        *("-mavx2", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+    ],
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library; None without a C++ compiler, and with a warning if the compiler fails."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        warnings.warn(
+            f"kvfold's C++ kernels are not used, and quantized entries are read more slowly: {why}",
+            stacklevel=2,
+        )
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """Path of the library, which is compiled if it is not there."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    command = [compiler, *FLAGS, *INSTRUCTIONS.get(capability, [])]
+    if sys.platform != "darwin":  # its compiler has no OpenMP
+        command.append("-fopenmp")
+    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    path = _folder() / f"attention-{digest}.so"
+    if not path.exists():
+        handle, made = tempfile.mkstemp(dir=path.parent, suffix=".so")
+        os.close(handle)
+        try:
+            subprocess.run(
+                [*command, str(SOURCE), "-o", made], check=True, capture_output=True, text=True
+            )
+            Path(made).replace(path)  # another process may do the same
+        finally:
+            Path(made).unlink(missing_ok=True)
+    return path
+
+
+def _folder() -> Path:
+    """Where libraries are kept: the user's cache, or a folder of this process."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="kvfold-"))
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="kvfold-"))
+
+
+def call(function: str, *arguments: Tensor | int | float) -> None:
+    """Calls a function of the library, which must be available; tensors are contiguous."""
+    known = library()
+    assert known is not None
+    known[function](*(_as_c(argument) for argument in arguments))
+
+
+def _as_c(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
+    if isinstance(argument, Tensor):
+        assert argument.is_contiguous() and argument.device.type == "cpu"
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    return ctypes.c_float(argument)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in C++ to quantized entries, against the numbers that they stand for."""
+
+import pytest
+import torch
+
+from kvfold.kernels.native.attention import PART, attend_to_packed, attend_to_per_token
+from kvfold.kernels.native.library import library
+from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from tests.helpers.gpu_inputs import SCALE, assert_close, attended, noise, packed, segments
+
+pytestmark = pytest.mark.usefixtures("instructions", "poison")
+GROUPS = pytest.mark.parametrize("groups", [1, 3, 8])
+SIZES = pytest.mark.parametrize("size", [32, 40, 64, 128])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"]
+)
+LENGTHS, SINKS = [0, 1, 31, 32, 0, 300], [0, 1, 2, 0, 0, 4]
+KEY_LENGTHS, VALUE_LENGTHS = [0, 64, 64, 128, 0, 320], [0, 1, 63, 96, 40, 300]
+
+
+@pytest.fixture(params=["own", "of any CPU"], scope="module")
+def instructions(request):
+    """The library for this CPU's instructions, and for those that every CPU has."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "of any CPU":
+            patched.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+        library.cache_clear()
+        if library() is None:
+            pytest.skip("no C++ compiler")
+        yield
+    library.cache_clear()
+
+
+def per_token(lengths, bits, size, dtype, value_size=None, sinks=SINKS):
+    """Quantized keys and values of segments; the first entries of some are whole, and left out."""
+    keys = RotatedKeys.of(segments(lengths, size, 100, dtype), bits[0], True, sinks)
+    values = TokenValues.of(segments(lengths, value_size or size, 200, dtype), bits[1], sinks)
+    return keys, values
+
+
+def check_per_token(query, keys, values, softcap=None):
+    out, lse = attend_to_per_token(query, keys, values, SCALE, softcap)
+    decoded = [part.decoded.split(part.codes.lengths) for part in (keys, values)]
+    check(query, out, lse, attended(query, *decoded, softcap))
+
+
+def check(query, out, lse, expected):
+    tolerance = 1e-5 if query.dtype == torch.float32 else 2e-2
+    assert out.dtype == query.dtype
+    torch.testing.assert_close(out.double(), expected[0], rtol=tolerance, atol=tolerance)
+    assert_close(lse, expected[1], tolerance=3 * tolerance)
+
+
+@GROUPS
+@SIZES
+@DTYPES
+@pytest.mark.parametrize("bits", [(2, 3), (3, 4), (4, 2), (8, 4)], ids=str)
+def test_entries_quantized_alone_are_attended_to_as_they_are_decoded(groups, size, bits, dtype):
+    query = noise(len(LENGTHS), groups, size, seed=1, dtype=dtype)
+    check_per_token(query, *per_token(LENGTHS, bits, size, dtype), 2.0 if groups == 3 else None)
+
+
+def test_values_of_another_head_size():
+    query = noise(len(LENGTHS), 2, 64, seed=1)
+    check_per_token(query, *per_token(LENGTHS, (4, 3), 64, torch.float32, value_size=40))
+    check_per_token(query, *per_token(LENGTHS, (3, 4), 64, torch.float32, value_size=128))
+
+
+def test_large_logits_and_large_values_are_weighed_exactly():
+    keys, values = per_token(LENGTHS, (4, 4), 32, torch.float32)
+    query = 100 * noise(len(LENGTHS), 2, 32, seed=1)
+    out, lse = attend_to_per_token(query, keys, values, SCALE)
+    decoded = [part.decoded.split(part.codes.lengths) for part in (keys, values)]
+    expected = attended(query, *decoded)
+    torch.testing.assert_close(out.double(), expected[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-3)
+
+
+def test_long_segments_are_cut_and_any_number_of_threads_gives_the_same_bits():
+    lengths = [PART, PART + 1, 3 * PART - 1, 5]
+    keys, values = per_token(lengths, (4, 4), 32, torch.float32, sinks=[0] * 4)
+    query, threads = noise(4, 2, 32, seed=1), torch.get_num_threads()
+    check_per_token(query, keys, values)
+    outs = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            outs.append(attend_to_per_token(query, keys, values, SCALE))
+    finally:
+        torch.set_num_threads(threads)
+    for out, lse in outs[1:]:
+        assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1])
+
+
+def test_nothing_quantized_is_nothing_attended_to():
+    keys, values = per_token([0, 0], (4, 4), 32, torch.float32, sinks=[0, 0])
+    out, lse = attend_to_per_token(noise(2, 3, 32, seed=1), keys, values, SCALE)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+def check_packed(query, keys, values, softcap=None):
+    (packed_keys, key_numbers), (packed_values, value_numbers) = keys, values
+    out, lse = attend_to_packed(query, packed_keys, packed_values, SCALE, softcap)
+    common = [
+        (key[: len(value)], value[: len(key)])
+        for key, value in zip(key_numbers, value_numbers, strict=True)
+    ]
+    check(query, out, lse, attended(query, *zip(*common, strict=True), softcap))
+
+
+@GROUPS
+@pytest.mark.parametrize("size", [32, 64, 128])
+@DTYPES
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_packed_entries_are_attended_to_as_the_numbers_they_stand_for(groups, size, bits, dtype):
+    """Keys and values have ends of their own."""
+    keys = packed(KEY_LENGTHS, size, bits, 32, True, dtype, 100)
+    values = packed(VALUE_LENGTHS, size, bits, 32, False, dtype, 200)
+    query = noise(len(KEY_LENGTHS), groups, size, seed=1, dtype=dtype)
+    check_packed(query, keys, values, 2.0 if groups == 3 else None)
+
+
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(2, 8), (8, 2), (4, 4)])
+@pytest.mark.parametrize("group", [16, 48])
+def test_packed_differently(key_bits, value_bits, group):
+    """Other groups, other bits for keys and values, head sizes of no power of two."""
+    keys = packed([96, 240, 0], 40, key_bits, 48, True, torch.float32, 100)
+    values = packed([90, 300, 7], 48, value_bits, group, False, torch.float32, 200)
+    check_packed(noise(3, 3, 40, seed=1), keys, values)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_fewer_channels_than_a_vector_has(bits):
+    keys = packed([32, 64], 24, bits, 8, True, torch.float32, 100)
+    values = packed([30, 64], 24, bits, 8, False, torch.float32, 200)
+    check_packed(noise(2, 2, 24, seed=1), keys, values)
+
+
+def test_what_is_packed_in_keys_alone_is_not_looked_at():
+    keys = packed([96], 32, 4, 32, True, torch.float32, 100)
+    keys[0].scale.rows[2] = keys[0].minimum.rows[2] = torch.nan
+    values = packed([60], 32, 4, 32, False, torch.float32, 200)
+    check_packed(noise(1, 4, 32, seed=1), keys, values)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library of kernels in C++: compiled once, and never required."""
+
+import subprocess
+import warnings
+
+import pytest
+import torch
+
+from kvfold.kernels.native import library as native
+
+
+@pytest.fixture(autouse=True)
+def _not_loaded():
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def test_it_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    (made,) = (tmp_path / "kvfold").iterdir()
+    assert made.suffix == ".so"
+
+    def never(*args, **options):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(subprocess, "run", never)
+    native.library.cache_clear()
+    assert native.library() is not None
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    native.library.cache_clear()
+    with pytest.raises(AssertionError, match="compiled again"):
+        native.library()
+
+
+def test_without_a_compiler_there_is_none(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library() is None
+
+
+def test_a_compiler_that_fails_is_told_of(tmp_path, monkeypatch):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho no such standard >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match="read more slowly: no such standard"):
+        assert native.library() is None
+    assert not list((tmp_path / "kvfold").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "kvfold").write_text("a file is in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        native.library()
+
+
+def test_tensors_of_another_layout_are_not_read():
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    with pytest.raises(AssertionError):
+        native.call("attend_to_packed", torch.zeros(2, 3).T)
