@@ -25,7 +25,7 @@ from kvfold.kernels.codebook import (
     rotation,
     unpacked,
 )
-from kvfold.kernels.views import Flat, Named, PartView
+from kvfold.kernels.views import Flat, Named
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -112,9 +112,8 @@ class PerTokenEncoded:
         """Channels of an entry."""
         return self.whole.rows.shape[1]
 
-    def raw_beside(self, part: PartView) -> Tensor:
-        """Entries `[segments, n, D]` of even segments that are not quantized, newest last."""
-        newest = part.newest
+    def raw_before(self, newest: Tensor) -> Tensor:
+        """Entries `[segments, n, D]` that are not quantized: whole ones, as many in each, first."""
         if not self.whole.lengths[0]:
             return newest
         return torch.cat([self.whole.rows.view(len(newest), -1, self.size), newest], 1)

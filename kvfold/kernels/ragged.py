@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
@@ -57,10 +58,11 @@ def attend_to_segments(
         same = query.shape[-1] == stored.values.tail.shape[-1]
         if plain and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
-    even = query.shape[2] == 1 and mask is None and stored.keys.even and stored.values.even
-    if even and stored.bias is None and not flat:
+    single = query.shape[2] == 1 and mask is None
+    even = single and stored.keys.even and stored.values.even
+    if single and stored.bias is None and not flat:
         path = packed_path(query, value_size=stored.values.tail.shape[-1], masked=False)
-        if path != "torch" and (packed := _both_packed(stored)) is not None:
+        if path != "torch" and even and (packed := _both_packed(stored)) is not None:
             return _one_step_of_packed(query, stored, packed, path, options)
         if path != "torch" and (alone := _both_alone(stored)) is not None:
             return _one_step_of_per_token(query, stored, alone, path, options)
@@ -187,11 +189,17 @@ def _both_packed(stored: RaggedView) -> tuple[PackedKeys, PackedValues] | None:
 
 
 def _both_alone(stored: RaggedView) -> tuple[RotatedKeys, TokenValues] | None:
-    """Keys and values that were quantized one by one, evenly; None unless both were."""
+    """Keys and values that were quantized one by one; None unless all segments have raw ones too.
+
+    Whole entries are as many in each segment.
+    """
     keys, values = stored.keys.encoded, stored.values.encoded
-    if isinstance(keys, RotatedKeys) and isinstance(values, TokenValues):
-        return (keys, values) if keys.even and values.even else None
-    return None
+    if not isinstance(keys, RotatedKeys) or not isinstance(values, TokenValues):
+        return None
+    same = stored.keys.gaps == stored.values.gaps
+    evenly_whole = len({*keys.whole.lengths, *values.whole.lengths}) == 1
+    newest = max(stored.keys.gaps) < stored.keys.tail.shape[2]
+    return (keys, values) if same and evenly_whole and newest else None
 
 
 def _one_step_of_packed(
@@ -212,6 +220,8 @@ def _one_step_of_packed(
     both = min(keys.lengths[0], values.lengths[0])
     new_keys, new_values = (
         torch.cat([encoded.since(both), part.newest], 1)
+        if encoded.lengths[0] > both
+        else part.newest
         for encoded, part in ((keys, stored.keys), (values, stored.values))
     )
     newest = _attended(rows, new_keys, new_values, None, scale, softcap)
@@ -225,13 +235,16 @@ def _one_step_of_per_token(
     path: Path,
     options: LogitOptions,
 ) -> Tensor:
-    """As `_one_step_of_packed`, over entries that were quantized one by one."""
+    """As `_one_step_of_packed`, over entries that were quantized one by one, of any length."""
     keys, values = alone
     scale, softcap = options["scale"], options.get("softcap")
     rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
     old = _kernels(path).attend_to_per_token(rows, keys, values, scale, softcap)
-    raw = keys.raw_beside(stored.keys), values.raw_beside(stored.values)
-    newest = _attended(rows, *raw, None, scale, softcap)
+    of_keys, of_values, hidden = _newest(stored)
+    if hidden is not None:
+        hidden = F.pad(hidden, (keys.whole.lengths[0], 0))
+    raw = keys.raw_before(of_keys), values.raw_before(of_values)
+    newest = _attended(rows, *raw, hidden, scale, softcap)
     return _joined(query, old, newest, options.get("sink_logits"))
 
 
@@ -270,6 +283,18 @@ def _attended(
     if hidden is not None:
         logits = logits + hidden
     return logits.softmax(-1) @ values.float(), logits.logsumexp(-1)
+
+
+def _newest(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tail keys and values `[B·H, n, D]`, and an additive mask if segments' lengths differ."""
+    if len(set(stored.keys.gaps)) == 1:
+        return stored.keys.newest, stored.values.newest, None
+    keys, values, hidden = _tails(stored)
+    return (
+        keys.flatten(0, 1),
+        values.flatten(0, 1),
+        None if hidden is None else hidden.flatten(0, 1),
+    )
 
 
 def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:

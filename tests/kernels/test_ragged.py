@@ -282,24 +282,36 @@ def test_what_was_quantized_alone_is_attended_to_as_it_is(sinks, options, monkey
     assert_close(got, dense(query, *whole, hidden, **given), 1e-5)
 
 
-@pytest.mark.parametrize("lost", [[0], [0, 1], []])
-def test_segments_with_unequal_sinks_are_attended_to_too(lost):
-    """One segment lost sinks, all others as many quantized entries: all are equally long."""
-    rows, first = [], []
-    for i in range(BATCH * HEADS):
-        sinks = 3 - len(lost) if i == 2 else 3
-        rows.append(noise(40, 16, seed=i, dtype=torch.float32))
-        first.append(sinks)
-    kept = (RotatedKeys.of(rows, 4, True, first), TokenValues.of(rows, 4, first))
-    newest = [noise(4, 16, seed=50 + i, dtype=torch.float32) for i in range(BATCH * HEADS)]
-    parts = [replace(view(newest, [4] * len(newest)), encoded=encoded) for encoded in kept]
+@pytest.mark.usefixtures("unpacking_nothing")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_segments_quantized_alone_may_differ_in_length(sinks, options):
+    lengths, tails = [40, 7, 90, 3, 40, 61], [4, 1, 9, 4, 2, 16]
+    check_quantized_alone(lengths, tails, [sinks] * 6, options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_segments_with_unequal_sinks_are_attended_to_too(options):
+    """Also if all are equally long."""
+    check_quantized_alone([40] * 6, [4] * 6, [3, 3, 2, 3, 3, 3], options)
+    check_quantized_alone([40, 7, 90, 3, 40, 61], [4, 1, 9, 4, 2, 16], [3, 2, 0, 3, 1, 3], options)
+
+
+def check_quantized_alone(lengths, tails, sinks, options):
+    given = {"softcap": options.get("softcap")}
+    if "sink_logits" in options:
+        given["sink_logits"] = options["sink_logits"][: HEADS * 2].float()
+    rows = [noise(n, 16, seed=i, dtype=torch.float32) for i, n in enumerate(lengths)]
+    encoded = (RotatedKeys.of(rows, 4, True, sinks), TokenValues.of(rows, 4, sinks))
+    newest = [noise(n, 16, seed=50 + i, dtype=torch.float32) for i, n in enumerate(tails)]
+    parts = [replace(view(newest, tails), encoded=part) for part in encoded]
     query = noise(BATCH, HEADS * 2, 1, 16, seed=99, dtype=torch.float32)
-    got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE)
+    got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE, **given)
     whole = [
-        [torch.cat([encoded.segment(i), new]) for i, new in enumerate(newest)] for encoded in kept
+        [torch.cat([part.segment(i), new]) for i, new in enumerate(newest)] for part in encoded
     ]
     hidden = later(1).expand(BATCH, HEADS * 2, -1, -1)
-    assert_close(got, dense(query, *whole, hidden), 1e-5)
+    assert_close(got, dense(query, *whole, hidden, **given), 1e-5)
 
 
 @pytest.mark.parametrize("path", ["triton", "varlen"])

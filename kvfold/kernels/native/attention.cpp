@@ -49,16 +49,19 @@ Codes widened(const uint8_t* bytes) {
     return codes;
 }
 
-// Codes of 16 consecutive channels in words, the first lowest.
+// Codes of 16 consecutive channels in words, the first lowest; 16 words are read.
 template <int BITS>
 Codes consecutive(const int32_t* words) {
-    Codes found = {}, shifts;
-    for (int i = 0; i < WIDE; i++) shifts[i] = i * BITS % 32;
-    for (int word = 0; word < WIDE * BITS / 32; word++) {
-        Codes own;
-        for (int i = 0; i < WIDE; i++) own[i] = i * BITS / 32 == word ? -1 : 0;
-        found |= own & words[word];
+    Codes owner, shifts, found;
+    for (int i = 0; i < WIDE; i++) {
+        owner[i] = i * BITS / 32;
+        shifts[i] = i * BITS % 32;
     }
+#ifdef __AVX512F__
+    found = (Codes)_mm512_permutexvar_epi32((__m512i)owner, _mm512_loadu_si512(words));
+#else
+    for (int i = 0; i < WIDE; i++) found[i] = words[owner[i]];
+#endif
     return found >> shifts & ((1 << BITS) - 1);
 }
 
