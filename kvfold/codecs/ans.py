@@ -14,14 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfold.errors import ContextFileError
+from kvfold.kernels.native.library import call, library
 
 BITS = 14  # of a table's sum
 TOTAL = 1 << BITS
 WORD = 16  # bits that a state gives away or takes at once
 LEAST = 1 << WORD  # of a state
+SYMBOLS = 256  # most of a table
 MOST_LANES, FEWEST_STEPS = 1024, 2048  # a lane takes four bytes, a step as long as some symbols
 
 Numbers = NDArray[np.integer]
+
+EARLY = "a coded stream is damaged: it ends early"
+ELSEWHERE = "a coded stream is damaged: it does not end where it began"
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,8 @@ def decode(
     lanes = Lanes.of(counts)
     if len(states) != len(lanes.part):
         raise ContextFileError("a coded stream is damaged: it has another length")
+    if library() is not None:
+        return _decoded_natively(lanes, counts, tables, states, words)
     symbol, frequency, offset = _by_slot(tables)
     base, state, taken = lanes.part * TOTAL, states.astype(np.int64), 0
     made = np.zeros((len(lanes.active), len(state)), np.uint8)
@@ -112,12 +119,46 @@ def decode(
         low = np.flatnonzero(own < LEAST)
         found = words[taken : taken + len(low)]
         if len(found) != len(low):
-            raise ContextFileError("a coded stream is damaged: it ends early")
+            raise ContextFileError(EARLY)
         own[low] = own[low] << WORD | found
         taken += len(low)
     if taken != len(words) or bool((state != LEAST).any()):
-        raise ContextFileError("a coded stream is damaged: it does not end where it began")
+        raise ContextFileError(ELSEWHERE)
     return lanes.parts(made, counts)
+
+
+def _decoded_natively(
+    lanes: Lanes,
+    counts: Sequence[int],
+    tables: Sequence[Numbers],
+    states: Numbers,
+    words: Numbers,
+) -> list[Numbers]:
+    """As `decode`, in C++."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    begin = (ends - counts)[lanes.part] + lanes.begin
+    symbol = np.concatenate([np.zeros(0, np.uint8), *map(_symbols, tables)])
+    frequency = np.zeros((len(tables), SYMBOLS), np.uint32)
+    for row, table in zip(frequency, tables, strict=True):
+        row[: len(table)] = table
+    start = np.cumsum(frequency, 1, dtype=np.uint32) - frequency
+    state, made = states.astype(np.uint32), np.zeros(int(ends[-1]) if counts else 0, np.uint8)
+    taken = call(
+        "decode_lanes",
+        *(np.append(words, np.uint16(0)), len(words), state),
+        *(np.array(lanes.active, np.int64), len(lanes.active), lanes.part.astype(np.int64)),
+        *(begin.astype(np.int64), symbol, frequency, start, BITS, made),
+    )
+    if taken < 0:
+        raise ContextFileError(EARLY)
+    if taken != len(words) or bool((state != LEAST).any()):
+        raise ContextFileError(ELSEWHERE)
+    return np.split(made, ends[:-1]) if counts else []
+
+
+def _symbols(table: Numbers) -> Numbers:
+    """The symbol of each slot of a table."""
+    return np.repeat(np.arange(len(table), dtype=np.uint8), table)
 
 
 def _by_slot(tables: Sequence[Numbers]) -> tuple[Numbers, Numbers, Numbers]:
@@ -127,7 +168,7 @@ def _by_slot(tables: Sequence[Numbers]) -> tuple[Numbers, Numbers, Numbers]:
     offset = np.zeros(slots, np.uint16)
     for number, table in enumerate(tables):
         own = slice(number * TOTAL, (number + 1) * TOTAL)
-        symbol[own] = np.repeat(np.arange(len(table)), table)
+        symbol[own] = _symbols(table)
         frequency[own] = np.repeat(table, table)
         offset[own] = np.arange(TOTAL) - np.repeat(np.cumsum(table) - table, table)
     return symbol, frequency, offset

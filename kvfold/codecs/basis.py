@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvfold.kernels.native import products
+from kvfold.kernels.native.products import ByteMatrix
 from kvfold.methods.fitted import Fitted
 
 # "joint": one vector for all layers and heads of a token; "head": one for each KV head.
 Scope = Literal["joint", "head"]
-EXACT = 127  # codes up to here are exact in bfloat16, and their errors small beside half a step
+SMALL = 31  # codes up to here: errors of directions rounded to 8 bits are small beside half a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +49,14 @@ class Basis(Fitted):
     value_directions: Tensor
     value_head_directions: Tensor
 
-    @property
+    @cached_property
     def keys(self) -> Transform:
         """The transform of keys."""
         return Transform(
             self.key_means, self.key_metrics, self.key_directions, self.key_head_directions
         )
 
-    @property
+    @cached_property
     def values(self) -> Transform:
         """The transform of values."""
         return Transform(
@@ -66,6 +69,18 @@ class Codes(NamedTuple):
 
     rows: list[int]
     codes: Tensor
+
+    @property
+    def small(self) -> Tensor:
+        """Directions whose codes are all small, bool `[rows]`."""
+        if not self.codes.numel():
+            return torch.ones(len(self.rows), dtype=torch.bool)
+        return (self.codes.amax(-1) <= SMALL) & (self.codes.amin(-1) >= -SMALL)
+
+    def at(self, chosen: Tensor) -> Codes:
+        """The directions that are `chosen`, bool `[rows]`."""
+        rows = [row for row, own in zip(self.rows, chosen.tolist(), strict=True) if own]
+        return Codes(rows, self.codes[chosen])
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,28 +106,36 @@ class Transform:
         parts = together.split(self.directions.shape[1], -1)
         return [of.float().T @ part.T for part, of in zip(parts, self.directions, strict=True)]
 
-    def back(
-        self, blocks: Sequence[Codes], step: float, scope: Scope, products: torch.dtype
-    ) -> list[Tensor]:
+    def back(self, blocks: Sequence[Codes], step: float, scope: Scope) -> list[Tensor]:
         """Entries `[n, D]` of each KV head, float32, from coefficients of `step` times the codes.
 
-        `products` are in float32 or, several times as fast, in bfloat16; of codes that bfloat16
-        would round always in float32.
+        Where the CPU multiplies bytes, a joint basis is rounded to 8 bits for small codes.
         """
         of_blocks, size = self.directions, self.means.shape[-1]
         if scope == "head":
             of_blocks = self._of_heads()
         numbers, columns = of_blocks.shape[0], of_blocks.shape[1]
-        # The step and the metrics are of the basis, which has fewer numbers than the entries.
-        inverses = step * torch.linalg.inv(self.metrics).view(numbers, -1, size, size)
+        inverses = torch.linalg.inv(self.metrics).view(numbers, -1, size, size)
         means, found = self.means.view(numbers, columns), list[Tensor]()
-        for block, directions, inverse, mean in zip(
-            blocks, of_blocks, inverses, means, strict=True
-        ):
-            own = directions[:, block.rows].float().unflatten(0, (-1, size))
-            made = _product(block.codes, (inverse @ own).flatten(0, 1), products)
-            found += made.add_(mean).split(size, -1)
+        in_bytes = self._in_bytes if scope == "joint" and products.available() else None
+        for i, (block, mean) in enumerate(zip(blocks, means, strict=True)):
+            if in_bytes is None:
+                made, exact = mean.repeat(block.codes.shape[1], 1), block
+            else:
+                small = block.small
+                made, exact = in_bytes[i].products(*block, small, mean, step), block.at(~small)
+            own = _turned(inverses[i], of_blocks[i][:, exact.rows])
+            made.addmm_(exact.codes.float().T, own.T, alpha=step)
+            found += made.split(size, -1)
         return found
+
+    @cached_property
+    def _in_bytes(self) -> list[ByteMatrix]:
+        """The directions of each block, back from their metrics."""
+        size = self.means.shape[-1]
+        inverses = torch.linalg.inv(self.metrics).view(len(self.directions), -1, size, size)
+        pairs = zip(inverses, self.directions, strict=True)
+        return [ByteMatrix.of(_turned(inverse, directions)) for inverse, directions in pairs]
 
     def streams(self, counts: Sequence[int], scope: Scope) -> list[tuple[int, int]]:
         """Rows and columns of the coefficients of `forward`, for heads of `counts` entries."""
@@ -131,10 +154,8 @@ class Transform:
         return self.head_directions.flatten(0, 1)
 
 
-def _product(codes: Tensor, directions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows `[n, p]` of codes `[rows, n]` and directions `[p, rows]`, float32."""
-    if dtype == torch.float32:
-        return codes.float().T @ directions.T
-    large = (codes.abs() > EXACT).any(-1)
-    made = (codes[~large].to(dtype).T @ directions[:, ~large].to(dtype).T).float()
-    return made.addmm_(codes[large].float().T, directions[:, large].T)
+def _turned(inverses: Tensor, directions: Tensor) -> Tensor:
+    """Directions `[p, rows]`, float32, times the inverse metrics `[p / D, D, D]` of heads."""
+    own = directions.float().unflatten(0, (-1, inverses.shape[-1]))
+    turned: Tensor = (inverses @ own).flatten(0, 1)
+    return turned

@@ -85,12 +85,10 @@ def decode(
     transform: Transform,
     scope: Scope,
     counts: Sequence[int],
-    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Keys or values `[n, D]` of each KV head, float32; `counts` are the heads' entries.
 
-    Products of a joint basis are in bfloat16 if that is `dtype`, the model's, else float32. Raises
-    ContextFileError for streams that do not fit these entries.
+    Raises ContextFileError for streams that do not fit these entries.
     """
     shapes = transform.streams(counts, scope)
     lengths = [columns for streams, columns in shapes for _ in range(streams)]
@@ -98,7 +96,8 @@ def decode(
     for streams, columns in shapes:
         rows = [row for row in range(streams) if first + row in found]
         codes = [found.pop(first + row) for row in rows]
-        blocks.append(Codes(rows, torch.stack(codes) if rows else torch.zeros(0, columns)))
+        blocks.append(
+            Codes(rows, torch.stack(codes) if rows else torch.zeros(0, columns, dtype=torch.int16))
+        )
         first += streams
-    short = scope == "joint" and dtype == torch.bfloat16
-    return transform.back(blocks, coded.step, scope, torch.bfloat16 if short else torch.float32)
+    return transform.back(blocks, coded.step, scope)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,19 +102,27 @@ def has_position_table(model: PreTrainedModel) -> bool:
 
 def attention_module(model: PreTrainedModel, layer: int) -> nn.Module | None:
     """The attention module of a layer."""
-    for module in model.get_decoder().modules():
-        own = getattr(module, "layer_idx", None) == layer
-        if own and "Attention" in type(module).__name__:
-            attention: nn.Module = module
-            return attention
+    for module in _with_index(model, layer):
+        if "Attention" in type(module).__name__:
+            return module
     return None
+
+
+def _with_index(model: PreTrainedModel, layer: int) -> Iterator[nn.Module]:
+    """Modules that call themselves a layer's, those in its place in the decoder first."""
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    place = list(layers)[layer : layer + 1] if isinstance(layers, nn.ModuleList) else []
+    for module in itertools.chain(*(each.modules() for each in (*place, decoder))):
+        if getattr(module, "layer_idx", None) == layer:
+            yield module
 
 
 def layer_device(model: PreTrainedModel, layer: int) -> torch.device:
     """Device of a layer's weights."""
-    for module in model.get_decoder().modules():
+    for module in _with_index(model, layer):
         weight: Tensor | None = next(module.parameters(), None)
-        if getattr(module, "layer_idx", None) == layer and weight is not None:
+        if weight is not None:
             return weight.device
     return model.device
 

@@ -133,7 +133,8 @@ class Rotation(LayerOfModel):
             turned = apply(turning[:, :1], turning, cos, sin)[1]  # of queries nothing is needed
         else:
             turned = apply(turning, cos, sin, unsqueeze_dim=1)
-        return torch.cat([turned, still], -1).to(keys.dtype)
+        whole = torch.cat([turned, still], -1) if still.shape[-1] else turned
+        return whole.to(keys.dtype)
 
     def _has_changing_frequencies(self) -> bool:
         """True if frequencies depend on the text's length."""

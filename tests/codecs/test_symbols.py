@@ -20,6 +20,17 @@ from kvfold.codecs.symbols import CodedStreams, decode, encode, expected_bytes
 from kvfold.errors import ContextFileError
 
 
+@pytest.fixture(params=["C++", "numpy"], scope="module", autouse=True)
+def _decoder(request):
+    """Lanes are decoded in C++, and without it."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "numpy":
+            patched.setattr(ans, "library", lambda: None)
+        elif ans.library() is None:
+            pytest.skip("no C++ compiler")
+        yield
+
+
 def decoded(coded: CodedStreams, counts: list[int]) -> list[list[int]]:
     found = [torch.zeros(count, dtype=torch.int16) for count in counts]
     for number, stream in decode(coded, counts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared library of `attention.cpp`: compiled once for each kind of CPU, and kept."""
+"""The shared library of this folder's C++: compiled once for each kind of CPU, and kept."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("attention.cpp")
+Array = NDArray[np.generic]
+
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 # Sums may be taken in any order, so that loops over them become vectors.
 FLAGS = [
     *("-std=c++17", "-O3", "-shared", "-fPIC"),
@@ -56,14 +60,18 @@ def _compiled(compiler: str) -> Path:
     command = [compiler, *FLAGS, *INSTRUCTIONS.get(capability, [])]
     if sys.platform != "darwin":  # its compiler has no OpenMP
         command.append("-fopenmp")
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
-    path = _folder() / f"attention-{digest}.so"
+    contents = b"".join(source.read_bytes() for source in SOURCES)
+    digest = hashlib.sha256(contents + " ".join(command).encode()).hexdigest()[:16]
+    path = _folder() / f"kernels-{digest}.so"
     if not path.exists():
         handle, made = tempfile.mkstemp(dir=path.parent, suffix=".so")
         os.close(handle)
         try:
             subprocess.run(
-                [*command, str(SOURCE), "-o", made], check=True, capture_output=True, text=True
+                [*command, *map(str, SOURCES), "-o", made],
+                check=True,
+                capture_output=True,
+                text=True,
             )
             Path(made).replace(path)  # another process may do the same
         finally:
@@ -81,17 +89,24 @@ def _folder() -> Path:
     return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="kvfold-"))
 
 
-def call(function: str, *arguments: Tensor | int | float) -> None:
-    """Calls a function of the library, which must be available; tensors are contiguous."""
+def call(function: str, *arguments: Tensor | Array | int | float) -> int:
+    """Calls a function of the library, which must be available; arrays are contiguous."""
     known = library()
     assert known is not None
-    known[function](*(_as_c(argument) for argument in arguments))
+    of_library = known[function]
+    of_library.restype = ctypes.c_int64  # nonsense where the function returns nothing
+    return int(of_library(*(_as_c(argument) for argument in arguments)))
 
 
-def _as_c(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
+def _as_c(
+    argument: Tensor | Array | int | float,
+) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
     if isinstance(argument, Tensor):
         assert argument.is_contiguous() and argument.device.type == "cpu"
         return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, np.ndarray):
+        assert argument.flags.c_contiguous
+        return ctypes.c_void_p(argument.ctypes.data)
     if isinstance(argument, int):
         return ctypes.c_int64(argument)
     return ctypes.c_float(argument)
