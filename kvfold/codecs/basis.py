@@ -21,7 +21,7 @@ from kvfold.methods.fitted import Fitted
 
 # "joint": one vector for all layers and heads of a token; "head": one for each KV head.
 Scope = Literal["joint", "head"]
-SMALL = 31  # codes up to here: errors of directions rounded to 8 bits are small beside half a step
+SMALL = 63  # codes up to here: errors of directions rounded to 8 bits are small beside half a step
 
 
 @dataclass(frozen=True, eq=False)
