@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,8 +41,8 @@ INSTRUCTIONS = {
 @cache
 def library() -> ctypes.CDLL | None:
     """The library; None without a C++ compiler, and with a warning if the compiler fails."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if not compiler or shutil.which(compiler[0]) is None:
         return None
     try:
         return ctypes.CDLL(str(_compiled(compiler)))
@@ -54,10 +55,10 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: list[str]) -> Path:
     """Path of the library, which is compiled if it is not there."""
     capability = torch.backends.cpu.get_cpu_capability()
-    command = [compiler, *FLAGS, *INSTRUCTIONS.get(capability, [])]
+    command = [*compiler, *FLAGS, *INSTRUCTIONS.get(capability, [])]
     if sys.platform != "darwin":  # its compiler has no OpenMP
         command.append("-fopenmp")
     contents = b"".join(source.read_bytes() for source in SOURCES)
@@ -81,12 +82,14 @@ def _compiled(compiler: str) -> Path:
 
 def _folder() -> Path:
     """Where libraries are kept: the user's cache, or a folder of this process."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="kvfold-"))
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="kvfold-"))
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # nowhere to write, or no home
+        pass
+    return Path(tempfile.mkdtemp(prefix="kvfold-"))
 
 
 def call(function: str, *arguments: Tensor | Array | int | float) -> int:

@@ -47,7 +47,7 @@ def test_a_compiler_that_fails_is_told_of(tmp_path, monkeypatch):
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho no such standard >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("CXX", f"{broken} -m64")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="read more slowly: no such standard"):
         assert native.library() is None
