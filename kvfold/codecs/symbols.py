@@ -24,6 +24,16 @@ FINENESS = 3  # tables for each doubling of the mean magnitude
 FEW = 2**18  # symbols that do not outweigh so many tables: there is one for each doubling
 
 
+DTYPES = {
+    "tables": torch.uint8,
+    "wide": torch.int32,
+    "peaks": torch.uint8,
+    "frequencies": torch.int16,
+    "states": torch.int32,
+    "words": torch.int16,
+}
+
+
 @dataclass(frozen=True)
 class CodedStreams:
     """Integer streams as bytes.
@@ -99,6 +109,8 @@ def decode(coded: CodedStreams, counts: Sequence[int]) -> Iterator[tuple[int, Te
 
     Raises ContextFileError for streams that do not fit the counts.
     """
+    if any(part.dim() != 1 or part.dtype != DTYPES[name] for name, part in vars(coded).items()):
+        raise ContextFileError("the streams of the codec are damaged: they have another shape")
     wide, of_stream = coded.wide.tolist(), coded.tables.numpy()
     if len(of_stream) != len(counts) + len(wide) or not set(wide) <= set(range(len(counts))):
         raise ContextFileError("the streams of the codec do not fit the context's entries")
@@ -127,9 +139,10 @@ def _tables(coded: CodedStreams) -> Iterator[Numbers]:
     ):
         raise ContextFileError("the tables of a coded stream are damaged")
     for table in coded.frequencies.split(sizes):
-        if int(table.min()) < 1 or int(table.sum()) != TOTAL:
+        wide = table.numpy().astype(np.int64)
+        if wide.min() < 1 or wide.sum() != TOTAL:
             raise ContextFileError("the tables of a coded stream are damaged")
-        yield table.numpy().astype(np.int64)
+        yield wide
 
 
 def _planned(streams: Sequence[Tensor]) -> Tabulated:

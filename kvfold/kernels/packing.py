@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -99,6 +99,7 @@ def _pack_values(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, T
 class _Packed:
     """Packed codes of `bits` each, with scale and minimum of every group of `group` numbers."""
 
+    axis: ClassVar[int]  # along which codes are packed
     words: Flat
     scale: Flat
     minimum: Flat
@@ -172,8 +173,16 @@ class _Packed:
 
     @classmethod
     def from_named(cls, parts: Named, bits: int, group: int) -> Self:
-        """Copy from what `named` returned."""
-        words, scale, minimum = (Flat.of(parts[name]) for name in ("words", "scale", "minimum"))
+        """Copy from what `named` returned; raises ValueError for parts that do not fit together."""
+        tensors = [parts[name] for name in ("words", "scale", "minimum")]
+        for codes, step, lowest in zip(*tensors, strict=True):
+            sizes, groups = list(codes.shape), list(step.shape)
+            sizes[cls.axis] *= 32 // bits
+            groups[cls.axis] *= group
+            alike = (step.shape, step.dtype) == (lowest.shape, lowest.dtype)
+            if codes.dtype != torch.int32 or sizes != groups or not alike:
+                raise ValueError("packed words, scales and minima that do not fit together")
+        words, scale, minimum = (Flat.of(each) for each in tensors)
         return cls(words, scale, minimum, bits, group)
 
 
@@ -184,6 +193,8 @@ class PackedKeys(_Packed):
     A segment's length is a multiple of `group`. words `[sum of lengths · bits / 32, D]` int32;
     scale and minimum `[sum of lengths / group, D]`.
     """
+
+    axis: ClassVar[int] = 0
 
     @classmethod
     def of(cls, segments: list[Tensor], bits: int, group: int) -> PackedKeys:
@@ -220,6 +231,8 @@ class PackedValues(_Packed):
 
     words `[sum of lengths, Dv · bits / 32]` int32; scale, minimum `[sum of lengths, Dv / group]`.
     """
+
+    axis: ClassVar[int] = 1
 
     @classmethod
     def of(cls, segments: list[Tensor], bits: int, group: int) -> PackedValues:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ class PerTokenEncoded:
     float16.
     """
 
+    numbers: ClassVar[int]  # beside an entry's codes
     whole: Flat
     codes: Flat
     scales: Flat
@@ -187,8 +188,14 @@ class PerTokenEncoded:
 
     @classmethod
     def from_named(cls, parts: Named, bits: int) -> Self:
-        """Copy from what `named` returned."""
-        whole, codes, scales = (Flat.of(parts[name]) for name in ("whole", "codes", "scales"))
+        """Copy from what `named` returned; raises ValueError for parts that do not fit together."""
+        tensors = [parts[name] for name in ("whole", "codes", "scales")]
+        for rows, packed_rows, steps in zip(*tensors, strict=True):
+            fits = packed_rows.shape[1] * 8 == rows.shape[1] * bits
+            fits = fits and steps.shape == (len(packed_rows), cls.numbers)
+            if (packed_rows.dtype, steps.dtype) != (torch.uint8, torch.float16) or not fits:
+                raise ValueError("codes and scales that do not fit together")
+        whole, codes, scales = (Flat.of(each) for each in tensors)
         return cls(whole, codes, scales, bits)
 
     def _with(self, whole: Flat, codes: Flat, scales: Flat) -> Self:
@@ -202,6 +209,8 @@ class PerTokenEncoded:
 @dataclass(frozen=True)
 class RotatedKeys(PerTokenEncoded):
     """Quantized keys: of 2, 3 or 4 bits rotated, of 8 bits FP8 without a rotation."""
+
+    numbers: ClassVar[int] = 1
 
     @classmethod
     def of(cls, segments: list[Tensor], bits: int, correct: bool, sinks: list[int]) -> RotatedKeys:
@@ -262,6 +271,8 @@ class RotatedKeys(PerTokenEncoded):
 @dataclass(frozen=True)
 class TokenValues(PerTokenEncoded):
     """Quantized values: one scale and one minimum for the channels of an entry."""
+
+    numbers: ClassVar[int] = 2
 
     @classmethod
     def of(cls, segments: list[Tensor], bits: int, sinks: list[int]) -> TokenValues:

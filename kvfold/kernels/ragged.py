@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
 from kvfold.kernels.logits import LogitOptions
+from kvfold.kernels.native.attention import reads_packed
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.varlen import attend_to_rows_varlen
@@ -60,12 +61,17 @@ def attend_to_segments(
             return _one_step(query, stored, scale)
     single = query.shape[2] == 1 and mask is None
     even = single and stored.keys.even and stored.values.even
-    if single and stored.bias is None and not flat:
-        path = packed_path(query, value_size=stored.values.tail.shape[-1], masked=False)
-        if path != "torch" and even and (packed := _both_packed(stored)) is not None:
-            return _one_step_of_packed(query, stored, packed, path, options)
-        if path != "torch" and (alone := _both_alone(stored)) is not None:
-            return _one_step_of_per_token(query, stored, alone, path, options)
+    if single and stored.bias is None:
+        packed, alone = _both_packed(stored) if even else None, _both_alone(stored)
+        if packed is not None or alone is not None:
+            size = stored.values.tail.shape[-1]
+            path = packed_path(query, value_size=size, masked=False)
+            if packed is not None and (
+                path == "triton" or (path == "native" and reads_packed(*packed))
+            ):
+                return _one_step_of_packed(query, stored, packed, path, options)
+            if alone is not None and path != "torch":
+                return _one_step_of_per_token(query, stored, alone, path, options)
     if even and plain:
         return _one_step_even(query, stored, scale)
     return _in_blocks(query, stored, mask, options)

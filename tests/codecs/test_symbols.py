@@ -114,3 +114,12 @@ def test_every_damaged_tensor_is_refused_or_no_crash(name):
         with suppress(ContextFileError):
             found = decoded(dataclasses.replace(coded, **{name: damaged}), COUNTS)
             assert found != STREAMS and list(map(len, found)) == COUNTS
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CodedStreams)])
+def test_tensors_of_another_shape_or_dtype_are_refused(name):
+    coded = encoded(STREAMS)
+    part: Tensor = getattr(coded, name)
+    for other in (part[:, None], part[:, None][:, :0], part.double()):
+        with pytest.raises(ContextFileError, match="another shape"):
+            decoded(dataclasses.replace(coded, **{name: other}), COUNTS)

@@ -172,3 +172,20 @@ def test_packed_bytes_are_the_formula(packed, dtype, bits):
     numbers = sum(RAGGED) * SIZE
     width = torch.finfo(dtype).bits
     assert nbytes(encoded) == numbers * (bits + 2 * width / GROUP) / 8
+
+
+@pytest.mark.parametrize("kind", [PackedKeys, PackedValues])
+def test_parts_that_do_not_fit_together_are_refused(kind):
+    made = kind.of([torch.randn(64, 32), torch.randn(0, 32)], 4, 32)
+    parts = made.named()
+    assert torch.equal(kind.from_named(parts, 4, 32).rows, made.rows)
+    for name, damage in (
+        ("minimum", lambda rows: rows[:1]),
+        ("minimum", torch.Tensor.bfloat16),
+        ("scale", lambda rows: rows[:1]),
+        ("words", torch.Tensor.long),
+        ("words", lambda rows: rows[:, :1]),
+    ):
+        damaged = {**parts, name: [damage(parts[name][0]), *parts[name][1:]]}
+        with pytest.raises(ValueError, match="do not fit together"):
+            kind.from_named(damaged, 4, 32)

@@ -179,3 +179,25 @@ def test_codes_are_taken_from_where_they_were(make):
             expected = old.segment(i)[place] if both_quantized else new.segment(i)[entry]
             assert torch.equal(made.segment(i)[entry], expected)
     assert torch.equal(new.rows, make(rows, [1, 2]).rows)  # is not changed itself
+
+
+@pytest.mark.parametrize("kind", [RotatedKeys, TokenValues])
+def test_parts_that_do_not_fit_together_are_refused(kind):
+    rows = [torch.randn(20, 32), torch.randn(3, 32)]
+    made = (
+        RotatedKeys.of(rows, 4, True, [2, 3])
+        if kind is RotatedKeys
+        else TokenValues.of(rows, 4, [2, 3])
+    )
+    parts = made.named()
+    assert torch.equal(kind.from_named(parts, 4).rows, made.rows)
+    for name, damage in (
+        ("scales", torch.Tensor.float),
+        ("scales", lambda rows: rows[:1]),
+        ("codes", torch.Tensor.int),
+        ("codes", lambda rows: rows[:, :1]),
+        ("codes", lambda rows: rows[:1]),
+    ):
+        damaged = {**parts, name: [damage(parts[name][0]), *parts[name][1:]]}
+        with pytest.raises(ValueError, match="do not fit together"):
+            kind.from_named(damaged, 4)

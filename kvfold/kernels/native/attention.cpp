@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <vector>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -32,7 +32,9 @@ struct Half {
 
     // Exponents are moved into float32's place, then scaled by the difference of the biases.
     operator float() const {
-        const float magnitude = of_bits(uint32_t(bits & 0x7fff) << 13) * 0x1p112f;
+        const uint32_t moved = uint32_t(bits & 0x7fff) << 13;
+        const bool finite = moved < 0x7c00 << 13;
+        const float magnitude = finite ? of_bits(moved) * 0x1p112f : of_bits(moved | 0x7f800000);
         return bits >> 15 ? -magnitude : magnitude;
     }
 };
@@ -77,7 +79,19 @@ struct Table {
         return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)numbers);
 #else
         Floats found;
+#ifdef __AVX2__
+        __m256 halves[2], both[2];
+        __m256i at[2];
+        std::memcpy(halves, &numbers, sizeof numbers);
+        std::memcpy(at, &codes, sizeof codes);
+        for (int i = 0; i < 2; i++)  // the fourth bit of a code, as a sign, chooses the half
+            both[i] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(halves[0], at[i]),
+                                       _mm256_permutevar8x32_ps(halves[1], at[i]),
+                                       _mm256_castsi256_ps(_mm256_slli_epi32(at[i], 28)));
+        std::memcpy(&found, both, sizeof found);
+#else
         for (int i = 0; i < WIDE; i++) found[i] = numbers[codes[i]];
+#endif
         return found;
 #endif
     }
@@ -318,6 +332,12 @@ inline __attribute__((always_inline)) float exponential(float x) {
     return x < -87.0f ? 0.0f : series * of_bits(uint32_t(int32_t(whole) + 127) << 23);
 }
 
+// The hyperbolic tangent.
+inline __attribute__((always_inline)) float tangent(float x) {
+    const float small = exponential(-2 * std::abs(x));
+    return std::copysign((1 - small) / (1 + small), x);
+}
+
 struct Logits {
     float scale, softcap;  // softcap 0: none
 
@@ -325,7 +345,7 @@ struct Logits {
         for (int64_t i = 0; i < count; i++) products[i] *= scale;
         if (softcap > 0)
             for (int64_t i = 0; i < count; i++)
-                products[i] = softcap * std::tanh(products[i] / softcap);
+                products[i] = softcap * tangent(products[i] / softcap);
     }
 };
 

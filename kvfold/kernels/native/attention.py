@@ -23,6 +23,13 @@ NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as of atten
 CODES = 16  # of a table
 
 
+def reads_packed(keys: PackedKeys, values: PackedValues) -> bool:
+    """True if all scales and minima have one dtype that C++ knows."""
+    parts = (keys.scale, keys.minimum, values.scale, values.minimum)
+    dtypes = {part.rows.dtype for part in parts}
+    return len(dtypes) == 1 and dtypes <= NUMBERS.keys()
+
+
 def attend_to_packed(
     query: Tensor,
     keys: PackedKeys,
@@ -33,7 +40,7 @@ def attend_to_packed(
     """Attention output `[R, G, Dv]` of `query [R, G, D]`, and log-sum-exp `[R, G]`, float32.
 
     Attends to the entries of R segments whose key and value are both packed; a segment without
-    any gives 0 and −inf. The output has the query's dtype.
+    any gives 0 and −inf. The output has the query's dtype. Needs `reads_packed(keys, values)`.
     """
     value_size = values.scale.rows.shape[1] * values.group
     out, totals = _room(query, value_size)
@@ -68,7 +75,7 @@ def attend_to_per_token(
     lengths = tuple(keys.codes.lengths)
     call(
         "attend_to_per_token",
-        keys.asked(query).contiguous(),
+        keys.asked(query).float().contiguous(),  # under autocast it is shorter
         *(keys.codes.rows, keys.scales.rows, _table(keys.bits)),
         *(values.codes.rows, values.scales.rows),
         *(_starts(lengths), _lengths(lengths), out, totals),
@@ -82,29 +89,29 @@ def attend_to_per_token(
 
 def _room(query: Tensor, value_size: int) -> tuple[Tensor, Tensor]:
     """Uninitialized output `[R, G, Dv]` and log-sum-exp `[R, G]`, float32."""
-    shape = query.shape[:2]
-    return torch.empty(*shape, value_size), torch.empty(shape)
+    out = torch.empty(*query.shape[:2], value_size, dtype=torch.float32, device="cpu")
+    return out, torch.empty_like(out[..., 0])
 
 
 def _options(scale: float, softcap: float | None) -> tuple[float, float, int, int]:
-    return scale, softcap or 0.0, PART, torch.get_num_threads()
+    return float(scale), float(softcap or 0.0), PART, torch.get_num_threads()
 
 
 @lru_cache(maxsize=64)
 def _starts(lengths: tuple[int, ...]) -> Tensor:
     """First entry of each segment, int64."""
-    return torch.tensor([0, *accumulate(lengths[:-1])])
+    return torch.tensor([0, *accumulate(lengths[:-1])], dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=64)
 def _lengths(lengths: tuple[int, ...]) -> Tensor:
-    return torch.tensor(lengths)
+    return torch.tensor(lengths, dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=8)
 def _table(bits: int) -> Tensor:
     """Centroids `[16]` of codes, zeros behind them; of FP8 keys none is looked up."""
-    table = torch.zeros(CODES)
+    table = torch.zeros(CODES, dtype=torch.float32, device="cpu")
     if bits < 8:
         table[: 2**bits] = centroids(bits, torch.float32, table.device)
     return table

@@ -6,12 +6,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -41,12 +43,15 @@ INSTRUCTIONS = {
 @cache
 def library() -> ctypes.CDLL | None:
     """The library; None without a C++ compiler, and with a warning if the compiler fails."""
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    if not compiler or shutil.which(compiler[0]) is None:
-        return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.CalledProcessError) as error:
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        command = _command(compiler)
+        kept = _folder() / f"kernels-{_digest(command)}.so"
+        loaded = _loaded(kept)
+        if loaded is None and compiler and shutil.which(compiler[0]) is not None:
+            loaded = _compiled(command, kept)
+        return loaded
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
         why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(
             f"kvfold's C++ kernels are not used, and quantized entries are read more slowly: {why}",
@@ -55,41 +60,52 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(compiler: list[str]) -> Path:
-    """Path of the library, which is compiled if it is not there."""
+def _command(compiler: list[str]) -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     command = [*compiler, *FLAGS, *INSTRUCTIONS.get(capability, [])]
-    if sys.platform != "darwin":  # its compiler has no OpenMP
-        command.append("-fopenmp")
-    contents = b"".join(source.read_bytes() for source in SOURCES)
-    digest = hashlib.sha256(contents + " ".join(command).encode()).hexdigest()[:16]
-    path = _folder() / f"kernels-{digest}.so"
-    if not path.exists():
-        handle, made = tempfile.mkstemp(dir=path.parent, suffix=".so")
-        os.close(handle)
-        try:
-            subprocess.run(
-                [*command, *map(str, SOURCES), "-o", made],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
-            Path(made).replace(path)  # another process may do the same
-        finally:
-            Path(made).unlink(missing_ok=True)
-    return path
+    return command if sys.platform == "darwin" else [*command, "-fopenmp"]  # it has no OpenMP
+
+
+def _digest(command: list[str]) -> str:
+    """Of all that the library depends on: machines may share a cache."""
+    machine = (platform.machine(), *platform.libc_ver())
+    parts = [source.read_text("utf-8") for source in SOURCES]
+    return hashlib.sha256("\0".join([*parts, *command, *machine]).encode()).hexdigest()[:16]
 
 
 def _folder() -> Path:
-    """Where libraries are kept: the user's cache, or a folder of this process."""
+    """Where libraries are kept, if it can be written to."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # nowhere to write, or no home
-        pass
-    return Path(tempfile.mkdtemp(prefix="kvfold-"))
+        home = Path.home()
+    except RuntimeError:  # there is none
+        home = Path(tempfile.gettempdir())
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "kvfold"
+
+
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # it is not there, or damaged
+        return None
+
+
+def _compiled(command: list[str], kept: Path) -> ctypes.CDLL:
+    """The library, compiled; its file is `kept` where that can be written."""
+    with tempfile.TemporaryDirectory(prefix="kvfold-") as folder:
+        made = Path(folder) / kept.name
+        subprocess.run(
+            [*command, *map(str, SOURCES), "-o", str(made)],
+            check=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        with suppress(OSError):
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            beside = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(made, beside)
+            beside.replace(kept)  # another process may do the same
+        return ctypes.CDLL(str(made))
 
 
 def call(function: str, *arguments: Tensor | Array | int | float) -> int:

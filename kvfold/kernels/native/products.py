@@ -38,7 +38,8 @@ class ByteMatrix:
 
     @classmethod
     def of(cls, matrix: Tensor) -> ByteMatrix:
-        """From a matrix `[p, k]`."""
+        """From a matrix `[p, k]`, float32."""
+        matrix = matrix.float()
         rows, columns = matrix.shape
         scales = matrix.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / PEAK
         steps = (matrix / scales[:, None]).round_().to(torch.int8)
@@ -55,14 +56,15 @@ class ByteMatrix:
         to 127, and the others count as 0. Needs `available()`.
         """
         fours, n, rows = self.panels.shape[1], codes.shape[1], len(self.scales)
-        at = torch.tensor(columns, dtype=torch.int64)
-        wide = torch.full((fours * FOUR, n), MIDDLE, dtype=torch.uint8)
+        at = torch.tensor(columns, dtype=torch.int64, device="cpu")
+        wide = torch.full((fours * FOUR, n), MIDDLE, dtype=torch.uint8, device="cpu")
         wide[at] = (codes + MIDDLE).to(torch.uint8)
         wide[at[~chosen]] = MIDDLE
-        out = torch.empty(n, rows)
+        out = torch.empty(n, rows, dtype=torch.float32, device="cpu")
+        offsets = offsets.float().contiguous()
         call(
             "multiply_bytes",
-            *(wide.T.contiguous(), self.panels, factor * self.scales, offsets.contiguous(), out),
+            *(wide.T.contiguous(), self.panels, factor * self.scales, offsets, out),
             *(n, rows, fours, MIDDLE, torch.get_num_threads()),
         )
         return out

@@ -4,7 +4,13 @@
 import pytest
 import torch
 
-from kvfold.kernels.native.attention import PART, attend_to_packed, attend_to_per_token
+from kvfold.kernels.native.attention import (
+    PART,
+    _table,
+    attend_to_packed,
+    attend_to_per_token,
+    reads_packed,
+)
 from kvfold.kernels.native.library import library
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from tests.helpers.gpu_inputs import SCALE, assert_close, attended, noise, packed, segments
@@ -15,16 +21,20 @@ SIZES = pytest.mark.parametrize("size", [32, 40, 64, 128])
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"]
 )
+KNOWN = ["DEFAULT", "AVX2", "AVX512"]
 LENGTHS, SINKS = [0, 1, 31, 32, 0, 300], [0, 1, 2, 0, 0, 4]
 KEY_LENGTHS, VALUE_LENGTHS = [0, 64, 64, 128, 0, 320], [0, 1, 63, 96, 40, 300]
 
 
-@pytest.fixture(params=["own", "of any CPU"], scope="module")
+@pytest.fixture(params=KNOWN, scope="module")
 def instructions(request):
-    """The library for this CPU's instructions, and for those that every CPU has."""
+    """The library for instructions that every CPU has, and for those of most."""
+    own = torch.backends.cpu.get_cpu_capability()
+    known = KNOWN[: KNOWN.index(own) + 1] if own in KNOWN else KNOWN[:1]
+    if request.param not in known:
+        pytest.skip(f"no {request.param}")
     with pytest.MonkeyPatch.context() as patched:
-        if request.param == "of any CPU":
-            patched.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+        patched.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
         library.cache_clear()
         if library() is None:
             pytest.skip("no C++ compiler")
@@ -100,6 +110,35 @@ def test_nothing_quantized_is_nothing_attended_to():
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_and_autocast_change_nothing(dtype):
+    keys, values = per_token(LENGTHS, (4, 4), 32, torch.float32)
+    query = noise(len(LENGTHS), 2, 32, seed=1)
+    expected = attend_to_per_token(query, keys, values, SCALE)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    _table.cache_clear()
+    try:
+        got = attend_to_per_token(query, keys, values, SCALE)
+        with torch.autocast("cpu", torch.bfloat16):
+            near = attend_to_per_token(query, keys, values, SCALE)
+    finally:
+        torch.set_default_dtype(before)
+        _table.cache_clear()
+    for one, other, short in zip(got, expected, near, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(short, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_stay_so(number):
+    keys = packed([32, 32], 32, 4, 32, True, torch.float16, 100)[0]
+    values = packed([32, 32], 32, 4, 32, False, torch.float16, 200)[0]
+    values.scale.rows[3] = number
+    out, _ = attend_to_packed(noise(2, 2, 32, seed=1, dtype=torch.float16), keys, values, SCALE)
+    assert not out[0].isfinite().any() and out[1].isfinite().all()
+
+
 def check_packed(query, keys, values, softcap=None):
     (packed_keys, key_numbers), (packed_values, value_numbers) = keys, values
     out, lse = attend_to_packed(query, packed_keys, packed_values, SCALE, softcap)
@@ -143,3 +182,12 @@ def test_what_is_packed_in_keys_alone_is_not_looked_at():
     keys[0].scale.rows[2] = keys[0].minimum.rows[2] = torch.nan
     values = packed([60], 32, 4, 32, False, torch.float32, 200)
     check_packed(noise(1, 4, 32, seed=1), keys, values)
+
+
+def test_scales_of_two_dtypes_are_left_to_others():
+    keys = packed([32], 32, 4, 32, True, torch.float32, 100)[0]
+    short = packed([32], 32, 4, 32, False, torch.bfloat16, 200)[0]
+    alike = packed([32], 32, 4, 32, False, torch.float32, 200)[0]
+    double = packed([32], 32, 4, 32, True, torch.float64, 100)[0]
+    assert reads_packed(keys, alike)
+    assert not reads_packed(keys, short) and not reads_packed(double, double)
