@@ -7,7 +7,7 @@ Reference: `reference.attend_with_column_sums` on each segment alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Unpack
@@ -62,7 +62,8 @@ def attend_to_segments(
     single = query.shape[2] == 1 and mask is None
     even = single and stored.keys.even and stored.values.even
     if single and stored.bias is None:
-        packed, alone = _both_packed(stored) if even else None, _both_alone(stored)
+        packed = _both_packed(stored) if even else None
+        alone = None if packed is not None else _both_alone(stored)
         if packed is not None or alone is not None:
             size = stored.values.tail.shape[-1]
             path = packed_path(query, value_size=size, masked=False)
@@ -181,6 +182,7 @@ def _one_step_of_rows(
     return _joined(query, (out, total), newest, options.get("sink_logits"))
 
 
+@cache
 def _kernels(path: Path) -> ModuleType:
     """The package of a path that reads quantized entries."""
     return import_module(f"kvfold.kernels.{'triton' if path == 'triton' else 'native.attention'}")
@@ -221,15 +223,15 @@ def _one_step_of_packed(
     """
     keys, values = packed
     scale, softcap = options["scale"], options.get("softcap")
-    rows = query.reshape(len(keys.lengths), -1, query.shape[-1])
+    of_keys, of_values = keys.lengths, values.lengths
+    rows = query.reshape(len(of_keys), -1, query.shape[-1])
     old = _kernels(path).attend_to_packed(rows, keys, values, scale, softcap)
-    both = min(keys.lengths[0], values.lengths[0])
-    new_keys, new_values = (
-        torch.cat([encoded.since(both), part.newest], 1)
-        if encoded.lengths[0] > both
-        else part.newest
-        for encoded, part in ((keys, stored.keys), (values, stored.values))
-    )
+    both = min(of_keys[0], of_values[0])
+    new_keys, new_values = stored.keys.newest, stored.values.newest
+    if of_keys[0] > both:
+        new_keys = torch.cat([keys.since(both), new_keys], 1)
+    if of_values[0] > both:
+        new_values = torch.cat([values.since(both), new_values], 1)
     newest = _attended(rows, new_keys, new_values, None, scale, softcap)
     return _joined(query, old, newest, options.get("sink_logits"))
 

@@ -24,10 +24,9 @@ CODES = 16  # of a table
 
 
 def reads_packed(keys: PackedKeys, values: PackedValues) -> bool:
-    """True if all scales and minima have one dtype that C++ knows."""
-    parts = (keys.scale, keys.minimum, values.scale, values.minimum)
-    dtypes = {part.rows.dtype for part in parts}
-    return len(dtypes) == 1 and dtypes <= NUMBERS.keys()
+    """True if the scales of both, and so their minima, have one dtype that C++ knows."""
+    dtype = keys.scale.rows.dtype
+    return dtype in NUMBERS and dtype == values.scale.rows.dtype
 
 
 def attend_to_packed(
@@ -42,6 +41,7 @@ def attend_to_packed(
     Attends to the entries of R segments whose key and value are both packed; a segment without
     any gives 0 and −inf. The output has the query's dtype. Needs `reads_packed(keys, values)`.
     """
+    of_keys, of_values = keys.lengths, values.lengths
     value_size = values.scale.rows.shape[1] * values.group
     out, totals = _room(query, value_size)
     call(
@@ -49,9 +49,9 @@ def attend_to_packed(
         query.float().contiguous(),
         *keys.tensors(),
         *values.tensors(),
-        _starts(tuple(keys.lengths)),
-        _starts(tuple(values.lengths)),
-        _lengths(tuple(map(min, keys.lengths, values.lengths))),
+        _starts(tuple(of_keys)),
+        _starts(tuple(of_values)),
+        _lengths(tuple(map(min, of_keys, of_values))),
         out,
         totals,
         NUMBERS[keys.scale.rows.dtype],

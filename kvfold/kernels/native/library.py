@@ -16,6 +16,7 @@ import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,23 +110,28 @@ def _compiled(command: list[str], kept: Path) -> ctypes.CDLL:
 
 
 def call(function: str, *arguments: Tensor | Array | int | float) -> int:
-    """Calls a function of the library, which must be available; arrays are contiguous."""
-    known = library()
-    assert known is not None
-    of_library = known[function]
-    of_library.restype = ctypes.c_int64  # nonsense where the function returns nothing
-    return int(of_library(*(_as_c(argument) for argument in arguments)))
+    """Calls a function of the library, which must be available; arrays are contiguous.
+
+    Arguments are pointers, int64 and float, as those of the first call are.
+    """
+    of_library = getattr(library(), function)
+    if of_library.argtypes is None:
+        of_library.argtypes = [_kind(argument) for argument in arguments]
+        of_library.restype = ctypes.c_int64  # nonsense where the function returns nothing
+    given: list[int | float] = []
+    for argument in arguments:  # a step calls it in every layer: no function for each argument
+        if isinstance(argument, Tensor):
+            assert argument.is_contiguous() and argument.device.type == "cpu"
+            given.append(argument.data_ptr())
+        elif isinstance(argument, np.ndarray):
+            assert argument.flags.c_contiguous
+            given.append(argument.ctypes.data)
+        else:
+            given.append(argument)
+    return int(of_library(*given))
 
 
-def _as_c(
-    argument: Tensor | Array | int | float,
-) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
-    if isinstance(argument, Tensor):
-        assert argument.is_contiguous() and argument.device.type == "cpu"
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, np.ndarray):
-        assert argument.flags.c_contiguous
-        return ctypes.c_void_p(argument.ctypes.data)
-    if isinstance(argument, int):
-        return ctypes.c_int64(argument)
-    return ctypes.c_float(argument)
+def _kind(argument: Tensor | Array | int | float) -> type[ctypes._SimpleCData[Any]]:
+    if isinstance(argument, Tensor | np.ndarray):
+        return ctypes.c_void_p
+    return ctypes.c_int64 if isinstance(argument, int) else ctypes.c_float
