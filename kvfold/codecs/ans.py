@@ -26,7 +26,6 @@ MOST_LANES, FEWEST_STEPS = 1024, 2048  # a lane takes four bytes, a step as long
 Numbers = NDArray[np.integer]
 
 EARLY = "a coded stream is damaged: it ends early"
-ELSEWHERE = "a coded stream is damaged: it does not end where it began"
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,21 @@ def decode(
     lanes = Lanes.of(counts)
     if len(states) != len(lanes.part):
         raise ContextFileError("a coded stream is damaged: it has another length")
-    if library() is not None:
-        return _decoded_natively(lanes, counts, tables, states, words)
+    decoded = _decoded_by_numpy if library() is None else _decoded_natively
+    parts, taken, left = decoded(lanes, counts, tables, states, words)
+    if taken != len(words) or bool((left != LEAST).any()):
+        raise ContextFileError("a coded stream is damaged: it does not end where it began")
+    return parts
+
+
+def _decoded_by_numpy(
+    lanes: Lanes,
+    counts: Sequence[int],
+    tables: Sequence[Numbers],
+    states: Numbers,
+    words: Numbers,
+) -> tuple[list[Numbers], int, Numbers]:
+    """Symbols of parts, the number of words that were read, and the states that are left."""
     symbol, frequency, offset = _by_slot(tables)
     base, state, taken = lanes.part * TOTAL, states.astype(np.int64), 0
     made = np.zeros((len(lanes.active), len(state)), np.uint8)
@@ -122,9 +134,7 @@ def decode(
             raise ContextFileError(EARLY)
         own[low] = own[low] << WORD | found
         taken += len(low)
-    if taken != len(words) or bool((state != LEAST).any()):
-        raise ContextFileError(ELSEWHERE)
-    return lanes.parts(made, counts)
+    return lanes.parts(made, counts), taken, state
 
 
 def _decoded_natively(
@@ -133,8 +143,8 @@ def _decoded_natively(
     tables: Sequence[Numbers],
     states: Numbers,
     words: Numbers,
-) -> list[Numbers]:
-    """As `decode`, in C++."""
+) -> tuple[list[Numbers], int, Numbers]:
+    """As `_decoded_by_numpy`, in C++."""
     ends = np.cumsum(counts, dtype=np.int64)
     begin = (ends - counts)[lanes.part] + lanes.begin
     symbol = np.concatenate([np.zeros(0, np.uint8), *map(_symbols, tables)])
@@ -151,9 +161,7 @@ def _decoded_natively(
     )
     if taken < 0:
         raise ContextFileError(EARLY)
-    if taken != len(words) or bool((state != LEAST).any()):
-        raise ContextFileError(ELSEWHERE)
-    return np.split(made, ends[:-1]) if counts else []
+    return np.split(made, ends[:-1]) if counts else [], taken, state
 
 
 def _symbols(table: Numbers) -> Numbers:

@@ -115,7 +115,7 @@ class Transform:
         if scope == "head":
             of_blocks = self._of_heads()
         numbers, columns = of_blocks.shape[0], of_blocks.shape[1]
-        inverses = torch.linalg.inv(self.metrics).view(numbers, -1, size, size)
+        inverses = self._inverses.view(numbers, -1, size, size)
         means, found = self.means.view(numbers, columns), list[Tensor]()
         in_bytes = self._in_bytes if scope == "joint" and products.available() else None
         for i, (block, mean) in enumerate(zip(blocks, means, strict=True)):
@@ -130,10 +130,15 @@ class Transform:
         return found
 
     @cached_property
+    def _inverses(self) -> Tensor:
+        """Inverse metrics `[L, H, D, D]`."""
+        inverses: Tensor = torch.linalg.inv(self.metrics)
+        return inverses
+
+    @cached_property
     def _in_bytes(self) -> list[ByteMatrix]:
         """The directions of each block, back from their metrics."""
-        size = self.means.shape[-1]
-        inverses = torch.linalg.inv(self.metrics).view(len(self.directions), -1, size, size)
+        inverses = self._inverses.flatten(0, 1).chunk(len(self.directions))
         pairs = zip(inverses, self.directions, strict=True)
         return [ByteMatrix.of(_turned(inverse, directions)) for inverse, directions in pairs]
 

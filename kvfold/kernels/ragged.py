@@ -47,19 +47,14 @@ def attend_to_segments(
     if query.shape[2] == 1 and mask is not None and _sees_everything(mask):
         mask = None
     flat = isinstance(stored.keys.encoded, Flat) and isinstance(stored.values.encoded, Flat)
-    if (
-        flat
-        and query.shape[2] == 1
-        and mask is None
-        and max(stored.keys.gaps) < stored.keys.tail.shape[2]
-    ):
+    single = query.shape[2] == 1 and mask is None
+    if flat and single and max(stored.keys.gaps) < stored.keys.tail.shape[2]:
         path = rows_path(query, stored.values.tail, softcap=softcap, masked=False)
         if path != "torch" and stored.bias is None:
             return _one_step_of_rows(query, stored, path, options)
         same = query.shape[-1] == stored.values.tail.shape[-1]
         if plain and same and query.device.type == "cpu":
             return _one_step(query, stored, scale)
-    single = query.shape[2] == 1 and mask is None
     even = single and stored.keys.even and stored.values.even
     if single and stored.bias is None:
         packed = _both_packed(stored) if even else None
@@ -67,11 +62,10 @@ def attend_to_segments(
         if packed is not None or alone is not None:
             size = stored.values.tail.shape[-1]
             path = packed_path(query, value_size=size, masked=False)
-            if packed is not None and (
-                path == "triton" or (path == "native" and reads_packed(*packed))
-            ):
+            known = path == "triton" or (path == "native" and (not packed or reads_packed(*packed)))
+            if packed is not None and known:
                 return _one_step_of_packed(query, stored, packed, path, options)
-            if alone is not None and path != "torch":
+            if alone is not None and known:
                 return _one_step_of_per_token(query, stored, alone, path, options)
     if even and plain:
         return _one_step_even(query, stored, scale)

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t ROWS = 8, COLUMNS = 48;  // of the sums that stay in registers
 
 #ifdef BYTES_IN_VECTORS
-// Sums of ROWS rows, `stride` bytes apart, and one panel of columns, over `fours` times four bytes.
+// Sums of ROWS rows and one panel of columns, over `fours` times four bytes.
 __attribute__((target("avx512f,avx512bw,avx512vnni"))) void multiply_panel(
     const uint8_t* const* rows, const int8_t* panel, int64_t fours, int32_t (*sums)[COLUMNS]) {
     __m512i own[ROWS][3];
