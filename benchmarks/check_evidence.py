@@ -33,7 +33,7 @@ from kvfold.checks.bisection import smallest
 from kvfold.checks.certify import halves, too_far
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.measure import PromptMeasurements
-from kvfold.checks.reading import MethodAtBudget
+from kvfold.checks.reading import MethodAtBudget, reading_order
 from kvfold.checks.records import CheckStore
 from kvfold.checks.result import CheckLimits
 from kvfold.checks.summary import cell
@@ -116,9 +116,10 @@ def _scored(
 
 
 def measure(measured: PromptMeasurements, work: Workload, of: Scored) -> None:
-    """Distances of every method at every budget; those of a method share a reading."""
+    """Distances of every method at every budget; methods that observe the same share a reading."""
     batches = batched(of.prompts, lambda prompt: prompt)
-    cells = sorted((at for at in of.scores if at[0] != FULL), key=lambda at: at[0])
+    order = reading_order(method for method, _ in of.scores if method != FULL)
+    cells = [at for method in order for at in of.scores if at[0] == method]
     for at in track(cells, f"{work.task} {'aware' if work.aware else 'agnostic'}"):
         for batch in batches:
             measured.distances(batch, at)

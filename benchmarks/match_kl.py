@@ -25,9 +25,8 @@ from torch import Tensor
 
 import kvfold
 from kvfold.bench.cost import measured
-from kvfold.cache.copy_to_budget import check_observed
+from kvfold.cache.copy_to_budget import reads_for
 from kvfold.cache.fork import fork
-from kvfold.errors import KvfoldError
 from kvfold.generation.reconstruct import reconstruct
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.models import read_tokens
@@ -183,12 +182,9 @@ def observing_alike(methods: Iterable[str]) -> list[list[str]]:
     ranked = sorted(needs, key=lambda name: (needs[name].references is None, -needs[name].window))
     for name in ranked:
         for group in groups:
-            try:
-                check_observed(kvfold.parse(group[0]), kvfold.parse(name))
-            except KvfoldError:
-                continue
-            group.append(name)
-            break
+            if reads_for(kvfold.parse(group[0]), kvfold.parse(name)):
+                group.append(name)
+                break
         else:
             groups.append([name])
     return groups

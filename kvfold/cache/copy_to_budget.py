@@ -30,7 +30,11 @@ def take_over(
     if not cache.phase.reading or any(state.rounds for state in cache.states):
         raise KvfoldError("a cache takes another budget only while its first turn is read")
     method, budget = bounded(method, budget, None, cache.max_cache_tokens)
-    check_observed(cache.method, method)
+    if not reads_for(cache.method, method):
+        raise KvfoldError(
+            f"{method} observes other data than {cache.method} while a text is read: "
+            "let it read itself"
+        )
     model = cache.states[0].rotation.model
     fits = Fits.of(method.stages(), model)
     stages = setup.stages_of(method, cache.protect, cache.ranks, fits)
@@ -51,15 +55,12 @@ def take_over(
     return other
 
 
-def check_observed(reader: Method, method: Method) -> None:
-    """Raises KvfoldError unless a prefill by `reader` observes what `method` needs."""
+def reads_for(reader: Method, method: Method) -> bool:
+    """True if a prefill by `reader` observes what `method` needs, before either compresses."""
     read, wanted = reader.stages(), method.stages()
     needs = wanted.needs
     if needs.references is None:  # queries that were noted beside all else change nothing
         needs = replace(needs, references=read.needs.references)
     alike = read.needs.while_reading == needs.while_reading
     pruned = read.token_pruning is not None or wanted.token_pruning is not None
-    if reader != method and (not alike or pruned or wanted.needs.window > read.needs.window):
-        raise KvfoldError(
-            f"{method} observes other data than {reader} while a text is read: let it read itself"
-        )
+    return reader == method or (alike and not pruned and needs.window <= read.needs.window)

@@ -20,7 +20,7 @@ from kvfold.checks.encoded import SYSTEM, EncodedPrompt, encode, encode_attack
 from kvfold.checks.measure import Attack, PromptMeasurements
 from kvfold.checks.overlap import tokenizer as splitter
 from kvfold.checks.prompts import CheckPrompt, prompts_of
-from kvfold.checks.reading import MethodAtBudget
+from kvfold.checks.reading import MethodAtBudget, reading_order
 from kvfold.checks.records import CheckStore
 from kvfold.checks.result import (
     Certificate,
@@ -106,12 +106,12 @@ def check(
     run = sha256(subject.model_dump_json() + protocol.model_dump_json())
     store = CheckStore(run, None if out is None else Path(out))
     measured = PromptMeasurements(model, tokenizer, store, tokens, protocol.limit, say)
-    shown: list[CheckCell] = []
-    certificates: list[Certificate] = []
-    for method, amounts in asked.items():
-        shown += [table_cell(measured, inputs, (method, amount)) for amount in amounts]
-        certificates.append(
-            certificate(measured, inputs.search, inputs.held_out, parse(method), limits)
+    shown: dict[str, list[CheckCell]] = {}
+    certificates: dict[str, Certificate] = {}
+    for method in reading_order(asked):
+        shown[method] = [table_cell(measured, inputs, (method, each)) for each in asked[method]]
+        certificates[method] = certificate(
+            measured, inputs.search, inputs.held_out, parse(method), limits
         )
     return CheckResult(
         subject=subject,
@@ -122,8 +122,8 @@ def check(
         prompts_digest=inputs.digest,
         prompt_tokens=inputs.tokens,
         floor=floor_of(measured.forced(inputs.prompts)),
-        cells=tuple(shown),
-        certificates=tuple(each.signed(run + inputs.digest) for each in certificates),
+        cells=tuple(row for method in asked for row in shown[method]),
+        certificates=tuple(certificates[m].signed(run + inputs.digest) for m in asked),
         notes=tuple(inputs.notes(tokenizer)),
         setup=MachineSetup.here(),
         commit=commit(),

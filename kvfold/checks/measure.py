@@ -165,15 +165,17 @@ class PromptMeasurements:
 
     def _at(self, prompts: Sequence[EncodedPrompt], cell: MethodAtBudget) -> CompressedPrompts:
         """Prompts in one compressed cache; readings stay open as far as memory allows."""
-        method, budget = cell
-        if method != self._method:
-            self._method, self._readings = method, {}
+        name, budget = cell
+        method = parse(name)
+        if name != self._method:
+            self._method = name
+            self._readings = {r: own for r, own in self._readings.items() if own.serves(method)}
         rows = tuple(prompt.digest for prompt in prompts)
         reading = self._readings.get(rows)
         if reading is None:
-            reading = PromptReading(self.model, self.tokenizer, prompts, parse(method))
+            reading = PromptReading(self.model, self.tokenizer, prompts)
             self._readings[rows] = reading
-        found = reading.at(budget)
+        found = reading.at(method, budget)
         if sum(each.nbytes for each in self._readings.values()) > memory(self.model.device):
             reading.release()
         return found

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reading of a batch of prompts by a method, compressed to any number of budgets."""
+"""One reading of a batch of prompts, compressed by several methods to any number of budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
+from kvfold.cache.copy_to_budget import reads_for
 from kvfold.cache.fork import fork
 from kvfold.checks.batches import PaddedIds
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.contexts.answer import end_tokens
+from kvfold.eval.run.shared_reading import reads_for_others
 from kvfold.generation.generate import generate, read_on, read_turn
-from kvfold.hf.models import caches_latents
-from kvfold.methods.base import Method
+from kvfold.methods.base import Method, parse
 
 # A method and its budget, both as text; None for a method without budget.
 MethodAtBudget = tuple[str, str | None]
@@ -124,10 +125,10 @@ class CompressedPrompts:
 
 
 class PromptReading:
-    """A batch of prompts as one method reads it, once where scores do not depend on the budget.
+    """A batch of prompts, read once for all methods that observe the same, at all budgets.
 
     Methods that compress inside the forward (token pruning between layers), latent caches (MLA) and
-    methods without a budget read it again each time.
+    methods that compress at the first generated token read it again each time.
     """
 
     def __init__(
@@ -135,52 +136,54 @@ class PromptReading:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[EncodedPrompt],
-        method: Method,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.prompts, self.method = tuple(prompts), method
+        self.model, self.tokenizer, self.prompts = model, tokenizer, tuple(prompts)
         self._open: CompressedPrompts | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for further budgets."""
+        """Bytes held for further methods and budgets."""
         return 0 if self._open is None else self._open.cache.stats().nbytes
 
+    def serves(self, method: Method) -> bool:
+        """True if what is held is read as `method` reads."""
+        return self._open is not None and reads_for(self._open.cache.method, method)
+
     def release(self) -> None:
-        """Drops what is held; the next budget reads the prompts again."""
+        """Drops what is held; the prompts are read again next."""
         self._open = None
 
     @torch.no_grad()
-    def at(self, budget: str | None) -> CompressedPrompts:
+    def at(self, method: Method, budget: str | None) -> CompressedPrompts:
         """The prompts compressed to a budget; raises what `CompressedCache` raises."""
-        again = self.method.stages().token_pruning is not None or caches_latents(self.model)
-        if budget is not None and not again:
-            if self._open is None:
-                self._open = self._read(budget)
-            return replace(self._open, cache=self._open.cache.to_budget(self._of_all(budget)))
-        cache = self._new(budget)
-        given = self._given(cache)
-        length = given.ids.shape[1]
-        read_turn(self.model, cache, given.ids, given.padding, length, length)
-        return CompressedPrompts(self.prompts, cache, given)
+        if not reads_for_others(self.model, method):
+            cache = self._new(method, budget)
+            given = self._given(cache)
+            length = given.ids.shape[1]
+            read_turn(self.model, cache, given.ids, given.padding, length, length)
+            return CompressedPrompts(self.prompts, cache, given)
+        if self._open is None or not self.serves(method):
+            self._open = self._read(self._new(method, budget))
+        taken = self._open.cache.to_budget(self._of_all(budget), method)
+        return replace(self._open, cache=taken)
 
-    def _read(self, budget: str) -> CompressedPrompts:
+    def _read(self, cache: CompressedCache) -> CompressedPrompts:
         """The prompts in a cache whose prefill stays open."""
-        cache = self._new(budget)
         given = self._given(cache)
         # Left open: the cache is only copied, and dropped with its prefill unfinished.
         cache.phase.reading = True
         read_on(self.model, cache, given.ids, given.padding, given.ids.shape[1])
         return CompressedPrompts(self.prompts, cache, given)
 
-    def _new(self, budget: str | None) -> CompressedCache:
+    def _new(self, method: Method, budget: str | None) -> CompressedCache:
         seed = self.prompts[0].seed
-        given = None if budget is None else self._of_all(budget)
-        return CompressedCache(self.model, self.method, given, tokenizer=self.tokenizer, seed=seed)
+        return CompressedCache(
+            self.model, method, self._of_all(budget), tokenizer=self.tokenizer, seed=seed
+        )
 
-    def _of_all(self, budget: str) -> Budget:
+    def _of_all(self, budget: str | None) -> Budget | None:
         """The budget of the batch, each of whose prompts has `budget`."""
-        return Budget.of(budget).for_each(len(self.prompts))
+        return None if budget is None else Budget.of(budget).for_each(len(self.prompts))
 
     def _given(self, cache: CompressedCache) -> PaddedIds:
         """The tokens to compress: the context; or all, less the last for a method's own forwards.
@@ -190,6 +193,13 @@ class PromptReading:
         own = int(cache.runs_own_forwards)
         pieces = [p.ids[:, : p.context or p.ids.shape[1] - own] for p in self.prompts]
         return PaddedIds.of(pieces, self.model.device)
+
+
+def reading_order(methods: Iterable[str]) -> list[str]:
+    """Methods that observe the same, side by side; first the widest window, which reads for all."""
+    needs = {method: parse(method).stages().needs for method in methods}
+    groups = list(dict.fromkeys(own.while_reading for own in needs.values()))
+    return sorted(needs, key=lambda m: (groups.index(needs[m].while_reading), -needs[m].window))
 
 
 @torch.no_grad()

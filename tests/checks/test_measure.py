@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor
 import kvfold
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.checks.measure import Attack, PromptMeasurements, kept_of_spans
-from kvfold.checks.reading import PromptReading, read_full
+from kvfold.checks.reading import PromptReading, read_full, reading_order
 from kvfold.checks.records import CheckStore
+from kvfold.generation.generate import read_on
 from tests.helpers.models import build, prompts
 from tests.helpers.scorers import zap_of
 from tests.helpers.truth import MaskedDense, Reader, stock_cache
@@ -96,18 +98,41 @@ def test_a_whole_prompt_equals_masked_dense_attention_token_by_token(method: str
 def test_one_reading_keeps_for_each_budget_what_a_reading_of_its_own_keeps(
     method: str, model
 ) -> None:
-    reading = PromptReading(model, None, [prompt(CONTEXT)], kvfold.parse(method))
+    reading, own = PromptReading(model, None, [prompt(CONTEXT)]), kvfold.parse(method)
     for budget in ("0.3", "0.8", "0.5"):
         alone = kvfold.CompressedCache(model, method, budget)
         Reader(model, alone)(IDS[:, :CONTEXT])
-        ours = reading.at(budget).cache
+        ours = reading.at(own, budget).cache
         for layer in range(len(alone.states)):
             for head, other in zip(
                 ours.positions(layer)[0], alone.positions(layer)[0], strict=True
             ):
                 assert torch.equal(head, other)
     reading.release()
-    assert reading.nbytes == 0 and reading.at("0.3").cache.stats().kept_fraction <= 0.3
+    assert reading.nbytes == 0 and reading.at(own, "0.3").cache.stats().kept_fraction <= 0.3
+
+
+def test_methods_that_observe_the_same_share_a_reading(
+    model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Counter[str]()
+
+    def counted(model, cache, *args, **kwargs) -> None:
+        reads[str(cache.method)] += 1
+        read_on(model, cache, *args, **kwargs)
+
+    monkeypatch.setattr("kvfold.checks.reading.read_on", counted)
+    asked = ("knorm", "h2o", "snapkv:window=4", "random", "snapkv:window=8", "dbudgetkv")
+    reading = PromptReading(model, None, [prompt(CONTEXT)])
+    for name in reading_order(asked):
+        method = kvfold.parse(name)
+        for budget in ("0.3", "0.8") if method.takes_budget else (None,):
+            alone = kvfold.CompressedCache(model, method, budget)
+            Reader(model, alone)(IDS[:, :CONTEXT])
+            ours = reading.at(method, budget).cache
+            for layer in range(len(alone.states)):
+                assert torch.equal(ours.positions(layer)[0][0], alone.positions(layer)[0][0])
+    assert reads == {str(kvfold.parse(name)): 1 for name in ("snapkv:window=8", "h2o")}
 
 
 def test_the_floor_is_noise_and_a_full_budget_is_equal(model) -> None:
@@ -136,8 +161,8 @@ def test_free_answers_are_those_of_kvfold_generate(model) -> None:
 
 def test_kept_shares_of_spans_are_counted_over_layers_and_heads(model) -> None:
     spans = {"start": (0, 8), "middle": (20, 31)}
-    made = PromptReading(model, None, [prompt(CONTEXT, **spans)], kvfold.parse("snapkv:window=4"))
-    compressed = made.at("0.4")
+    made = PromptReading(model, None, [prompt(CONTEXT, **spans)])
+    compressed = made.at(kvfold.parse("snapkv:window=4"), "0.4")
     stored = [head for layer in range(4) for head in compressed.cache.positions(layer)[0]]
     for name, (start, stop) in spans.items():
         kept = sum(int(((head >= start) & (head < stop)).sum()) for head in stored)
@@ -183,8 +208,9 @@ def test_another_fit_of_a_scorer_is_measured_anew(model, tmp_path: Path) -> None
 
 
 def test_a_budget_in_bytes_is_that_of_each_prompt_of_a_batch(model) -> None:
-    alone = PromptReading(model, None, [prompt(CONTEXT)], kvfold.parse("knorm")).at("40KB")
-    both = PromptReading(model, None, [prompt(CONTEXT)] * 2, kvfold.parse("knorm")).at("40KB")
+    knorm = kvfold.parse("knorm")
+    alone = PromptReading(model, None, [prompt(CONTEXT)]).at(knorm, "40KB")
+    both = PromptReading(model, None, [prompt(CONTEXT)] * 2).at(knorm, "40KB")
     kept = alone.cache.stats().kept_fraction
     assert both.cache.stats().kept_fraction == kept < 1
 
