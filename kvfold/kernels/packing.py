@@ -7,8 +7,9 @@ Liu et al., arXiv 2402.02750.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, Self
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kvfold.errors import KvfoldError
 from kvfold.kernels.dispatch import pack_path
-from kvfold.kernels.views import Flat, Named
+from kvfold.kernels.views import Flat, Named, PartView
 
 
 def quantize(groups: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,6 +150,19 @@ class _Packed:
         rows = self._decoded(*(part.flatten(0, 1) for part in of_segments))
         return rows.view(len(self.lengths), -1, rows.shape[1])[:, surplus:]
 
+    def last(self, counts: Sequence[int]) -> tuple[Tensor, ...]:
+        """Each segment's last `counts[i]` entries `[counts[i], D]`, dequantized together."""
+        at = [self._at(n - count) for n, count in zip(self.lengths, counts, strict=True)]
+        words = torch.cat([own[a:] for own, (a, _, _) in zip(self.words.segments, at, strict=True)])
+        scale, minimum = (
+            torch.cat([own[a:] for own, (_, a, _) in zip(part.segments, at, strict=True)])
+            for part in (self.scale, self.minimum)
+        )
+        surplus = [more for _, _, more in at]
+        sizes = [count + more for count, more in zip(counts, surplus, strict=True)]
+        found = self._decoded(words, scale, minimum).split(sizes)
+        return tuple(own[more:] for own, more in zip(found, surplus, strict=True))
+
     @property
     def lengths(self) -> list[int]:
         """Entries of each segment."""
@@ -248,7 +262,7 @@ class PackedValues(_Packed):
         words, scale, minimum = _pack_values(rows, bits, group)
         return cls(Flat(words, lengths), Flat(scale, lengths), Flat(minimum, lengths), bits, group)
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         return self.words.lengths
 
@@ -259,3 +273,47 @@ class PackedValues(_Packed):
         codes = unpack(words, self.bits, 1)
         codes = codes.unflatten(1, (scale.shape[1], self.group))
         return dequantize(codes, scale[..., None], minimum[..., None]).flatten(1)
+
+
+def not_both_packed(
+    of_keys: PartView, keys: PackedKeys, of_values: PartView, values: PackedValues
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Keys and values `[B·H, n, D]` of entries whose key or value is still raw, and gaps.
+
+    They are each segment's newest ones, at the right. The first `gaps[i]` slots of segment i are
+    no entry, and hold any finite numbers.
+    """
+    slots, key_lengths, value_lengths = of_keys.tail.shape[2], keys.lengths, values.lengths
+    counts = _not_both(slots, of_keys.gaps, tuple(key_lengths), tuple(value_lengths))
+    return (
+        _newest(of_keys, keys, key_lengths, counts),
+        _newest(of_values, values, value_lengths, counts),
+        tuple([max(counts) - count for count in counts]),
+    )
+
+
+@lru_cache(maxsize=128)
+def _not_both(
+    slots: int, gaps: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Entries of each segment that are not packed both ways; `slots` and `gaps` are of raw keys."""
+    of_segments = zip(gaps, keys, values, strict=True)
+    return tuple(slots - gap + max(0, key - value) for gap, key, value in of_segments)
+
+
+def _newest(part: PartView, packed: _Packed, lengths: list[int], counts: tuple[int, ...]) -> Tensor:
+    """The last `counts[i]` entries of each segment, at the right of rectangles `[B·H, n, D]`."""
+    tail, width = part.tail.flatten(0, 1), max(counts)
+    slots = tail.shape[1]
+    if width <= slots - max(part.gaps):
+        return tail[:, slots - width :]
+    if len({*counts}) == len({*part.gaps}) == len({*lengths}) == 1:
+        raw = tail[:, part.gaps[0] :]
+        return torch.cat([packed.since(lengths[0] + raw.shape[1] - width), raw], 1)
+    rows = tail.new_zeros(len(tail), width, tail.shape[2])
+    shown = min(width, slots)
+    rows[:, width - shown :] = tail[:, slots - shown :]
+    old = [count - slots + gap for count, gap in zip(counts, part.gaps, strict=True)]
+    for row, decoded, count in zip(rows, packed.last(old), counts, strict=True):
+        row[width - count : width - count + len(decoded)] = decoded
+    return rows

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvfold.kernels.dispatch import Path, packed_path, rows_path
 from kvfold.kernels.logits import LogitOptions
 from kvfold.kernels.native.attention import reads_packed
-from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.packing import PackedKeys, PackedValues, not_both_packed
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.varlen import attend_to_rows_varlen
 from kvfold.kernels.views import BLOCK, Flat, PartView, RaggedView
@@ -57,7 +57,7 @@ def attend_to_segments(
             return _one_step(query, stored, scale)
     even = single and stored.keys.even and stored.values.even
     if single and stored.bias is None:
-        packed = _both_packed(stored) if even else None
+        packed = _both_packed(stored)
         alone = None if packed is not None else _both_alone(stored)
         if packed is not None or alone is not None:
             size = stored.values.tail.shape[-1]
@@ -211,23 +211,20 @@ def _one_step_of_packed(
     path: Path,
     options: LogitOptions,
 ) -> Tensor:
-    """As `_one_step_even`, over packed entries in one launch; they are not unpacked.
+    """Output `[B, Hq, 1, Dv]` over packed entries in one launch; they are not unpacked.
 
     Entries whose key or value is still raw are few at any length: plain torch attends to them.
     """
     keys, values = packed
     scale, softcap = options["scale"], options.get("softcap")
-    of_keys, of_values = keys.lengths, values.lengths
-    rows = query.reshape(len(of_keys), -1, query.shape[-1])
+    rows = query.reshape(len(stored.keys.gaps), -1, query.shape[-1])
     old = _kernels(path).attend_to_packed(rows, keys, values, scale, softcap)
-    both = min(of_keys[0], of_values[0])
-    new_keys, new_values = stored.keys.newest, stored.values.newest
-    if of_keys[0] > both:
-        new_keys = torch.cat([keys.since(both), new_keys], 1)
-    if of_values[0] > both:
-        new_values = torch.cat([values.since(both), new_values], 1)
-    newest = _attended(rows, new_keys, new_values, None, scale, softcap)
-    return _joined(query, old, newest, options.get("sink_logits"))
+    new_keys, new_values, gaps = not_both_packed(stored.keys, keys, stored.values, values)
+    hidden = None
+    if any(gaps):
+        hidden = _hidden(gaps, new_keys.shape[1], torch.float32, query.device)[:, None]
+    new = _attended(rows, new_keys, new_values, hidden, scale, softcap)
+    return _joined(query, old, new, options.get("sink_logits"))
 
 
 def _one_step_of_per_token(

@@ -242,20 +242,32 @@ def test_even_segments_are_attended_to_at_once(old, values_old, dtype, groups, p
 
 @pytest.mark.usefixtures("unpacking_nothing")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("old", "values_old"), [(64, 40), (32, 48), (32, 0)])
-def test_what_is_packed_is_attended_to_as_it_is(old, values_old, options, monkeypatch):
+@pytest.mark.parametrize(
+    ("lengths", "old", "values_old"),
+    [
+        ([67] * 6, [64] * 6, [40] * 6),
+        ([67] * 6, [32] * 6, [48] * 6),
+        ([67] * 6, [32] * 6, [0] * 6),
+        ([67, 9, 130, 1, 67, 40], [64, 0, 112, 0, 48, 32], [40, 0, 100, 0, 60, 39]),
+        ([9, 9, 130, 3, 9, 9], [0, 0, 128, 0, 0, 0], [0, 0, 2, 0, 0, 0]),
+        ([3, 200, 1, 70, 20, 20], [0, 0, 0, 64, 16, 0], [0, 0, 0, 0, 0, 16]),
+    ],
+    ids=["keys first", "values first", "only keys", "uneven", "one long", "few packed"],
+)
+def test_what_is_packed_is_attended_to_as_it_is(lengths, old, values_old, options, monkeypatch):
     """Nothing is unpacked but what is packed in keys, or in values, alone."""
     given = {"softcap": options.get("softcap")}
     if "sink_logits" in options:
         given["sink_logits"] = options["sink_logits"][: HEADS * 4].float()
     query = noise(BATCH, HEADS * 4, 1, 16, seed=99, dtype=torch.float32)
     whole, parts = [], []
-    for packed, count, seed in ((PackedKeys, old, 1), (PackedValues, values_old, 50)):
-        rows = [noise(67, 16, seed=seed + i, dtype=torch.float32) for i in range(BATCH * HEADS)]
-        encoded = packed.of([each[:count] for each in rows], 4, 16)
-        whole.append([torch.cat([encoded.segment(i), r[count:]]) for i, r in enumerate(rows)])
-        tail = [67 - count] * len(rows)
-        parts.append(replace(view(rows, tail), encoded=encoded))
+    for packed, counts, seed in ((PackedKeys, old, 1), (PackedValues, values_old, 50)):
+        rows = [noise(n, 16, seed=seed + i, dtype=torch.float32) for i, n in enumerate(lengths)]
+        first = [each[:n] for each, n in zip(rows, counts, strict=True)]
+        encoded = packed.of(first, 4, 16)
+        newest = [each[n:] for each, n in zip(rows, counts, strict=True)]
+        whole.append([torch.cat([encoded.segment(i), new]) for i, new in enumerate(newest)])
+        parts.append(replace(view(newest, [*map(len, newest)]), encoded=encoded))
         monkeypatch.setattr(packed, "rows", None)  # all of it at once
     got = attend_to_segments(query, RaggedView(*parts, 1), None, scale=SCALE, **given)
     hidden = later(1).expand(BATCH, HEADS * 4, -1, -1)
