@@ -152,7 +152,7 @@ def _claim(board: Board) -> Iterator[str]:
     claims.append(f"the full cache {_percent(full)}")
     yield (
         f"**{board.when[0].upper()}{board.when[1:]}**, {'; '.join(claims)} "
-        f"({full.samples} samples of {_counted(full)})."
+        f"({full.samples} samples of {_counted(board, full)})."
     )
 
 
@@ -163,13 +163,18 @@ def and_list(names: Sequence[str]) -> str:
 
 
 def _asked(board: Board) -> tuple[str, str]:
-    """Verb and object of a score: of right answers, or of a mean of several metrics."""
+    """Verb and object of a score: of needles, of right answers, or of a mean of several metrics."""
+    lengths = sorted({result.cell.length for result in board.scored if result.cell.length})
+    if lengths and {result.group for result in board.scored} == {"single needle"}:
+        return "find", f" of the needles in {and_list([*map(str, lengths)])} tokens"
     found = all((result.metric or "").startswith("string_match") for result in board.scored)
     return ("answer", " of what is asked") if found else ("score", "")
 
 
-def _counted(row: ReportRow) -> str:
-    return "one task" if row.units == 1 else f"{row.units} tasks and lengths"
+def _counted(board: Board, row: ReportRow) -> str:
+    alike = len({result.cell.length for result in board.scored}) == 1
+    several = "tasks" if alike else "tasks and lengths"
+    return "one task" if row.units == 1 else f"{row.units} {several}"
 
 
 def _score(row: ReportRow) -> float:

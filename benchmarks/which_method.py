@@ -43,9 +43,14 @@ HEAD = f"""\
 The best methods of each job by the published records of {real_page.MODEL}. Other models and
 texts may order them differently: [check your prompts](check.md).
 
+In short: `kvzip`, or after `kvfold fit` `zap`, which needs no second forward, both before the
+question is known and with it in view; all entries in fewer bits: `turboquant`; long answers:
+`h2o:decode=append + every`.
+
 Budgets are the kept part of the entries. Scores are in percent, with their 95 % intervals: means
-over the needles at 1024 tokens that every method is run on. Bytes and operations are over the full
-cache's, operations those of a prefill with its compression and of a token of the answer. Of equal
+over the needles at 1024 tokens that every method is run on. Bytes and operations are
+relative to the full cache: operations of the prefill with its compression, then of a token of the
+answer. Of equal
 scores, the one with fewer operations until the first token comes first, then the one with fewer
 bytes. Methods whose intervals overlap are not told apart: [all results](results/README.md)."""
 FREE = "These have no budget: what they keep or encode follows from their options and the text."

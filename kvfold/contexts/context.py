@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from kvfold.generation.generate import (
 from kvfold.generation.length import check_length, reach
 from kvfold.hf.chat_template import PromptFrame, token_ids
 from kvfold.hf.user_text import content
-from kvfold.methods.base import Method
+from kvfold.methods.base import Method, parse
 from kvfold.methods.stages.select.one_set import Rule
 
 
@@ -118,9 +118,7 @@ class Context:
         Tokens that the part begins or ends in are whole in it, with a space before a word in many
         tokenizers. `occurrence` says which one, from 0, where `part` occurs several times.
         """
-        opening = edits.opening_of(self)
-        found = span_in(self.tokenizer, self.ids[0, opening:].tolist(), part, occurrence)
-        return opening + found[0], opening + found[1]
+        return _document_span(self.tokenizer, self.frame, self.ids, part, occurrence)
 
     def drop(
         self, span: Span, mode: Mode = "splice", *, prefill_chunk: int | None = None
@@ -164,12 +162,12 @@ def compress(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     document: str,
-    method: Method | str = "snapkv",
+    method: Method | str = "kvzip",
     budget: Budget | float | str | None = None,
     *,
     prefill_chunk: int | None = None,
     compress: Compress = "at_end",
-    protect: Sequence[tuple[int, int]] = (),
+    protect: Sequence[str | Span] = (),
     seed: int = 0,
     special_tokens: bool = False,
     allow_longer: bool = False,
@@ -185,7 +183,8 @@ def compress(
         budget: entries to keep, as for `Budget.of`; None for methods without a budget.
         prefill_chunk: tokens per forward; None: all at once.
         compress: "at_end" of the document, or "per_chunk", which bounds the memory.
-        protect: token ranges `(start, stop)` that are always kept.
+        protect: parts of the document that are always kept: texts that occur in it once, or token
+            ranges `(start, stop)` of all that is read, as `Context.span` gives them.
         seed: of methods that choose at random.
         special_tokens: parse special tokens spelled in the document.
         allow_longer: read a document beyond the model's trained length.
@@ -193,15 +192,16 @@ def compress(
             budget, for methods whose kept entries are nested.
 
     Raises KvfoldError for a method that compresses only while generating, for a document that is
-    too long, and for `keep_scores` of another method or per chunk; and what `CompressedCache` and
-    `kvfold.generate` raise.
+    too long, for protected texts that it does not hold once, and for `keep_scores` of another
+    method or per chunk; and what `CompressedCache` and `kvfold.generate` raise.
     """
+    frame, ids = prompt(tokenizer, parse(method), document, special_tokens)
     cache = CompressedCache(
         model,
         method,
         budget,
         tokenizer=tokenizer,
-        protect=protect,
+        protect=_located(tokenizer, frame, ids, protect),
         seed=seed,
         keep_scores=keep_scores,
     )
@@ -209,7 +209,6 @@ def compress(
     check_compress(compress)
     if keep_scores and compress == "per_chunk":
         raise KvfoldError("scores of a document compressed per chunk rank no whole: leave one out")
-    frame, ids = prompt(tokenizer, cache.method, document, special_tokens)
     ids = ids.to(model.device)
     piece = prefill_chunk if compress == "per_chunk" else None
     check_length(model, reach(cache, ids.shape[1], piece), allow_longer)
@@ -267,6 +266,34 @@ def prompt(
     if reconstruction is not None:
         frame = frame.opened_with(reconstruction.instruction)
     return frame, token_ids(tokenizer, frame.before, content(document, special_tokens))
+
+
+def _located(
+    tokenizer: PreTrainedTokenizerBase,
+    frame: PromptFrame,
+    ids: Tensor,
+    protect: Any,
+) -> Any:
+    """Token ranges of protected parts; raises KvfoldError as `span` for texts."""
+    if isinstance(protect, str) or not isinstance(protect, Iterable):
+        return protect  # refused by the cache
+    return [
+        _document_span(tokenizer, frame, ids, part) if isinstance(part, str) else part
+        for part in protect
+    ]
+
+
+def _document_span(
+    tokenizer: PreTrainedTokenizerBase,
+    frame: PromptFrame,
+    ids: Tensor,
+    part: str,
+    occurrence: int | None = None,
+) -> Span:
+    """Token range in `ids [1, N]` of a part of their document, without the template before it."""
+    opening = token_ids(tokenizer, frame.before).shape[1]
+    start, stop = span_in(tokenizer, ids[0, opening:].tolist(), part, occurrence)
+    return opening + start, opening + stop
 
 
 def check_reusable(method: Method) -> None:

@@ -28,7 +28,7 @@ def parallel_options() -> dict[str, Any]:
             f"{transformers.__version__}: update it, or use one process"
         )
     if importlib.util.find_spec("accelerate") is None:
-        raise KvfoldError("several ranks need accelerate: pip install kvfold[parallel]")
+        raise KvfoldError("several ranks need accelerate: pip install 'kvfold[parallel]'")
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=size)}

@@ -68,7 +68,8 @@ def _at_a_fifth(fifth: Sequence[ReportRow], known: Sequence[ReportRow], when: st
     kept = f"{share} % of the full score" if share < 100 else "the full score"
     claim = f"At a fifth of the cache, {_cut(best.method)} keeps {kept} {when}."
     alike = [_cut(row.method) for row in fifth if row.place and row.place[0] == 1 and row != best]
-    same = [f"Not told apart from it: {', '.join(alike)}."] if 0 < len(alike) < 4 else []
+    few = 0 < len(alike) < 4
+    same = [f"Not told apart from {_cut(best.method)}: {', '.join(alike)}."] if few else []
     safe = [
         f"For a loss of at most {margin} points with 95 % confidence, {_name(row)} holds "
         f"{_percent(row)} of the bytes."

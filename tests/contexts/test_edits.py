@@ -203,6 +203,23 @@ def test_a_joined_cache_is_cropped_by_what_it_read_since(spec):
         whole.cache.crop(-60)
 
 
+def test_protected_texts_are_those_of_the_document(bundled):
+    model, tokenizer = bundled
+    context = kvfold.compress(model, tokenizer, text_of(BELL), "knorm", 0.2, protect=[BELL])
+    (span,) = context.cache.protect
+    assert span == context.span(BELL)
+    assert BELL in tokenizer.decode(context.ids[0, slice(*span)])
+    for heads in context.cache.positions(0)[0]:
+        assert {*range(*span)} <= set(heads.tolist())
+    for wrong, why in (
+        (["lighthouse"], "is not in the text"),
+        (BELL, "a list of spans"),
+        (5, "a list"),
+    ):
+        with pytest.raises(KvfoldError, match=why):
+            kvfold.compress(model, tokenizer, text_of(BELL), "knorm", 0.2, protect=wrong)
+
+
 def test_joined_documents_keep_what_each_protects(bundled):
     model, tokenizer = bundled
     parts = [
