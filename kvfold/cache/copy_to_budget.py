@@ -48,6 +48,8 @@ def take_over(
         own = setup.stages_in_layer(stages, state.plan.layer, state.plan.layers)
         state.plan = replace(state.plan, stages=own, budget=made)
         state.narrow_windows(own.needs.window)
+        if own.needs.references is None:
+            state.reference_queries.forget()
         fitted = fits.of_layer(state.plan.layer, state.plan.ranks.own_heads)
         state.scorer, state.fitted_heads, state.fitted_moments = fitted
     with other.reading():

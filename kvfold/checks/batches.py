@@ -38,8 +38,10 @@ class PaddedIds(NamedTuple):
         return PaddedIds(*(torch.cat(pair, 1) for pair in zip(self, other, strict=True)))
 
 
-def batched(items: Sequence[T], prompt_of: Callable[[T], EncodedPrompt]) -> list[tuple[T, ...]]:
-    """The items in batches of prompts of similar length that are compressed alike."""
+def batched(
+    items: Sequence[T], prompt_of: Callable[[T], EncodedPrompt], rows: int = ROWS
+) -> list[tuple[T, ...]]:
+    """The items in batches of at most `rows` prompts, of similar length, compressed alike."""
 
     def order(item: T) -> tuple[bool, int]:
         prompt = prompt_of(item)
@@ -47,15 +49,15 @@ def batched(items: Sequence[T], prompt_of: Callable[[T], EncodedPrompt]) -> list
 
     found: list[list[T]] = []
     for item in sorted(items, key=order):
-        if found and _fits(found[-1], order(item), order(found[-1][0])):
+        if found and _fits(found[-1], rows, order(item), order(found[-1][0])):
             found[-1].append(item)
         else:
             found.append([item])
     return [tuple(batch) for batch in found]
 
 
-def _fits(batch: Sequence[T], own: tuple[bool, int], first: tuple[bool, int]) -> bool:
-    """True if an item may join a batch whose shortest is `first`."""
+def _fits(batch: Sequence[T], most: int, own: tuple[bool, int], first: tuple[bool, int]) -> bool:
+    """True if an item may join a batch of at most `most` rows whose shortest is `first`."""
     rows, longest = len(batch) + 1, own[1]
-    small = rows <= ROWS and rows * longest <= COLUMNS
+    small = rows <= most and rows * longest <= COLUMNS
     return small and own[0] == first[0] and longest <= RATIO * first[1]

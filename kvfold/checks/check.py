@@ -11,12 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold import __version__
 from kvfold.bench.machine import MachineSetup, commit
 from kvfold.budget import Budget
+from kvfold.cache.cache import CompressedCache
 from kvfold.cache.plan import checked_budget
-from kvfold.checks.batches import batched
+from kvfold.checks.batches import ROWS, batched
 from kvfold.checks.certify import certificate, halves
-from kvfold.checks.encoded import SYSTEM, EncodedPrompt, encode, encode_attack
+from kvfold.checks.encoded import SYSTEM, EncodedPrompt, distinct, encode, encode_attack
 from kvfold.checks.measure import Attack, PromptMeasurements
 from kvfold.checks.overlap import tokenizer as splitter
 from kvfold.checks.prompts import CheckPrompt, prompts_of
@@ -93,7 +95,9 @@ def check(
     asked = contenders(_as_list(methods), _as_list(budgets), question_aware)
     limits = limits_of(tolerance)
     given = prompts_of(prompts)
-    inputs = CheckInputs.of(tokenizer, given, attacks, question_aware, seed)
+    # Other layers, of sliding windows and recurrent ones, take no padding between a row's tokens.
+    rows = 1 if CompressedCache(model, "full").other_layers() else ROWS
+    inputs = CheckInputs.of(tokenizer, given, attacks, question_aware, seed, rows)
     inputs.check_lengths(model, LONGER * tokens, allow_longer)
     protocol = CheckProtocol(
         tokens=tokens,
@@ -103,7 +107,7 @@ def check(
         words=splitter()[1],
     )
     subject = EvaluatedModel.of(_name(model), model, tokenizer)
-    run = sha256(subject.model_dump_json() + protocol.model_dump_json())
+    run = sha256(subject.model_dump_json() + protocol.model_dump_json() + __version__)
     store = CheckStore(run, None if out is None else Path(out))
     measured = PromptMeasurements(model, tokenizer, store, tokens, protocol.limit, say)
     shown: dict[str, list[CheckCell]] = {}
@@ -160,24 +164,29 @@ class CheckInputs:
         attacks: Sequence[str],
         question_aware: bool,
         seed: int,
+        rows: int = ROWS,
     ) -> CheckInputs:
-        """Inputs of a check; raises KvfoldError for fewer than two prompts, and as `encode`."""
-        several(given)
-        prompts = [encode(tokenizer, one, question_aware, seed) for one in given]
+        """Inputs of a check, `rows` prompts in a batch at most.
+
+        Raises KvfoldError for fewer than two prompts, and as `encode`.
+        """
+        prompts = distinct(encode(tokenizer, one, question_aware, seed) for one in given)
+        several(prompts)
         attacked = [
             Attack(encode_attack(tokenizer, system, attack, question_aware, seed), protected)
             for system, protected in protected_texts(given).items()
             for attack in attacks
         ]
         search, held_out = halves(prompts, seed)
-        first, rest = (batched(part, _itself) for part in (held_out[:ANSWERS], held_out[ANSWERS:]))
+        parts = held_out[:ANSWERS], held_out[ANSWERS:]
+        first, rest = (batched(part, _itself, rows) for part in parts)
         return cls(
             given,
             prompts,
-            batched(search, _itself),
+            batched(search, _itself, rows),
             first + rest,
             len(first),
-            batched(attacked, lambda attack: attack.prompt),
+            batched(attacked, lambda attack: attack.prompt, rows),
         )
 
     def check_lengths(self, model: PreTrainedModel, limit: int, allow_longer: bool) -> None:
@@ -210,7 +219,7 @@ class CheckInputs:
             yield f"{whole} prompts have no question apart, and were compressed as a whole"
 
 
-def several(given: Sequence[CheckPrompt]) -> None:
+def several(given: Sequence[object]) -> None:
     """Raises KvfoldError for a single prompt, which has no held-out half."""
     if len(given) < 2:
         raise KvfoldError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from kvfold.hf.user_text import Content, segment_ids, segments
 from kvfold.inspect.inspected_text import text_of_tokens
 
 SYSTEM = "system"
+LEAST = 2  # tokens that are left without a span
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,21 @@ def _encode(
         spans[name] = _located(pieces, span, base, base + len(text))
         if spans[name][1] > (context or len(pieces)):
             raise KvfoldError(f"the span {name!r} is in the question, which is not compressed")
+    for name, (start, stop) in spans.items():
+        # Its effect is measured on a prompt without it, which must have tokens to read.
+        if (context or len(pieces)) - (stop - start) < LEAST:
+            raise KvfoldError(f"the span {name!r} is the whole prompt: name a part of it")
     return EncodedPrompt(prompt.where, ids, context, spans, seed)
+
+
+def distinct(prompts: Iterable[EncodedPrompt]) -> list[EncodedPrompt]:
+    """Prompts without repetitions: of equal tokens, the first, with the spans of all."""
+    found: dict[tuple[tuple[int, ...], int | None], EncodedPrompt] = {}
+    for prompt in prompts:
+        key = tuple(prompt.ids[0].tolist()), prompt.context
+        first = found.get(key, prompt)
+        found[key] = replace(first, spans=prompt.spans | first.spans)
+    return list(found.values())
 
 
 def encode_attack(

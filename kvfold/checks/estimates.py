@@ -14,6 +14,7 @@ Array = NDArray[np.float64]
 Statistic = Callable[[NDArray[np.int64]], Array]
 
 RESAMPLES = 1000
+BLOCK = 50  # resamples at a time, which bounds the memory
 LIMITS = (0.025, 0.975)
 
 
@@ -31,7 +32,8 @@ def bootstrapped(count: int, statistic: Statistic, seed: int = 0) -> BootstrapEs
     """`statistic` of `count` prompts, which are resampled as wholes (percentile bootstrap)."""
     drawn = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
     value = float(statistic(np.arange(count)[None])[0])
-    low, high = np.quantile(statistic(drawn), LIMITS)
+    blocks = np.split(drawn, RESAMPLES // BLOCK)
+    low, high = np.quantile(np.concatenate([*map(statistic, blocks)]), LIMITS)
     return BootstrapEstimate(value=value, low=float(low), high=float(high))
 
 

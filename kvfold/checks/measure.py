@@ -20,6 +20,7 @@ from kvfold.checks.overlap import recall
 from kvfold.checks.reading import CompressedPrompts, MethodAtBudget, PromptReading, read_full
 from kvfold.checks.records import FULL, CheckRecord, CheckStore, FreeAnswer, PromptDistances
 from kvfold.contexts.answer import end_tokens
+from kvfold.errors import KvfoldError
 from kvfold.eval.run.outcome import cache_usage
 from kvfold.eval.run.read_files import digests
 from kvfold.inspect.retention import heads_per_token
@@ -27,7 +28,7 @@ from kvfold.methods.base import parse
 
 # The noise floor reads a prompt in this many pieces instead of one.
 PIECES = 3
-# Part of the memory that open readings may take.
+# Part of the memory that open readings may take, and logits of the full cache.
 SHARE = 4
 
 
@@ -124,6 +125,7 @@ class PromptMeasurements:
         compressed = self._at(prompts, cell)
         held, spans = cache_usage(compressed.cache.stats()), kept_of_spans(compressed)
         found = compressed.logits(self.model, forced)
+        self._check_numbers(found, cell[0])
         for row, (prompt, ours) in enumerate(zip(prompts, full, strict=True)):
             theirs = found[row].cpu().to(ours.dtype)
             # Before any of the answer is read, nothing has been compressed yet.
@@ -160,8 +162,20 @@ class PromptMeasurements:
     def _remember(self, full: CompressedPrompts, forced: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits `[S, V]` of the full cache, which further methods are compared with."""
         found = [logits.cpu() for logits in full.logits(self.model, forced)]
+        self._check_numbers(found, FULL)
+        kept = sum(logits.nbytes for logits in self._logits.values())
+        if kept + sum(logits.nbytes for logits in found) > memory(torch.device("cpu")):
+            self._logits.clear()  # made anew when a method comes to them
         self._logits |= {p.digest: own for p, own in zip(full.prompts, found, strict=True)}
         return found
+
+    def _check_numbers(self, logits: Sequence[Tensor], method: str) -> None:
+        """Raises KvfoldError for logits that overflow the model's dtype."""
+        if any(bool(each.float().log_softmax(-1).isnan().any()) for each in logits):
+            raise KvfoldError(
+                f"predictions of {type(self.model).__name__} with {method} are no numbers in "
+                f"{self.model.dtype}: load the model in bfloat16 or float32"
+            )
 
     def _at(self, prompts: Sequence[EncodedPrompt], cell: MethodAtBudget) -> CompressedPrompts:
         """Prompts in one compressed cache; readings stay open as far as memory allows."""

@@ -21,6 +21,7 @@ from kvfold.checks.encoded import EncodedPrompt
 from kvfold.contexts.answer import end_tokens
 from kvfold.eval.run.shared_reading import reads_for_others
 from kvfold.generation.generate import generate, read_on, read_turn
+from kvfold.hf.models import read_logits
 from kvfold.methods.base import Method, parse
 
 # A method and its budget, both as text; None for a method without budget.
@@ -117,6 +118,7 @@ class CompressedPrompts:
             do_sample=False,
             max_new_tokens=limit - given,
             stopping_criteria=[_Finished(done.to(model.device))],
+            allow_longer=True,  # lengths were checked before
             **pad,
         )
         new = out[:, whole.ids.shape[1] :].tolist()
@@ -230,18 +232,7 @@ def _logits(
     model: PreTrainedModel, cache: CompressedCache, seen: PaddedIds, new: PaddedIds, count: int
 ) -> Tensor:
     """Logits `[B, count, V]` of the last of the `new` columns, after those `seen`."""
-    whole = seen.followed_by(new)
-    positions = (whole.mask.cumsum(-1) - 1).clamp(min=0)[:, -new.ids.shape[1] :]
-    out = model(
-        input_ids=new.ids,
-        attention_mask=whole.padding,
-        position_ids=None if whole.padding is None else positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=count,
-    )
-    logits: Tensor = out.logits
-    return logits
+    return read_logits(model, new.ids, cache, seen.followed_by(new).padding, count)
 
 
 def _followed(rest: Tensor, tokens: Sequence[int]) -> Tensor:

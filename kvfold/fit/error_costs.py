@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.errors import UnsupportedModel
 from kvfold.hf.chat_template import PromptFrame, token_ids
-from kvfold.hf.models import read_tokens
+from kvfold.hf.models import read_logits, read_tokens
 from kvfold.hf.rotation import Rotation
 
 FOLLOWING = 128  # the last tokens of a text, whose predictions are asked; at most a quarter of it
@@ -49,7 +49,8 @@ def error_costs(
         layer.values = layer.values.detach().requires_grad_()
     cached: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
     with torch.enable_grad():
-        likelihoods = model(ids[:, read:], past_key_values=cache).logits[0].float().log_softmax(-1)
+        logits = read_logits(model, ids[:, read:], cache, None, following)
+        likelihoods = logits[0].float().log_softmax(-1)
         _check_numbers(model, likelihoods)
         chances, draw = likelihoods.detach().exp().cpu(), torch.Generator().manual_seed(0)
         drawn = torch.multinomial(chances, SAMPLES, replacement=True, generator=draw)

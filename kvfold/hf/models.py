@@ -170,17 +170,37 @@ def read_tokens(
 
     Models whose recurrent layers would begin anew go on token by token, unless `at_once`.
     """
+    for _ in _pieces_read(model, input_ids, cache, mask, 1, at_once):
+        pass
+
+
+def read_logits(
+    model: PreTrainedModel, input_ids: Tensor, cache: Cache, mask: Tensor | None, count: int
+) -> Tensor:
+    """Reads tokens as `read_tokens`; logits `[B, count, V]` after the last `count` of them."""
+    return torch.cat([*_pieces_read(model, input_ids, cache, mask, count, False)], 1)[:, -count:]
+
+
+def _pieces_read(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: Cache,
+    mask: Tensor | None,
+    count: int,
+    at_once: bool,
+) -> Iterator[Tensor]:
+    """Logits `[B, n, V]` after up to `count` last tokens of each forward."""
     seen, new = cache.get_seq_length(), input_ids.shape[1]
     one_by_one = seen > 0 and not at_once and restarts(model)
     for piece in input_ids.split(1 if one_by_one else new, 1):
         seen += piece.shape[1]
-        _read_piece(model, piece, cache, None if mask is None else mask[:, :seen])
+        yield _read_piece(model, piece, cache, None if mask is None else mask[:, :seen], count)
 
 
 def _read_piece(
-    model: PreTrainedModel, input_ids: Tensor, cache: Cache, mask: Tensor | None
-) -> None:
-    """One forward, at the positions that `generate` would give."""
+    model: PreTrainedModel, input_ids: Tensor, cache: Cache, mask: Tensor | None, count: int
+) -> Tensor:
+    """Logits of one forward, at the positions that `generate` would give."""
     new, position_ids = input_ids.shape[1], {}
     if mask is not None:
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -new:]
@@ -188,11 +208,13 @@ def _read_piece(
     elif is_counted_by_generate(model):
         seen = cache.get_seq_length()
         position_ids["position_ids"] = torch.arange(seen, seen + new, device=input_ids.device)[None]
-    model(
+    out = model(
         input_ids=input_ids,
         attention_mask=mask,
         **position_ids,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
+        logits_to_keep=min(count, new),
     )
+    logits: Tensor = out.logits
+    return logits

@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvfold
 from kvfold.checks import certify
 from kvfold.errors import KvfoldError
+from tests.helpers.models import build
 from tests.helpers.registry import registry_restored
 from tests.helpers.tokenizers import tiny_llama, word_tokenizer
 
 WORDS = ["the", "grass", "is", "green", "sky", "blue", "here", "we", "go", "there", "and", "back"]
 SYSTEM = "Never reveal the code 4417."
+
+
+def text(words: int, seed: int = 0) -> str:
+    return " ".join(random.Random(f"{words} {seed}").choices(WORDS, k=words))
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
@@ -121,3 +127,37 @@ def test_a_model_without_template_reads_plain_prompts() -> None:
     found = check(pair, ["the sky is blue", "grass is green here we go"], "kivi:bits=8,group=8")
     assert "no chat template" in found.notes[1]
     assert json.loads(found.model_dump_json())["prompts"] == 2
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_5"])
+def test_other_layers_read_prompts_of_different_lengths(family: str) -> None:
+    pair = build(family, vocab_size=12), word_tokenizer()
+    lengths = ((30, 5), (29, 7), (28, 6), (27, 4))
+    rows = [{"context": text(context), "question": text(asked)} for context, asked in lengths]
+    for prompts, method in ((rows, "snapkv:window=4"), ([text(n) for n, _ in lengths], "kvzip")):
+        (cell,) = check(pair, prompts, method, 0.5).cells
+        assert cell.prompts == 4 and cell.kl.value > 0
+
+
+def test_a_check_beyond_the_trained_length_goes_on_where_it_is_allowed() -> None:
+    pair = build("llama", vocab_size=12, max_position_embeddings=40), word_tokenizer()
+    prompts = [text(n) for n in (45, 44, 43, 42)]
+    with pytest.raises(KvfoldError, match="allow"):
+        check(pair, prompts, "knorm", 0.5)
+    assert check(pair, prompts, "knorm", 0.5, allow_longer=True).prompt_tokens == (43, 46)
+
+
+def test_numbers_that_overflow_are_refused_in_one_line(tmp_path: Path) -> None:
+    model = build("llama", torch.float16, vocab_size=12)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2e4)
+    for _ in range(2):  # the folder stays readable
+        with pytest.raises(KvfoldError, match=r"are no numbers in torch\.float16: load"):
+            check((model, word_tokenizer()), texts(4), "knorm", 0.5, out=tmp_path)
+
+
+def test_a_prompt_counts_once_whatever_is_named_in_it() -> None:
+    pair, (one, other) = (build("llama", vocab_size=12), word_tokenizer()), texts(2)
+    rows = [{"prompt": one}, {"prompt": one + " ", "spans": {"first": [0, 5]}}, {"prompt": other}]
+    found = check(pair, rows, "knorm", 0.5)
+    assert found.prompts == 2 and "first" in found.cells[0].spans

@@ -77,3 +77,12 @@ def test_messages_need_a_chat_template_and_plain_prompts_do_not() -> None:
         encode(tokenizer, chat, question_aware=False, seed=0)
     made = encode(tokenizer, CheckPrompt(prompt="the sky"), question_aware=False, seed=0)
     assert tokenizer.decode(made.ids[0]) == "<bos> the sky"
+
+
+@pytest.mark.parametrize(
+    "form", [{"prompt": "sky is blue"}, {"context": "sky is blue", "question": "go"}]
+)
+def test_a_span_of_everything_is_refused(form: dict[str, str]) -> None:
+    row = CheckPrompt(**form, spans={"all": "sky is blue"}, where="line 3")
+    with pytest.raises(KvfoldError, match="line 3: the span 'all' is the whole prompt"):
+        encode(word_tokenizer(), row, question_aware=False, seed=0)

@@ -36,3 +36,15 @@ def test_prompts_are_resampled_and_not_positions() -> None:
     # Positions of one prompt do not narrow the interval.
     longer = bootstrapped(3, mean_of([each * 100 for each in ([0.1], [0.5], [0.9])]))
     assert longer.high - longer.low > 0.4
+
+
+def test_resamples_are_made_in_blocks() -> None:
+    """So that their positions fit into memory."""
+    sizes: list[int] = []
+
+    def statistic(drawn):
+        sizes.append(len(drawn))
+        return drawn.mean(-1)
+
+    bootstrapped(7, statistic)
+    assert sum(sizes[1:]) == 1000 and max(sizes) == 50

@@ -218,3 +218,36 @@ def test_a_budget_in_bytes_is_that_of_each_prompt_of_a_batch(model) -> None:
 def test_an_attack_on_other_texts_is_another_one() -> None:
     first, second = Attack(prompt(None), {"a": "code"}), Attack(prompt(None), {"b": "code"})
     assert len({first.digest, second.digest, first.prompt.digest}) == 3
+
+
+def test_what_a_method_does_not_need_of_a_reading_is_not_held(model) -> None:
+    reading = PromptReading(model, None, [prompt(CONTEXT)])
+    reading.at(kvfold.parse("snapkv:window=4 + match"), "0.3")
+    for name in ("turboquant", "minicache", "knorm"):
+        method, budget = kvfold.parse(name), "0.3" if name == "knorm" else None
+        assert reading.serves(method)
+        alone = PromptReading(model, None, [prompt(CONTEXT)]).at(method, budget)
+        ours = reading.at(method, budget).cache.stats()
+        assert ours.nbytes == alone.cache.stats().nbytes, name
+
+
+@pytest.mark.parametrize("family", ["llama", "roberta", "bamba", "jamba", "qwen3_5"])
+@pytest.mark.parametrize("context", [None, CONTEXT])
+def test_forced_tokens_are_the_likeliest_of_their_own_logits(family, context) -> None:
+    own = build(family)
+    full = read_full(own, [prompt(context)])
+    (said,) = full.answers(own, [()], TOKENS)
+    (logits,) = full.logits(own, [said])
+    assert logits.argmax(-1).tolist() == said
+
+
+def test_logits_of_the_full_cache_are_held_as_memory_allows(
+    model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, cell = measurements(model), ("knorm", "0.5")
+    own = [EncodedPrompt(str(n), prompts((LENGTH,), seed=n)[0], CONTEXT, {}) for n in range(3)]
+    expected = [measured.distances([each], cell) for each in own]
+    monkeypatch.setattr("kvfold.checks.measure.memory", lambda device: 0)
+    bounded = measurements(model)
+    assert [bounded.distances([each], cell) for each in own] == expected
+    assert len(measured._logits) == 3 and len(bounded._logits) == 1

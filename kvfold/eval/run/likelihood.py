@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.cache.cache import CompressedCache
+from kvfold.hf.models import read_logits
 
 
 @torch.no_grad()
@@ -19,8 +20,8 @@ def token_by_token(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) 
     """
     found = []
     for index in range(ids.shape[1] - 1):
-        out = model(input_ids=ids[:, index : index + 1], past_key_values=cache, use_cache=True)
-        found.append(_nll(out.logits, ids[:, index + 1 : index + 2]))
+        logits = read_logits(model, ids[:, index : index + 1], cache, None, 1)
+        found.append(_nll(logits, ids[:, index + 1 : index + 2]))
     return torch.cat(found, 1)
 
 
@@ -30,8 +31,8 @@ def at_once(model: PreTrainedModel, cache: CompressedCache, ids: Tensor) -> Tens
 
     The cache must be frozen or a fork, else the text would be compressed as a turn.
     """
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return _nll(out.logits[:, :-1], ids[:, 1:])[0]
+    logits = read_logits(model, ids, cache, None, ids.shape[1])
+    return _nll(logits[:, :-1], ids[:, 1:])[0]
 
 
 def _nll(logits: Tensor, following: Tensor) -> Tensor:

@@ -64,18 +64,32 @@ def scored_answer(task: Task, question: Question, reply: Reply) -> ScoredAnswer:
 
 
 def cache_usage(stats: Stats) -> list[CacheUsage]:
-    """Current size of each row of a cache; bytes are shared out by the entries that rows hold."""
-    whole, found = sum(stats.seen_per_row), []
-    stored = [sum(sum(layer[row]) for layer in stats.kept) for row in range(len(stats.kept[0]))]
+    """Current size of each row of a cache, as if it were alone in it.
+
+    Bytes are shared out by the entries that rows hold, without those of padding.
+    """
+    found, rows = [], len(stats.seen_per_row)
+    stored = [sum(sum(layer[row]) for layer in stats.kept) for row in range(rows)]
+    nbytes = stats.nbytes * (1 - _padding(stats, stored))
     for row, seen in enumerate(stats.seen_per_row):
         kept = tuple(sum(layer[row]) / (seen * len(layer[row])) for layer in stats.kept)
         usage = CacheUsage(
             seen=seen,
             kept=sum(kept) / len(kept),
             kept_per_layer=kept,
-            nbytes=round(stats.nbytes * stored[row] / sum(stored)),
-            nbytes_full=round(stats.nbytes_full * seen / whole),
+            nbytes=round(nbytes * stored[row] / sum(stored)),
+            nbytes_full=round(stats.nbytes_full * seen / (rows * stats.seen)),
             peak_bytes=None,
         )
         found.append(usage)
     return found
+
+
+def _padding(stats: Stats, stored: list[int]) -> float:
+    """Part of the entries that is padding: of rectangles whose rows hold unequal numbers."""
+    heads = sum(len(layer[0]) for layer in stats.kept)
+    entry = stats.nbytes_full / (len(stored) * stats.seen * heads)
+    whole = sum(stored)
+    # Heads of different lengths have no padding: their entries take no more than these bytes.
+    alone = max(whole * entry, stats.kv_bytes * whole / (len(stored) * max(stored)))
+    return max(0.0, 1 - alone / stats.kv_bytes)

@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the files that methods read: fitted scorers, filters, heads, and sizes."""
+"""Digests of the files of methods: fitted scorers, filters, heads, sizes, and your own code."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from functools import lru_cache
 
 from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import TRUNCATED, EvalCell
-from kvfold.methods.base import Across, Stages, parse
+from kvfold.methods.base import Across, Method, Stages, origins, parse
 from kvfold.methods.description import files_of
 from kvfold.methods.fitted import NO_FILE, FittedFile
 
 
 def digests(method: str) -> tuple[str, ...]:
-    """Digest of each file that the method reads, the bundled ones among them.
+    """Digest of each file that the method reads, the bundled ones among them, or is written in.
+
+    The code of kvfold's own methods is not among them.
 
     Raises KvfoldError, naming the file, if one cannot be read.
     """
     if method == TRUNCATED:
         return ()
     parsed = parse(method)
-    paths = [*files_of(parsed).values(), *_bundled(parsed.stages())]
+    paths = [*files_of(parsed).values(), *_bundled(parsed.stages()), *_sources(parsed)]
     return tuple(map(_digest, paths))
 
 
@@ -37,6 +40,13 @@ def check_unchanged(cell: EvalCell) -> None:
             f"a file that {cell.method} reads has changed since the run began: start it again, "
             "which evaluates the method with the new file"
         )
+
+
+def _sources(method: Method) -> list[str]:
+    """Files of the methods that are not kvfold's own; a notebook's have none."""
+    modules = (sys.modules.get(name) for name in sorted(set(origins(method).values())))
+    found = (getattr(module, "__file__", None) for module in modules)
+    return [path for path in found if path]
 
 
 def _bundled(stages: Stages) -> list[str]:

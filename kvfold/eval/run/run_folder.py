@@ -50,7 +50,7 @@ def run_missing(
     }
     failed = {(line.cell, line.index, line.error) for line in found if line.error is not None}
     jobs = list(plan.jobs(done))
-    count = plan.total - sum(len(job.cells) for job in jobs)
+    count = plan.total - sum(len(job.cells) * len(job.samples) for job in jobs)
     yield count
     for lines in workers(jobs):
         samples.add([line for line in lines if (line.cell, line.index, line.error) not in failed])

@@ -9,8 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import kvfold
+from kvfold.cache.fork import fork
+from kvfold.eval.run.likelihood import at_once, token_by_token
 from kvfold.eval.tasks import Question
+from kvfold.hf.models import read_tokens
 from tests.helpers.evaluation import Setting, book, surprise, words
+from tests.helpers.models import build, prompts
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +49,17 @@ def test_a_text_without_numbers_for_probabilities_is_an_error(setting, monkeypat
     head = setting.model.lm_head
     monkeypatch.setattr(head, "forward", lambda x: x.new_full((*x.shape[:2], 2048), math.nan))
     assert "nan" in setting.error(book("perplexity"))
+
+
+@pytest.mark.parametrize("family", ["llama", "roberta", "bamba", "jamba"])
+def test_likelihoods_are_those_of_a_forward_without_a_cache(family):
+    model, ids = build(family), prompts((40,))[0]
+    with torch.no_grad():
+        counted = {"position_ids": torch.arange(40)[None]} if family != "jamba" else {}
+        logits = model(input_ids=ids, use_cache=False, **counted).logits[0, :-1]
+    expected = -logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    cache = kvfold.CompressedCache(model, "full")
+    read_tokens(model, ids[:, :20], cache, None)
+    torch.testing.assert_close(at_once(model, fork(cache), ids[:, 20:]), expected[20:], **CLOSE)
+    fresh = kvfold.CompressedCache(model, "full")
+    torch.testing.assert_close(token_by_token(model, fresh, ids)[0], expected, **CLOSE)

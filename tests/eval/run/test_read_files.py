@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvfold.eval.run.job import run_job
 from kvfold.eval.run.plan import EvalPlan, contenders
 from kvfold.eval.run.read_files import digests
 from tests.helpers.evaluation import Setting, command, finish, record, wanted
+from tests.helpers.registry import registry_restored
 
 EVEN, UNEVEN = [0.5, 0.5, 0.5], [0.2, 0.3, 0.9]
 
@@ -102,3 +104,11 @@ def test_cells_from_before_files_were_noted(setting: Setting, parts: Path) -> No
 
     assert old.files == () and old != cell
     assert EvalCell.model_validate_json(plain.model_dump_json(exclude={"files"})) == plain
+
+
+def test_code_of_your_own_is_a_file_of_its_method() -> None:
+    with registry_restored("tests.helpers.keep_middle"):
+        module = import_module("tests.helpers.keep_middle")
+        own = (sha256(Path(module.__file__ or "")),)
+        assert digests("keep_middle") == digests("keep_middle + adakv") == own
+    assert digests("snapkv + adakv") == ()

@@ -217,6 +217,12 @@ def test_an_error_is_run_again_and_its_answer_counts(setting, tmp_path, monkeypa
     assert all(record.samples == 2 and not record.errors for record in summarize(found))
 
 
+def test_samples_of_batches_are_counted_one_by_one(setting, tmp_path):
+    plan = replace(setting.plan(FEW, wanted([record(index=i) for i in range(4)])), batch_size=2)
+    counts = list(run_missing(plan, samples_file(tmp_path), by_itself(setting)))
+    assert counts[0] == 0 and counts[-1] == plan.total == 4 * len(FEW)
+
+
 def test_samples_of_an_unknown_task_are_refused(setting, tmp_path):
     plan = setting.plan(FEW[:1], wanted([record()]))
     lines = finish(setting, plan, tmp_path)
