@@ -8,7 +8,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from kvfold.cache.cache import CompressedCache
 from kvfold.checks.encoded import EncodedPrompt
 from kvfold.eval.run.prompt_batch import left_padded
 
@@ -36,6 +38,15 @@ class PaddedIds(NamedTuple):
     def followed_by(self, other: PaddedIds) -> PaddedIds:
         """The columns of both."""
         return PaddedIds(*(torch.cat(pair, 1) for pair in zip(self, other, strict=True)))
+
+
+def rows_of(model: PreTrainedModel) -> int:
+    """Most prompts of a batch.
+
+    Sliding windows and recurrent layers take no padding between a row's tokens, such as that
+    before a question.
+    """
+    return 1 if CompressedCache(model, "full").other_layers() else ROWS
 
 
 def batched(

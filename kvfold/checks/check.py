@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold import __version__
 from kvfold.bench.machine import MachineSetup, commit
 from kvfold.budget import Budget
-from kvfold.cache.cache import CompressedCache
 from kvfold.cache.plan import checked_budget
-from kvfold.checks.batches import ROWS, batched
+from kvfold.checks.batches import ROWS, batched, rows_of
 from kvfold.checks.certify import certificate, halves
 from kvfold.checks.encoded import SYSTEM, EncodedPrompt, distinct, encode, encode_attack
 from kvfold.checks.measure import Attack, PromptMeasurements
@@ -95,9 +94,7 @@ def check(
     asked = contenders(_as_list(methods), _as_list(budgets), question_aware)
     limits = limits_of(tolerance)
     given = prompts_of(prompts)
-    # Other layers, of sliding windows and recurrent ones, take no padding between a row's tokens.
-    rows = 1 if CompressedCache(model, "full").other_layers() else ROWS
-    inputs = CheckInputs.of(tokenizer, given, attacks, question_aware, seed, rows)
+    inputs = CheckInputs.of(tokenizer, given, attacks, question_aware, seed, rows_of(model))
     inputs.check_lengths(model, LONGER * tokens, allow_longer)
     protocol = CheckProtocol(
         tokens=tokens,

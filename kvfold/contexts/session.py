@@ -55,21 +55,14 @@ class Session:
 
     def __init__(self, context: Context, record: SessionRecord | None = None) -> None:
         cache = context.cache
-        stages = cache.method.stages()
-        if stages.runs_own_forwards:
-            raise KvfoldError(
-                f"{cache.method} reads a text by forwards of its own, which turns that are "
-                "appended do not have: choose SnapKV, KeyDiff or another method of one forward"
-            )
+        check_method(cache.method)
         if cache.budget is None or cache.budget.kind != "tokens":
             raise BudgetError(
                 "a session is bounded by a number of tokens, and this cache has "
                 f"{'no budget' if cache.budget is None else cache.budget}: choose a method with a "
                 "budget, and write it as an int"
             )
-        if stages.inexact or stages.prompt == "kept":
-            reason = stages.inexact or "the end of a turn evicts nothing"
-            raise KvfoldError(f"{cache.method} does not hold a session to its budget: {reason}")
+        stages = cache.method.stages()
         sinks = stages.forced.sinks
         if stages.positions == "reindex" and context.ids.shape[1] < sinks:
             raise KvfoldError(
@@ -331,6 +324,19 @@ def _moved(item: Item, edited: Item, by: int) -> Item:
     """An item after another one, or itself, became `by` tokens longer."""
     start = item.start if item.start <= edited.start else item.start + by
     return replace(item, start=start, stop=item.stop if item.stop < edited.stop else item.stop + by)
+
+
+def check_method(method: Method) -> None:
+    """Raises KvfoldError for a method that cannot hold a session to a budget."""
+    stages = method.stages()
+    if stages.runs_own_forwards:
+        raise KvfoldError(
+            f"{method} reads a text by forwards of its own, which turns that are appended do not "
+            "have: choose SnapKV, KeyDiff or another method of one forward"
+        )
+    if stages.inexact or stages.prompt == "kept":
+        reason = stages.inexact or "the end of a turn evicts nothing"
+        raise KvfoldError(f"{method} does not hold a session to its budget: {reason}")
 
 
 def begin_session(

@@ -25,7 +25,7 @@ from kvfold.generation.layerwise import prefill_layerwise
 from kvfold.generation.length import check_prompt
 from kvfold.generation.reconstruct import reconstruct
 from kvfold.generation.resume import IdsRead, Resumption, Reuse, resumption
-from kvfold.generation.static.decode import check_compiled, decode_compiled
+from kvfold.generation.static.decode import NEW_TOKENS, check_compiled, decode_compiled
 from kvfold.hf.models import read_tokens, stock_generate
 from kvfold.hf.recurrent import restarts
 from kvfold.hf.versions import check_assisted
@@ -102,6 +102,7 @@ def generate(
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
     new = _new_tokens(settings, input_ids.shape[1])
     stop, chunk = _read_ahead(model, resumed, input_ids.shape[1], new, chunk, rows, per_chunk)
+    stop = max(stop, _before_padding(attention_mask, resumed.seen))
     if stop > resumed.seen:
         check_read_ahead(model, resumed, options, attention_mask[:, resumed.seen : stop])
     resumed.go_back()
@@ -146,6 +147,15 @@ def _read_ahead(
         # Rows are multiplied after reading all but the last token, so that this is read once.
         stop = total - 1
     return stop, chunk
+
+
+def _before_padding(mask: Tensor, seen: int) -> int:
+    """Columns up to the last token, of those to read, that padding follows: an earlier answer's.
+
+    In a forward of several tokens, padding stands before them.
+    """
+    followed = (mask[:, seen:-1].bool() & ~mask[:, seen + 1 :].bool()).any(0).nonzero()
+    return seen + int(followed[-1]) + 1 if seen and len(followed) else seen
 
 
 def _decode(
@@ -316,7 +326,7 @@ def _new_tokens(settings: Any, total: int) -> int:
     """Most tokens that `generate` may produce after a prompt of `total`."""
     if settings.max_new_tokens is not None:
         return int(settings.max_new_tokens)
-    return max(0, int(settings.max_length or 20) - total)
+    return NEW_TOKENS if settings.max_length is None else max(0, int(settings.max_length) - total)
 
 
 def _must_read_first(model: PreTrainedModel, cache: CompressedCache, total: int, new: int) -> bool:

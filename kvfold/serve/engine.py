@@ -26,7 +26,7 @@ from kvfold.contexts.context import Context
 from kvfold.contexts.files.coding import Coding
 from kvfold.errors import KvfoldError
 from kvfold.hf.chat_template import SEPARATOR, PromptFrame
-from kvfold.hf.models import text_config, trained_length
+from kvfold.hf.models import has_position_table, text_config, trained_length
 from kvfold.methods.base import Method, parse, parts_of
 from kvfold.methods.description import files_of
 from kvfold.serve.context_folder import ContextFolder
@@ -61,7 +61,7 @@ class Engine:
     ) -> None:
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         config, frame = text_config(model), PromptFrame.of(tokenizer)
-        self.max_length = None if settings.allow_longer else trained_length(model)
+        self.max_length = _max_length(model, settings.allow_longer)
         limits = [n for n in (settings.context_tokens, self.max_length) if n is not None]
         self.prompts = PromptEncoder(
             tokenizer,
@@ -103,14 +103,14 @@ class Engine:
     ) -> AnswerFinished:
         """Generates an answer: `put` gets `AnswerStarted`, then pieces of text.
 
-        Raises ApiError: before `AnswerStarted` for a request that is refused, later if the client
-        hung up or the server stops.
+        Raises ApiError: before `AnswerStarted` for a request that is refused, later for what only
+        the generation refuses, and if the client hung up or the server stops.
         """
         if isinstance(request, ChatRequest) and request.session_id is not None:
             return self.sessions.answer(request, put, cancelled)
         self.start_job(cancelled)
         sampling = SamplingParams.of(request)
-        with self._prepared(request) as (cache, ids, cached):
+        with refusals(), self._prepared(request) as (cache, ids, cached):
             most = self.tokens_to_generate(len(ids), request)
             put(AnswerStarted(len(ids), cached))
             done = generate_answer(
@@ -184,7 +184,7 @@ class Engine:
         except KvfoldError as refused:
             raise ApiError(400, f"this server bounds conversations: {refused}") from refused
         ids = context.ids
-        for turn in turns[:-1]:
+        for turn in filter(None, turns[:-1]):
             ids = torch.cat([ids, ids.new_tensor([turn])], 1)
             end_turn(self.model, reader, ids)
         return reader
@@ -221,14 +221,15 @@ class Engine:
 
         Prefixes are compared as tokens and as text: the last token of a document often merges with
         the blank line after it. After a match by text the rest is tokenised on its own, as in
-        `Context.ask`.
+        `Context.ask`, and must have tokens to read.
         """
         data = key_bytes(parts)
         by_tokens = self.contexts.longest(TOKENS, token_bytes(ids))
         by_text = self.contexts.longest(TEXT, data)
         if by_text is not None and (by_tokens is None or by_tokens.stats.seen < by_text.stats.seen):
             first, *others = segments_of(data[by_text.keys[TEXT].length :])
-            return by_text, self.prompts.ids([SEPARATOR + first, *others])
+            if rest := self.prompts.ids([SEPARATOR + first, *others]):
+                return by_text, rest
         return None if by_tokens is None else (by_tokens, ids[by_tokens.stats.seen :])
 
     def tokens_to_generate(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
@@ -333,6 +334,14 @@ class Engine:
             self.abandoned_tokens += self._of_thread.tokens
             self._of_thread.tokens = 0
             raise stopping()
+
+
+def _max_length(model: PreTrainedModel, allow_longer: bool) -> int | None:
+    """Tokens of a prompt and its answer at most; None: no limit.
+
+    With `allow_longer` that is a table of learned positions, which has none beyond its end.
+    """
+    return None if allow_longer and not has_position_table(model) else trained_length(model)
 
 
 def _check_no_files(method: Method) -> None:

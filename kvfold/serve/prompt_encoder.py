@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,10 @@ from kvfold.serve.request_schemas import RequestMessage
 
 # Separator of segments in prefix keys: a byte that UTF-8 text never has.
 KEY_SEPARATOR = b"\xff"
+# An invisible character, around a message's index.
+MARK = "\u2063"
+# Roles that chat templates know by another name: OpenAI renamed "system".
+NAMES_IN_TEMPLATES = {"developer": "system"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class PromptEncoder:
         """Token ids after a context's document, turn by turn, the last question last, as in `Chat`.
 
         Raises ApiError for roles that do not alternate from the user's on, for a chat template
-        without a second turn, and for texts that are too long.
+        without a second turn, for texts that are too long, and for a question without tokens.
         """
         expected = ["user", "assistant"] * (len(messages) // 2) + ["user"]
         if [message.role for message in messages] != expected:
@@ -116,13 +121,15 @@ class PromptEncoder:
                 split.append(self.split(opening, text, frame.after))
         self._check_least(chain.from_iterable(split))
         ids = [self.ids(parts) for parts in split]
+        if not ids[-1]:
+            raise ApiError(400, "the last message is empty: ask something", param="messages")
         # An answer ends the turn of the question before it.
         return [list(chain(*ids[at : at + 2])) for at in range(0, len(ids), 2)]
 
     def conversation(self, messages: Sequence[RequestMessage]) -> list[str]:
         """Segments of a conversation without a context, up to where the answer begins.
 
-        Raises ApiError for messages of tools, and if the chat template refuses it.
+        Raises ApiError for messages of tools, and if the chat template refuses it or drops one.
         """
         if any(message.role == "tool" for message in messages):
             raise ApiError(
@@ -137,11 +144,22 @@ class PromptEncoder:
                     param="messages",
                 )
             return self.split(self.frame.before, self.client_text(first.text), self.frame.after)
-        turns = [(message.role, self.client_text(message.text)) for message in messages]
+        roles = [NAMES_IN_TEMPLATES.get(message.role, message.role) for message in messages]
+        texts = [self.client_text(message.text) for message in messages]
         try:
-            return conversation(self.tokenizer, turns)
+            parts = conversation(self.tokenizer, list(zip(roles, texts, strict=True)))
+            dropped = _dropped(self.tokenizer, roles)
         except TemplateError as problem:
             raise ApiError(400, f"the chat template refuses: {problem}", param="messages") from None
+        for index in dropped:
+            if texts[index].strip():
+                raise ApiError(
+                    400,
+                    f"the model's chat template drops messages of role {messages[index].role!r}: "
+                    f"leave out message {index + 1}, or say it in a user's message",
+                    param="messages",
+                )
+        return parts
 
     def prompt(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a completion's prompt, with the special tokens that the tokenizer adds."""
@@ -158,6 +176,18 @@ class PromptEncoder:
         if max(tokens, default=0) >= self.vocabulary:
             raise ApiError(400, f"there is no token {max(tokens)}", param="prompt")
         return tokens
+
+
+def _dropped(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str]) -> list[int]:
+    """Indices of the messages that the chat template drops from a conversation of `roles`.
+
+    Found with short texts in their place: a template may shorten texts (answers without their
+    reasoning), which drops none.
+    """
+    marked = [(role, f"{MARK}{index}{MARK}") for index, role in enumerate(roles)]
+    whole = "".join(conversation(tokenizer, marked))
+    shown = {int(index) for index in re.findall(f"{MARK}([0-9]+){MARK}", whole)}
+    return [index for index in range(len(roles)) if index not in shown]
 
 
 def key_bytes(parts: Sequence[str]) -> bytes:

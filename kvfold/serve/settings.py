@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvfold.budget import Budget
+from kvfold.cache.fork import own_stages
+from kvfold.cache.plan import checked_budget
+from kvfold.contexts.session import check_method
 from kvfold.errors import KvfoldError
+from kvfold.methods.base import parse
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class ServerSettings:
         allow_longer: accept texts beyond the model's trained length.
         grace: time for running answers to end after a stop.
 
-    Raises KvfoldError for values out of range, a `shrink` that is no budget, and a blank API key.
+    Raises KvfoldError for values out of range, a `shrink` that is no budget, a blank API key, an
+    unknown method of sessions, and a budget of sessions or chats below what is always kept.
     """
 
     method: str = "kvzip"
@@ -89,7 +95,36 @@ class ServerSettings:
             Budget.of(self.shrink)
         if self.queue < 0 or self.grace < 0:
             raise KvfoldError("queue and grace cannot be negative")
-        if not self.client_timeout > 0:
-            raise KvfoldError(f"the client timeout is positive, not {self.client_timeout}")
+        if not 0 < self.client_timeout < math.inf:
+            raise KvfoldError(
+                f"the client timeout is a positive, finite number of seconds, not "
+                f"{self.client_timeout}: choose one such as 60"
+            )
         if self.api_key is not None and not self.api_key.strip():
             raise KvfoldError("the API key is empty: set one, or leave it out")
+        _check_sessions(self.session_method, self.session_budget)
+        if self.chat_budget is not None:
+            _check_chats(self.method, self.chat_budget)
+
+
+def _check_sessions(named: str, budget: int) -> None:
+    """Raises KvfoldError if a session could not begin with that method and budget."""
+    try:
+        method = parse(named)
+        if not method.takes_budget:
+            raise KvfoldError(f"{method} takes no budget, which bounds a session: choose another")
+        check_method(method)
+        checked_budget(method, budget, method.stages().forced.least)
+    except KvfoldError as problem:
+        message = f"session_method {named!r} with session_budget {budget}: {problem}"
+        raise KvfoldError(message) from problem
+
+
+def _check_chats(named: str, budget: int) -> None:
+    """Raises KvfoldError if a context of that method could not be asked within the chat budget."""
+    least = max(1, own_stages(parse(named).stages()).forced.least)
+    if budget < least:
+        raise KvfoldError(
+            f"later turns of {named} keep at least {least} entries per KV head, and chat_budget is "
+            f"{budget}: raise it, or leave it out"
+        )

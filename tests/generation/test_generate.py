@@ -30,6 +30,7 @@ from tests.helpers.caches import (
     kept,
     positions,
 )
+from tests.helpers.longrope import longrope
 from tests.helpers.models import COUNTING_OTHERWISE, build, continuation, prompts
 from tests.helpers.truth import Reader, stock_cache, worst
 
@@ -291,3 +292,37 @@ def test_assisted_decoding_is_refused_where_transformers_answers_wrongly(model, 
     with pytest.raises(KvfoldError, match="transformers 99"):
         kvfold.generate(model, prompts((64,))[0], cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(("spec", "budget"), [("full", None), ("snapkv:window=4", 0.5)])
+@pytest.mark.parametrize("padding", [1, 2])
+def test_a_later_turn_is_padded_behind_an_answer(model, spec, budget, padding):
+    """Each row goes on as it does alone, though the answer's last token is still to be read."""
+    first = torch.cat([prompts((20,), seed=n)[0] for n in range(2)])
+    options = {"do_sample": False, "max_new_tokens": 3}
+    cache = CompressedCache(model, spec, budget)
+    out = kvfold.generate(model, first, cache=cache, **options)
+    turn = torch.cat([prompts((6,), seed=n)[0] for n in (7, 8)])
+    seen = torch.ones(2, out.shape[1] + 6, dtype=torch.long)
+    seen[1, out.shape[1] : out.shape[1] + padding] = 0
+    both = torch.cat([out, turn], 1)
+    answers = kvfold.generate(model, both, cache=cache, attention_mask=seen, **options)[:, -3:]
+    for row in range(2):
+        alone = CompressedCache(model, spec, budget)
+        said = kvfold.generate(model, first[row : row + 1], cache=alone, **options)
+        rest = turn[row : row + 1, padding * row :]
+        whole = torch.cat([said, rest], 1)
+        answer = kvfold.generate(model, whole, cache=alone, **options)[0, -3:]
+        assert torch.equal(answers[row], answer)
+
+
+@pytest.mark.parametrize("length", [10, 30])
+def test_the_default_length_counts_new_tokens(model, length):
+    ids = prompts((length,))[0]
+    for options in ({}, {"prompt_lookup_num_tokens": 3}):
+        out = kvfold.generate(
+            model, ids, cache=CompressedCache(model, "full"), do_sample=False, **options
+        )
+        assert out.shape[1] == length + 20
+    with pytest.raises(kvfold.errors.UnsupportedModel, match="changes its rotary frequencies"):
+        kvfold.generate(longrope(), prompts((28,))[0], cache=CompressedCache(longrope(), "full"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import kvfold
 from kvfold.serve.decoding import StrippedText
@@ -165,6 +166,15 @@ def test_a_file_is_uploaded(server, alone):
         refused = server.http.post("/v1/contexts", **wrong)
         assert refused.status_code == status, (wrong, refused.text)
         assert refused.json()["error"]["message"]
+
+
+def test_the_byte_order_mark_of_a_file_is_no_text(server, alone):
+    file = {"file": ("a.txt", DOCUMENT.encode("utf-8-sig"))}
+    made = server.http.post("/v1/contexts", files=file)
+    assert made.status_code == 201, made.text
+    held = server.engine.contexts.get(made.json()["id"]).value
+    assert torch.equal(held.ids, alone.ids)
+    server.http.delete(f"/v1/contexts/{made.json()['id']}")
 
 
 @pytest.mark.slow

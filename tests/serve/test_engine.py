@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
@@ -12,8 +14,10 @@ import pytest
 
 from kvfold.errors import KvfoldError
 from tests.helpers.contexts import DOCUMENT, QUESTION
+from tests.helpers.longrope import longrope, notices_drops
+from tests.helpers.models import build
 from tests.helpers.serving import CHAT, NAME, assert_clean, braked, chat, head, running, send, until
-from tests.helpers.tokenizers import word_tokenizer
+from tests.helpers.tokenizers import SPECIAL, WORDS, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("goes_on")
 
@@ -168,3 +172,58 @@ def test_a_codec_that_cannot_be_is_refused_at_the_start(model, codec):
         running(model, word_tokenizer(), codec=codec),
     ):
         pass
+
+
+@notices_drops
+def test_an_answer_that_would_change_the_frequencies_is_refused():
+    """A stream has begun by then: it ends in an error event."""
+    with running(of_few_words(longrope()), word_tokenizer(), method="full", budget=None) as server:
+        refused = server.chat("the " * 28)
+        assert_clean(refused, 400, "changes its rotary frequencies at 32 tokens")
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+        streamed = server.chat("the " * 28, stream=True)
+        *_, event, end = streamed.text.split("\n\n")
+        told = json.loads(event.removeprefix("data: "))
+        assert streamed.status_code == 200 and told == refused.json() and end == ""
+        for words in (4, 40):
+            assert server.chat("the " * words).status_code == 200
+
+
+def test_a_table_of_positions_ends_texts_even_where_longer_ones_are_allowed():
+    model = of_few_words(build("gpt2", n_positions=64))
+    options = {"method": "full", "budget": None, "allow_longer": True}
+    with running(model, word_tokenizer(), **options) as server:
+        for body in (chat(max_tokens=8), chat(max_tokens=None)):
+            body["messages"] = [{"role": "user", "content": "the " * 60}]
+            answered = server.http.post(CHAT, json=body)
+            if body["max_tokens"] is None:
+                assert answered.json()["usage"]["total_tokens"] == 64
+            else:
+                assert_clean(answered, 400, "leave 3, and 8 are asked for")
+        assert_clean(server.chat("the " * 100), 400, "the text has 101 tokens")
+        assert_clean(server.http.post("/v1/contexts", json={"text": "the " * 100}), 400, "101")
+
+
+@pytest.mark.parametrize("chat_budget", [None, 40])
+def test_an_empty_question_is_refused_and_an_empty_turn_is_none(model, chat_budget):
+    """Without a chat template, the tokenizer of words has no tokens for them."""
+    empty = {"role": "user", "content": ""}
+    said = [empty, {"role": "assistant", "content": ""}, {"role": "user", "content": QUESTION}]
+    with running(model, word_tokenizer(), chat_budget=chat_budget) as server:
+        name = server.create(DOCUMENT)
+        for messages in ([empty], [*said, {"role": "assistant", "content": "the"}, empty]):
+            for stream in (False, True):
+                refused = server.chat("", context_id=name, messages=messages, stream=stream)
+                assert_clean(refused, 400, "the last message is empty: ask something")
+        alone = server.says(QUESTION, context_id=name)
+        assert server.says("", context_id=name, messages=said) == alone
+        # The document alone is no question about it.
+        whole = server.says(f"{DOCUMENT}\n\n")
+        assert whole == server.says(f"{DOCUMENT}\n\n", prefix_cache=False)
+
+
+def of_few_words(model: Any) -> Any:
+    """The model, with words of the tokenizer only in its answers."""
+    words = len(SPECIAL + WORDS)
+    model.generation_config.suppress_tokens = list(range(words, model.config.vocab_size))
+    return model

@@ -10,6 +10,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvfold
+from kvfold.hf.chat_template import PromptFrame
+from kvfold.serve.errors import ApiError
+from kvfold.serve.prompt_encoder import PromptEncoder
+from kvfold.serve.request_schemas import RequestMessage
 from tests.helpers.chats import QUESTIONS, chat_tokenizer
 from tests.helpers.contexts import DOCUMENT, QUESTION
 from tests.helpers.serving import NAME, Running, cached, running
@@ -101,3 +105,55 @@ def test_a_question_longer_than_a_piece_is_read_in_pieces(model, tokenizer, alon
         question = " ".join(QUESTIONS)
         assert len(question.split()) > 32
         assert server.says(question, context_id=name) == lone.ask(question, max_new_tokens=8)
+
+
+# Roles of Qwen2.5's template, and of one that strips the reasoning of answers, as Qwen3's does.
+BRANCHES = (
+    "{% for m in messages %}{% if m.role == 'system' or m.role == 'user' %}"
+    "{{ '<' + m.role + '> ' + m.content | trim + ' </s> ' }}{% elif m.role == 'assistant' %}"
+    "{{ '<assistant> ' + m.content.split('</think>')[-1] + ' </s> ' }}{% endif %}{% endfor %}"
+)
+NO_SYSTEM = BRANCHES.replace("m.role == 'system' or ", "")
+# Mistral's place of a system message: before the last one of the user.
+MOVED = (
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + ' ' }}{% endif %}"
+    "{{ m.content + ' </s> ' }}{% endfor %}"
+)
+
+
+def prompt_of(template: str, *turns: tuple[str, str]) -> str:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    encoder = PromptEncoder(tokenizer, PromptFrame.of(tokenizer), len(tokenizer))
+    asked = [RequestMessage.model_validate({"role": r, "content": text}) for r, text in turns]
+    return "".join(encoder.conversation(asked))
+
+
+USER = ("user", QUESTION)
+
+
+@pytest.mark.parametrize("template", [BRANCHES, MOVED], ids=["qwen", "mistral"])
+def test_a_developer_s_message_is_a_system_message(template):
+    said = prompt_of(template, ("developer", " we go "), USER)
+    assert said == prompt_of(template, ("system", " we go "), USER) and "we go" in said
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_message_that_the_template_drops_is_refused_by_its_role(role):
+    # Its text is in another message, too.
+    for turns in (((role, "the"), USER), (USER, ("assistant", "the"), (role, "sky"), USER)):
+        with pytest.raises(
+            ApiError, match=f"drops messages of role '{role}': leave out"
+        ) as refused:
+            prompt_of(NO_SYSTEM, *turns)
+        assert refused.value.status_code == 400 and refused.value.param == "messages"
+    assert prompt_of(NO_SYSTEM, (role, " "), USER) == prompt_of(NO_SYSTEM, USER)
+
+
+def test_what_a_template_shortens_or_moves_is_not_dropped():
+    answer = ("assistant", "<think>sky</think>blue")
+    said = prompt_of(BRANCHES, ("system", " here "), USER, answer, USER)
+    assert "sky" not in said.replace(QUESTION, "") and "<assistant> blue" in said
+    turns = [turn for i in range(12) for turn in (("user", f"{i}"), ("assistant", f"{i}"))]
+    assert prompt_of(MOVED, ("system", "1"), *turns, USER).count("</s>") == 25

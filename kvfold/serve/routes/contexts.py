@@ -111,7 +111,7 @@ async def _form(request: Request) -> dict[str, Any]:
         if not isinstance(file, UploadFile):
             raise ApiError(400, "the form has no file in the field `file`", param="file")
         try:
-            text = (await file.read()).decode()
+            text = (await file.read()).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ApiError(400, "the file is no text in UTF-8", param="file") from None
     return fields | {"text": text}

@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -26,9 +27,18 @@ from kvfold.serve.errors import ApiError
 from kvfold.serve.vllm.methods import LEVEL
 from kvfold.serve.vllm.placeholders import salt
 
-# Prefix of the ids of contexts that a request brought without naming them.
+# Prefix of the ids of contexts that a request brought without naming them, before a digest.
 OWN = "auto-"
+OWN_FILES = f"{OWN}{'[0-9a-f]' * 32}{SUFFIX}"
 WAITING = 64  # texts that may wait
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A job that waits or runs, and its result to come."""
+
+    job: Job
+    result: Future[CompressResult]
 
 
 class Arrivals:
@@ -47,7 +57,7 @@ class Arrivals:
     ) -> None:
         self.folder, self.options, self.most = folder, options, most
         self._jobs: SimpleQueue[Job] = SimpleQueue()
-        self._running: dict[Path, Future[CompressResult]] = {}
+        self._running: dict[Path, _Running] = {}
         self._lock = Lock()
         Thread(target=self._work, args=(run,), name="kvfold arrivals", daemon=True).start()
 
@@ -59,16 +69,16 @@ class Arrivals:
     async def made(self, text: str, name: str | None = None) -> str:
         """The id of the context of a text; an unnamed text is compressed once.
 
-        Raises ApiError for a name that is taken, a text that cannot be compressed, and for too many
-        texts at once.
+        Raises ApiError for a name that is taken or could be an unnamed text's, a text that cannot
+        be compressed, and for too many texts at once.
         """
+        if name is not None and name.startswith(OWN):
+            raise ApiError(
+                400, f"ids that begin with {OWN!r} are of unnamed texts: choose another", param="id"
+            )
         found = name or self.id_of(text)
-        path = self.folder / f"{found}{SUFFIX}"
-        if path.exists():
-            if name is not None:
-                raise ApiError(409, f"there is a context {name!r} already", param="id")
-            return found
-        await self._done(CompressJob(text, path, self.options), "context")
+        job = CompressJob(text, self.folder / f"{found}{SUFFIX}", self.options)
+        await self._done(job, "context", new=name is not None)
         return found
 
     async def levelled(self, name: str) -> str:
@@ -79,25 +89,41 @@ class Arrivals:
         source, rule = self.folder / f"{name}{SUFFIX}", self.options.level or LEVEL
         found = OWN + digest(json.dumps([salt(read_header(source)), rule]))
         path = self.folder / f"{found}{SUFFIX}"
-        if not path.exists():
-            job = LevelJob(source, path, rule, self.options.prefill_chunk)
-            await self._done(job, "context_id")
+        await self._done(LevelJob(source, path, rule, self.options.prefill_chunk), "context_id")
         return found
 
-    async def _done(self, job: Job, param: str) -> None:
-        """Runs a job, once for all that wait for it; raises ApiError if it failed."""
-        result = await asyncio.shield(asyncio.wrap_future(self._job(job)))
+    async def _done(self, job: Job, param: str, *, new: bool = False) -> None:
+        """Runs a job whose file is not there, once for all that wait for it.
+
+        Raises ApiError if it failed, and as `_coming`.
+        """
+        coming = self._coming(job, new)
+        if coming is None:
+            return
+        result = await asyncio.shield(asyncio.wrap_future(coming))
         if result.why is not None:
             raise ApiError(400, result.why, code="context_refused", param=param)
 
-    def _job(self, job: Job) -> Future[CompressResult]:
+    def _coming(self, job: Job, new: bool) -> Future[CompressResult] | None:
+        """The result to come of a job, the same for all that ask for its file; None: it is there.
+
+        Raises ApiError for too many jobs, and, for a `new` file, if it is there or another text's.
+        """
         with self._lock:
-            if job.path not in self._running:
+            running = self._running.get(job.path)
+            # Both with the lock held: a job that ends in between would be followed by another.
+            there = running is None and job.path.exists()
+            if new and (there or (running is not None and running.job != job)):
+                message = f"there is a context {job.path.stem!r} already"
+                raise ApiError(409, message, code="context_exists", param="id")
+            if there:
+                return None
+            if running is None:
                 if len(self._running) >= WAITING:
                     raise ApiError(503, f"{WAITING} texts are waiting already", retry_after=10)
-                self._running[job.path] = Future()
+                running = self._running[job.path] = _Running(job, Future())
                 self._jobs.put(job)
-            return self._running[job.path]
+            return running.result
 
     def _work(self, run: RunJobs[Job, CompressResult]) -> None:
         """Runs jobs for ever, in a thread; an error of the process ends those that wait."""
@@ -112,9 +138,9 @@ class Arrivals:
 
     def _end(self, result: CompressResult) -> None:
         with self._lock:
-            waiting = self._running.pop(result.path, None)
-        if waiting is not None:
-            waiting.set_result(result)
+            ended = self._running.pop(result.path, None)
+        if ended is not None:
+            ended.result.set_result(result)
 
     def _each(self) -> Iterator[Job]:
         while True:
@@ -126,4 +152,4 @@ class Arrivals:
             path.unlink(missing_ok=True)
 
     def _own(self) -> Iterable[Path]:
-        return self.folder.glob(f"{OWN}*{SUFFIX}")
+        return self.folder.glob(OWN_FILES)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -78,6 +79,69 @@ def test_a_name_that_is_taken_and_a_text_that_cannot_be_are_told(run, tmp_path) 
     assert asyncio.run(arrivals.made(DOCUMENT)).startswith(OWN)
 
 
+def test_an_id_of_an_unnamed_text_cannot_be_given_to_another(run, tmp_path) -> None:
+    """Whoever knows a text could else plant a context for all who send it."""
+    arrivals = Arrivals(tmp_path, OPTIONS, run)
+    for name in (arrivals.id_of(DOCUMENT), f"{OWN}report"):
+        with pytest.raises(ApiError, match="ids that begin with 'auto-'") as refused:
+            asyncio.run(arrivals.made("the sky is blue " * 12, name))
+        assert refused.value.status_code == 400 and refused.value.param == "id"
+    asyncio.run(arrivals.made(DOCUMENT))
+    assert run.texts == [DOCUMENT]
+
+
+class Held:
+    """Writes the texts of jobs as their files, once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go, self.texts = Event(), list[str]()
+
+    def __call__(self, jobs: Any) -> Any:
+        for job in jobs:
+            assert self.go.wait(20)
+            self.texts.append(job.text)
+            job.path.write_text(job.text)
+            yield CompressResult(job.path, None)
+
+    async def release(self) -> None:
+        self.go.set()
+
+
+def test_two_texts_at_once_under_one_id_are_one_and_a_refusal(tmp_path: Path) -> None:
+    held = Held()
+    arrivals = Arrivals(tmp_path, OPTIONS, held)
+
+    async def at_once() -> list[Any]:
+        asked = [arrivals.made(text, "mine") for text in ("one", "two", "one")]
+        return await asyncio.gather(*asked, held.release(), return_exceptions=True)
+
+    first, second, again, _ = asyncio.run(at_once())
+    assert first == again == "mine"  # the same text is made once
+    assert isinstance(second, ApiError) and second.status_code == 409
+    assert second.code == "context_exists" and "'mine' already" in second.detail
+    assert held.texts == ["one"] and (tmp_path / "mine.kvfold").read_text() == "one"
+    with pytest.raises(ApiError, match="'mine' already") as taken:
+        asyncio.run(arrivals.made("one", "mine"))
+    assert taken.value.status_code == 409
+
+
+def test_copies_of_a_file_are_levelled_into_one(model, tokenizer, tmp_path) -> None:
+    copies = [tmp_path / "a.kvfold", tmp_path / "b.kvfold"]
+    kvfold.compress(model, tokenizer, DOCUMENT, "adakv", 40).save(copies[0])
+    copies[1].write_bytes(copies[0].read_bytes())
+    inner, go = here(worker_spec("none"), model, tokenizer), Event()
+    arrivals = Arrivals(tmp_path, OPTIONS, lambda jobs: inner(job for job in jobs if go.wait(20)))
+
+    async def released() -> None:
+        go.set()
+
+    async def at_once() -> list[Any]:
+        return await asyncio.gather(arrivals.levelled("a"), arrivals.levelled("b"), released())
+
+    one, other, _ = asyncio.run(at_once())
+    assert one == other and len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_file_is_levelled_once_for_each_version_of_it(run, model, tokenizer, tmp_path) -> None:
     arrivals, path = Arrivals(tmp_path, OPTIONS, run), tmp_path / "a.kvfold"
     names = []
@@ -111,7 +175,11 @@ def test_the_oldest_files_of_unnamed_texts_are_removed(tmp_path: Path) -> None:
             yield CompressResult(job.path, None)
 
     arrivals = Arrivals(tmp_path, OPTIONS, written, most=2)
+    # Users' own, whatever they are called.
+    own = [f"{OWN}report", f"{OWN}{'0' * 31}", f"{OWN}{'0' * 33}", f"{OWN}{'g' * 32}"]
+    for name in own:
+        (tmp_path / f"{name}.kvfold").write_text("x")
     names = [asyncio.run(arrivals.made(text, None)) for text in "abcd"]
     asyncio.run(arrivals.made("e", "named"))
     left = {path.stem for path in tmp_path.iterdir()}
-    assert left == {*names[2:], "named"}
+    assert left == {*names[2:], *own, "named"}

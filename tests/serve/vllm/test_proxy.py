@@ -408,6 +408,14 @@ def test_a_new_context_is_made_and_listed(arriving):
     assert asked.status_code == 200
 
 
+def test_an_id_that_unnamed_texts_have_is_refused(arriving):
+    name = f"auto-{'0' * 32}"
+    made = arriving.ask("POST", "/v1/contexts", json={"text": DOCUMENT, "id": name})
+    assert made.status_code == 400 and made.json()["error"]["param"] == "id"
+    listed = arriving.ask("GET", "/v1/contexts").json()["data"]
+    assert name not in [one["id"] for one in listed]
+
+
 @pytest.fixture
 def levelling(context, tokenizer, tmp_path):
     """A vLLM before which texts and uneven files are levelled, and the uneven context `uneven`."""
