@@ -5,7 +5,7 @@
 
 The methods and budgets whose answers docs/results has scores of, or those of `--method`, are
 measured as `kvfold check` measures them, on the same samples; BOOK is the haystack. Measurements
-are kept in OUT, so a rerun goes on. Results and their page are written into docs/results/check.
+are kept in OUT, so a rerun goes on; those of several `--task` are joined by joining their files. Results and their page are written into docs/results/check.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def main() -> None:
     for name in ("model", "book", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--method", action="append", help="these only, by their published names")
+    parser.add_argument("--task", action="append", help="these only, on a core of their own")
     parser.add_argument("--agnostic", action="store_true", help="before the question is known only")
     given = parser.parse_args()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto").eval()
@@ -192,6 +193,7 @@ def main() -> None:
         row
         for row in compact_samples.read(PUBLISHED)
         if (given.method is None or row["method"] in (FULL, *given.method))
+        and (given.task is None or row["task"] in given.task)
         and not (given.agnostic and row["question_aware"] == "1")
     ]
     found, certified = list[page.Cell](), list[page.Certified]()

@@ -40,14 +40,15 @@ class Budget:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "amount", _plain(self.amount))
-        if not math.isfinite(self.amount):
-            raise BudgetError(f"a budget is a finite number, not {self.amount!r}")
+        # First, as an int beyond this may be too long to become a float or a text.
+        if abs(self.amount) >= MOST:
+            raise BudgetError(
+                f"a budget of {MOST:,} or more is more than can be counted: choose a smaller one"
+            )
+        if math.isnan(self.amount):
+            raise BudgetError("a budget is a number, not nan")
         if self.kind != "ratio" and self.amount != int(self.amount):
             raise BudgetError(f"{self.kind} are counted in whole numbers, not {self.amount}")
-        if self.amount >= MOST:
-            raise BudgetError(
-                f"a budget of {self.amount:.3g} {self.kind} is more than can be counted"
-            )
         if not self.amount > 0:
             raise BudgetError(f"a budget must be positive, not {self.amount}")
         if self.kind == "ratio" and self.amount > 1:
@@ -71,11 +72,8 @@ class Budget:
 
         Raises BudgetError for a text that is not a size.
         """
-        text = size if isinstance(size, str) else str(_plain(size))
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
-        if not match or match[2].upper() not in UNITS:
-            raise BudgetError(f"cannot read {size!r} as a size: write for example 512MiB or 2GB")
-        return cls("bytes", int(float(match[1]) * UNITS[match[2].upper()]))
+        amount = _read_size(size) if isinstance(size, str) else _plain(size)
+        return cls("bytes", math.floor(amount) if abs(amount) < MOST else amount)
 
     @classmethod
     def of(cls, value: Budget | float | str) -> Budget:
@@ -90,7 +88,7 @@ class Budget:
             return cls.tokens(number) if isinstance(number, int) else cls.ratio(number)
         text = value.strip()
         if re.fullmatch(r"-?\d+", text):
-            return cls.tokens(int(text))
+            return cls("tokens", _read_whole(text))
         if re.fullmatch(r"-?\d*\.\d+|\d+\.", text):
             return cls.ratio(float(text))
         if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)%", text):
@@ -134,9 +132,27 @@ def _plain(value: Any) -> int | float:
         if isinstance(value, numbers.Real) or hasattr(value, "ndim"):
             try:
                 return _decimal(value)
+            except OverflowError:
+                return math.inf
             except (TypeError, ValueError, RuntimeError):
                 pass
     raise BudgetError(f"a budget is an int, a float or a text, not {value!r}")
+
+
+def _read_whole(digits: str) -> int | float:
+    """The whole number that `digits` spell; infinity for more of them than Python reads."""
+    try:
+        return int(digits)
+    except ValueError:
+        return math.inf
+
+
+def _read_size(text: str) -> float:
+    """The bytes of a text such as "2GiB"; raises BudgetError for a text that is not a size."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS:
+        raise BudgetError(f"cannot read {text!r} as a size: write for example 512MiB or 2GB")
+    return float(match[1]) * UNITS[match[2].upper()]
 
 
 def _decimal(value: Any) -> float:

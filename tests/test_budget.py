@@ -189,7 +189,25 @@ def test_bytes_buy_as_many_entries_as_fit(size, entry, layers, heads, rows):
     assert total * step <= size < (total + 1) * step
 
 
-@pytest.mark.parametrize("text", ["9" * 49, f"{2**53}", "9999999999999GiB"])
+LONG = 10**5000  # of more digits than Python writes or reads by itself
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9" * 49, f"{2**53}", "9999999999999GiB", "9" * 5000, f"{'9' * 400}GB", "9" * 5000 + "%"],
+    ids=lambda text: f"{text[:9]} of {len(text)}",
+)
 def test_more_than_can_be_counted_is_refused(text):
     with pytest.raises(BudgetError, match="more than can be counted"):
         Budget.of(text)
+
+
+@pytest.mark.parametrize("make", [Budget.of, Budget.tokens, Budget.ratio, Budget.bytes])
+@pytest.mark.parametrize("amount", [LONG, -LONG, 10**400, 1e300, Fraction(LONG)], ids=range(5))
+def test_numbers_beyond_a_float_are_refused_by_every_constructor(make, amount):
+    with pytest.raises(BudgetError, match="more than can be counted"):
+        make(amount)
+
+
+def test_a_size_is_rounded_down_to_whole_bytes():
+    assert Budget.bytes(2.7) == Budget.bytes("2.7") == Budget.bytes(2)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvfold.cli.console import progress
-from kvfold.cli.options import Json, checked_seed
+from kvfold.cli.options import Json, checked_seed, refuse_given
 from kvfold.errors import KvfoldError
 from kvfold.terminal import messages, print_json
 
@@ -29,9 +29,14 @@ METHODS = (
     "snapkv", "pyramidkv:window=8", "knorm", "tova", "h2o", "d2o", "kvzip", "adakv",
     "snapkv + kivi:bits=4",
 )  # fmt: skip
+# Parameters without a meaning for `--throughput`.
+NOT_THROUGHPUT = (
+    "budgets", "lengths", "batches", "new_tokens", "peer", "peer_python", "compile",
+)  # fmt: skip
 
 
 def command(
+    ctx: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -84,6 +89,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Measure methods beside the full cache, in turns: time, bytes, peak memory."""
+    _check_given(ctx, throughput, peer or [])
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         import torch
@@ -100,8 +106,6 @@ def command(
     wanted = labels(method or METHODS, words(budgets))
     subject = BenchModel.of(model, dtype, seed)
     if throughput is not None:
-        if compile:
-            raise KvfoldError("--throughput decodes eagerly: leave out --compile")
         from kvfold.cli.throughput import measure_throughput
 
         pairs = words(throughput)
@@ -129,6 +133,17 @@ def command(
         work = {cell: _able(screen, cell, made, invited) for cell in cells}
         _measure(screen, store, session, work, repeats)
     _show(screen, store, cells, as_json)
+
+
+def _check_given(ctx: typer.Context, throughput: str | None, peers: list[str]) -> None:
+    """Raises KvfoldError if options without a meaning for this measurement were given."""
+    if throughput is not None:
+        why = "--throughput sets lengths, budgets and batches, and decodes eagerly, without peers"
+        refuse_given(ctx, NOT_THROUGHPUT, why)
+        return
+    refuse_given(ctx, ["memory_cap"], "without --throughput, no memory is capped")
+    if "kvpress" not in peers:
+        refuse_given(ctx, ["peer_python"], "without --peer kvpress, no other Python runs")
 
 
 def words(text: str) -> list[str]:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvfold.cli.compress_budgets import budgets_of, compress_to_budgets
+from kvfold.cli.compress_budgets import budgets_of, compress_to_budgets, paths_of
 from kvfold.cli.console import kept_per_layer, progress, size, stats_json, table
 from kvfold.cli.options import (
     BUDGET_HELP,
@@ -26,9 +26,11 @@ from kvfold.cli.options import (
     MethodText,
     ModelName,
     SpecialTokens,
+    check_apart,
     checked,
     loading,
     read_text,
+    refuse_given,
     with_options,
 )
 from kvfold.errors import KvfoldError
@@ -44,10 +46,16 @@ if TYPE_CHECKING:
 
 # The budget of methods that take one, if none is given.
 BUDGET = "0.5"
+# Parameters without a meaning for a context file, which is read again as it was made.
+OF_TEXTS = (
+    "method", "budget", "budgets", "keep_scores", "encoding", "compress", "seed", "ray",
+    "special_tokens", "allow_longer",
+)  # fmt: skip
 
 
 @with_options(loading=loading)
 def command(
+    ctx: typer.Context,
     model: ModelName,
     documents: Annotated[
         list[Path],
@@ -114,8 +122,9 @@ def command(
         from kvfold.jobs.compress import CompressJob, CompressOptions
         from kvfold.serve.context_folder import SUFFIX
     if any(path.suffix == SUFFIX for path in documents):
-        alone = budget is budgets is ray is None and compress == "at_end" and not keep_scores
-        job = _of_file(documents, out, level, prefill_chunk, codec, alone)
+        why = "a context file is read again by a method and a budget of its own"
+        refuse_given(ctx, OF_TEXTS, why)
+        job = _of_file(documents, out, level, prefill_chunk, codec)
         return _compress_one(notes, model, loading, job, as_json)
     # Refused here, before a large model is loaded.
     usual = BUDGET if kvfold.parse(method).takes_budget else None
@@ -147,10 +156,12 @@ def command(
         if len(documents) > 1 or ray is not None or budget is not None or level is not None:
             raise KvfoldError("--budgets is for one document, without --budget, --level and --ray")
         path, limits = _file(documents[0], out), budgets_of(method, budgets)
+        check_apart(paths_of(path, list(limits)), documents)
         text = read_text(documents[0], encoding)
         compress_to_budgets(notes, model, loading, text, path, limits, options, as_json)
     elif len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
+        check_apart([path], documents)
         text = read_text(documents[0], encoding)
         _compress_one(notes, model, loading, CompressJob(text, path, options), as_json)
     else:
@@ -165,16 +176,15 @@ def _of_file(
     level: Rule | None,
     prefill_chunk: int | None,
     codec: str | None,
-    alone: bool,
 ) -> LevelJob:
-    """The job that levels a context file; `alone`: without options that the file fixes.
+    """The job that levels a context file.
 
     Raises KvfoldError unless it is one file, with a rule, and another file to write.
     """
     from kvfold.jobs.compress import LevelJob
 
     source = documents[0]
-    if len(documents) > 1 or level is None or not alone:
+    if len(documents) > 1 or level is None:
         raise KvfoldError(
             f"{source} holds a method and a budget of its own: name one context file, with --level "
             "and --out"

@@ -16,9 +16,11 @@ from kvfold.cli.options import (
     Encoding,
     Json,
     ModelName,
+    check_apart,
     checked_seed,
     loading,
     read_text,
+    refuse_given,
     with_options,
 )
 from kvfold.errors import KvfoldError
@@ -34,6 +36,7 @@ WORDS = 740  # about a thousand tokens of English
 
 @with_options(loading=loading)
 def command(
+    ctx: typer.Context,
     model: ModelName,
     texts: Annotated[list[Path], typer.Argument(help="Text files; - is standard input.")],
     scorer: Annotated[
@@ -76,6 +79,8 @@ def command(
     fit: Callable[..., FitResult | OtherFit]
     if codec not in (None, "kvtc"):
         raise KvfoldError(f"kvtc is the codec that is fitted, not {codec}")
+    if codec is not None:
+        refuse_given(ctx, ["scorer"], "--codec fits a codec and no scorer")
     scorer = codec or scorer
     other = other_fit(scorer)
     if other is not None:
@@ -86,6 +91,7 @@ def command(
         target_method(scorer)
         fit = partial(fit_scorer, target=scorer, seed=seed, resume=resume)
     check_place(out)
+    check_apart([out], texts)
     whole = [read_text(path, encoding) for path in texts]
     read = drawn(whole, passages, words, seed)
     for place in too_short(whole, words):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import codecs
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -202,6 +202,40 @@ def with_options(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]]
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def refuse_given(ctx: typer.Context, names: Collection[str], why: str) -> None:
+    """Raises KvfoldError, with the reason `why`, if options of these parameters were given."""
+    given = [
+        option.opts[0]
+        for option in ctx.command.params
+        if option.name in names and is_given(ctx, str(option.name))
+    ]
+    if given:
+        raise KvfoldError(f"{why}: leave out {', '.join(given)}")
+
+
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """True if the user gave the option of this parameter, even with its default value."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def check_apart(made: Iterable[Path], read: Collection[Path]) -> None:
+    """Raises KvfoldError if a file to write is one of the files to read, under any name."""
+    for path in made:
+        if any(_same_file(path, source) for source in read if str(source) != "-"):
+            raise KvfoldError(
+                f"{path} is read, and would be overwritten: name another file to write, --out PATH"
+            )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    """True if both paths lead to one file that exists."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:

@@ -19,6 +19,7 @@ from kvfold.cli.options import (
     ModelName,
     SpecialTokens,
     checked,
+    is_given,
     loading,
     with_options,
 )
@@ -166,8 +167,8 @@ def command(
             folder=folder,
             body=largest,
             arguments=vllm,
-            method=method if _is_given(ctx, "method") else None,
-            budget=budget if _is_given(ctx, "budget") else None,
+            method=method if is_given(ctx, "method") else None,
+            budget=budget if is_given(ctx, "budget") else None,
             level=level,
             contexts=contexts,
             parts=parts,
@@ -229,17 +230,12 @@ def _check_given(ctx: typer.Context, meant: Collection[str]) -> None:
     idle = [
         option.opts[0]
         for option in ctx.command.params
-        if option.name not in meant and _is_given(ctx, str(option.name))
+        if option.name not in meant and is_given(ctx, str(option.name))
     ]
     if idle:
         raise KvfoldError(
             f"{', '.join(idle)}: not with --engine vllm; give vLLM its own arguments as --vllm"
         )
-
-
-def _is_given(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def _announce(bound: socket.socket, name: str, settings: ServerSettings) -> None:

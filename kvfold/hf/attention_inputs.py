@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,9 +20,12 @@ def inputs_noted(
 ) -> Iterator[None]:
     """Calls `note` with the place of a module and its input `[B, S, Dm]`, before each of its calls.
 
-    Raises UnsupportedModel for a layer without an attention module (None), and for a module that is
-    called without hidden states.
+    Calls by other threads, which share the modules, are left alone. Raises UnsupportedModel for a
+    layer without an attention module (None), and for a module that is called without hidden states.
     """
+    # In a graph that another thread compiles meanwhile, a `local` is traced; `get_ident` is not.
+    own = threading.local()
+    own.note = note
     with ExitStack() as hooks:
         for place, module in enumerate(modules):
             if module is None:
@@ -29,19 +33,30 @@ def inputs_noted(
                     f"the model file names no attention module in layer {place}, whose input the "
                     "method reads: use another method"
                 )
-            hook = partial(_note, partial(note, place))
+            hook = partial(_note, own, place)
             handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             hooks.callback(handle.remove)
         yield
 
 
 def _note(
-    note: Callable[[Tensor], None], module: nn.Module, args: Any, kwargs: dict[str, Any]
+    own: threading.local,
+    place: int,
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any] | None = None,
 ) -> None:
-    hidden = kwargs.get("hidden_states", next(iter(args), None))
+    """Hook that calls `own.note`, which only the thread that set it has.
+
+    For another thread, which may find a hook half installed, torch leaves `kwargs` out.
+    """
+    note: Callable[[int, Tensor], None] | None = getattr(own, "note", None)
+    if note is None:
+        return
+    hidden = (kwargs or {}).get("hidden_states", next(iter(args), None))
     if not isinstance(hidden, Tensor):
         raise UnsupportedModel(
             f"{type(module).__name__} is called without hidden states, which the method reads: use "
             "another method"
         )
-    note(hidden)
+    note(place, hidden)

@@ -28,10 +28,18 @@ class Content(str):
 def content(text: str, special_tokens: bool) -> str:
     """A user's text; with `special_tokens` it is read as a template's is.
 
-    Raises KvfoldError for something else.
+    Raises KvfoldError for something else, and for a text that UTF-8 cannot encode.
     """
     if not isinstance(text, str):
         raise KvfoldError(f"a text is wanted, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise KvfoldError(
+            f"character {problem.start + 1} of the text, {text[problem.start]!r}, is half a "
+            "character (a lone surrogate), as of bytes that are not UTF-8: put the text into a "
+            "file and decode it by its own encoding (--encoding)"
+        ) from None
     return text if special_tokens else Content(text)
 
 

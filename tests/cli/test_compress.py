@@ -115,6 +115,47 @@ def test_a_context_file_is_levelled_into_another(folder: Path, tmp_path: Path) -
         assert said in refused(*wrong)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--method", "snapkv"),
+        ("--method", "kvzip"),  # the default, but it was given
+        ("--budget", "4"),
+        ("--budgets", "0.5,0.3"),
+        ("--keep-scores",),
+        ("--encoding", "latin-1"),
+        ("--compress", "at_end"),
+        ("--seed", "3"),
+        ("--ray", "auto"),
+        ("--special-tokens",),
+        ("--allow-longer",),
+    ],
+    ids=" ".join,
+)
+def test_options_that_a_context_file_fixes_are_refused(given: tuple[str, ...]) -> None:
+    said = refused("compress", "no-model", "a.kvfold", "--level", "mass", "-o", "b.kvfold", *given)
+    assert said.startswith(
+        "error: a context file is read again by a method and a budget of its own"
+    )
+    assert said.endswith(f": leave out {given[0]}")
+
+
+def test_a_document_is_not_overwritten(tmp_path: Path) -> None:
+    text, link, other = (tmp_path / name for name in ("doc.txt", "link.txt", "doc-0.5.txt"))
+    text.write_text(PROMPT)
+    other.write_text(PROMPT)
+    link.symlink_to(text)
+    given = ["compress", "no-such-model", "--method", "knorm"]
+    for arguments in (
+        [str(text), "--out", str(text)],
+        [str(text), "--out", str(link)],
+        [str(link), "--out", f"{tmp_path}/../{tmp_path.name}/doc.txt"],
+        [str(other), "--out", str(text), "--budgets", "0.3,0.5"],
+    ):
+        assert "is read, and would be overwritten: name another" in refused(*given, *arguments)
+    assert text.read_text() == other.read_text() == PROMPT
+
+
 def test_what_cannot_be_levelled_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(PROMPT)

@@ -101,6 +101,8 @@ def test_a_text_that_is_too_short_is_named(book, tmp_path):
         (["--scorer", "qfilter", "--resume"], "leave --resume out"),
         (["--codec", "gzip"], "kvtc is the codec that is fitted"),
         (["--codec", "kvtc", "--resume"], "leave --resume out"),
+        (["--codec", "kvtc", "--scorer", "duo"], "no scorer: leave out --scorer"),
+        (["--codec", "kvtc", "--scorer", "kvzip"], "no scorer: leave out --scorer"),
         (["--scorer", "snapkv"], "choose kvzip or kvzip_plus"),
         (["--out", "nowhere/a"], "no folder nowhere"),
         (["--out", "."], "cannot write .: . is a folder"),
@@ -109,3 +111,10 @@ def test_a_text_that_is_too_short_is_named(book, tmp_path):
 )
 def test_what_cannot_be_fitted_is_refused(book, options, reason):
     assert reason in refused("fit", "bundled", str(book), *options)
+
+
+def test_a_text_is_not_overwritten(book):
+    """Refused before a model is loaded."""
+    said = refused("fit", "no-such-model", "README.md", str(book), "--out", str(book))
+    assert "is read, and would be overwritten: name another" in said
+    assert book.read_text() == PROSE

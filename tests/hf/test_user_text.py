@@ -26,6 +26,7 @@ from kvfold.cli.run import encode
 from kvfold.hf.chat_template import PromptFrame, conversation, token_ids
 from kvfold.hf.user_text import (
     Content,
+    content,
     control_tokens,
     ids_of,
     least_tokens,
@@ -317,6 +318,28 @@ def test_a_document_that_spells_a_conversation_is_not_taken_for_one(made, model)
         server.create(spelled)
         usage = server.chat("", messages=messages).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("special_tokens", [False, True])
+def test_half_a_character_is_refused(special_tokens):
+    with pytest.raises(KvfoldError, match=r"character 4 of the text, '\\udce9', .*--encoding"):
+        content("caf\udce9", special_tokens)
+    assert content("caf\u00e9 \U0001f642", special_tokens) == "caf\u00e9 \U0001f642"
+
+
+def test_half_a_character_is_refused_where_users_text_comes_in(made, model):
+    tokenizer, half = made["chatml"], "caf\udce9"
+    context = kvfold.compress(model, tokenizer, "The sky is blue.", "full")
+    for read in (
+        lambda: kvfold.compress(model, tokenizer, half, "full"),
+        lambda: context.ask(half, max_new_tokens=1),
+        lambda: context.chat().add("What?", half),
+        lambda: encode(tokenizer, half, True),
+        lambda: encode(tokenizer, half, False),
+        lambda: encode(tokenizer, "What?", True, system=half),
+    ):
+        with pytest.raises(KvfoldError, match="lone surrogate"):
+            read()
 
 
 @EVERY

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvfold bench`: options without a meaning for a measurement are refused, not ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.commands import refused
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--budgets", "0.2"),
+        ("--lengths", "4096"),
+        ("--batches", "2"),
+        ("--new-tokens", "8"),
+        ("--peer", "kvpress"),
+        ("--peer-python", "python"),
+        ("--compile",),
+    ],
+    ids=" ".join,
+)
+def test_throughput_takes_no_options_of_the_rounds(given: tuple[str, ...]) -> None:
+    said = refused("bench", "no-such-model", "--throughput", "64+64", *given)
+    assert "--throughput" in said and said.endswith(f": leave out {given[0]}")
+
+
+def test_several_are_named_together() -> None:
+    said = refused("bench", "m", "--throughput", "8+8", "--peer", "kvpress", "--lengths", "64")
+    assert said.endswith(": leave out --lengths, --peer")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (("--memory-cap", "1GiB"), "without --throughput"),
+        (("--peer-python", "python"), "without --peer kvpress"),
+        (
+            ("--peer-python", "python", "--peer", "transformers-quantized"),
+            "without --peer kvpress",
+        ),
+    ],
+)
+def test_rounds_take_no_options_of_the_throughput(given: tuple[str, ...], reason: str) -> None:
+    said = refused("bench", "no-such-model", *given)
+    assert reason in said and said.endswith(f": leave out {given[0]}")
