@@ -5,7 +5,8 @@
 
 The methods and budgets whose answers docs/results has scores of, or those of `--method`, are
 measured as `kvfold check` measures them, on the same samples; BOOK is the haystack. Measurements
-are kept in OUT, so a rerun goes on; those of several `--task` are joined by joining their files. Results and their page are written into docs/results/check.
+are kept in OUT, so a rerun goes on. Results and their page are written into docs/results/check, in
+which results of other tasks and protocols stay.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--method", action="append", help="these only, by their published names")
     parser.add_argument("--task", action="append", help="these only, on a core of their own")
+    parser.add_argument("--samples", type=int, help="the first so many, of methods that have them")
+    parser.add_argument("--aware", action="store_true", help="with the question in view only")
     parser.add_argument("--agnostic", action="store_true", help="before the question is known only")
     given = parser.parse_args()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto").eval()
@@ -194,7 +197,9 @@ def main() -> None:
         for row in compact_samples.read(PUBLISHED)
         if (given.method is None or row["method"] in (FULL, *given.method))
         and (given.task is None or row["task"] in given.task)
+        and (given.samples is None or int(row["index"]) < given.samples)
         and not (given.agnostic and row["question_aware"] == "1")
+        and not (given.aware and row["question_aware"] == "0")
     ]
     found, certified = list[page.Cell](), list[page.Certified]()
     for work, of in scored(tokenizer, given.book, rows).items():

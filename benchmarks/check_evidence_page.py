@@ -90,8 +90,16 @@ class Certified(Work):
 
 
 def write(cells: Sequence[Cell], certified: Sequence[Certified], out: Path = OUT) -> None:
-    """Writes records, picture and page; equal records give equal files."""
+    """Writes records, picture and page; equal records give equal files.
+
+    Earlier records of tasks and protocols that are not among `cells` stay.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    if (out / CELLS).exists():
+        works = {_work(each) for each in cells}
+        before, split = load(out)
+        cells = [*(each for each in before if _work(each) not in works), *cells]
+        certified = [*(each for each in split if _work(each) not in works), *certified]
     for name, records in ((CELLS, cells), (CERTIFIED, certified)):
         (out / name).write_text("".join(f"{_short(each)}\n" for each in records))
     cells, certified = load(out)  # as rounded
