@@ -150,9 +150,9 @@ def _read_ahead(
 
 
 def _before_padding(mask: Tensor, seen: int) -> int:
-    """Columns up to the last token, of those to read, that padding follows: an earlier answer's.
+    """End of the columns to read first: those of an answer's last token that padding follows.
 
-    In a forward of several tokens, padding stands before them.
+    In a forward of several tokens, padding must stand before all of them.
     """
     followed = (mask[:, seen:-1].bool() & ~mask[:, seen + 1 :].bool()).any(0).nonzero()
     return seen + int(followed[-1]) + 1 if seen and len(followed) else seen
