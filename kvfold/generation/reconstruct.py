@@ -83,9 +83,13 @@ def reconstruct(
 
 
 def _opening(row: Tensor, start: int, opening: Tensor) -> Tensor:
-    """Number of a row's first tokens that are the template's opening: all of it, or 0."""
-    there = torch.equal(row[start : start + len(opening)], opening)
-    return torch.tensor(len(opening) if there else 0, device=row.device)
+    """Number of a row's first tokens that are the template's opening, 0 if the row lacks it.
+
+    The opening's last token may have merged with the first characters of the text.
+    """
+    first = row[start : start + len(opening)]
+    alike = (first == opening[: len(first)]).byte().cumprod(0).sum()
+    return torch.where(alike >= len(opening) - 1, alike, 0)
 
 
 class _Forward(NamedTuple):

@@ -74,20 +74,21 @@ def whole_chunks(
     scores, forced and positions `[B, H, T]`; counts `[B, H]`, forced entries included. Ascending,
     −1 for holes.
     """
-    real = positions >= 0
-    open_ = real & ~forced
-    values = scores.masked_fill(~open_, 0)
+    open_ = (positions >= 0) & ~forced
+    values, at = scores.masked_fill(~open_, 0), positions.clamp(min=0)
+    chunk, chunks = at // length, int(at.max()) // length + 1
+    # By position, as a slot may hold another token in each head.
+    none = values.new_zeros(*values.shape[:2], chunks * length)
+    totals, there = (none.scatter_add(2, at, each) for each in (values, open_.to(values.dtype)))
     if shared:
-        values = values.sum(1, keepdim=True).expand_as(scores)
-    chunk = positions.clamp(min=0) // length
-    none = values.new_zeros(*values.shape[:2], int(chunk.max()) + 1)
-    members = none.scatter_add(2, chunk, open_.to(values.dtype))
-    sums = none.scatter_add(2, chunk, values)
+        totals, there = totals.sum(1, keepdim=True), there.amax(1, keepdim=True)
+        values = totals.expand_as(none).gather(2, at)
+    sums, members = (each.unflatten(2, (chunks, length)).sum(-1) for each in (totals, there))
     means = (sums / members.clamp(min=1)).masked_fill(members == 0, -torch.inf)
     # Order: by the chunk's mean, then by the entry's own score, then by position.
     by_value = values.argsort(dim=-1, descending=True, stable=True)
     rank_of_chunk = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    rank = rank_of_chunk.gather(2, chunk).gather(2, by_value)
+    rank = rank_of_chunk.expand(*values.shape[:2], -1).gather(2, chunk).gather(2, by_value)
     order = by_value.gather(2, rank.argsort(dim=-1, stable=True))
     index = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     ranked = torch.zeros_like(values).scatter(2, order, -index.to(values.dtype))

@@ -55,6 +55,20 @@ def test_forced_entries_take_room_first_and_no_part_in_their_chunk() -> None:
     assert chunks(5, True, 1) == [[1, 3, 4, 5, 6]] * 2
 
 
+def test_heads_that_hold_different_tokens_agree_on_chunks() -> None:
+    """A chunk's mean is that of its positions, which lie in other slots of each head."""
+    held = torch.tensor([[[0, 1, 3, 4, 6, 7], [-1, 0, 2, 3, 7, 8]]])
+    scores = torch.tensor([[[0.1, 0.2, 0.9, 0.8, 0.1, 0.3], [5.0, 0.1, 0.2, 0.7, 0.2, 0.1]]])
+    by_hand = [(0.1 + 0.1 + 0.2 + 0.2) / 3, (0.9 + 0.8 + 0.7) / 2, (0.1 + 0.3 + 0.2 + 0.1) / 3]
+    assert sorted(range(3), key=lambda chunk: -by_hand[chunk]) == [1, 2, 0]
+    seen = Observation(scores[..., None], scores[..., None], held)
+    none = torch.zeros(1, 2, 6, dtype=torch.bool)
+    for count, kept in ((2, [{3, 4}, {3, 7}]), (4, [{3, 4, 6, 7}, {0, 3, 7, 8}])):
+        counts = torch.full((1, 2), count)
+        slots = whole_chunks(seen, scores, none, held, counts, length=3, shared=True)[0]
+        assert [{*held[0, h, slots[h]].tolist()} for h in range(2)] == kept
+
+
 @torch.no_grad()
 def test_rows_choose_their_own_chunks_and_spend_the_whole_budget() -> None:
     model = build("llama")

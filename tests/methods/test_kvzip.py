@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -86,6 +87,31 @@ def test_kvzip_strict_spends_what_the_released_threshold_leaves():
     assert int(0.29 * tokens) * heads < int(0.29 * tokens * heads) - 1
     assert kept["strict=true"] == int(0.29 * tokens * heads) - 1
     assert kept["strict=false"] == int(0.29 * tokens) * heads
+
+
+@pytest.mark.parametrize("spec", ["kvzip", "kvzip:instruction=true"])
+def test_kvzip_keeps_an_opening_whose_last_token_merges_with_the_document(spec):
+    """As of templates that end in a space, which most tokenizers put before a word."""
+    small, tokenizer = kvfold.bundled_model()
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|user|>\n[INST] {{ m['content'] }} [/INST]{% endfor %}"
+    )
+    frame = PromptFrame.of(tokenizer)
+    opening = token_ids(tokenizer, frame.before)[0].tolist()
+    text = "the garden of the old house was quiet and nobody came " * 5
+    context = kvfold.compress(small, tokenizer, text, spec, 20)
+    ids = context.ids[0].tolist()
+    if spec == "kvzip":
+        assert ids[: len(opening)] != opening and ids[: len(opening) - 1] == opening[:-1]
+    (protected,) = context.stats().protected
+    told = INSTRUCTION if "instruction" in spec else ""
+    begun = tokenizer.decode(ids[:protected])
+    assert (frame.before + told).startswith(begun)
+    assert protected >= len(token_ids(tokenizer, frame.before + told)[0]) - 1
+    for layer in range(small.config.num_hidden_layers):
+        for head in context.cache.positions(layer)[0]:
+            assert {*range(protected)} <= {*head.tolist()}
 
 
 def test_kvzip_may_put_the_released_instruction_before_the_document():

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
-from kvfold.methods.base import Stages
+from kvfold.methods.base import Select, Stages
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.select.forced import with_forced
-from kvfold.methods.stages.select.top import lowest, top
+from kvfold.methods.stages.select.top import kept_mask, lowest, top
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,28 @@ def choose(
     counts = torch.minimum(torch.maximum(counts, needed), (positions >= 0).sum(-1))
     if stages.select is not None:
         forced = forced & (positions >= 0)
-        slots = stages.select(observation, scores, forced, positions, counts)
+        slots = _selected(stages.select, observation, scores, forced, positions, counts, beside)
     else:
         slots = top(with_forced(scores, forced, positions), counts)
     return Chosen(slots, over, scores, forced)
+
+
+def _selected(
+    select: Select,
+    observation: Observation,
+    scores: Tensor,
+    forced: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    beside: Tensor | None,
+) -> Tensor:
+    """Slots of the select stage, which sees only what counts in the budget, and those `beside`."""
+    if beside is None:
+        return select(observation, scores, forced, positions, counts)
+    counted, own = positions.masked_fill(beside, -1), counts - beside.sum(-1)
+    chosen = select(observation, scores, forced & ~beside, counted, own)
+    kept = beside | kept_mask(chosen, positions.shape[2])
+    return top(with_forced(scores, kept, positions), kept.sum(-1))
 
 
 def leaving(
