@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from kvfold.hf.stock_layers import (
     crop_stock,
     layer_lengths,
     stock_layers,
+    take_rows,
 )
 from kvfold.methods.base import Method, parse
 from kvfold.methods.observation import ContextReconstruction
@@ -346,22 +347,19 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]`."""
-        super().reorder_cache(beam_idx.long())  # type: ignore[arg-type]
-        self._take_along(lambda x: x.index_select(0, beam_idx.long().to(x.device)))
+        self._take_rows(beam_idx.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows."""
-        super().batch_repeat_interleave(repeats)
-        self._take_along(lambda x: x.repeat_interleave(repeats, 0))
+        self._take_rows(torch.arange(self.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows in `indices`."""
-        super().batch_select_indices(indices)
-        self._take_along(lambda x: x[indices.to(x.device)])
+        self._take_rows(torch.arange(self.rows)[indices.cpu()])
 
-    def _take_along(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Applies `rows`, a selection along the batch axis, to data shared by all layers."""
-        self.phase.index(rows)
+    def _take_rows(self, rows: Tensor) -> None:
+        take_rows(self.layers, rows)
+        self.phase.index(lambda x: x.index_select(0, rows.to(x.device)))
         self.share_pairs()
 
     def share_pairs(self) -> None:

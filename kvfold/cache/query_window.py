@@ -44,8 +44,8 @@ class QueryWindow:
         query = attended.query[:, :, max(0, attended.query.shape[2] - self.width) :]
         start = sequence.seen - query.shape[2]
         columns = torch.arange(start, sequence.seen, device=query.device).repeat(len(query), 1)
-        if sequence.valid is not None:
-            columns = columns.masked_fill(~sequence.valid[:, start:], -1)
+        if (tokens := sequence.tokens()) is not None:
+            columns = columns.masked_fill(~tokens[:, start:], -1)
         if self.attended is None or self.columns is None:
             return query, columns
         query = torch.cat([self.attended.query, query], 2)

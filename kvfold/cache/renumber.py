@@ -160,7 +160,8 @@ def renumbered(state: LayerState, by: Renumbering, inserted: Inserted | None = N
     slots, bias = _by_column(columns), _joined_bias(store, inserted)
     other.store = _stored(store, keys, values, columns, slots, by.sequence.seen, bias)
     other.select_per_entry(slots)
-    other.sequence = replace(by.sequence)
+    valid = by.sequence.valid
+    other.sequence = replace(by.sequence, valid=None if valid is None else valid.clone())
     if other.moves is not None:
         _close_gaps(other)
     other.evicted_at, other.settled = by.counts[state.evicted_at], by.counts[state.settled]

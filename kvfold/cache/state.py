@@ -380,6 +380,8 @@ class LayerState:
 
 def pick_known(numbers: Tensor, slots: Tensor, empty: float) -> Tensor:
     """As `pick`, of `numbers [B, H, ≤ T]`; `empty` also for the entries behind their end."""
+    if numbers.shape[-1] == 0:
+        return torch.full_like(slots, empty, dtype=numbers.dtype)
     return pick(numbers, slots.masked_fill(slots >= numbers.shape[-1], -1), empty)
 
 

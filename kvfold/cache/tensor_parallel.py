@@ -161,7 +161,13 @@ class Ranks:
             joined["token_ids"] = self._joined(seen.token_ids, -1)
         if seen.query_moments is not None:
             joined["query_moments"] = seen.query_moments.over_heads(self._joined)
+        if seen.scorer is not None:
+            joined["scorer"] = partial(self._learned_scores, seen)
         return dataclasses.replace(seen, sink_logits=sink_logits, attention=None, **joined)
+
+    def _learned_scores(self, seen: Observation, joined: Observation) -> Tensor:
+        """Learned scores `[B, H, T]` of all ranks' entries: each rank scores its own heads."""
+        return self._joined(seen.learned_scores())
 
     # --- work of one for all ----------------------------------------------------------------
 

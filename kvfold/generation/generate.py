@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal, get_args
 
 import torch
@@ -278,7 +279,7 @@ def _read(
     stop: int,
     chunk: int,
 ) -> None:
-    """Fills the cache with columns `start` to `stop`, `chunk` at a time.
+    """Fills the cache with columns `start` to `stop`, at most `chunk` at a time.
 
     Raises KvfoldError for padding after the first piece where tokens are read one by one.
     """
@@ -288,8 +289,9 @@ def _read(
             f"{type(model).__name__} reads token by token after the first piece, and would not "
             "skip padding there: leave out prefill_chunk="
         )
-    for begin in range(start, stop, chunk):
-        end = min(begin + chunk, stop)
+    first = start if mask is None else _before_padding(mask[:, :stop], start)
+    cuts = [*range(start, first, chunk), *range(first, stop, chunk), stop]
+    for begin, end in itertools.pairwise(cuts):
         covered = None if mask is None else mask[:, :end]
         padded = covered if covered is not None and bool((covered == 0).any()) else None
         read_tokens(model, input_ids[:, begin:end], cache, padded)

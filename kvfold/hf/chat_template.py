@@ -5,16 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvfold.errors import KvfoldError
 from kvfold.hf.user_text import ids_of, segments
 
 # Between a document and the question about it.
 SEPARATOR = "\n\n"
 NONCHARACTER = "\ufdd0"
+# An invisible character, in a message's place
+MARK = "\u2063"
+# What a template raises that refuses messages, or cannot read them
+REFUSALS = (TemplateError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -32,24 +39,22 @@ class PromptFrame:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> PromptFrame:
-        """The tokenizer's chat template, or its first token and a line break where it has none."""
+        """The tokenizer's chat template, or its first token and a line break where it has none.
+
+        Raises KvfoldError for a template that does not show a user's message exactly once.
+        """
         if not tokenizer.chat_template:
             return cls(tokenizer.bos_token or "", "\n", "\n\n")
-        before, after = _around(tokenizer, "user")
-        turns = _around(tokenizer, "user", "assistant", "user")
+        before, after = _around_user(tokenizer)
+        try:
+            turns = _around(tokenizer, "user", "assistant", "user")
+        except REFUSALS:
+            turns = []
         return cls(before, after, turns[2] if len(turns) == 4 else None)
 
     def opened_with(self, instruction: str) -> PromptFrame:
         """The same with an instruction before the document."""
         return replace(self, before=self.before + instruction)
-
-
-def _around(tokenizer: PreTrainedTokenizerBase, *roles: str) -> list[str]:
-    """Texts of the chat template before, between and after messages of these roles."""
-    mark = "\u2063"
-    messages = [{"role": role, "content": mark} for role in roles]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return str(text).split(mark)
 
 
 def conversation(
@@ -58,14 +63,68 @@ def conversation(
     """Segments of the chat template with messages `(role, text)`, up to where the answer begins.
 
     The template is given every text with a mark at each cut, so that whatever it does with them
-    the cuts stay where they are.
+    the cuts stay where they are. Raises KvfoldError if none of several templates is the default.
     """
     mark = _absent_from("".join(text for _, text in messages))
-    marked = [
-        {"role": role, "content": mark.join(segments(tokenizer, text))} for role, text in messages
+    marked = [(role, mark.join(segments(tokenizer, text))) for role, text in messages]
+    return _rendered(tokenizer, marked, _takes_parts(tokenizer)).split(mark)
+
+
+def _around_user(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Texts of the chat template before a user's message and after it.
+
+    Raises KvfoldError if it does not show the message exactly once.
+    """
+    try:
+        pieces = _around(tokenizer, "user")
+    except REFUSALS as problem:
+        found = f"refuses a user's message ({problem})"
+    else:
+        if len(pieces) == 2:
+            return pieces[0], pieces[1]
+        found = f"shows a user's message {len(pieces) - 1} times"
+    raise KvfoldError(
+        f"the chat template {found}, so a document has no single place in it: set "
+        "tokenizer.chat_template to one that shows each message once, or to None for none"
+    )
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, *roles: str) -> list[str]:
+    """Texts of the chat template before, between and after messages of these roles."""
+    messages = [(role, MARK) for role in roles]
+    return _rendered(tokenizer, messages, _takes_parts(tokenizer)).split(MARK)
+
+
+def _takes_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the chat template shows a message only as a list of parts, as LLaVA's does."""
+    return _times_shown(tokenizer, False) != 1 and _times_shown(tokenizer, True) == 1
+
+
+def _times_shown(tokenizer: PreTrainedTokenizerBase, in_parts: bool) -> int:
+    try:
+        return _rendered(tokenizer, [("user", MARK)], in_parts).count(MARK)
+    except REFUSALS:
+        return 0
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[tuple[str, str]], in_parts: bool
+) -> str:
+    """The chat template with these messages, each as a text or as a list of one part.
+
+    Raises KvfoldError if none of several templates is the default, and what the template raises.
+    """
+    templates: Any = tokenizer.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
+        raise KvfoldError(
+            f"the tokenizer has the chat templates {', '.join(templates)} and none named default: "
+            f"choose one, as tokenizer.chat_template = tokenizer.chat_template[{min(templates)!r}]"
+        )
+    given: list[dict[str, Any]] = [
+        {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+        for role, text in messages
     ]
-    whole = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
-    return str(whole).split(mark)
+    return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
 
 
 def _absent_from(text: str) -> str:

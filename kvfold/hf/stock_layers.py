@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
@@ -109,12 +111,19 @@ def _has_keys(kind: type) -> bool:
     return issubclass(kind, CacheLayerMixin)
 
 
+def _holds_entries(layer: Any) -> bool:
+    """False for layers that share another's entries (Gemma 3n), and for recurrent ones."""
+    return isinstance(layer, CacheLayerMixin)
+
+
 def can_crop_stock(layer: Any, tokens_to_remove: int) -> bool:
     """True if a stock layer can drop its last `-tokens_to_remove` tokens."""
     if tokens_to_remove == 0:
         return True
     if is_recurrent(layer):
         return False
+    if not _holds_entries(layer):
+        return True
     window, seen = getattr(layer, "sliding_window", None), layer.get_seq_length()
     if window is None or seen < window:
         return True
@@ -124,5 +133,18 @@ def can_crop_stock(layer: Any, tokens_to_remove: int) -> bool:
 
 def crop_stock(layer: Any, tokens_to_remove: int) -> None:
     """Crops a stock layer that can be cropped; assisted decoding also crops 0 tokens."""
+    if not _holds_entries(layer):
+        return
     if tokens_to_remove or getattr(layer, "record_past", False):
         layer.crop(tokens_to_remove)
+
+
+def take_rows(layers: Iterable[Any], rows: Tensor) -> None:
+    """Row i of every layer becomes a copy of row `rows[i]`, of which there may be more or fewer.
+
+    By what all kinds have: recurrent layers can only be reordered, layers without entries not even
+    that.
+    """
+    for layer in layers:
+        if hasattr(layer, "reorder_cache"):
+            layer.reorder_cache(rows)

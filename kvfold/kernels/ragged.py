@@ -276,7 +276,8 @@ def _attended(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Output `[…, G, Dv]` of `query […, G, D]`, and log-sum-exp `[…, G]`, float32."""
-    logits = (query @ keys.transpose(-1, -2)).float() * scale
+    # Products of queries and keys may exceed float16 before they are scaled.
+    logits = (query * scale @ keys.transpose(-1, -2)).float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:

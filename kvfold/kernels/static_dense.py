@@ -35,7 +35,7 @@ def attend_to_buffers(
     if softcap is None and sink_logits is None and bias is None:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, -1)
-    logits = (grouped @ keys.transpose(-1, -2)).float() * scale
+    logits = (grouped * scale @ keys.transpose(-1, -2)).float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if bias is not None:

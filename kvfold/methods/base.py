@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.observation import Needs, Observation
+from kvfold.methods.option_values import as_text, check_options, from_text
 from kvfold.methods.registry import preset, registered
 from kvfold.methods.registry import register as register
 from kvfold.methods.stages.allocate.parts import PartsSource
@@ -37,9 +36,6 @@ from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
 from kvfold.methods.stages.select.one_set import Rule
 from kvfold.store.encoding import Encode
-
-# Largest options of methods: an int32 token count, a float32 score
-LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
 
 # Observation → scores [B, H, T], higher = keep
 Score = Callable[[Observation], Tensor]
@@ -199,7 +195,7 @@ class Method:
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         changed = [
-            f"{f.name}={_as_text(values[f.name])}"
+            f"{f.name}={as_text(values[f.name])}"
             for f in dataclasses.fields(self)
             if values[f.name] != f.default
         ]
@@ -287,7 +283,7 @@ def spelled_out(method: Method) -> str:
     """Text with every option, from which `parse` makes this method even if defaults change."""
     if isinstance(method, Composition):
         return " + ".join(map(spelled_out, method.parts))
-    options = [f"{f.name}={_as_text(getattr(method, f.name))}" for f in dataclasses.fields(method)]
+    options = [f"{f.name}={as_text(getattr(method, f.name))}" for f in dataclasses.fields(method)]
     return called(method) + (":" + ",".join(options) if options else "")
 
 
@@ -307,10 +303,6 @@ def parts_of(method: Method) -> tuple[Method, ...]:
     return method.parts if isinstance(method, Composition) else (method,)
 
 
-def _as_text(value: Any) -> str:
-    return "/".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-
-
 def _set_stages(stages: Stages) -> dict[str, Any]:
     blank = Stages()
     return {
@@ -323,36 +315,24 @@ def _set_stages(stages: Stages) -> dict[str, Any]:
 def parse(spec: str | Method) -> Method:
     """Method of a text such as "snapkv:window=16,kernel=5"; "+" composes. A method is returned.
 
-    Raises KvfoldError for an unknown name or option, a value of the wrong kind or a number outside
-    int32 or float32, and IllegalComposition if two parts add the same stage.
+    In file names %2B stands for +, %2C for a comma, and %25 for a percent sign before two such
+    digits. Raises KvfoldError for an unknown name or option, a value of the wrong kind or a number
+    outside int32 or float32, and IllegalComposition if two parts add the same stage.
     """
     if isinstance(spec, Method):
-        _check_numbers(spec)
+        for part in parts_of(spec):
+            check_options(part, called(part))
         return spec
     if isinstance(spec, type) and issubclass(spec, Method):
         raise KvfoldError(f"a method is an instance: write {spec.__name__}()")
     parts = [_parse_one(part.strip()) for part in str(spec).split("+")]
     for part in parts:
-        _check_numbers(part)
+        check_options(part, called(part))
     if len(parts) == 1:
         return parts[0]
     composed = Composition(tuple(parts))
     composed.stages()
     return composed
-
-
-def _check_numbers(method: Method) -> None:
-    """Raises KvfoldError, naming the option, for a number outside int32 or float32."""
-    for part in parts_of(method):
-        for option in dataclasses.fields(part):
-            value = getattr(part, option.name)
-            for number in value if isinstance(value, tuple) else (value,):
-                most = LARGEST.get(type(number))
-                if most is not None and not abs(number) <= most:
-                    raise KvfoldError(
-                        f"{called(part)}:{option.name} is a number from {-most:g} to {most:g}, "
-                        f"not {number:.3g}"
-                    )
 
 
 def _parse_one(text: str) -> Method:
@@ -361,37 +341,14 @@ def _parse_one(text: str) -> Method:
         raise KvfoldError('an empty method name: write for example "snapkv:window=16"')
     method = preset(name.strip())
     values: dict[str, Any] = {}
-    # A comma before a bare number continues a list: "skip_layers=0,1" is "skip_layers=0/1".
-    options = re.sub(r",(?=\s*\d+\s*(,|$))", "/", options)
+    # A comma before a bare number continues a list: "skip_layers=0,-1" is "skip_layers=0/-1".
+    options = re.sub(r",(?=\s*-?\d+\s*(,|$))", "/", options)
     for option in filter(None, (o.strip() for o in options.split(","))):
         key, equals, value = (s.strip() for s in option.partition("="))
         if not equals or not value:
-            raise KvfoldError(f"cannot read {option!r} in {text!r}: write option=value")
-        values[key] = _convert(method, key, value)
+            raise KvfoldError(
+                f"cannot read {option!r} in {text!r}: write option=value, and %2C for a comma in a "
+                "file name"
+            )
+        values[key] = from_text(method, key, value)
     return dataclasses.replace(method, **values)
-
-
-def _convert(method: Method, option: str, text: str) -> Any:
-    kinds = typing.get_type_hints(type(method))
-    known = [f.name for f in dataclasses.fields(method)]
-    if option not in known:
-        raise KvfoldError(
-            f"{method.name} has no option {option!r}; it has {', '.join(known) or 'none'}"
-        )
-    kind = kinds[option]
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
-    try:
-        if choices is not None:
-            return next(choice for choice in choices if str(choice) == text)
-        if kind is bool:
-            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
-                text.lower()
-            ]
-        if typing.get_origin(kind) is tuple:
-            return () if text == "none" else tuple(int(item) for item in text.split("/"))
-        return kind(text)
-    except (ValueError, KeyError, StopIteration):
-        wanted = " or ".join(map(str, choices)) if choices else getattr(kind, "__name__", str(kind))
-        if typing.get_origin(kind) is tuple:
-            wanted = "whole numbers with / between them"
-        raise KvfoldError(f"{method.name}:{option} takes {wanted}, not {text!r}") from None

@@ -60,7 +60,7 @@ class D2O(Method):
     merge: Merging = "softmax"  # weights of merged entries; none: evicted entries are lost
     similarity: Similarity = "keys"  # what is compared; independent: both, each for itself
     decide: Decide = "head"  # a threshold for each head, or one
-    skip_layers: tuple[int, ...] = ()  # layers that stay whole, inside the budget
+    skip_layers: tuple[int, ...] = ()  # layers that stay whole, inside the budget; −1: the last
     spending: density.Spending = "exact"  # sizes that add up to the budget, or the released ones
     decode: Literal["hold", "append"] = "hold"  # holds its size while decoding, or adds to it
 

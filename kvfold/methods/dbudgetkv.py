@@ -48,7 +48,7 @@ class DBudgetKV(Method):
     by_head: ClassVar[bool] = True
     threshold: float = 0.01  # share of the norm that may be lost
     sinks: int = 4  # first tokens that stay
-    keep_layers: tuple[int, ...] = (0, 1)  # layers that keep everything
+    keep_layers: tuple[int, ...] = (0, 1)  # layers that keep everything, −1: the last
     rows: int = 1  # last queries that are averaged
     include_sinks: bool = False  # sinks count in the norm
     ranking: Ranking = "position"  # order in which tokens go

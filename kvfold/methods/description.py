@@ -15,6 +15,8 @@ from typing import Any
 from kvfold.errors import IllegalComposition, KvfoldError
 from kvfold.methods.base import Across, Measured, Method, Stages, called, parse, parts_of
 from kvfold.methods.fitted import NO_FILE, FileName
+from kvfold.methods.option_values import as_text as as_text
+from kvfold.methods.option_values import kinds_of
 from kvfold.methods.registry import list_methods, preset
 
 DECODE = {
@@ -51,7 +53,7 @@ class StageUse:
 def options(cls: type[Method]) -> list[Option]:
     """Options of a method class, in order; `about` is "" where the source has no comment."""
     comments = _comments(cls)
-    kinds = typing.get_type_hints(cls)
+    kinds = kinds_of(cls)
     return [
         Option(f.name, _kind(kinds[f.name]), as_text(f.default), comments.get(f.name, ""))
         for f in dataclasses.fields(cls)
@@ -73,11 +75,11 @@ def shortest(text: str) -> str:
 def files_of(method: Method) -> dict[str, FileName]:
     """Files that the method's options name, each by "method:option"."""
     named = {
-        f"{called(part)}:{option.name}": getattr(part, option.name)
+        f"{called(part)}:{option}": FileName(getattr(part, option))
         for part in parts_of(method)
-        for option in dataclasses.fields(part)
+        for option in _file_options(part)
     }
-    return {n: v for n, v in named.items() if isinstance(v, FileName) and v != NO_FILE}
+    return {option: file for option, file in named.items() if file != NO_FILE}
 
 
 def without_files(text: str) -> str:
@@ -92,9 +94,13 @@ def without_files(text: str) -> str:
 
 
 def _without_files(method: Method) -> str:
-    options = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
-    named = [name for name, value in options.items() if isinstance(value, FileName)]
-    return str(dataclasses.replace(method, **dict.fromkeys(named, NO_FILE)))
+    none: dict[str, Any] = dict.fromkeys(_file_options(method), NO_FILE)
+    return str(dataclasses.replace(method, **none))
+
+
+def _file_options(method: Method) -> list[str]:
+    """Options that name files, by their kind: in Python a plain string may name one too."""
+    return [option for option, kind in kinds_of(type(method)).items() if kind is FileName]
 
 
 def _shortest(method: Method) -> str:
@@ -210,11 +216,6 @@ def decoding(stages: Stages) -> str:
     """Treatment of generated tokens, in words."""
     kept = ", beside what the prompt left" if stages.prompt == "kept" else ""
     return DECODE[stages.decode].format(stages.every) + kept
-
-
-def as_text(value: Any) -> str:
-    """Value of an option as a method's text spells it."""
-    return "/".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
 def _comments(cls: type[Method]) -> dict[str, str]:

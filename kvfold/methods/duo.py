@@ -36,7 +36,7 @@ class Duo(Method):
        in place of the paper's training: how far back a head's mean query looks among mean keys.
     2. As many heads of the highest α as the budget holds are retrieval heads. With `threshold`
        there is no budget, and those of at least that α are; with `sparsity`, as released, those
-       from that quantile of all α on.
+       from that quantile of all α on, and none at 1.
 
     `file` names the scores: a file of `kvfold fit`, or a text table (.tsv, .txt) of a line of
     numbers for each layer, as the authors publish them, clipped to 0 … 1; none: those of the

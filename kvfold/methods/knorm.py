@@ -23,16 +23,17 @@ class KNorm(Method):
     by_head: ClassVar[bool] = True
     nested: ClassVar[bool] = True
     protect_recent: int = 0  # newest tokens that stay
-    skip_layers: tuple[int, ...] = ()  # layers that stay whole
+    skip_layers: tuple[int, ...] = ()  # layers that stay whole, −1: the last
 
     def __post_init__(self) -> None:
         if self.protect_recent < 0:
             raise KvfoldError(f"knorm:protect_recent is 0 or more, not {self.protect_recent}")
 
     def stages(self) -> Stages:
-        allocate = partial(uniform_with_skipped, skipped=self.skip_layers)
+        skipped, option = self.skip_layers, "knorm:skip_layers"
+        allocate = partial(uniform_with_skipped, skipped=skipped, option=option)
         return Stages(
             score=negative_norm,
-            allocate=allocate if self.skip_layers else uniform,
+            allocate=allocate if skipped else uniform,
             forced=Forced(recent=self.protect_recent),
         )

@@ -17,13 +17,14 @@ from kvfold.kernels.gather import pick, take
 from kvfold.kernels.mean_rotation import mean_rotation
 from kvfold.kernels.query_moments import QueryMoments
 from kvfold.methods.fitted import FittedFile
-from kvfold.methods.stages.score.learned import ScoredOnce
 from kvfold.store.entry_norms import On
 from kvfold.store.reindexed_sinks import Rotate
 
 OutputNorm = Literal["l2", "l1"]
 # values [B, H, T, Dv] → norms [B, Hq, T] of what each query head adds to the model's dimension
 ProjectedNorms = Callable[[Tensor], Tensor]
+# Observation → scores [B, H, T], float32, of a fitted scorer
+FittedScores = Callable[["Observation"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Observation:
     rotate: Rotate | None = None  # the layer's RoPE; see `unrotated`
     query_moments: QueryMoments | None = None  # of queries before RoPE
     norms_of_outputs: ProjectedNorms | None = None  # see `output_norms`
-    scorer: ScoredOnce | None = None  # this layer's fitted scorer; see `learned_scores`
+    scorer: FittedScores | None = None  # this layer's; see `learned_scores`
     fitted_heads: Tensor | None = None  # [H], fitted numbers of this layer's KV heads
     bias: Tensor | None = None  # [B, H, T], float32, added to the entries' logits
     # [B, H, T], of the method's last eviction; 0 for entries that it did not score
@@ -335,8 +336,9 @@ class Observation:
         queries = self.queries[:, :, -last:]
         batch, _, window, size = queries.shape
         heads, stored = self.keys.shape[1:3]
-        grouped = queries.reshape(batch, heads, -1, size)
-        logits = (grouped @ self.keys.transpose(-1, -2)).float() * self.scale
+        # Products of queries and keys may exceed float16 before they are scaled.
+        grouped = queries.reshape(batch, heads, -1, size) * self.scale
+        logits = (grouped @ self.keys.transpose(-1, -2)).float()
         logits = logits.view(batch, heads, -1, window, stored)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap

@@ -42,9 +42,11 @@ def _fit(source: FittedFile, prefill: Prefill) -> Fitted:
 
 
 def _check_rope(file: str, frequencies: list[Tensor], prefill: Prefill) -> None:
-    """Raises ScorerFileError if the engine's RoPE is none of the file's."""
-    if prefill.rope is None or not frequencies:
+    """Raises ScorerFileError if a layer's RoPE is none of the file's."""
+    if not frequencies:
         return
-    own = prefill.rope.frequencies.cpu().float()
-    if not any(f.shape == own.shape and torch.allclose(f.float(), own) for f in frequencies):
-        raise ScorerFileError(f"{file} was fitted for a model with other RoPE frequencies")
+    ropes = map(prefill.rope_of, range(prefill.layers))
+    for rope in {rope for rope in ropes if rope is not None}:
+        own = rope.frequencies.cpu().float()
+        if not any(f.shape == own.shape and torch.allclose(f.float(), own) for f in frequencies):
+            raise ScorerFileError(f"{file} was fitted for a model with other RoPE frequencies")

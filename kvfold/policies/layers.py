@@ -62,13 +62,12 @@ def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) 
     ids = None if prefill.token_ids is None else prefill.token_ids[None]
     # `until`: a window of one query is a prefill's too.
     phase, waiting = Phase(until=prefill.tokens, incoming=ids), Waiting[LayerState]()
-    rope: Any = prefill.rope
     return [
         LayerState(
             Plan(stages, budget, layer, count, seed, choose_only=True),
             phase,
             waiting,
-            rope,
+            _rotation(prefill, layer),
             _projection(prefill, layer),
             None if scorer is None else scorer.of_layer(layer),
             None if heads is None else heads.of_layer(layer),
@@ -76,6 +75,16 @@ def _states(stages: Stages, budget: Budget | None, prefill: Prefill, seed: int) 
         )
         for layer in range(count)
     ]
+
+
+def _rotation(prefill: Prefill, layer: int) -> Any:
+    """The layer's RoPE, which moves nothing in a layer without; None if none was given."""
+    return None if prefill.rope is None else prefill.rope_of(layer) or unmoved
+
+
+def unmoved(keys: Tensor, shift: Tensor) -> Tensor:
+    """Keys `[B, H, n, D]` of a layer without RoPE, which are the same at all positions."""
+    return keys
 
 
 def _projection(prefill: Prefill, layer: int) -> Any:

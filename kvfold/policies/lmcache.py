@@ -20,7 +20,7 @@ from kvfold.methods.stages.select.one_set import Rule
 from kvfold.policies.kept import Kept
 from kvfold.policies.method_policy import Policy, policy
 from kvfold.policies.prefill import Prefill, split_heads
-from kvfold.policies.rope import Rope
+from kvfold.policies.rope import Ropes, rope_of
 from kvfold.policies.sharing import SharingLoss, sharing_loss
 
 
@@ -38,7 +38,7 @@ class LMCacheEdit:
     method: Method | str
     budget: Budget | float | str | None
     head_size: int
-    rope: Rope | None  # of the model; None: it rotates nothing
+    rope: Ropes | None  # of the model, or of each layer; None: it rotates nothing
     rule: Rule = "mass"
     chunk: int = 256
     scale: float | None = None  # of the logits; None: 1/√D
@@ -132,8 +132,9 @@ class LMCacheEdit:
         for layer in range(kv.shape[1]):
             torch.index_select(kv[1, layer], 0, slots, out=edited[1, layer])
             keys = kv[0, layer].index_select(0, slots)
-            if self.rope is not None:
-                turned = self.rope(split_heads(keys, self.head_size)[None], shift)
+            rope = rope_of(self.rope, layer)
+            if rope is not None:
+                turned = rope(split_heads(keys, self.head_size)[None], shift)
                 keys = turned[0].transpose(0, 1).flatten(1)
             edited[0, layer] = keys
         return edited

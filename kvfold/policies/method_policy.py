@@ -112,7 +112,8 @@ def policy(method: Method | str) -> Policy:
     """The policy of a method, or of its text such as "snapkv:window=16 + adakv".
 
     Raises KvfoldError for a method that runs forwards of its own (KVzip) or reads logits (SirLLM),
-    that evicts nothing, or that changes entries: a policy chooses among them only.
+    that evicts nothing or nothing of a prompt, or that changes entries: a policy chooses among them
+    only.
     """
     made = Policy(parse(method))
     stages = made._stages
@@ -129,6 +130,11 @@ def policy(method: Method | str) -> Policy:
         reason = "keeps every entry"
     if reason is not None:
         raise KvfoldError(f"{made.method} {reason}, and a policy only chooses: use CompressedCache")
+    if stages.prompt == "kept":
+        raise KvfoldError(
+            f"{made.method} keeps the whole prompt beside its budget, and a policy chooses among a "
+            "prompt's entries: set prompt=counted"
+        )
     return made
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfold.errors import KvfoldError
 from kvfold.kernels.logits import LogitOptions
 from kvfold.methods.observation import Observation
-from kvfold.policies.rope import Rope
+from kvfold.policies.rope import Rope, Ropes, check_ropes, rope_of
 
 # One tensor with layers as its first axis, or one tensor for each layer
 Layers = Tensor | Sequence[Tensor]
@@ -29,7 +29,7 @@ class Prefill:
     keys: Layers  # [L, H, T, D]
     values: Layers  # [L, H, T, Dv]
     queries: Layers | None = None  # [L, Hq, W, D], of the last W tokens
-    rope: Rope | None = None  # of keys and queries
+    rope: Ropes | None = None  # of keys and queries; a sequence: of each layer
     token_ids: Tensor | None = None  # [T]
     output_weights: Layers | None = None  # [L, Dm, Hq·Dv], W_o
     sink_logits: Layers | None = None  # [L, Hq], in the softmax's denominator (GPT-OSS)
@@ -45,6 +45,7 @@ class Prefill:
             given = getattr(self, name)
             if given is not None and len(given) != self.layers:
                 raise KvfoldError(f"{name} of {len(given)} layers, keys of {self.layers}")
+        check_ropes(self.rope, self.layers)
         for layer in range(self.layers):
             self._check(layer)
         ids = self.token_ids
@@ -76,6 +77,10 @@ class Prefill:
         if self.queries is None:
             return self.keys[layer][None, :, :0]
         return self.queries[layer][None]
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The layer's RoPE; None if it has none, or if none was given."""
+        return rope_of(self.rope, layer)
 
     def logits_of(self, layer: int) -> LogitOptions:
         """The layer's rule from products to logits."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE of an engine's keys, given by its frequencies."""
+"""RoPE of an engine's keys, given by its frequencies, for all layers or for each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,3 +54,29 @@ class Rope:
         turned = first * cos - second * sin, second * cos + first * sin
         joined = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
         return torch.cat([joined, still], -1).to(keys.dtype)
+
+
+# One for all layers, or one for each, None for a layer without RoPE
+Ropes = Rope | Sequence[Rope | None]
+
+
+def rope_of(ropes: Ropes | None, layer: int) -> Rope | None:
+    """The RoPE of a layer; None if it has none."""
+    return ropes if ropes is None or isinstance(ropes, Rope) else ropes[layer]
+
+
+def check_ropes(ropes: Ropes | None, layers: int) -> None:
+    """Raises KvfoldError unless this is one Rope, or a Rope or None for each of the `layers`."""
+    if ropes is None or isinstance(ropes, Rope):
+        return
+    if len(ropes) != layers:
+        raise KvfoldError(
+            f"rope of {len(ropes)} layers, keys of {layers}: give one Rope for all layers, or for "
+            "each layer its Rope, and None where it has none"
+        )
+    for layer, rope in enumerate(ropes):
+        if not isinstance(rope, Rope | None):
+            raise KvfoldError(
+                f"rope of layer {layer} is a {type(rope).__name__}: give Rope(frequencies), or "
+                "None for a layer without RoPE"
+            )

@@ -272,11 +272,7 @@ class RaggedStore(Store):
         `seen` is the layer's observation when a prefill ends, None while decoding. Nothing is due
         of rows that have `ended`; empty: none has.
         """
-        keys, values = self.due(decoding)
-        for segments in (keys, values) if any(ended) else ():
-            segments[:] = [
-                each[:0] if ended[i // self.heads] else each for i, each in enumerate(segments)
-            ]
+        keys, values = self._due_now(decoding, ended)
         first = self._keys.encoded is None
         if first or any(map(len, keys)):
             self._keys.accept(self.encode.keys(keys, seen, self._keys.encoded))
@@ -296,10 +292,22 @@ class RaggedStore(Store):
             of_segments = zip(slots.flatten(0, 1), alive, strict=True)
             mine.keep_codes(theirs, [at[there] for at, there in of_segments], old.length)
 
-    def encode_with(self, second: RaggedStore, decoding: bool) -> bool:
-        """Encodes the entries that are due in both layers of a pair; true if there were any."""
+    def _due_now(self, decoding: bool, ended: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
+        """As `due`, without entries of rows that have `ended`; empty: none has."""
+        parts = self.due(decoding)
+        for segments in parts if any(ended) else ():
+            segments[:] = [
+                each[:0] if ended[i // self.heads] else each for i, each in enumerate(segments)
+            ]
+        return parts
+
+    def encode_with(self, second: RaggedStore, decoding: bool, ended: Sequence[bool] = ()) -> bool:
+        """Encodes the entries that are due in both layers of a pair; true if there were any.
+
+        `ended` is that of `encode_due`.
+        """
         assert isinstance(self.encode, Pairing)
-        mine, theirs = self.due(decoding), second.due(decoding)
+        mine, theirs = self._due_now(decoding, ended), second._due_now(decoding, ended)
         parts = ((self._keys, second._keys), (self._values, second._values))
         for (own, other), rows, others in zip(parts, mine, theirs, strict=True):
             if own.encoded is not None and not any(map(len, rows)):

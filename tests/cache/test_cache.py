@@ -11,6 +11,7 @@ import torch
 
 import kvfold
 from kvfold import CompressedCache, KvfoldError
+from kvfold.generation.generate import read_turn
 from tests.helpers.budgets import (
     compressed,
     moves,
@@ -29,7 +30,7 @@ from tests.helpers.caches import (
     start,
 )
 from tests.helpers.models import build, continuation, prompts
-from tests.helpers.truth import Reader
+from tests.helpers.truth import Reader, worst
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +165,41 @@ def test_layers_of_unequal_length_are_noticed_before_anything_is_stored(index):
     with pytest.raises(KvfoldError, match="10 to 12 tokens"):
         Reader(model, cache)(continuation(1, 1))
     assert [layer.get_seq_length() for layer in cache.layers] == lengths
+
+
+@pytest.mark.parametrize("spec", ["tova", "snapkv:window=8", "tova + recent"])
+def test_a_row_goes_on_without_the_padded_one_beside_it(model, spec):
+    ids, mask = prompts((36, 20))
+    cache, alone = (compressed(model, spec) for _ in range(2))
+    reader, own = Reader(model, cache, mask), Reader(model, alone)
+    reader(ids)
+    own(ids[:1])
+    cache.batch_select_indices(torch.tensor([0]))
+    reader.mask = torch.ones(1, 36, dtype=torch.long)
+    for token in continuation(1, 3).split(1, 1):
+        assert worst(reader(token), own(token)) < 1e-9
+
+
+def test_layers_that_share_entries_are_cropped_with_the_others():
+    model, ids = build("gemma3n"), prompts((12,))[0]
+    cache, straight = (kvfold.CompressedCache(model, "full") for _ in range(2))
+    reader = Reader(model, cache)
+    reader(ids[:, :9])
+    cache.crop(-2)
+    assert worst(Reader(model, cache)(ids[:, 7:]), Reader(model, straight)(ids)[:, 7:]) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["jamba", "bamba", "qwen3_5"])
+def test_rows_of_recurrent_layers_are_repeated_and_selected(family):
+    model, ids = build(family), torch.cat([prompts((30,), seed=n)[0] for n in range(2)])
+    cache = kvfold.CompressedCache(model, "snapkv:window=8", 0.5)
+    options = {"num_beams": 2, "do_sample": False, "max_new_tokens": 3}
+    beams = kvfold.generate(model, ids, cache=cache, prefill_chunk=8, **options)
+    fresh = kvfold.CompressedCache(model, "snapkv:window=8", 0.5)
+    assert torch.equal(beams, kvfold.generate(model, ids, cache=fresh, **options))
+    both, one = (kvfold.CompressedCache(model, "full") for _ in range(2))
+    read_turn(model, both, ids, None, 30, 30)
+    both.batch_select_indices(torch.tensor([1]))
+    read_turn(model, one, ids[1:], None, 30, 30)
+    token = torch.tensor([[7]])
+    assert worst(Reader(model, both)(token), Reader(model, one)(token)) < 1e-4

@@ -651,3 +651,32 @@ def test_bytes_are_those_of_all_storages_alive(model, spec):
     for cache in (reader.cache, copy.deepcopy(reader.cache)):
         cache.batch_repeat_interleave(2)
         assert counted_bytes(cache) == reachable_bytes(cache)
+
+
+ENDING = [
+    ("kivi:group=8,residual=8", None),
+    ("snapkv:window=8 + kivi:group=8,residual=8", 20),
+    ("turboquant:residual=8,sinks=2,end_layers=0", None),
+    ("minicache:block=8", None),
+]
+
+
+@pytest.mark.parametrize(("spec", "budget"), ENDING, ids=str)
+@pytest.mark.parametrize("steps", [3, 40])
+def test_padding_of_rows_that_ended_is_not_encoded(model, spec, budget, steps):
+    """A row that ends while others go on answers its next turn as it does alone."""
+    ids, tokens, turn = (
+        torch.cat([prompts((n,), seed=seed)[0] for seed in seeds])
+        for n, seeds in ((40, (1, 2)), (steps, (3, 4)), (7, (5, 6)))
+    )
+    tokens[1] = 0  # padding
+    mask = torch.ones(2, 40, dtype=torch.long)
+    together = Reader(model, kvfold.CompressedCache(model, spec, budget), mask)
+    alone = Reader(model, kvfold.CompressedCache(model, spec, budget))
+    together(ids)
+    alone(ids[1:])
+    for token in tokens.split(1, 1):
+        together(token)
+    for piece in turn.split((6, 1), 1):
+        ours, own = together(piece)[1, -1], alone(piece[1:])[0, -1]
+        torch.testing.assert_close(ours, own, rtol=1e-9, atol=1e-9)

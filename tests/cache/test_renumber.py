@@ -6,11 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kvfold
 from kvfold import CompressedCache
 from kvfold.cache.renumber import Renumbering
 from kvfold.cache.sequence import LogicalSequence
 from kvfold.hf.rotation import Rotation
 from tests.helpers.models import build, prompts
+from tests.helpers.truth import Reader
 
 
 def test_dropped_tokens_leave_no_gap():
@@ -147,3 +149,12 @@ def entries_by_column(cache):
                     entry = keys[0, head, slot].clone(), values[0, head, slot].clone()
                     found[layer, head, column] = entry
     return found
+
+
+def test_each_layer_counts_its_own_mask_after_an_edit():
+    model, (ids, mask) = build("llama"), prompts((64, 53))
+    cache = kvfold.CompressedCache(model, "full")
+    Reader(model, cache, mask)(ids)
+    cache.drop((2, 5))
+    masks = [state.sequence.valid for state in cache.states]
+    assert len({each.data_ptr() for each in masks}) == len(masks)

@@ -29,7 +29,7 @@ from kvfold.methods.base import Measured
 from tests.helpers.budgets import of_one_model
 from tests.helpers.contexts import DOCUMENT, KIVI
 from tests.helpers.models import build
-from tests.helpers.scorers import random_scorer
+from tests.helpers.scorers import random_scorer, zap_of
 from tests.helpers.tokenizers import word_tokenizer
 
 # Each process imports and loads for itself.
@@ -89,6 +89,11 @@ WRITING = [
     ("h2o", 60),
     ("sirllm", 40),
     ("sirllm + every:interval=4", 40),
+]
+# Of a model with two KV heads on each rank: sizes that are measured on the heads of all ranks.
+OF_TWO_HEADS: list[tuple[str, Any]] = [
+    ("zap_threshold:file={}/two_heads/scorer.safetensors,window=16,threshold=0,interval=4", None),
+    ("auto:tolerance=0.3", None),
 ]
 PARTS = [[0.2, 0.5], [0.6, 0.3], [0.4, 0.4], [0.7, 0.1]]
 ASKED = ("snapkv", "kvzip", "adakv", "minicache")
@@ -151,7 +156,7 @@ def columns_of(cache: kvfold.CompressedCache) -> list[list[list[int]]]:
 
 @torch.no_grad()
 def kept_while_writing(
-    model: Any, tokenizer: Any, folder: Path, spec: str, budget: int
+    model: Any, tokenizer: Any, folder: Path, spec: str, budget: int | None
 ) -> list[list[list[list[int]]]]:
     """What is kept after a prompt, an answer, another prompt and another answer."""
     cache = kvfold.compress(model, tokenizer, DOCUMENT, spec.format(folder), budget).cache
@@ -204,11 +209,13 @@ def work_as_rank(folder: Path) -> None:
         if case in ASKED:
             answers[case] = answer(context)
             again[case] = answer(kvfold.load(folder / f"{case}.kvfold", model, tokenizer))
+    wide, _ = load(str(folder / "two_heads"), among_ranks=True)
     unshared = {name: load(str(folder / name), among_ranks=True)[0] for name in UNSHARED}
     report = {
         "heads": [layer.stored().keys.shape[1] for layer in context.cache.states],
         "kept": [kept_by(model, tokenizer, method) for method in OWN],
         "writing": [kept_while_writing(model, tokenizer, folder, *case) for case in WRITING],
+        "two heads": [kept_while_writing(wide, tokenizer, folder, *case) for case in OF_TWO_HEADS],
         "answers": answers,
         "again": again,
         "methods": {m: refusal(kvfold.CompressedCache, model, m, *_any(m)) for m in NOT_BY_HEAD},
@@ -256,6 +263,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scorer = random_scorer(model)
     scorer.weights[0] = 0  # there entries of one token score alike but for rounding
     write_fitted(path / "scorer.safetensors", scorer, model, written_by="", target="kvzip", texts=0)
+    save_model(path / "two_heads", "llama", num_key_value_heads=2 * RANKS)
+    zap_of(load(str(path / "two_heads"), among_ranks=True)[0], path / "two_heads")
     (path / "parts.json").write_text(json.dumps(PARTS))
     for name, (family, changes, _) in UNSHARED.items():
         save_model(path / name, family, **changes)
@@ -333,6 +342,17 @@ def test_ranks_evict_while_writing_as_one_process_does(
     expected = kept_while_writing(*alone, folder, *WRITING[number])
     of_ranks = zip(*(report["writing"][number] for report in reports), strict=True)
     assert [joined_heads(list(each)) for each in of_ranks] == expected
+
+
+@pytest.mark.parametrize("number", range(len(OF_TWO_HEADS)), ids=[s for s, _ in OF_TWO_HEADS])
+def test_ranks_of_two_heads_each_measure_what_one_process_does(
+    number: int, folder: Path, reports: list[dict[str, Any]]
+) -> None:
+    alone = load(str(folder / "two_heads"), among_ranks=True)
+    expected = kept_while_writing(*alone, folder, *OF_TWO_HEADS[number])
+    of_ranks = zip(*(report["two heads"][number] for report in reports), strict=True)
+    assert [joined_heads(list(each)) for each in of_ranks] == expected
+    assert len({len(head) for head in expected[0][0]}) > 1
 
 
 @pytest.mark.parametrize("case", ["adakv", "kvzip", "adakv in pieces", "auto in pieces"])

@@ -11,9 +11,10 @@ import torch
 
 import kvfold
 from kvfold import KvfoldError, Message
+from kvfold.contexts.files.format import read_header
 from kvfold.contexts.session import QUEUED, SLACK, Session
 from kvfold.errors import BudgetError, ContextFileError
-from tests.helpers.contexts import DOCUMENT, QUESTION, new_model
+from tests.helpers.contexts import DOCUMENT, QUESTION, new_model, rewritten
 from tests.helpers.tokenizers import word_tokenizer
 
 WORDS = DOCUMENT.split()
@@ -181,6 +182,45 @@ def test_a_saved_session_goes_on_bit_for_bit(new, model, tokenizer, tmp_path):
     )
     for state, other in zip(session.cache.states, loaded.cache.states, strict=True):
         assert torch.equal(state.stored().dense()[0], other.stored().dense()[0])
+
+
+def of(name: str, **changes: Any) -> Any:
+    """A change of a session's header: other fields of the message `name`."""
+    return lambda session: (
+        session
+        | {"items": [each | changes if each["id"] == name else each for each in session["items"]]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (of("a", stop=10**6), "do not follow each other within its"),
+        (of("a", start=2**70, stop=2**70), "do not follow each other"),
+        (of("m0", start=-5), "do not follow each other"),
+        (of("a", stop=0), "do not follow each other"),
+        (of("a", start=0), "do not follow each other"),
+        (of("a", id="m0"), "two of its messages have the same id"),
+        (lambda session: session | {"queued": ["zzz"]}, "drops a message 'zzz'"),
+        (lambda session: session | {"numbered": -3}, "does not have this version's fields"),
+        (lambda session: session | {"turns": -1}, "does not have this version's fields"),
+        (lambda session: session | {"compactions": -1}, "does not have this version's fields"),
+    ],
+)
+def test_a_file_of_a_session_that_cannot_be_is_refused(
+    new, model, tokenizer, tmp_path, changed, said
+):
+    session = new("knorm", 500)
+    session.ask(text(0), Message(text(1), "tool", "a"), max_new_tokens=4)
+    session.ask(text(2), max_new_tokens=4)
+    session.save(tmp_path / "session")
+    header = read_header(tmp_path / "session").session
+    assert header is not None
+    path = rewritten(
+        tmp_path / "odd", tmp_path / "session", session=changed(header.model_dump(mode="json"))
+    )
+    with pytest.raises(ContextFileError, match=said):
+        kvfold.load_session(path, model, tokenizer)
 
 
 def test_an_error_leaves_the_session_as_it_was(new, model, monkeypatch):

@@ -326,3 +326,38 @@ def test_the_default_length_counts_new_tokens(model, length):
         assert out.shape[1] == length + 20
     with pytest.raises(kvfold.errors.UnsupportedModel, match="changes its rotary frequencies"):
         kvfold.generate(longrope(), prompts((28,))[0], cache=CompressedCache(longrope(), "full"))
+
+
+@pytest.mark.parametrize("how", [{}, {"compress": "per_chunk"}])
+def test_a_padded_turn_is_read_in_pieces(model, how):
+    ids = torch.cat([prompts((10,), seed=n)[0] for n in range(2)])
+    cache, options = CompressedCache(model, "full"), {"do_sample": False, "max_new_tokens": 3}
+    out = kvfold.generate(model, ids, cache=cache, **options)
+    whole = torch.cat([out, torch.cat([prompts((12,), seed=n)[0] for n in (7, 8)])], 1)
+    mask = torch.ones_like(whole)
+    mask[1, out.shape[1] : out.shape[1] + 8] = 0
+    expected = model.generate(whole, attention_mask=mask, **options)
+    options |= {"attention_mask": mask, "prefill_chunk": 4}
+    assert torch.equal(kvfold.generate(model, whole, cache=cache, **options, **how), expected)
+
+
+@pytest.mark.parametrize("spec", ["knorm + reindex", "keydiff + reindex"])
+def test_a_conversation_goes_on_after_a_turn_that_left_nothing(model, spec):
+    cache = CompressedCache(model, spec, 0.3)
+    options = {"do_sample": False, "max_new_tokens": 4}
+    out = kvfold.generate(model, prompts((3,))[0], cache=cache, **options)
+    whole = torch.cat([out, continuation(1, 6)], 1)
+    answer = kvfold.generate(model, whole, cache=cache, **options)
+    assert answer.shape[1] == whole.shape[1] + 4
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "tova", "kivi:group=8,residual=8"])
+def test_products_beyond_float16_are_scaled_in_time(spec):
+    own, ids = build("llama", torch.float16), prompts((40,))[0]
+    for layer in own.model.layers:
+        for weight in (layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight):
+            weight.data.mul_(60)
+    cache = compressed(own, spec)
+    reader = Reader(own, cache)
+    reader(ids)
+    assert reader(continuation(1, 1)).isfinite().all()

@@ -36,6 +36,7 @@ from kvfold.methods.registry import listed
         ("knorm:protect_recent=3,skip_layers=5/0", KNorm(3, (5, 0))),
         ("knorm:skip_layers=0,1", KNorm(skip_layers=(0, 1))),
         ("knorm:skip_layers=0,1,protect_recent=3", KNorm(3, (0, 1))),
+        ("knorm:skip_layers=0, -1", KNorm(skip_layers=(0, -1))),
     ],
 )
 def test_a_text_names_a_method(spec, method):

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from kvfold import CompressedCache
+from kvfold import CompressedCache, KvfoldError
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     LAYERS,
@@ -28,6 +28,14 @@ from tests.helpers.by_hand import (
 )
 from tests.helpers.models import prompts
 from tests.helpers.truth import Reader
+
+
+@pytest.mark.parametrize("layer", [4, -5, 50])
+@pytest.mark.parametrize("spec", ["d2o", "d2o_official"])
+def test_a_layer_that_there_is_not_is_refused(model, spec, layer):
+    cache = CompressedCache(model, f"{spec}:sinks=2,skip_layers=0/{layer}", 30)
+    with pytest.raises(KvfoldError, match=f"d2o:skip_layers names layer {layer} of 4 compressed"):
+        Reader(model, cache)(prompts((64,))[0])
 
 
 @pytest.mark.parametrize("part", [0.05, 0.3])

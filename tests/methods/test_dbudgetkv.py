@@ -8,7 +8,7 @@ import math
 import pytest
 from torch import Tensor
 
-from kvfold import parse
+from kvfold import KvfoldError, parse
 from tests.helpers.by_hand import (
     SHAPES,
     SINKS,
@@ -49,6 +49,17 @@ def test_dbudgetkv_options_reach_the_cut(model):
     for rows, ranking, window in ((1, "position", 1), (3, "position", 3), (3, "attention", 8)):
         needs = parse(f"dbudgetkv:rows={rows},ranking={ranking}").stages().needs
         assert needs.window == window
+
+
+def test_kept_layers_count_from_the_end_too(model):
+    spec = "dbudgetkv:threshold=0.2,keep_layers="
+    for last, same in (("-1", "3"), ("0,-2", "0/2")):
+        counts, _ = kept(model, spec + last)
+        assert counts.equal(kept(model, spec + same)[0])
+        assert not counts.equal(kept(model, spec + "none")[0])
+    for layer in (4, -5):
+        with pytest.raises(KvfoldError, match=f"dbudgetkv:keep_layers names layer {layer} of 4 "):
+            kept(model, f"{spec}{layer}")
 
 
 def norm_cut(rows: Tensor, order: list[list[int]], threshold: float, counted: list[int]) -> int:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvfold import CompressedCache, KNorm, KvfoldError
 from tests.helpers.budgets import SMALL
 from tests.helpers.by_hand import (
     SHAPES,
@@ -11,6 +14,8 @@ from tests.helpers.by_hand import (
     best,
     per_head,
 )
+from tests.helpers.models import prompts
+from tests.helpers.truth import Reader
 
 
 def knorm(head: Head, budget: int) -> list[int]:
@@ -20,3 +25,19 @@ def knorm(head: Head, budget: int) -> list[int]:
 @SHAPES
 def test_knorm_keeps_the_lowest_norms(heads, lengths):
     assert_prefill("knorm", SMALL, heads, lengths, per_head(lambda head: knorm(head, SMALL)))
+
+
+@pytest.mark.parametrize(("layers", "whole"), [("-1", [3]), ("0/-2", [0, 2]), ("3,-1", [3])])
+def test_whole_layers_count_from_the_end_too(model, layers, whole):
+    cache = CompressedCache(model, f"knorm:skip_layers={layers}", 40)
+    Reader(model, cache)(prompts((64,))[0])
+    kept = [of[0][0] for of in cache.stats().kept]
+    assert [layer for layer, count in enumerate(kept) if count == 64] == whole
+    assert sum(kept) == 40 * 4
+
+
+@pytest.mark.parametrize("layer", [4, -5, 99])
+def test_a_layer_that_there_is_not_is_refused(model, layer):
+    cache = CompressedCache(model, KNorm(skip_layers=(0, layer)), 40)
+    with pytest.raises(KvfoldError, match=f"knorm:skip_layers names layer {layer} of 4 compressed"):
+        Reader(model, cache)(prompts((64,))[0])

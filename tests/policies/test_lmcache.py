@@ -19,7 +19,7 @@ from kvfold.policies import Prefill, SharingLoss, policy
 from kvfold.policies.lmcache import LMCacheEdit
 from tests.helpers.engine import recorded
 from tests.helpers.models import continuation, prompts
-from tests.policies.test_method_policy import llama, tensors
+from tests.policies.test_method_policy import OF_MIXED, llama, mixed, mixed_tensors, tensors
 
 TOKENS, CHUNK = 144, 16
 IDS = prompts((TOKENS,))[0]
@@ -134,6 +134,23 @@ def test_keys_stay_where_the_model_rotates_nothing() -> None:
     assert torch.equal(kv, as_lmcache(whole)[Kind.KV][:, :, slots])
 
 
+@OF_MIXED
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention"])
+def test_keys_turn_by_the_rope_of_their_layer(method: str, family: str) -> None:
+    whole = mixed_tensors(family, TOKENS)
+    kv, ids = edit_of(method, whole, scale=whole.scale)(as_lmcache(whole), IDS[0].tolist())
+    slots = policy(method).keep(whole, 64).shared()
+    assert ids == IDS[0, slots].tolist()
+    torch.testing.assert_close(kv, expected(mixed(family), whole, slots), atol=1e-5, rtol=0)
+
+
+def test_a_rope_for_each_layer_is_for_all_of_them() -> None:
+    whole = tensors(4, TOKENS)
+    edit = LMCacheEdit("keydiff", 0.5, head_size=8, rope=[whole.rope], chunk=CHUNK)
+    with pytest.raises(KvfoldError, match="rope of 1 layers, keys of 4"):
+        edit(as_lmcache(whole), IDS[0].tolist())
+
+
 def test_wrong_inputs_are_refused() -> None:
     whole = tensors(4, TOKENS)
     given, ids, edit = as_lmcache(whole), IDS[0].tolist(), edit_of("snapkv:window=8", whole)
@@ -153,7 +170,12 @@ def test_wrong_inputs_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("method", "match"),
-    [("criticalkv", "weights"), ("kvzip", "forwards of its own"), ("leverage", "give rope=")],
+    [
+        ("criticalkv", "weights"),
+        ("kvzip", "forwards of its own"),
+        ("leverage", "give rope="),
+        ("triattention", "set prompt=counted"),
+    ],
 )
 def test_methods_that_need_more_are_refused_when_the_edit_is_made(method: str, match: str) -> None:
     with pytest.raises(KvfoldError, match=match):

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import kvfold
 from kvfold import BudgetError, CompressedCache, KvfoldError
@@ -19,6 +22,7 @@ from kvfold.policies import Kept, Policy, Prefill, Rope, policy
 from tests.helpers.budgets import METHODS, SMALL, encodes, merges, reads_logits
 from tests.helpers.engine import least, recorded
 from tests.helpers.models import build, prompts
+from tests.helpers.scorers import zap_of
 from tests.test_imports import modules_after
 
 QUERY_HEADS = 8
@@ -39,6 +43,9 @@ FITTED = [
 ]
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 4])
 LENGTHS = pytest.mark.parametrize("length", [64, 150])
+# Families whose layers differ in their RoPE, or lack it; such wide windows never slide.
+MIXED = {"smollm3": {}, "gemma3": {"sliding_window": 8192}}
+OF_MIXED = pytest.mark.parametrize("family", MIXED)
 
 
 @cache
@@ -49,6 +56,45 @@ def llama(groups: int):
 @cache
 def tensors(groups: int, length: int) -> Prefill:
     return recorded(llama(groups), prompts((length,))[0])
+
+
+@cache
+def mixed(family: str):
+    return build(family, **MIXED[family])
+
+
+def rope_by_layer(model) -> list[Rope | None]:
+    """RoPE of each layer, as the model file has it."""
+    turning, ropes = model.model.rotary_emb, []
+    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        by_kind = getattr(turning, f"{kind}_inv_freq", None)
+        rope = Rope(turning.inv_freq if by_kind is None else by_kind)
+        ropes.append(rope if getattr(layer.self_attn, "use_rope", True) else None)
+    return ropes
+
+
+@cache
+@torch.no_grad()
+def mixed_tensors(family: str, length: int) -> Prefill:
+    """All that policies ask for of a model in `MIXED`, queries as its attention got them."""
+    model, queries, held = mixed(family), [], DynamicCache()
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query: Tensor, *args, **options) -> Tensor:
+        queries.append(query[0])
+        return attend(query, *args, **options)
+
+    ids = prompts((length,))[0]
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", noted):
+        model(ids, past_key_values=held)
+    return Prefill(
+        [layer.keys[0] for layer in held.layers],
+        [layer.values[0] for layer in held.layers],
+        queries,
+        rope=rope_by_layer(model),
+        token_ids=ids[0],
+        scale=model.model.layers[0].self_attn.scaling,
+    )
 
 
 def budget_of(spec: str, amount: float | str = SMALL) -> float | str | None:
@@ -97,6 +143,39 @@ def test_a_fitted_policy_keeps_what_the_cache_keeps(spec: str) -> None:
     made, whole = policy(spec), recorded(model, ids)
     kept = made.keep(least(made, whole), budget_of(spec))
     assert listed(kept) == in_cache(model, ids, spec, budget_of(spec))
+
+
+@OF_MIXED
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if policy(spec).needs.rope])
+def test_layers_have_a_rope_of_their_own_or_none(spec: str, family: str) -> None:
+    made, whole, model = policy(spec), mixed_tensors(family, 64), mixed(family)
+    there = in_cache(model, prompts((64,))[0], spec, budget_of(spec))
+    assert listed(made.keep(least(made, whole), budget_of(spec))) == there
+    # The comparison would fail with one RoPE for all layers.
+    alike = replace(least(made, whole), rope=whole.rope[0])
+    assert listed(made.keep(alike, budget_of(spec))) != there
+
+
+@OF_MIXED
+def test_a_scorers_file_is_compared_with_the_rope_of_each_layer(
+    family: str, tmp_path: Path
+) -> None:
+    model, whole = mixed(family), mixed_tensors(family, 64)
+    spec = zap_of(model, tmp_path, ",window=4")
+    there = in_cache(model, prompts((64,))[0], spec, SMALL)
+    assert listed(policy(spec).keep(whole, SMALL)) == there
+    other = replace(whole, rope=[*whole.rope[:1], Rope.plain(8, theta=7.0), *whole.rope[2:]])
+    with pytest.raises(kvfold.ScorerFileError, match="other RoPE frequencies"):
+        policy(spec).keep(other, SMALL)
+
+
+def test_a_model_without_rope_is_told_from_a_missing_one() -> None:
+    whole, made = tensors(4, 64), policy("leverage")
+    still = replace(whole, rope=Rope(torch.zeros(0)))
+    nothing = replace(whole, rope=[None] * whole.layers)
+    assert listed(made.keep(nothing, SMALL)) == listed(made.keep(still, SMALL))
+    with pytest.raises(KvfoldError, match="give rope="):
+        made.keep(replace(whole, rope=None), SMALL)
 
 
 @pytest.mark.parametrize("budget", [0.3, 1.0, 40, "12KiB"])
@@ -177,6 +256,16 @@ def test_what_is_no_choice_is_refused(spec: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "spec", ["triattention:prompt={}", "snapkv:window=8 + every:interval=4,prompt={}"]
+)
+def test_a_method_that_keeps_the_prompt_is_refused(spec: str) -> None:
+    with pytest.raises(KvfoldError, match="set prompt=counted"):
+        policy(spec.format("kept"))
+    kept = policy(spec.format("counted")).keep(tensors(4, 64), SMALL)
+    assert (kept.counts == SMALL).all()
+
+
+@pytest.mark.parametrize(
     ("spec", "missing"),
     [
         ("snapkv:window=8", "queries"),
@@ -215,6 +304,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         {"queries": [queries[..., :4] for queries in whole.queries]},
         {"queries": [queries[:3] for queries in whole.queries]},
         {"token_ids": whole.token_ids[:5]},
+        {"rope": [whole.rope] * (whole.layers - 1)},
+        {"rope": [whole.rope.frequencies] * whole.layers},
     ]
     for change in wrong:
         with pytest.raises(KvfoldError):

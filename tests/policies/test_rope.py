@@ -9,6 +9,7 @@ import torch
 from kvfold import KvfoldError
 from kvfold.hf.rotation import Rotation
 from kvfold.policies import Rope
+from kvfold.policies.rope import check_ropes, rope_of
 from tests.helpers.models import build
 
 
@@ -47,3 +48,20 @@ def test_frequencies_are_one_row_of_finite_numbers() -> None:
     for wrong in (torch.ones(2, 2), torch.tensor([1.0, float("nan")])):
         with pytest.raises(KvfoldError, match="one finite frequency"):
             Rope(wrong)
+
+
+def test_one_rope_is_of_all_layers_and_a_list_of_each() -> None:
+    one, other = Rope.plain(8), Rope.plain(8, 1e6)
+    assert rope_of(one, 1) is one and rope_of(None, 1) is None
+    ropes = [one, None, other]
+    assert [rope_of(ropes, layer) for layer in range(3)] == ropes
+    for fits in (one, None, ropes, (None, None, None)):
+        check_ropes(fits, 3)
+
+
+def test_ropes_that_are_not_of_the_layers_are_refused() -> None:
+    one = Rope.plain(8)
+    with pytest.raises(KvfoldError, match="rope of 2 layers, keys of 3: give one Rope for all"):
+        check_ropes([one, None], 3)
+    with pytest.raises(KvfoldError, match=r"rope of layer 1 is a Tensor: give Rope\(frequencies\)"):
+        check_ropes([one, one.frequencies, None], 3)

@@ -108,9 +108,20 @@ class SessionHeader(HeaderPart):
 
     items: list[SessionItem]
     queued: tuple[str, ...]
-    numbered: int
-    turns: int
-    compactions: int
+    numbered: NonNegativeInt
+    turns: NonNegativeInt
+    compactions: NonNegativeInt
+
+    def contradiction(self, seen: int) -> str | None:
+        """The first thing that no session of `seen` tokens has; None if there is none."""
+        ids = [each.id for each in self.items]
+        places = [0, *(place for each in self.items for place in (each.start, each.stop)), seen]
+        if places != sorted(places):
+            return f"its messages do not follow each other within its {seen} tokens"
+        if len(set(ids)) < len(ids):
+            return "two of its messages have the same id"
+        unknown = sorted(set(self.queued) - set(ids))
+        return f"it drops a message {unknown[0]!r} that it does not have" if unknown else None
 
 
 class LevelHeader(HeaderPart):
@@ -316,9 +327,13 @@ class ContextFile:
         if digest(version + text) != found.get(CHECKSUM):
             raise self.damaged("its header was altered")
         try:
-            return Header.model_validate(json.loads(text))
+            header = Header.model_validate(json.loads(text))
         except (ValidationError, ValueError, RecursionError) as problem:
             raise self.damaged("its header does not have this version's fields") from problem
+        wrong = None if header.session is None else header.session.contradiction(header.seen)
+        if wrong is not None:
+            raise self.damaged(wrong)
+        return header
 
 
 @contextmanager

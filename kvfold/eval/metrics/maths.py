@@ -8,6 +8,7 @@ arXiv 2103.03874).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -93,7 +94,10 @@ def _elsewhere(written: str, answer: str, limit: int) -> MetricScore:
 
 
 def _compared(written: str, answer: str, limit: int) -> MetricScore:
-    """Score of the expression `written` against `answer`; by text if either cannot be parsed."""
+    """Score of the expression `written` against `answer`; by text if either cannot be parsed.
+
+    A comparison that runs out of time, or fails otherwise, is a counted failure.
+    """
     math_verify = library("math_verify")
     gold, parsed = (
         math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=limit) for text in (answer, written)
@@ -103,7 +107,15 @@ def _compared(written: str, answer: str, limit: int) -> MetricScore:
         return MetricScore(
             float(written.strip() == answer.strip()), f"math-verify cannot read {unread!r}"
         )
-    return MetricScore(float(math_verify.verify(gold, parsed, timeout_seconds=limit)))
+    # One pair at a time: the texts may be equal where comparing the expressions has failed.
+    problem = None
+    for pair in itertools.product(gold, parsed):
+        try:
+            if math_verify.verify(*pair, timeout_seconds=limit, raise_on_error=True):
+                return MetricScore(1.0)
+        except (Exception, library("math_verify.errors").TimeoutException) as error:
+            problem = f"math-verify: {type(error).__name__}"
+    return MetricScore(0.0, problem)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def write_records(folder: Path, records: list[CellResult]) -> Path:
     """Replaces the folder's records file atomically; returns its path."""
     path = folder / RECORDS
     with replacing(path) as temporary:
-        temporary.write_text("".join(f"{record.model_dump_json()}\n" for record in records))
+        lines = "".join(f"{record.model_dump_json()}\n" for record in records)
+        temporary.write_text(lines, encoding="utf-8")
     return path
 
 

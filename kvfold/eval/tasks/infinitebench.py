@@ -24,6 +24,15 @@ from kvfold.eval.tasks.infinitebench_prompts import PROMPTS
 
 QUESTION_FIRST = frozenset({"math_find", "code_run"})
 CHOICES = frozenset({"longbook_choice_eng", "code_debug"})
+# JSON types of labels; texts of the other tasks.
+LABELS = {
+    "passkey": "text or integer",
+    "number_string": "text or integer",
+    "kv_retrieval": "text or integer",
+    "code_run": "text or integer",
+    "math_calc": "integer",
+    "math_find": "number",
+}
 
 
 class _InfiniteBenchRow(source.DatasetRow):
@@ -57,11 +66,12 @@ def _fields(task: str, row: _InfiniteBenchRow) -> dict[str, str]:
 def label(task: str, row: _InfiniteBenchRow) -> Any:
     """The label in the metric's form: one value, a list, or an option's text and letter.
 
-    Raises ValueError for an empty answer, and for one that is none of the options.
+    Raises ValueError for an answer that is empty, of another type, or none of the options.
     """
-    values = row.answer if isinstance(row.answer, list) else [row.answer]
-    if not values:
-        raise ValueError("field 'answer': it is empty")
+    answer = row.answer
+    if task == "math_calc" and isinstance(answer, list) and answer and isinstance(answer[0], list):
+        answer = answer[0]
+    values = source.labels(answer, LABELS.get(task, "text"))
     if task in CHOICES:
         options = row.options or []
         if len(values) == 2 and values[1] in tuple("ABCD"):
@@ -69,8 +79,6 @@ def label(task: str, row: _InfiniteBenchRow) -> Any:
         if values[0] not in options:
             raise ValueError("field 'answer': it is none of the options")
         return [values[0], "ABCD"[options.index(values[0])]]
-    if task == "math_calc" and isinstance(values[0], list):
-        return values[0]
     if task == "math_calc" or task.startswith("long"):
         return values
     if task == "code_run":

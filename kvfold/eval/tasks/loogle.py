@@ -65,15 +65,22 @@ def _convert(task: str, row: _LooGLERow) -> TaskSample:
     before, after, limit = PROMPTS[task]
     try:
         pairs = _pairs(row)
-    except (SyntaxError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"field 'qa_pairs': no list of questions and answers: {error}") from error
+    except (SyntaxError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        raise ValueError(
+            f"field 'qa_pairs': no list of questions and answers: {error!r:.200}"
+        ) from error
     if not pairs:
         raise ValueError("field 'qa_pairs': there is no question")
     questions = []
     for asked, answer in pairs:
+        if not isinstance(asked, str):
+            raise ValueError(f"field 'qa_pairs': a question is {asked!r:.40}, not a text")
         expected: type = dict if task == "shortdep_cloze" else str
         if not isinstance(answer, expected) or not answer:
             raise ValueError(f"an answer is {answer!r}, not a {expected.__name__}")
+        parts = (*answer, *answer.values()) if isinstance(answer, dict) else ()
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError(f"field 'qa_pairs': masks and names are {answer!r:.40}, not texts")
         questions.append(
             Question(
                 after.replace("{Q}", asked), (str(answer),), limit, metadata={"answer": answer}

@@ -2,7 +2,8 @@
 """RULER's variable tracking: a chain of assignments in noise, after one solved example.
 
 Source: NVIDIA/RULER @c3f5e3b, `scripts/data/synthetic/variable_tracking.py` (Hsieh et al., 2024,
-arXiv 2404.06654, section 3.2): one chain, four hops.
+arXiv 2404.06654, section 3.2): one chain, four hops. One difference: two line breaks follow the
+solved example, where RULER before 2025 and lm-evaluation-harness have four.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _hidden(names: list[str], value: str, size: int, rng: random.Random) -> str:
 def _example(size: int, seed: str, rng: random.Random) -> str:
     """A solved example; positions depend on `seed` only, names and value are drawn from `rng`."""
     names, value = _chain(rng, 3)
-    text = wording.tracking(value, NAMES)
+    text = wording.as_released(wording.tracking(value, NAMES))
     hidden = _hidden(names, value, size, random.Random(seed))
     answer = f"{text.prefix} {' '.join(names)}"
     return f"{text.intro}\n\n{hidden}\n{text.question}{answer}\n\n"
@@ -66,7 +67,7 @@ def _generate(request: SampleRequest) -> Iterator[TaskSample]:
     def build(size: int, rng: random.Random, index: int) -> TaskSample:
         example = _example(example_size, seed, rng)
         names, value = _chain(rng, 5)
-        text = wording.tracking(value, NAMES)
+        text = wording.as_released(wording.tracking(value, NAMES))
         hidden = _hidden(names, value, size, rng)
         limit = ruler.MAX_NEW_TOKENS["vt"]
         question = Question(f"\n{text.question}", tuple(names), limit, text.prefix)

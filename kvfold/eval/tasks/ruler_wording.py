@@ -49,13 +49,21 @@ def needles(kind: str, keys: Sequence[str], several: bool) -> Wording:
 
 
 def tracking(value: str, names: int) -> Wording:
-    """Wording of variable tracking, for a chain of `names` variables that starts with `value`."""
+    """Wording of variable tracking, for a chain of `names` variables that starts with `value`.
+
+    Spelled right, as in the bundled model's training; see `as_released`.
+    """
     return Wording(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.",
         f"Question: Find all variables that are assigned the value {value} in the text above.",
         " Answer: According to the chain(s) of variable assignment in the text above, "
         f"{names} variables are assigned the value {value}, they are: ",
     )
+
+
+def as_released(text: Wording) -> Wording:
+    """The wording of variable tracking with RULER's misspelling in the answer's prefix."""
+    return text._replace(prefix=text.prefix.replace("assigned", "assgined"))
 
 
 COMMON = Wording(

@@ -55,6 +55,14 @@ PROMPTS: dict[str, PromptTemplate] = {
 }  # fmt: skip
 
 
+# JSON types of labels; texts of the other tasks.
+LABELS = {
+    "qa_eng": "text, number or truth value",
+    "many_shot": "text, number or truth value",
+    "mf": "number",
+}
+
+
 class _Turn(BaseModel):
     input: str
     answer: Any
@@ -82,10 +90,11 @@ def _fields(task: str, row: _SCBenchRow, turn: _Turn) -> dict[str, str]:
 
 
 def _label(task: str, turn: _Turn) -> Any:
-    """The label in the metric's form: a list of values, or an option's text and letter."""
-    values = turn.answer if isinstance(turn.answer, list) else [turn.answer]
-    if not values:
-        raise ValueError("field 'multi_turns': an answer is empty")
+    """The label in the metric's form: a list of values, or an option's text and letter.
+
+    Raises ValueError for an answer that is empty or of another type.
+    """
+    values = source.labels(turn.answer, LABELS.get(task, "text"), "multi_turns.answer")
     if task == "choice_eng" and len(values) == 1 and turn.options and values[0] in turn.options:
         return [values[0], "ABCD"[turn.options.index(values[0])]]
     return values

@@ -25,6 +25,17 @@ class DatasetRow(BaseModel):
 
 AnyRow = TypeVar("AnyRow", bound=DatasetRow)
 
+# Errors of a conversion whose row has other types than the published ones, or literals nested too
+# deeply for Python's parser.
+_ODD = (TypeError, AttributeError, LookupError, ArithmeticError, MemoryError, RecursionError)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "text": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "text or integer": (str, int),
+    "text, number or truth value": (str, int, float, bool),
+}
+
 
 def samples(
     request: SampleRequest,
@@ -53,6 +64,23 @@ def samples(
             yield UnreadableSample(where, _first(error))
         except (ValueError, SyntaxError) as error:
             yield UnreadableSample(where, str(error))
+        except _ODD as error:
+            yield UnreadableSample(where, f"its values cannot be read: {error!r:.200}")
+
+
+def labels(answer: Any, kind: str, field: str = "answer") -> list[Any]:
+    """The values of a label: those of a list, or the single one.
+
+    Raises ValueError, which names `field`, if there is none, or one is not of the JSON type `kind`.
+    """
+    values = answer if isinstance(answer, list) else [answer]
+    if not values:
+        raise ValueError(f"field {field!r}: it is empty")
+    for value in values:
+        # By class, as a truth value is also an int.
+        if type(value) not in _KINDS[kind]:
+            raise ValueError(f"field {field!r}: {value!r:.40} is no {kind}")
+    return values
 
 
 def has(request: SampleRequest, file: str) -> bool:

@@ -57,7 +57,7 @@ def _files(name: str | None) -> dict[str, Path]:
         if name and not folder.is_dir():
             folder = Path(snapshot_download(name, local_files_only=True))
         if (folder / INDEX).exists():
-            places = json.loads((folder / INDEX).read_text())["weight_map"]
+            places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             return {weight: folder / file for weight, file in places.items()}
         with safe_open(folder / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), folder / SINGLE)

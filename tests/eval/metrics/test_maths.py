@@ -4,6 +4,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from math_verify.errors import TimeoutException
 
 from kvfold.eval.metrics import MetricScore, maths
 from tests.helpers.metrics import value
@@ -60,6 +61,29 @@ def test_expressions_that_never_end_are_given_up_outside_the_main_thread_too():
         endless = thread.submit(maths.equivalent, "\\boxed{9^{9^{9^{9}}}}", "1", 1)
         assert endless.result(timeout=60).value == 0
         assert thread.submit(maths.equivalent, "\\boxed{0.5}", "\\frac12").result().value == 1
+
+
+def test_a_comparison_that_fails_is_a_counted_failure(monkeypatch):
+    from math_verify import grader
+
+    def endless(*arguments):
+        raise TimeoutException
+
+    def overflowing(*arguments):
+        raise OverflowError("too large")
+
+    for fails, said in ((endless, "TimeoutException"), (overflowing, "OverflowError")):
+        monkeypatch.setattr(grader, "sympy_expr_eq", fails)
+        failed = MetricScore(0.0, f"math-verify: {said}")
+        assert maths.equivalent("\\boxed{x^2}", "2 x") == failed
+        # Equal texts are equal, whatever their expressions.
+        assert maths.equivalent("\\boxed{x^2}", "x^2") == MetricScore(1.0)
+
+
+@pytest.mark.slow
+def test_a_comparison_that_never_ends_is_a_counted_failure():
+    found = maths.equivalent("\\boxed{\\sum_{k=1}^{10^8} \\frac{1}{k^2+1}}", "\\frac{3}{7}", 1)
+    assert found == MetricScore(0.0, "math-verify: TimeoutException")
 
 
 def test_math_without_a_box_is_a_counted_failure():

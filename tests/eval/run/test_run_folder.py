@@ -17,6 +17,7 @@ import pytest
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.run import job
+from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
 from kvfold.eval.run.run_folder import (
     counted,
@@ -137,6 +138,15 @@ def test_records_are_replaced_as_a_whole(uninterrupted, tmp_path):
     write_records(tmp_path, summarize(uninterrupted)[:1])
     assert len(path.read_text().splitlines()) == 1
     assert [each.name for each in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+def test_records_are_written_in_utf_8_whatever_the_locale(tmp_path, monkeypatch):
+    write = Path.write_text
+    monkeypatch.setattr(
+        Path, "write_text", lambda path, text, encoding="ascii": write(path, text, encoding)
+    )
+    path = write_records(tmp_path, [CellResult.model_construct(haystack="日記.txt")])
+    assert json.loads(path.read_bytes().decode("utf-8"))["haystack"] == "日記.txt"
 
 
 def drawn(

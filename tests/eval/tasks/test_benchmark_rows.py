@@ -133,6 +133,50 @@ def test_scbench_rows_are_queries_alone_or_turns(tmp_path):
     assert record.questions[0].text == "\n\nWhat is the largest number?\n\nThe largest number is"
 
 
+def scbench_turn(answer):
+    return {"multi_turns": [{"input": "The largest number is", "answer": answer}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "odd", "field"),
+    [
+        ("infinitebench_code_run", {"answer": None}, "'answer': None is no text or integer"),
+        ("infinitebench_code_run", {"answer": [5.5]}, "'answer': 5.5"),
+        ("infinitebench_code_run", {"answer": True}, "'answer': True"),
+        ("infinitebench_passkey", {"answer": None}, "'answer': None"),
+        ("infinitebench_kv_retrieval", {"answer": [{}]}, "'answer': {}"),
+        ("infinitebench_math_calc", {"answer": [[]]}, "'answer': it is empty"),
+        ("infinitebench_math_calc", {"answer": [1, "2"]}, "'answer': '2' is no integer"),
+        ("infinitebench_math_find", {"answer": "9"}, "'answer': '9' is no number"),
+        ("infinitebench_longbook_qa_eng", {"answer": [None]}, "'answer': None is no text"),
+        ("infinitebench_longbook_qa_chn", {"answer": 5}, "'answer': 5 is no text"),
+        ("infinitebench_longbook_choice_eng", {"answer": [5, "A"]}, "'answer': 5 is no text"),
+        ("scbench_kv", scbench_turn(5), "answer': 5 is no text"),
+        ("scbench_kv", scbench_turn(None), "answer': None is no text"),
+        ("scbench_vt", scbench_turn(["A", 5]), "answer': 5 is no text"),
+        ("scbench_qa_eng", scbench_turn(None), "answer': None"),
+        ("scbench_qa_chn", scbench_turn(5), "answer': 5 is no text"),
+        ("scbench_mf", scbench_turn(None), "answer': None is no number"),
+        ("scbench_summary", scbench_turn([]), "answer': it is empty"),
+        ("loogle_shortdep_qa", {"qa_pairs": "[{'Q': 5, 'A': 'a'}]"}, "'qa_pairs': a question is 5"),
+        ("loogle_shortdep_qa", {"qa_pairs": "-" * 300_000 + "1"}, "'qa_pairs': no list"),
+        ("loogle_shortdep_qa", {"qa_pairs": "5"}, "'qa_pairs': no list"),
+        (
+            "loogle_shortdep_cloze",
+            {"qa_pairs": "[{'Q': '<mask-0>', 'A': {'<mask-0>': 5}}]"},
+            "'qa_pairs': masks and names",
+        ),
+    ],
+)
+def test_a_label_of_another_type_is_named_before_the_model_runs(name, odd, field, tmp_path):
+    options = ["w", "x", "y", "z"]
+    asked = "Return func_1(2). The largest number of the list is:"
+    row = {"context": "text", "input": asked, "answer": "x", "options": options, **odd}
+    (record,) = read(name, [row], tmp_path)
+    assert isinstance(record, UnreadableSample)
+    assert record.where.endswith("rows.jsonl:1") and field in record.why
+
+
 def test_gsm8k_with_and_without_solved_examples(tmp_path):
     row = {"question": "2 * 600?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}
     (plain,) = read("gsm8k", [row], tmp_path)

@@ -3,13 +3,15 @@
 
 import itertools
 import json
+import random
 import re
 from collections import Counter
 
 import pytest
 
 from kvfold.errors import KvfoldError
-from tests.helpers.tasks import ALL, ESSAYS, HOTPOT, SQUAD, made, read
+from kvfold.eval.short_ruler import generate
+from tests.helpers.tasks import ALL, ESSAYS, HOTPOT, SQUAD, count, made, read
 
 
 def test_eleven_of_rulers_tasks_are_generated():
@@ -105,6 +107,22 @@ def test_the_chain_of_variables_can_be_followed():
     solved = re.search(r"they are:  ((?:[A-Z]{3} ?){5})", example).group(1).split()
     assert all(f"VAR {name} = " in example for name in solved)
     assert not any(f"VAR {name} = " in second.context for name in solved)
+
+
+def test_variable_tracking_is_misspelled_as_in_the_benchmark():
+    (record,) = made("ruler_vt", 1)
+    question = record.questions[0]
+    value = re.search(r"assigned the value (\d+) in", question.text).group(1)
+    # NVIDIA/RULER `scripts/data/synthetic/constants.py`, "assgined" included.
+    assert question.answer_prefix == (
+        " Answer: According to the chain(s) of variable assignment in the text above, "
+        f"5 variables are assgined the value {value}, they are: "
+    )
+    assert record.prompt(question).count("variables are assgined the value") == 2
+    assert "variables are assigned the value" not in record.prompt(question)
+    # The bundled model was trained on the right spelling.
+    trained = generate("vt", 500, count, random.Random(0)).questions[0]
+    assert "5 variables are assigned the value" in trained.prefix
 
 
 @pytest.mark.parametrize(("length", "repeats"), [(1500, (6, 1)), (6000, (30, 3))])

@@ -39,6 +39,28 @@ def test_bad_rows_are_named_by_file_and_line_and_the_others_are_read(tmp_path):
         assert word in one.why
 
 
+@pytest.mark.parametrize(
+    "error",
+    [TypeError("not iterable"), KeyError("Q"), AttributeError("x"), OverflowError("infinity"),
+     MemoryError(), RecursionError("too deep")],
+)  # fmt: skip
+def test_a_row_that_no_conversion_expects_is_named_and_the_others_are_read(error, tmp_path):
+    class Row(source.DatasetRow):
+        text: str
+
+    def convert(row):
+        if row.text == "odd":
+            raise error
+        return TaskSample("own", 0, row.text, ())
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "odd"}\n{"text": "good"}\n', encoding="utf-8")
+    request = SampleRequest(data=str(file))
+    bad, good = source.samples(request, Row, convert, file="rows")
+    assert bad == UnreadableSample(f"{file}:1", f"its values cannot be read: {error!r}")
+    assert (good.index, good.context) == (1, "good")
+
+
 def test_a_byte_order_mark_is_no_part_of_rows_and_texts(tmp_path):
     path = tmp_path / "qasper.jsonl"
     path.write_text("\n" + json.dumps(longbench_row("qasper")) + "\n", encoding="utf-8-sig")

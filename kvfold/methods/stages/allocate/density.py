@@ -12,11 +12,13 @@ from torch import Tensor
 
 from kvfold.errors import BudgetError
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.allocate.layers import named_layers
 from kvfold.methods.stages.allocate.rounding import ROUNDING, UNLIMITED, largest_remainder
 
 Norm = Literal["across_layers", "official", "none"]
 Shape = Literal["softmax", "uniform", "reciprocal", "exponential"]
 Spending = Literal["exact", "official"]
+SKIPPED = "d2o:skip_layers"
 
 
 def column_variance(observation: Observation) -> Tensor:
@@ -52,11 +54,12 @@ def by_density(
     the others in proportion to their shares. Layers in `skip_layers` stay whole inside the total;
     negative ones count from the end. A row whose budget is at least its tokens gets uniform sizes.
 
-    Raises BudgetError if the skipped layers alone exceed the total.
+    Raises BudgetError if the skipped layers alone exceed the total, and KvfoldError for one that
+    there is not.
     Source: D2O, equation 5 and section 5.4 (Table 4); AIoT-MLSys-Lab/d2o.
     """
     layers = len(statistics)
-    skipped = {layer + layers if layer < 0 else layer for layer in skip_layers}
+    skipped = named_layers(skip_layers, layers, SKIPPED)
     sharing = [layer for layer in range(layers) if layer not in skipped]
     used = [statistics[layer] for layer in sharing]
     logits = _logits(used, norm, shape).T.tolist() if used else [[]] * len(seen)
@@ -93,8 +96,8 @@ def as_released(
     Shapes as in `by_density`, but `budget [B]` may be fractional. With ρ = budget / seen, a layer
     keeps the share softmax(−F)·L·ρ of its entries, between 0.01 and 1, the softmax over all L
     layers. Its `recent` entries and its others are rounded down separately. Layers in `skip_layers`
-    take part in the softmax and are never compressed. A row whose budget is at least its tokens
-    keeps that many.
+    take part in the softmax and are never compressed; negative ones count from the end. A row whose
+    budget is at least its tokens keeps that many. Raises KvfoldError for a layer that there is not.
 
     Source: AIoT-MLSys-Lab/d2o.
     """
@@ -103,7 +106,7 @@ def as_released(
     part = (weights * layers * (budget.double() / seen)).clamp(0.01, 1.0)
     newest, others = (seen * part * share + ROUNDING for share in (recent, 1 - recent))
     counts = torch.where(budget >= seen, budget.long(), newest.long() + others.long())
-    counts[list(skip_layers)] = UNLIMITED
+    counts[sorted(named_layers(skip_layers, layers, SKIPPED))] = UNLIMITED
     return list(counts)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.methods.observation import Observation
+from kvfold.methods.stages.allocate.layers import named_layers
 from kvfold.methods.stages.score.observation_window import window_votes
 
 Ranking = Literal["position", "attention"]
@@ -31,13 +32,16 @@ def norm_cut(
     attention the one with the fewest votes of the last `VOTERS` queries. The norm is that of the
     last query's attention to the candidates, or with `include_sinks` to all entries. With several
     `rows` the last queries' attention to an entry is averaged over those that see it. Norms are
-    averaged over the query heads, so all heads keep equally many. `keep_layers` evict nothing.
+    averaged over the query heads, so all heads keep equally many. `keep_layers` evict nothing;
+    negative ones count from the end. Raises KvfoldError for a layer that there is not.
 
     Source: Ni et al., algorithm 1 (arXiv 2502.16886); Patrick-Ni/ReFreeKV `dynamic_metrics.py`.
     """
     observation, _ = observation.padding_first()
     stored = (observation.positions >= 0).sum(-1).amax(-1)
-    if observation.layer in keep_layers:
+    if observation.layers == 1:  # of which the default names more
+        keep_layers = tuple(layer for layer in keep_layers if layer < 1)
+    if observation.layer in named_layers(keep_layers, observation.layers, "dbudgetkv:keep_layers"):
         return stored
     importance = (
         by_position(observation, sinks) if ranking == "position" else by_attention(observation)

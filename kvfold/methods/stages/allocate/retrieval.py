@@ -54,12 +54,15 @@ def above_quantile(
 ) -> list[Tensor]:
     """Sizes `[B, H]` of each layer: no limit for heads from the `sparsity` quantile of all on.
 
-    scores: `[B, H]` of each layer; `window` is the size of the others. Quantiles between two heads
-    are interpolated; the released code adds noise of 1e-6, by which equal heads part.
+    scores: `[B, H]` of each layer; `window` is the size of the others, and of all at a sparsity of
+    1. Quantiles between two heads are interpolated; the released code adds noise of 1e-6, by which
+    equal heads part.
     Source: mit-han-lab/duo-attention `duo_attn/utils.py`, `sparsify_attention_heads`.
     """
     every = torch.cat([layer.to(scores[0].device) for layer in scores], 1).double()
     least = every.quantile(sparsity, dim=-1, keepdim=True)
+    if sparsity >= 1:  # the quantile is the best head's own score
+        least = torch.full_like(least, torch.inf)
     return [
         torch.where(layer.double() >= least.to(layer.device), UNLIMITED, window) for layer in scores
     ]

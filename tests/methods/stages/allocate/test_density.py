@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold import BudgetError
+from kvfold import BudgetError, KvfoldError
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.density import (
     as_released,
@@ -189,6 +189,15 @@ def test_skipped_layers_stay_whole_inside_the_total(shape):
 def test_skipped_layers_that_take_everything_are_refused(skipped):
     with pytest.raises(BudgetError, match=r"whole layers of 100 tokens.*skip fewer layers"):
         counts_of([[1.0], [2.0], [3.0]], 60, 100, skip_layers=skipped)
+
+
+@pytest.mark.parametrize("layer", [3, -4])
+@pytest.mark.parametrize("budget", [60, 100])
+def test_a_skipped_layer_that_there_is_not_is_refused(budget, layer):
+    with pytest.raises(KvfoldError, match=f"d2o:skip_layers names layer {layer} of 3 "):
+        counts_of([[1.0], [2.0], [3.0]], budget, 100, skip_layers=(0, layer))
+    with pytest.raises(KvfoldError, match=f"d2o:skip_layers names layer {layer} of 3 "):
+        released([[1.0]] * 3, budget / 100, 100, skipped=(0, layer))
 
 
 # --- as released -------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfold import KvfoldError
 from kvfold.methods.observation import Observation
 from kvfold.methods.stages.allocate.norm_cut import VOTERS, norm_cut
 from kvfold.methods.stages.score.observation_window import window_votes
@@ -28,7 +29,7 @@ def attending(*rows):
     logits = [[math.log(a) if a else -1e4 for a in row] for row in rows]
     places = torch.arange(stored).expand(1, len(rows), stored)
     queries = torch.tensor(logits).view(1, len(rows), 1, stored)
-    return Observation(keys, keys, places, queries, places[:, 0, -1:], layer=2)
+    return Observation(keys, keys, places, queries, places[:, 0, -1:], layer=2, layers=4)
 
 
 GOLDEN = attending(
@@ -105,7 +106,7 @@ def naive_cut(row, orders, threshold, include_sinks):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_cut_is_the_naive_loop(groups, ranking, include_sinks, rows):
     lengths = [30, 17, 9]
-    seen = observe(lengths, groups=groups, layer=2)
+    seen = observe(lengths, groups=groups, layer=2, layers=4)
     attention = [naive_rows(alone(seen, row, length)) for row, length in enumerate(lengths)]
     naive = [(naive_row(a, rows), naive_orders(a, ranking, 3, groups)) for a in attention]
     found = set()
@@ -126,7 +127,7 @@ def test_the_cut_is_the_naive_loop(groups, ranking, include_sinks, rows):
 
 @RANKING
 def test_padding_between_entries_changes_nothing(ranking):
-    seen = observe([24], layer=2)
+    seen = observe([24], layer=2, layers=4)
     at = [i + (i > 5) + 2 * (i > 20) for i in range(24)]  # three holes
     wide = {"keys": torch.full((1, 2, 27, 8), 50.0), "positions": torch.full((1, 2, 27), -1)}
     for name, tensor in wide.items():
@@ -144,7 +145,7 @@ def test_padding_between_entries_changes_nothing(ranking):
 @given(st.floats(0, 0.9), st.integers(0, 30))
 @settings(max_examples=30, deadline=None)
 def test_the_selection_keeps_the_norm_and_one_less_would_not(ranking, threshold, seed):
-    seen = observe([20 + seed], groups=2, layer=2)
+    seen = observe([20 + seed], groups=2, layer=2, layers=4)
     stored, sinks = 20 + seed, 4
     counts = norm_cut(seen, threshold=threshold, sinks=sinks, ranking=ranking)
     if ranking == "position":
@@ -178,7 +179,7 @@ def test_the_selection_keeps_the_norm_and_one_less_would_not(ranking, threshold,
 @given(st.floats(0, 1.2), st.floats(0, 0.5))
 @settings(max_examples=30, deadline=None)
 def test_a_higher_threshold_keeps_no_more(ranking, threshold, step):
-    seen = observe([30, 17, 9], layer=2)
+    seen = observe([30, 17, 9], layer=2, layers=4)
     low = norm_cut(seen, threshold=threshold, ranking=ranking)
     high = norm_cut(seen, threshold=threshold + step, ranking=ranking)
     assert (high <= low).all()
@@ -186,7 +187,7 @@ def test_a_higher_threshold_keeps_no_more(ranking, threshold, step):
 
 @RANKING
 def test_the_ends_of_the_threshold(ranking):
-    seen = observe([30, 17, 10], layer=2)
+    seen = observe([30, 17, 10], layer=2, layers=4)
     least = 4 if ranking == "position" else VOTERS
     nothing = norm_cut(seen, threshold=0.0, ranking=ranking)
     assert nothing.tolist() == [30, 17, 10]
@@ -206,7 +207,7 @@ def test_attention_to_nothing_but_sinks_keeps_the_newest_entry():
 
 @RANKING
 def test_rows_with_nothing_to_rank_stay_whole(ranking):
-    seen = observe([30, 4, 2], layer=2)
+    seen = observe([30, 4, 2], layer=2, layers=4)
     counts = norm_cut(seen, threshold=1.0, sinks=4, ranking=ranking)
     assert counts.tolist()[1:] == [4, 2]
 
@@ -215,5 +216,13 @@ def test_kept_layers_lose_nothing():
     for layer, counts in ((0, [30, 17]), (1, [30, 17]), (2, [5, 5])):
         seen = observe([30, 17], layer=layer, layers=4)
         assert norm_cut(seen, threshold=1.0).tolist() == counts
+        assert norm_cut(seen, threshold=1.0, keep_layers=(-4, -3)).tolist() == counts
     seen = observe([30, 17], layer=0)
     assert norm_cut(seen, threshold=1.0, keep_layers=()).tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("layer", [4, -5])
+def test_a_kept_layer_that_there_is_not_is_refused(layer):
+    seen = observe([30, 17], layer=0, layers=4)
+    with pytest.raises(KvfoldError, match=f"dbudgetkv:keep_layers names layer {layer} of 4 "):
+        norm_cut(seen, keep_layers=(0, layer))

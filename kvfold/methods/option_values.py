@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of methods' options: checked against their kinds, read from texts, written as texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvfold.errors import KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.methods.base import Method
+
+# Largest options of methods: an int32 token count, a float32 score
+LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
+# Characters of a file name that a method's text reads otherwise: between methods and options, white
+# space around a value, and a percent sign that looks like an escape
+MARKS = re.compile(r"[+,]|\A\s+|\s+\Z|%(?=[0-9A-Fa-f]{2})")
+TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+# Kinds of the classes that were asked for: resolving hints takes longer than all else here
+_KINDS: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
+
+
+def kinds_of(cls: type[Method]) -> dict[str, Any]:
+    """Kind of each option of a method class, by its type hint; Any where hints name the unknown."""
+    kinds = _KINDS.get(cls)
+    if kinds is None:
+        try:
+            hints = typing.get_type_hints(cls)
+        except NameError:  # a name that its own file imports for type checkers alone
+            hints = {}
+        kinds = {option.name: hints.get(option.name, Any) for option in dataclasses.fields(cls)}
+        _KINDS[cls] = kinds
+    return kinds
+
+
+def check_options(method: Method, name: str) -> None:
+    """Raises KvfoldError, naming the option, for a value that no text would give it.
+
+    That is one of another kind than the option's, or a number outside int32 or float32. Options of
+    kinds that no text can give are not checked.
+    """
+    for option, kind in kinds_of(type(method)).items():
+        value = getattr(method, option)
+        if type(value) is not kind and not _is_of(value, kind):
+            raise KvfoldError(f"{name}:{option} takes {_in_words(kind)}, not {value!r}")
+        for number in value if isinstance(value, tuple) else (value,):
+            most = LARGEST.get(type(number))
+            if most is not None and not abs(number) <= most:
+                raise KvfoldError(
+                    f"{name}:{option} is a number from {-most:g} to {most:g}, not {number:.3g}"
+                )
+
+
+def from_text(method: Method, option: str, text: str) -> Any:
+    """Value of a method's `option` that a text spells; raises KvfoldError for any other text."""
+    kinds = kinds_of(type(method))
+    if option not in kinds:
+        raise KvfoldError(
+            f"{method.name} has no option {option!r}; it has {', '.join(kinds) or 'none'}"
+        )
+    kind = kinds[option]
+    try:
+        if typing.get_origin(kind) is typing.Literal:
+            return next(choice for choice in typing.get_args(kind) if str(choice) == text)
+        if kind is bool:
+            return TRUTHS[text.lower()]
+        if typing.get_origin(kind) is tuple:
+            return () if text == "none" else tuple(int(item) for item in text.split("/"))
+        return kind(unquote(text, errors="strict") if _is_text(kind) else text)
+    except (ValueError, TypeError, KeyError, StopIteration):
+        raise KvfoldError(f"{method.name}:{option} takes {_in_words(kind)}, not {text!r}") from None
+
+
+def as_text(value: Any) -> str:
+    """Value of an option as a method's text spells it, "a%2Bb" for a file named "a+b"."""
+    if isinstance(value, tuple):
+        return "/".join(map(str, value)) or "none"
+    if isinstance(value, str):
+        return MARKS.sub(lambda found: quote(found[0], safe=""), str(value))
+    return str(value)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """True if a value is of that kind: a choice that is spelled alike, an int that is no bool."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return any(str(value) == str(choice) and value == choice for choice in arguments)
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(item, arguments[0]) for item in value)
+    if kind is int or kind is bool:
+        return type(value) is kind
+    if kind is float:
+        return isinstance(value, float) or type(value) is int
+    return isinstance(value, str) or not _is_text(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, str)
+
+
+def _in_words(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return "whole numbers with / between them"
+    return str(getattr(kind, "__name__", kind))
