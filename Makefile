@@ -21,15 +21,20 @@ REAL ?=
 FITTED := .models/smollm2
 FIT = $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 --words 400
 BOOK ?=
+# The home folder as ~, which bash puts in by itself and other shells do not.
+override REAL := $(patsubst ~/%,$(HOME)/%,$(REAL))
+override BOOK := $(patsubst ~/%,$(HOME)/%,$(BOOK))
+# Recipes take them from the environment, as paths may hold spaces and quotes.
+export REAL BOOK
 
 .PHONY: demo real test quick test-pages test-real test-vllm test-lmcache test-quantized \
 	check docs models train clean
 
 demo: .venv/ready $(if $(REAL),real)
-	$(BIN)/kvfold demo $(if $(REAL),--model $(REAL)) $(if $(BOOK),--book $(BOOK))
+	$(BIN)/kvfold demo $(if $(REAL),--model "$$REAL") $(if $(BOOK),--book "$$BOOK")
 
 real: .venv/ready
-	$(BIN)/python -m real_model.make $(REAL)
+	$(BIN)/python -m real_model.make $(if $(REAL),"$$REAL")
 	$(if $(REAL),,test -f $(FITTED)-scorer.safetensors || \
 		$(FIT) --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors)
 	$(if $(REAL),,test -f $(FITTED)-filters.safetensors || \
@@ -51,7 +56,7 @@ test-pages: .venv/ready
 
 # With .venv-vllm, which `make test-vllm` sets up, also in vLLM.
 test-real: real
-	REAL=$(REAL) $(BIN)/python -m pytest tests_real
+	$(BIN)/python -m pytest tests_real
 
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests_vllm
@@ -77,15 +82,16 @@ train: .venv/ready
 	$(BIN)/python -m training.train
 	$(BIN)/python -m training.evaluate
 
+# pip comes last in a venv: one without it was interrupted.
 .venv/ready: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
 # What is uninstalled is built for GPUs, and would be loaded with any text model.
 .venv-vllm/ready: pyproject.toml
-	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	test -x $(VLLM_BIN)/pip || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -c "import torch" 2>/dev/null || $(VLLM_BIN)/pip install --quiet "$(TORCH)"
 	$(VLLM_BIN)/pip install --quiet "$(VLLM)" pytest openai
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -94,7 +100,7 @@ train: .venv/ready
 
 # Policies need neither transformers nor the rest of kvfold's dependencies, and have none here.
 .venv-lmcache/ready: pyproject.toml
-	test -x $(LMCACHE_BIN)/python || $(PYTHON) -m venv .venv-lmcache
+	test -x $(LMCACHE_BIN)/pip || $(PYTHON) -m venv .venv-lmcache
 	$(LMCACHE_BIN)/python -c "import torch" 2>/dev/null || $(LMCACHE_BIN)/pip install --quiet "$(TORCH)"
 	$(LMCACHE_BIN)/pip install --quiet --no-deps "$(LMCACHE)"
 	$(LMCACHE_BIN)/pip install --quiet $(LMCACHE_NEEDS) pytest packaging pydantic safetensors
@@ -107,7 +113,7 @@ train: .venv/ready
 
 # LiteLLM pins an older huggingface_hub than transformers needs; a test of it is skipped without.
 .venv-litellm/ready:
-	test -x .venv-litellm/bin/python || $(PYTHON) -m venv .venv-litellm
+	test -x .venv-litellm/bin/pip || $(PYTHON) -m venv .venv-litellm
 	.venv-litellm/bin/pip install --quiet litellm
 	touch $@
 

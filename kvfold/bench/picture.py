@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from kvfold.bench.participants import AGAIN
 from kvfold.bench.record import BenchCell
 from kvfold.bench.summary import BenchRow
+from kvfold.report.mathtext import plain
 
 PANELS = {
     "first_token": "time to first token",
@@ -36,7 +37,7 @@ def figure(rows: Sequence[BenchRow]) -> Figure:
         _draw(panel, name, rows, cells, methods)
         panel.set_title(title, loc="left", fontsize=10)
         panel.set_xlabel("× full cache", fontsize=9)
-    panels[0].set_yticks(range(len(methods)), methods, fontsize=8)
+    panels[0].set_yticks(range(len(methods)), [plain(name) for name in methods], fontsize=8)
     panels[0].invert_yaxis()
     handles, labels = panels[0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=2, frameon=False)
@@ -64,7 +65,7 @@ def _draw(
             markersize=4,
             linewidth=1.2,
             color=color,
-            label=str(cell),
+            label=plain(str(cell)),
         )
         for _, noise in (item for item in shown if item[0].label.method == AGAIN):
             panel.axvspan(

@@ -33,14 +33,15 @@ def stats_json(stats: Stats) -> dict[str, Any]:
 
 def progress(out: Console) -> Progress:
     """A progress bar with a description, removed at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=out, transient=True)
 
 
 @contextmanager
 def counted(out: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar of `total` items called `what`; yields a function that sets how many are done."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    said = TextColumn("{task.description}", markup=False)
+    columns = (said, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -41,7 +41,7 @@ img {{ max-width: 100% }}
 
 def page(parts: Sequence[RenderableType], picture: Figure) -> str:
     """A self-contained HTML page: `parts` as in a terminal, and the picture below."""
-    screen = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False)
+    screen = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False, markup=False)
     for part in parts:
         screen.print(part)
     text = screen.export_html(theme=DEFAULT_TERMINAL_THEME, inline_styles=True, code_format=PAGE)

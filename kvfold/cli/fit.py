@@ -96,7 +96,7 @@ def command(
     read = drawn(whole, passages, words, seed)
     for place in too_short(whole, words):
         told = f"{texts[place]} has fewer than {words} words (--words), and is not used"
-        notes.print(told, markup=False, soft_wrap=True)
+        notes.print(told, soft_wrap=True)
     network, tokenizer = load(model, loading)
     with progress(notes) as bar:
         task = bar.add_task("fitting", total=None)

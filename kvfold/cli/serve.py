@@ -244,7 +244,6 @@ def _announce(bound: socket.socket, name: str, settings: ServerSettings) -> None
     console().print(
         f"{name} at http://{shown}:{port}/v1, contexts by {settings.method} within "
         f"{settings.budget}, {size(settings.memory)} of them in memory",
-        markup=False,
         soft_wrap=True,
     )
     if settings.api_key is None and host not in LOCAL:

@@ -84,20 +84,19 @@ def serve(
     bound = listening(host, port)
     for about in catalog.all():
         if "refused" in about:
-            errors().print(f"refused: {about['id']}: {about['refused']}", markup=False)
+            errors().print(f"refused: {about['id']}: {about['refused']}")
         elif "uneven" in about:
-            errors().print(f"uneven: {about['id']}: {about['uneven']}", markup=False)
+            errors().print(f"uneven: {about['id']}: {about['uneven']}")
         elif about["lost"]:
             lost = (
                 f"{about['id']} loses {about['lost']:.1%} of its entries: heads need equal counts"
             )
-            errors().print(lost, markup=False)
+            errors().print(lost)
     name = Path(model).name if Path(model).is_dir() else model
     engine = VllmOptions(place, name, dtype, folder, api_key, words, held)
     address = bound.getsockname()
     out.print(
         f"{name} at http://{address[0]}:{address[1]}/v1 once vLLM is ready, contexts of {folder}",
-        markup=False,
         soft_wrap=True,
     )
     run(engine, catalog, bound, body=body, arrivals=arrivals)

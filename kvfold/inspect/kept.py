@@ -11,6 +11,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvfold.report.mathtext import plain
+
 # positions[l][b][h]: 1-D tensor of stored token positions, from `cache.positions(l)`.
 Positions = Sequence[Sequence[Sequence[Tensor]]]
 
@@ -105,7 +107,7 @@ def _mark(panel: Axes, needles: Sequence[tuple[int, int]]) -> None:
 
 
 def _caption(panel: Axes, label: str, grid: np.ndarray, needles: Sequence[tuple[int, int]]) -> None:
-    panel.set_title(label, loc="left", fontsize=10, pad=9)
+    panel.set_title(plain(label), loc="left", fontsize=10, pad=9)
     note = f"kept {grid.mean():.1%} of the entries"
     if needles:
         inside = np.concatenate([grid[:, start:stop] for start, stop in needles], axis=1)

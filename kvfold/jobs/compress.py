@@ -25,7 +25,7 @@ from kvfold.contexts.levelled import level_of
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import Compress
 from kvfold.hf.fitted_numbers import digest_of_file
-from kvfold.jobs.executor import WorkerSpec
+from kvfold.jobs.executor import WorkerSpec, told
 from kvfold.loading import Loading
 from kvfold.methods.base import Method, spelled_out
 from kvfold.methods.stages.select.one_set import Rule
@@ -209,7 +209,7 @@ def compress_document(
     try:
         made = job.made(model, tokenizer)
         made.save(job.path, codec=job.codec)
-    except (KvfoldError, RuntimeError) as problem:
-        # RuntimeError covers out of memory: the other documents may be shorter.
-        return CompressResult(job.path, None, str(problem).partition("\n")[0])
+    # Whatever is wrong with one document, the others may be sound, or shorter.
+    except Exception as problem:
+        return CompressResult(job.path, None, told(problem))
     return CompressResult(job.path, made.stats())

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from kvfold.errors import KvfoldError
 from kvfold.loading import Loading, load
 from kvfold.methods.registry import import_methods, imported_methods
 
@@ -37,10 +38,10 @@ class WorkerSpec(Generic[J, R]):
     """Function that workers apply to every job, and the model `name` that each of them loads.
 
     `run(model, tokenizer, job)` returns the job's result; it is pickled by reference, so it must be
-    a module-level function. `given_up(job, reason)` returns the result of a job that killed its
-    worker `TRIES` times. `parts(job)` are smaller jobs to try first; none if it is the smallest.
-    `loading` holds the options the model is loaded with, `imports` the
-    modules that register methods; every worker imports them.
+    a module-level function. `given_up(job, reason)` returns the result of a job that raised, or
+    killed its worker `TRIES` times. `parts(job)` are smaller jobs to try after such deaths; none if
+    it is the smallest. `loading` holds the options the model is loaded with, `imports` the modules
+    that register methods; every worker imports them.
     """
 
     name: str
@@ -62,6 +63,26 @@ class WorkerDied(Exception):
     """A worker ended before it returned the result of its job."""
 
 
+@dataclass(frozen=True)
+class JobFailed:
+    """What a worker sends in place of a result: its job raised, as `why` tells."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class ModelFailed:
+    """What a worker sends in place of a result: it has no model, as `why` tells."""
+
+    why: str
+
+
+def told(problem: BaseException) -> str:
+    """First line of an exception's message, after its type unless it is a KvfoldError."""
+    said = str(problem).partition("\n")[0]
+    return said if isinstance(problem, KvfoldError) else f"{type(problem).__name__}: {said}"
+
+
 class Executor(Protocol, Generic[W]):
     """At most `count` workers at a time; each runs one job after another."""
 
@@ -77,7 +98,7 @@ class Executor(Protocol, Generic[W]):
         """Blocks until at least one busy worker is done or dead; returns all of these."""
 
     def result(self, worker: W) -> Any:
-        """The result of the worker's job; raises WorkerDied."""
+        """The result of the worker's job, JobFailed or ModelFailed; raises WorkerDied."""
 
     def shutdown(self, idle: Sequence[W], busy: Sequence[W]) -> None:
         """Ends all workers; jobs still running are lost."""
@@ -86,7 +107,8 @@ class Executor(Protocol, Generic[W]):
 def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
     """Concurrent execution; the job of a worker that dies is retried, `TRIES` attempts in all.
 
-    Then its parts are tried, if it has any.
+    Then its parts are tried, if it has any. A job that raises is given up at once, as it would
+    raise again. Raises KvfoldError if a worker cannot load the model.
     """
 
     def run(jobs: Iterable[J]) -> Iterator[R]:
@@ -118,11 +140,40 @@ def in_parallel(spec: WorkerSpec[J, R], executor: Executor[W]) -> RunJobs[J, R]:
                         result = spec.given_up(job, GIVEN_UP)
                     else:
                         idle.append(worker)
+                    if isinstance(result, ModelFailed):
+                        raise KvfoldError(f"no model in a worker: {result.why}")
+                    if isinstance(result, JobFailed):
+                        result = spec.given_up(job, result.why)
                     yield result
         finally:
             executor.shutdown(idle, list(busy))
 
     return run
+
+
+class ModelWorker:
+    """The loaded model of a worker, which runs jobs; it returns failures, and never raises.
+
+    An exception that left the worker would end it, or come without its type to the parent.
+    """
+
+    def __init__(self, spec: WorkerSpec[Any, Any], count: int) -> None:
+        """Loads the model in one of `count` workers."""
+        self.spec = spec
+        self.loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | ModelFailed
+        try:
+            self.loaded = load_in_worker(spec, count)
+        except Exception as problem:
+            self.loaded = ModelFailed(told(problem))
+
+    def run(self, job: Any) -> Any:
+        """The job's result, JobFailed or ModelFailed."""
+        if isinstance(self.loaded, ModelFailed):
+            return self.loaded
+        try:
+            return self.spec.run(*self.loaded, job)
+        except Exception as problem:
+            return JobFailed(told(problem))
 
 
 def load_in_worker(

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kvfold.jobs.executor import J, R, RunJobs, WorkerDied, WorkerSpec, in_parallel, load_in_worker
+from kvfold.jobs.executor import (
+    J,
+    JobFailed,
+    ModelWorker,
+    R,
+    RunJobs,
+    WorkerDied,
+    WorkerSpec,
+    in_parallel,
+    told,
+)
 
 
 def processes(spec: WorkerSpec[J, R], count: int) -> RunJobs[J, R]:
@@ -68,10 +78,12 @@ def _serve(connection: Connection, spec: WorkerSpec[Any, Any], count: int) -> No
     """Loop of a worker process: receives jobs and sends results until the pipe is closed."""
     # Ctrl-C is handled by the parent, which then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    model, tokenizer = load_in_worker(spec, count)
+    worker = ModelWorker(spec, count)
     while True:
         try:
-            job = connection.recv()
-        except EOFError:
+            connection.send(worker.run(connection.recv()))
+        except (EOFError, ConnectionError):
             return
-        connection.send(spec.run(model, tokenizer, job))
+        # A job or a result that cannot be pickled: nothing was sent yet.
+        except Exception as problem:
+            connection.send(JobFailed(told(problem)))

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfold.errors import KvfoldError
-from kvfold.jobs.executor import J, R, RunJobs, WorkerDied, WorkerSpec, in_parallel, load_in_worker
+from kvfold.jobs.executor import (
+    J,
+    JobFailed,
+    ModelFailed,
+    ModelWorker,
+    R,
+    RunJobs,
+    WorkerDied,
+    WorkerSpec,
+    in_parallel,
+    told,
+)
 
 
 def cluster(spec: WorkerSpec[J, R], address: str, count: int | None) -> RunJobs[J, R]:
@@ -51,7 +62,7 @@ class RayExecutor:
         self.count = count or gpus or int(resources["CPU"])
 
     def start_worker(self) -> _ActorWorker:
-        actor = self.ray.remote(_ModelActor).options(**self.needs)
+        actor = self.ray.remote(ModelWorker).options(**self.needs)
         return _ActorWorker(actor.remote(self.spec, self.count))
 
     def submit(self, worker: _ActorWorker, job: Any) -> None:
@@ -65,19 +76,14 @@ class RayExecutor:
         try:
             return self.ray.get(worker.pending)
         except self.ray.exceptions.RayActorError as gone:
+            # The actor could not be made, as on a machine without kvfold: its last line says why.
+            if gone.actor_init_failed:
+                return ModelFailed(str(gone).strip().splitlines()[-1])
             raise WorkerDied from gone
+        # A job or a result that cannot be pickled.
+        except self.ray.exceptions.RayTaskError as failed:
+            return JobFailed(told(failed.cause))
 
     def shutdown(self, idle: Sequence[_ActorWorker], busy: Sequence[_ActorWorker]) -> None:
         for worker in (*idle, *busy):
             self.ray.kill(worker.handle)
-
-
-class _ModelActor:
-    """Body of a Ray actor: a loaded model that runs jobs."""
-
-    def __init__(self, spec: WorkerSpec[Any, Any], count: int) -> None:
-        self.spec = spec
-        self.model, self.tokenizer = load_in_worker(spec, count)
-
-    def run(self, job: Any) -> Any:
-        return self.spec.run(self.model, self.tokenizer, job)

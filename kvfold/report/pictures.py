@@ -13,6 +13,7 @@ from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.statistics import Estimate
 from kvfold.report.board import Board
+from kvfold.report.mathtext import plain
 from kvfold.report.style import COLORS, GREY, LineStyle, label
 from kvfold.report.summary import ReportRow, budgets, frontier, rows
 
@@ -41,7 +42,7 @@ def pareto(board: Board, styles: dict[str, LineStyle]) -> Figure:
     axes = drawn.subplots(down, min(len(panels), WIDE), squeeze=False).flatten()
     for panel, (title, results, lower) in zip(axes, panels, strict=False):
         _panel(panel, rows(results), styles, lower)
-        panel.set_title(_plain(title), loc="left", fontsize=11)
+        panel.set_title(plain(title), loc="left", fontsize=11)
     for spare in axes[len(panels) :]:
         spare.set_visible(False)
     handles = {
@@ -143,21 +144,16 @@ def _maps(results: Sequence[CellResult], styles: dict[str, LineStyle]) -> Figure
                 panel.tick_params(length=0)
         line[0].set_ylabel(_label(method), rotation=0, ha="right", fontsize=8)
     for panel, budget in zip(axes[0], columns, strict=True):
-        panel.set_title("no budget" if budget is None else f"kept {budget}", fontsize=9)
+        panel.set_title("no budget" if budget is None else plain(f"kept {budget}"), fontsize=9)
     if image is not None:
         bar = drawn.colorbar(image, ax=axes[0], location="right", aspect=8)
         bar.set_label("score, %", fontsize=7)
         bar.ax.tick_params(labelsize=6, length=0)
         bar.outline.set_visible(False)
-    task, where = _plain(results[0].cell.task), _plain(results[0].haystack or "a haystack")
+    task, where = plain(results[0].cell.task), plain(results[0].haystack or "a haystack")
     drawn.suptitle(f"{task} in {where}: length in tokens across, depth down", fontsize=9)
     return drawn
 
 
 def _label(method: str) -> str:
-    return _plain(label(method))
-
-
-def _plain(text: str) -> str:
-    """A name with $ escaped, so that matplotlib does not read it as mathematics."""
-    return text.replace("$", r"\$")
+    return plain(label(method))

@@ -45,7 +45,8 @@ def markdown(boards: Sequence[Board]) -> str:
         also = [COUNTED] if counts_operations(overall) else []
         also += [LENGTH] if tells_lengths(overall) else []
         reading = "; ".join([READING, *also])
-        parts.append(f"{_safe(subject.name)}, {subject.dtype}, {subject.attention}; {reading}.")
+        about = map(_safe, (subject.name, subject.dtype, subject.attention))
+        parts.append(f"{', '.join(about)}; {reading}.")
         if overall:
             said = headline(overall, board.when)
             parts.append(_safe(" ".join([said.claim, said.evidence, *said.further])))
@@ -142,7 +143,7 @@ def cells(row: ReportRow) -> tuple[str, ...]:
     """Texts of a row's columns, as in `COLUMNS`."""
     return (
         _safe(shortest(row.method)) + ("" if row.complete else f" ({row.units} of {row.expected})"),
-        row.budget or "–",
+        _safe(row.budget) if row.budget else "–",
         "–" if row.score is None else scored(row.score),
         _gap(row),
         "–" if row.place is None else "–".join(dict.fromkeys(map(str, row.place))),

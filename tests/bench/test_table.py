@@ -94,6 +94,16 @@ def test_table_and_picture_are_made(subject: BenchModel, tmp_path: Path) -> None
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_shows_names_with_dollars_as_they_are(
+    subject: BenchModel, tmp_path: Path
+) -> None:
+    cell = cell_of(subject).model_copy(update={"name": r"models/$\a{$"})
+    labels = (ParticipantLabel("baseline", FULL), ParticipantLabel("kvfold", r"duo:file=$\a{$"))
+    lines = [record(label, cell=cell, first=1.0, subject=subject) for label in labels]
+    figure(rows(lines)).savefig(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 def test_the_summary_as_json(tmp_path: Path, no_peak: None) -> None:
     result = bench(

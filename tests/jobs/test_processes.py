@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs in processes: a killed worker loses nothing, one that always dies is an error."""
+"""Jobs in processes: a killed worker loses nothing, one that always dies is an error.
+
+So is a job that raises, by its own words; without a model the run ends.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,15 @@ from typing import Any
 
 import pytest
 
+import kvfold
+from kvfold.budget import Budget
+from kvfold.errors import KvfoldError
 from kvfold.eval.run.job import EvalJob, run_job, worker_spec
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.jobs import executor as workers
-from kvfold.jobs.executor import WorkerDied, in_parallel
+from kvfold.jobs.compress import CompressJob, CompressOptions
+from kvfold.jobs.compress import worker_spec as compressing
+from kvfold.jobs.executor import WorkerDied, WorkerSpec, here, in_parallel
 from kvfold.jobs.processes import processes
 from tests.helpers.evaluation import Setting, by_itself, by_number, jobs, record
 
@@ -42,6 +50,47 @@ class Deadly(str):
         return signal.raise_signal, (signal.SIGKILL,)
 
 
+class Unreadable(str):
+    """A text that no process can read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def echo(model: object, tokenizer: object, job: str) -> Any:
+    """The job itself, but "raises" raises, and "lambda" makes what cannot be sent."""
+    if job == "raises":
+        raise ValueError("row 2 is malformed\nand more")
+    if job == "refuses":
+        raise KvfoldError("too long")
+    return (lambda: job) if job == "lambda" else job
+
+
+def gave_up(job: str, why: str) -> tuple[str, str]:
+    return job, why
+
+
+@pytest.mark.slow
+def test_a_job_that_raises_is_told_in_its_own_words_and_the_others_are_done(folder):
+    todo = ["a", "raises", Unreadable("text"), "b", "lambda", "refuses", "c"]
+    found = list(processes(WorkerSpec(str(folder), echo, gave_up), 2)(todo))
+    failed = dict(each for each in found if isinstance(each, tuple))
+    assert sorted(each for each in found if isinstance(each, str)) == ["a", "b", "c"]
+    assert failed.keys() == {"raises", "text", "lambda", "refuses"}
+    assert failed["raises"] == "ValueError: row 2 is malformed"
+    assert failed["text"].startswith("ValueError: invalid literal")
+    assert failed["refuses"] == "too long" and "pickle" in failed["lambda"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs_of", [1, 3])
+def test_a_model_that_no_worker_can_load_is_refused_once(tmp_path, jobs_of):
+    running = processes(WorkerSpec(str(tmp_path / "none"), echo, gave_up), 2)(["a"] * jobs_of)
+    with pytest.raises(KvfoldError, match=r"no model in a worker: cannot load '.*none'"):
+        list(running)
+    assert multiprocessing.active_children() == []
+
+
 @pytest.mark.slow
 def test_processes_that_are_killed_lose_nothing(setting, folder):
     todo = jobs(setting)
@@ -57,6 +106,33 @@ def test_processes_that_are_killed_lose_nothing(setting, folder):
     assert "its worker died 2 times" in died[0].error
     assert by_number(s for s in found if s.error is None) == by_number(alone)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (ValueError("a row\nis malformed"), "ValueError: a row"),
+        (MemoryError(), "MemoryError: "),
+        (KvfoldError("too long"), "too long"),
+    ],
+)
+def test_a_document_that_raises_leaves_the_others_of_its_batch(
+    setting: Setting, tmp_path: Path, problem: Exception, why: str
+) -> None:
+    class Broken:
+        path, codec = tmp_path / "broken.kvfold", None
+
+        def made(self, *_: object) -> Any:
+            raise problem
+
+    options = CompressOptions(kvfold.parse("knorm"), Budget.of(8), None, "at_end", 0)
+    sound = CompressJob("a text of some words, " * 4, tmp_path / "sound.kvfold", options)
+    running = here(compressing("tiny"), setting.model, setting.tokenizer)
+    found = list(running([Broken(), sound]))
+    assert [(each.path.name, each.why) for each in found] == [
+        ("broken.kvfold", why), ("sound.kvfold", None),
+    ]  # fmt: skip
+    assert sound.path.exists() and not Broken.path.exists()
 
 
 class Fragile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import SampleRequest, select
 from kvfold.hf.chat_template import token_count
-from kvfold.jobs.executor import here, in_parallel
+from kvfold.jobs.executor import WorkerSpec, here, in_parallel
 from kvfold.jobs.ray_cluster import RayExecutor, cluster
 
 ray = pytest.importorskip("ray")
@@ -80,6 +81,35 @@ def test_two_nodes_give_the_records_of_one_process_though_an_actor_is_killed(
     assert len(ray.nodes()) == 2
     assert len(started) == 3, "one was killed, and another took its place"
     assert told(spread) == told(alone)
+
+
+class Unreadable(str):
+    """A text that no actor can read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.mark.slow
+def test_a_job_that_raises_is_told_in_its_own_words_and_a_model_s_failure_ends_the_run(
+    address: str,
+) -> None:
+    # Functions inside a function are sent to actors whole: these need not import this file.
+    def echo(model: object, tokenizer: object, job: str) -> str:
+        if job == "raises":
+            raise ValueError("row 2 is malformed")
+        return job
+
+    def gave_up(job: str, why: str) -> str:
+        return f"{job} gave up: {why}"
+
+    todo = ["a", "raises", Unreadable("text"), "b"]
+    found = sorted(cluster(WorkerSpec("bundled", echo, gave_up), address, 1)(todo))
+    assert found[:3] == ["a", "b", "raises gave up: ValueError: row 2 is malformed"]
+    assert found[3].startswith("text gave up: ") and len(found) == 4
+    for name, why in (("/none", "cannot load '/none'"), (Unreadable("x"), "invalid literal")):
+        with pytest.raises(KvfoldError, match=f"no model in a worker: .*{why}"):
+            list(cluster(WorkerSpec(name, echo, gave_up), address, 1)(["a", "b"]))
 
 
 @pytest.mark.slow

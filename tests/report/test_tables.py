@@ -16,7 +16,7 @@ from kvfold.report.headline import signed
 from kvfold.report.page import payload
 from kvfold.report.style import styles
 from kvfold.report.tables import by_task, markdown, to_csv
-from tests.helpers.reports import HOSTILE, known, made
+from tests.helpers.reports import HOSTILE, MODEL, known, made
 
 
 def test_csv_holds_every_field() -> None:
@@ -51,6 +51,18 @@ def test_markdown_escapes_names() -> None:
     assert "<" not in text.replace("&lt;", "") and HOSTILE not in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {11}
+
+
+def test_markdown_escapes_all_that_a_record_tells_of_its_model_and_budget() -> None:
+    subject = MODEL.model_copy(update={"dtype": HOSTILE, "attention": f"a|{HOSTILE}"})
+    lines = [made(subject=subject), made("m", "0.2", subject=subject)]
+    lines[1] = lines[1].model_copy(
+        update={"cell": lines[1].cell.model_copy(update={"budget": HOSTILE})}
+    )
+    for text in (markdown(boards(lines)), by_task(boards(lines))):
+        assert "&lt;img" in text and "<" not in text
+        table = [line for line in text.splitlines() if line.startswith("|")]
+        assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {11}
 
 
 def test_operations_stand_in_place_of_seconds_where_they_were_counted() -> None:

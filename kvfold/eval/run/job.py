@@ -23,7 +23,7 @@ from kvfold.eval.run.sample_result import SampleOutcome, SampleResult, sample_di
 from kvfold.eval.run.streaming import run_streaming
 from kvfold.eval.run.truncated import as_whole_context, context_room
 from kvfold.eval.tasks import Task, TaskSample, UnreadableSample, tasks
-from kvfold.jobs.executor import WorkerSpec
+from kvfold.jobs.executor import WorkerSpec, told
 from kvfold.loading import Loading
 
 # Runs cells of one task on a batch of samples
@@ -89,12 +89,12 @@ def run_job(
                         each = _with_peak(model, each, before)
                     found.append(job.line(cell, index, each))
             elif len(job.samples) == 1:
-                found += replace(job, cells=(cell,)).errors(_message(outcome))
+                found += replace(job, cells=(cell,)).errors(told(outcome))
             else:
                 found += _in_parts(model, tokenizer, replace(job, cells=(cell,)))
     except Exception as problem:
         if alone:
-            return job.errors(_message(problem))
+            return job.errors(told(problem))
         return _in_parts(model, tokenizer, job)
     order = {cell: place for place, cell in enumerate(job.cells)}
     return sorted(found, key=lambda line: order[line.cell])
@@ -197,12 +197,6 @@ def _reset_peak(device: torch.device) -> int | None:
         return None
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
-
-
-def _message(problem: Exception) -> str:
-    """First line of an exception's message, after its type unless it is a KvfoldError."""
-    said = str(problem).partition("\n")[0]
-    return said if isinstance(problem, KvfoldError) else f"{type(problem).__name__}: {said}"
 
 
 @cache

@@ -26,7 +26,7 @@ const shade = (element, value) => {
 };
 
 function heatmap(map) {
-  const thousands = (n) => (n >= 1000 ? `${Number((n / 1024).toFixed(1))}k` : n);
+  const thousands = (n) => (n >= 1000 ? `${Number((n / 1000).toFixed(1))}k` : n);
   const title = map.budget === null ? "all" : map.budget;
   const head = make("tr", {}, make("th", {}, title), map.lengths.map((n) => make("th", { scope: "col" }, thousands(n))));
   const body = map.depths.map((depth, line) => make("tr", {},

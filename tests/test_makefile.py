@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Makefile: paths as they are, and a venv that was interrupted is made anew."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import kvfold
+
+MAKEFILE = Path(kvfold.__file__).parents[1] / "Makefile"
+VENVS = (".venv", ".venv-vllm", ".venv-lmcache", ".venv-litellm")
+# Writes its name and arguments, one a line.
+TELLS = """#!/bin/sh
+printf '%s\\n' "${0##*/}" "$@" "REAL is $REAL" >> told
+"""
+# Python whose `-m venv` is interrupted before pip is there, but not the second time.
+MAKES_VENVS = """#!/bin/sh
+for folder; do :; done
+mkdir -p "$folder/bin"
+cp tool "$folder/bin/python"
+test -e begun || { touch begun; kill -INT $$; }
+cp tool "$folder/bin/pip"
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the Makefile, and a tool that tells what it was asked."""
+    shutil.copy(MAKEFILE, tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    _script(tmp_path / "tool", TELLS)
+    return tmp_path
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+def made(folder: Path, *words: str, home: str = "/home/me") -> int:
+    command = ["make", *words]
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": home}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode
+
+
+@pytest.mark.parametrize(
+    ("real", "taken"),
+    [
+        ("my models/smollm2", "my models/smollm2"),
+        ('it\'s; "so" `x`', 'it\'s; "so" `x`'),
+        ("~/a b", "/home/me/a b"),
+        ("org/model", "org/model"),
+    ],
+)
+def test_paths_are_taken_as_they_are(folder: Path, real: str, taken: str) -> None:
+    (folder / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "kvfold"):
+        shutil.copy(folder / "tool", folder / ".venv/bin" / name)
+    (folder / ".venv/ready").touch()
+    told = [
+        *("python", "-m", "real_model.make", taken, f"REAL is {taken}"),
+        *("kvfold", "demo", "--model", taken, "--book", "my book.txt", f"REAL is {taken}"),
+        *("python", "-m", "pytest", "tests_real", f"REAL is {taken}"),
+    ]
+    assert made(folder, "demo", "test-real", f"REAL={real}", "BOOK=my book.txt") == 0
+    assert (folder / "told").read_text(encoding="utf-8").splitlines() == told
+
+
+@pytest.mark.parametrize("venv", VENVS)
+def test_a_venv_that_was_interrupted_is_made_anew(folder: Path, venv: str) -> None:
+    _script(folder / "makes-venvs", MAKES_VENVS)
+    words = (f"{venv}/ready", "PYTHON=./makes-venvs")
+    assert made(folder, *words) != 0
+    assert (folder / venv / "bin/python").exists() and not (folder / venv / "bin/pip").exists()
+    assert made(folder, *words) == 0
+    assert (folder / venv / "ready").exists()
