@@ -15,7 +15,8 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
     is that came after the last compression, as such padding may be among the entries.
     """
     store, waiting = state.ragged_store(), state.waiting
-    ended = _ended(state, store.new[0] if decoding else 1)
+    padded = state.sequence.valid is not None
+    ended = _ended(state, store.new[0] if decoding else 1) if padded else []
     if not store.pairs:
         if store.encode_due(decoding, observation, ended):
             state.evicted_at = state.seen
@@ -28,7 +29,7 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
 
 
 def _ended(state: LayerState, newest: int) -> list[bool]:
-    """True for each row with padding among its `newest` columns; empty without padding."""
+    """True for each row with padding among its `newest` columns; empty if there is none to know."""
     tokens = state.sequence.tokens()
     if tokens is None or newest == 0:
         return []

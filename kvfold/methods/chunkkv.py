@@ -71,25 +71,25 @@ def whole_chunks(
 ) -> Tensor:
     """Slots `[B, H, K]` of forced entries and of the best chunks, the last chunk in part.
 
-    scores, forced and positions `[B, H, T]`; counts `[B, H]`, forced entries included. Ascending,
-    −1 for holes.
+    scores, forced, positions `[B, H, T]`; counts `[B, H]`, forced ones included. −1 for holes.
     """
     open_ = (positions >= 0) & ~forced
     values, at = scores.masked_fill(~open_, 0), positions.clamp(min=0)
-    chunk, chunks = at // length, int(at.max()) // length + 1
     # By position, as a slot may hold another token in each head.
-    none = values.new_zeros(*values.shape[:2], chunks * length)
+    none = values.new_zeros(*values.shape[:2], (last := int(at.max())) + 1)
     totals, there = (none.scatter_add(2, at, each) for each in (values, open_.to(values.dtype)))
     if shared:
         totals, there = totals.sum(1, keepdim=True), there.amax(1, keepdim=True)
         values = totals.expand_as(none).gather(2, at)
-    sums, members = (each.unflatten(2, (chunks, length)).sum(-1) for each in (totals, there))
+    chunk = torch.arange(last + 1, device=at.device).expand_as(totals) // length
+    none = totals.new_zeros(*totals.shape[:2], last // length + 1)
+    sums, members = (none.scatter_add(2, chunk, each) for each in (totals, there))
     means = (sums / members.clamp(min=1)).masked_fill(members == 0, -torch.inf)
     # Order: by the chunk's mean, then by the entry's own score, then by position.
     by_value = values.argsort(dim=-1, descending=True, stable=True)
     rank_of_chunk = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    rank = rank_of_chunk.expand(*values.shape[:2], -1).gather(2, chunk).gather(2, by_value)
+    rank = rank_of_chunk.expand(*values.shape[:2], -1).gather(2, at // length).gather(2, by_value)
     order = by_value.gather(2, rank.argsort(dim=-1, stable=True))
-    index = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    ranked = torch.zeros_like(values).scatter(2, order, -index.to(values.dtype))
+    ranks = torch.arange(order.shape[-1], dtype=values.dtype, device=order.device)
+    ranked = torch.zeros_like(values).scatter(2, order, -ranks.expand_as(order))
     return top(with_forced(ranked, forced, positions), counts)
