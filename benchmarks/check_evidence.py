@@ -185,7 +185,7 @@ def main() -> None:
     for name in ("model", "book", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--method", action="append", help="these only, by their published names")
-    parser.add_argument("--task", action="append", help="these only, on a core of their own")
+    parser.add_argument("--task", action="append", help="these tasks only")
     parser.add_argument("--samples", type=int, help="the first so many, of methods that have them")
     parser.add_argument("--aware", action="store_true", help="with the question in view only")
     parser.add_argument("--agnostic", action="store_true", help="before the question is known only")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from kvfold.cache.state import LayerState
 from kvfold.methods.observation import Observation
 
@@ -15,8 +17,8 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
     is that came after the last compression, as such padding may be among the entries.
     """
     store, waiting = state.ragged_store(), state.waiting
-    padded = state.sequence.valid is not None
-    ended = _ended(state, store.new[0] if decoding else 1) if padded else []
+    tokens = state.sequence.tokens()
+    ended = [] if tokens is None else _ended(tokens, store.new[0] if decoding else 1)
     if not store.pairs:
         if store.encode_due(decoding, observation, ended):
             state.evicted_at = state.seen
@@ -28,9 +30,6 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
             first.evicted_at = state.evicted_at = state.seen
 
 
-def _ended(state: LayerState, newest: int) -> list[bool]:
-    """True for each row with padding among its `newest` columns; empty if there is none to know."""
-    tokens = state.sequence.tokens()
-    if tokens is None or newest == 0:
-        return []
-    return (~tokens[:, state.seen - newest :]).any(-1).tolist()
+def _ended(tokens: Tensor, newest: int) -> list[bool]:
+    """True for each row of `tokens [B, N]` with padding among its `newest` columns."""
+    return (~tokens[:, tokens.shape[1] - newest :]).any(-1).tolist()
