@@ -132,10 +132,12 @@ def picture(cells: Sequence[Cell]) -> Figure:
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     titles = ("before the question is known", "with the question in view")
+    tasks = list(dict.fromkeys(each.task for each in cells))
     for panel, aware, title in zip(panels, (False, True), titles, strict=True):
-        for number, (work, own) in enumerate(_by_work(cells)):
+        for work, own in _by_work(cells):
             if work.question_aware == aware:
                 kl = [max(each.mean_kl, 1e-6) for each in own]
+                number = tasks.index(work.task)
                 style = {"color": COLORS[number % len(COLORS)], "marker": "os^Dv"[number % 5]}
                 lost = [each.lost for each in own]
                 panel.scatter(kl, lost, s=14, alpha=0.7, label=work.task, **style)
