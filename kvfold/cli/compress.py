@@ -30,6 +30,7 @@ from kvfold.cli.options import (
     checked,
     loading,
     read_text,
+    read_with,
     refuse_given,
     with_options,
 )
@@ -156,12 +157,12 @@ def command(
         if len(documents) > 1 or ray is not None or budget is not None or level is not None:
             raise KvfoldError("--budgets is for one document, without --budget, --level and --ray")
         path, limits = _file(documents[0], out), budgets_of(method, budgets)
-        check_apart(paths_of(path, list(limits)), documents)
+        check_apart(paths_of(path, list(limits)), read_with(chosen, documents))
         text = read_text(documents[0], encoding)
         compress_to_budgets(notes, model, loading, text, path, limits, options, as_json)
     elif len(documents) == 1 and ray is None:
         path = _file(documents[0], out)
-        check_apart([path], documents)
+        check_apart([path], read_with(chosen, documents))
         text = read_text(documents[0], encoding)
         _compress_one(notes, model, loading, CompressJob(text, path, options), as_json)
     else:

@@ -221,6 +221,13 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
+def read_with(method: Method, documents: Iterable[Path]) -> list[Path]:
+    """The documents, and the files that the method's options name."""
+    from kvfold.methods.description import files_of
+
+    return [*documents, *map(Path, files_of(method).values())]
+
+
 def check_apart(made: Iterable[Path], read: Collection[Path]) -> None:
     """Raises KvfoldError if a file to write is one of the files to read, under any name."""
     for path in made:

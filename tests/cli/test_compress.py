@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import kvfold
+from kvfold.bundled import FOLDER
 from kvfold.cli import app
 from tests.helpers.commands import refused
 from tests.helpers.contexts import assert_same
@@ -154,6 +156,15 @@ def test_a_document_is_not_overwritten(tmp_path: Path) -> None:
     ):
         assert "is read, and would be overwritten: name another" in refused(*given, *arguments)
     assert text.read_text() == other.read_text() == PROMPT
+
+
+def test_a_file_of_the_method_is_not_overwritten(tmp_path: Path) -> None:
+    text, scorer = tmp_path / "doc.txt", tmp_path / "scorer.safetensors"
+    text.write_text(PROMPT)
+    shutil.copy(FOLDER / scorer.name, scorer)
+    given = ["compress", "no-such-model", str(text), "--method", f"zap:file={scorer}"]
+    said = refused(*given, "--budget", "0.5", "--out", str(scorer))
+    assert f"{scorer} is read, and would be overwritten" in said
 
 
 def test_what_cannot_be_levelled_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
