@@ -20,7 +20,7 @@ from kvfold.checks.certify import certificate, halves
 from kvfold.checks.encoded import SYSTEM, EncodedPrompt, distinct, encode, encode_attack
 from kvfold.checks.measure import Attack, PromptMeasurements
 from kvfold.checks.overlap import tokenizer as splitter
-from kvfold.checks.prompts import CheckPrompt, prompts_of
+from kvfold.checks.prompts import CheckPrompt, check_apart_from, prompts_of
 from kvfold.checks.reading import MethodAtBudget, reading_order
 from kvfold.checks.records import CheckStore
 from kvfold.checks.result import (
@@ -83,8 +83,8 @@ def check(
         say: hears what is being measured.
 
     Raises KvfoldError for fewer than two forced tokens, for a tolerance that is no number from 0
-    on, for prompts that cannot be read, fewer than two, or too long for the model, and as
-    `CompressedCache` for methods and budgets.
+    on, for prompts that cannot be read, fewer than two, too long for the model, or in the folder
+    `out`, and as `CompressedCache` for methods and budgets.
     """
     if tokens < LEAST_TOKENS:
         raise KvfoldError(
@@ -93,6 +93,7 @@ def check(
         )
     asked = contenders(_as_list(methods), _as_list(budgets), question_aware)
     limits = limits_of(tolerance)
+    check_apart_from(out, prompts)
     given = prompts_of(prompts)
     inputs = CheckInputs.of(tokenizer, given, attacks, question_aware, seed, rows_of(model))
     inputs.check_lengths(model, LONGER * tokens, allow_longer)

@@ -76,12 +76,13 @@ def command(
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         from kvfold.checks.check import ATTACK, check, contenders, limits_of, several
-        from kvfold.checks.prompts import prompts_of
+        from kvfold.checks.prompts import check_apart_from, prompts_of
         from kvfold.methods.registry import listed
     # Refused here, before a large model is loaded.
     named, amounts = listed(methods), words(budgets)
     contenders(named, amounts, question_aware)
     limits_of(tolerance)
+    check_apart_from(out, prompts)
     several(prompts_of(prompts))
     requests = [ATTACK] if attacks is None else read_text(attacks).splitlines()
     check_name(model, loading)

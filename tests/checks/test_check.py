@@ -122,6 +122,14 @@ def test_bad_input_is_one_line(bundled) -> None:
         check((tiny_llama(), word_tokenizer()), [chat, {"prompt": "sky"}], "kivi")
 
 
+def test_records_are_never_read_as_prompts(bundled, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("the sky is blue")
+    (tmp_path / "two.txt").write_text("the grass is green")
+    with pytest.raises(KvfoldError, match="prompts and results cannot share the folder"):
+        check(bundled, tmp_path, "kivi:bits=8", out=tmp_path)
+    assert not (tmp_path / "check.jsonl").exists()
+
+
 def test_a_model_without_template_reads_plain_prompts() -> None:
     pair = tiny_llama().eval(), word_tokenizer()
     found = check(pair, ["the sky is blue", "grass is green here we go"], "kivi:bits=8,group=8")

@@ -73,3 +73,9 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     if text is not None:
         path.write_text(text)
     assert message in refused("check", "no/model", str(path), *options)
+
+
+def test_a_folder_of_prompts_is_not_that_of_results(prompts: Path) -> None:
+    message = refused("check", "no/model", str(prompts.parent), "--out", f"{prompts.parent}/.")
+    assert "prompts and results cannot share the folder" in message
+    assert [path.name for path in prompts.parent.iterdir()] == ["prompts.jsonl"]
