@@ -35,17 +35,23 @@ class Padding:
 
     def check(self, mask: Tensor) -> None:
         """Raises KvfoldError for forbidden padding; `mask [B, N]`, bool, over all columns."""
-        if self.new == 1 and not self.slides:
-            return
-        ends = mask[:, :-1] & ~mask[:, 1:]  # tokens that padding follows
-        if self.new > 1 and bool(ends[:, mask.shape[1] - self.new :].any()):
+        if self.new > 1 and bool(_ends(mask)[:, mask.shape[1] - self.new :].any()):
             raise KvfoldError(ON_THE_LEFT)
-        if self.slides and bool((ends.any(-1) & mask[:, -self.new :].any(-1)).any()):
+        self.check_windows(mask)
+
+    def check_windows(self, mask: Tensor) -> None:
+        """Raises KvfoldError for padding between tokens that layers would count as tokens."""
+        if self.slides and bool((_ends(mask).any(-1) & mask[:, -self.new :].any(-1)).any()):
             raise KvfoldError(
                 f"{self.name} has sliding windows or recurrent layers, which count padding between "
                 "a row's tokens as tokens: read later turns of several rows without padding, or "
                 "each row with a cache of its own"
             )
+
+
+def _ends(mask: Tensor) -> Tensor:
+    """Bool mask `[B, N − 1]` of the tokens that padding follows."""
+    return mask[:, :-1] & ~mask[:, 1:]
 
 
 class _Announced(threading.local):

@@ -19,6 +19,7 @@ from kvfold.generation.inputs import (
     check_last_column,
     check_pieces,
     check_read_ahead,
+    check_windows,
     later_features,
     leading_padding,
 )
@@ -97,6 +98,7 @@ def generate(
     if compile:
         check_compiled(model, cache, options)
     resumed = resumption(cache, input_ids, attention_mask, reuse)
+    check_windows(resumed, attention_mask)
     if assisted:
         return _assisted(model, input_ids, resumed, attention_mask, chunk, options)
     settings = settings_of(model, options)
@@ -107,15 +109,18 @@ def generate(
     if stop > resumed.seen:
         check_read_ahead(model, resumed, options, attention_mask[:, resumed.seen : stop])
     resumed.go_back()
-    if stop > resumed.seen and per_chunk:
-        read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
-    elif stop > resumed.seen:
-        ids, total = input_ids[:, :stop], input_ids.shape[1]
-        read_turn(model, cache, ids, attention_mask, total, chunk)
-    if rows > 1 and cache.get_seq_length() > 0:
-        cache.batch_repeat_interleave(rows)
-    with later_features(model, resumed, input_ids, options):
-        return _decode(model, cache, input_ids, attention_mask, compile, options)
+    try:
+        if stop > resumed.seen and per_chunk:
+            read_per_chunk(model, cache, input_ids[:, :stop], attention_mask, chunk)
+        elif stop > resumed.seen:
+            ids, total = input_ids[:, :stop], input_ids.shape[1]
+            read_turn(model, cache, ids, attention_mask, total, chunk)
+        if rows > 1 and cache.get_seq_length() > 0:
+            cache.batch_repeat_interleave(rows)
+        with later_features(model, resumed, input_ids, options):
+            return _decode(model, cache, input_ids, attention_mask, compile, options)
+    finally:
+        cache.phase.until = 0  # else the next prompt would go on where this one failed
 
 
 def _read_ahead(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.padding import ON_THE_LEFT
+from kvfold.attention.padding import ON_THE_LEFT, Padding
 from kvfold.cache.cache import CompressedCache
 from kvfold.errors import KvfoldError
 from kvfold.generation.resume import Resumption
@@ -126,6 +126,13 @@ def check_read_ahead(
     raise KvfoldError(
         f"{', '.join(given)} must reach the model together with the whole prompt, and {reason}"
     )
+
+
+def check_windows(resumed: Resumption, mask: Tensor) -> None:
+    """Raises KvfoldError for padding between tokens, `mask [B, N]`, where layers count it."""
+    cache, new = resumed.cache, mask.shape[1] - resumed.seen
+    slides = bool(cache.other_layers())
+    Padding(cache.binding.name, new, slides).check_windows(mask.bool())
 
 
 def check_pieces(method: Method, chunk: int, tokens: int) -> None:

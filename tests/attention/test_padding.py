@@ -75,3 +75,15 @@ def test_padding_between_tokens_is_refused_where_layers_count_it(name):
     assert all(map(torch.equal, contents(cache), before))
     reader.mask = mask
     assert torch.isfinite(reader(later)).all()
+
+
+def test_a_turn_that_is_refused_for_its_padding_is_not_read_in_part():
+    """The answer's last token, which padding follows, would be read first."""
+    model = build("gemma2")
+    cache = CompressedCache(model, "snapkv:window=8", 20)
+    out = kvfold.generate(model, prompts((40, 40))[0], cache=cache, **GREEDY)
+    whole = torch.cat([out, continuation(2, 30)], 1)
+    seen, mask = cache.get_seq_length(), without(slice(48, 58), whole.shape[1])
+    with pytest.raises(KvfoldError, match="each row with a cache of its own"):
+        kvfold.generate(model, whole, cache=cache, attention_mask=mask, **GREEDY)
+    assert cache.get_seq_length() == seen == 47

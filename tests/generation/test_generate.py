@@ -361,3 +361,16 @@ def test_products_beyond_float16_are_scaled_in_time(spec):
     reader = Reader(own, cache)
     reader(ids)
     assert reader(continuation(1, 1)).isfinite().all()
+
+
+def test_a_call_that_fails_after_reading_ahead_leaves_no_prefill_open(model):
+    """The next prompt, which is shorter, is compressed at its end."""
+    ids, cache = prompts((100,))[0], CompressedCache(model, "snapkv:window=8", 20)
+    with pytest.raises(ValueError, match="unknown"):
+        kvfold.generate(model, ids, cache=cache, prefill_chunk=40, unknown=1, **GREEDY)
+    assert cache.get_seq_length() == 60
+    out = kvfold.generate(model, ids[:, :80], cache=cache, **GREEDY)
+    assert kept(cache) == [20 + 7]
+    fresh = CompressedCache(model, "snapkv:window=8", 20)
+    assert torch.equal(out, kvfold.generate(model, ids[:, :80], cache=fresh, **GREEDY))
+    assert positions(cache) == positions(fresh)
