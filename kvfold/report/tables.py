@@ -126,15 +126,18 @@ def tells_lengths(shown: Sequence[ReportRow]) -> bool:
 
 
 def by_budget(shown: Sequence[ReportRow], lower: bool = False) -> list[ReportRow]:
-    """Rows without a budget, then by budget from the largest cache on, best score first."""
+    """Rows without a budget, then by budget from the largest cache on; best score first.
+
+    Rows that lack tasks come after the others of their budget: their means are over other tasks.
+    """
     sizes: dict[str | None, list[float]] = {}
     for row in shown:
         sizes.setdefault(row.budget, []).append(row.kept_nominal or row.bytes_ratio or 0.0)
     order = sorted(sizes, key=lambda b: (b is not None, -sum(sizes[b]) / len(sizes[b])))
 
-    def rank(row: ReportRow) -> tuple[int, float]:
+    def rank(row: ReportRow) -> tuple[int, bool, float]:
         worst = math.inf if row.score is None else row.score.value if lower else -row.score.value
-        return order.index(row.budget), worst
+        return order.index(row.budget), not row.complete, worst
 
     return sorted(shown, key=rank)
 

@@ -15,7 +15,7 @@ from kvfold.report.board import boards
 from kvfold.report.headline import signed
 from kvfold.report.page import payload
 from kvfold.report.style import styles
-from kvfold.report.tables import by_task, markdown, to_csv
+from kvfold.report.tables import by_budget, by_task, markdown, to_csv
 from tests.helpers.reports import HOSTILE, MODEL, known, made
 
 
@@ -91,6 +91,14 @@ def test_markdown_says_what_is_inside_the_noise() -> None:
     results = [made(), made("m", "0.2", (89.0, 1.0), (-1.0, -3.0, 1.0))]
     assert "| ≈ −1.0 (−3.0 to +1.0) |" in markdown(boards(results))
     assert (signed(-0.04), signed(2.0), signed(-2.0)) == ("0.0", "+2.0", "−2.0")
+
+
+def test_rows_that_lack_tasks_stand_below_the_others_of_their_budget() -> None:
+    results = [made(task=task) for task in "ab"]
+    results += [made("easy", "0.2", (99.0, 1.0), task="a")]
+    results += [made("whole", "0.2", (60.0, 1.0), task=task) for task in "ab"]
+    overall = by_budget(summary.rows(results))
+    assert [row.method for row in overall] == ["full", "whole", "easy"]
 
 
 def test_every_table_names_the_haystack() -> None:
