@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfold.cache.state import LayerState
+from torch import Tensor
+
+from kvfold.cache.phase import Phase
+from kvfold.cache.state import PER_ENTRY, LayerState
 from kvfold.cache.stats import Stats
 
 if TYPE_CHECKING:
@@ -20,11 +23,7 @@ def stats_of(cache: CompressedCache) -> Stats:
     entries, positions, slack = (
         (sum(each) for each in zip(*parts, strict=True)) if parts else (0, 0, 0)
     )
-    beside = sum(state.nbytes_beside() for state in started)
-    if phase.prefix is not None:
-        beside += phase.prefix.numel() * phase.prefix.element_size()
-    if phase.surprise is not None:
-        beside += phase.surprise.nbytes
+    beside = sum(state.nbytes_beside() for state in started) + _bytes_of_all_layers(phase)
     return Stats(
         method=str(cache.method),
         budget="none" if cache.budget is None else str(cache.budget),
@@ -47,6 +46,48 @@ def stats_of(cache: CompressedCache) -> Stats:
         errors=[[] if s.error is None else s.error.mean(0).tolist() for s in started],
         refits=[[] if s.refit is None else s.refit.mean(0).tolist() for s in started],
     )
+
+
+def nbytes_per_row(cache: CompressedCache) -> list[int]:
+    """Bytes of each row of a cache as if it were alone: without padding, with room of its own.
+
+    What observes all rows together is shared equally. Empty before the first token.
+    """
+    started = [state for state in cache.states if state.store is not None]
+    of_layers, counted = [], set[int]()
+    for state in started:
+        kept, seen = (state.columns() >= 0).sum(-1), state.seen_per_row()
+        whole = (kept == seen[:, None]).all(-1).tolist()
+        stored = state.stored().nbytes_per_row(kept.tolist(), whole, counted)
+        beside = _beside_per_row(state, kept.amax(-1).tolist())
+        of_layers.append([sum(each) for each in zip(stored, beside, strict=True)])
+    rows = [sum(each) for each in zip(*of_layers, strict=True)]
+    shared = _bytes_of_all_layers(cache.phase)
+    return [round(row + shared / len(rows)) for row in rows]
+
+
+def _beside_per_row(state: LayerState, longest: list[int]) -> list[float]:
+    """Bytes beside the store of each row alone, whose longest head holds `longest` entries.
+
+    A row alone has no padding that its tokens need to be told from.
+    """
+    store, rows = state.stored(), len(longest)
+    per_entry = _nbytes(*(getattr(state, name) for name in PER_ENTRY))
+    others = state.nbytes_beside() - per_entry - _nbytes(state.sequence.valid)
+    return [
+        (others + per_entry * (count + store.dead) / max(1, store.length)) / rows
+        for count in longest
+    ]
+
+
+def _bytes_of_all_layers(phase: Phase) -> int:
+    """Bytes of the tensors that all layers share."""
+    surprise = 0 if phase.surprise is None else phase.surprise.nbytes
+    return surprise + _nbytes(phase.prefix)
+
+
+def _nbytes(*tensors: Tensor | None) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors if each is not None)
 
 
 def _full_bytes(state: LayerState) -> int:

@@ -123,7 +123,7 @@ class PromptMeasurements:
         forced = [record.forced or () for record in self.forced(prompts)]
         full = self._full_logits(prompts, forced)
         compressed = self._at(prompts, cell)
-        held, spans = cache_usage(compressed.cache.stats()), kept_of_spans(compressed)
+        held, spans = cache_usage(compressed.cache), kept_of_spans(compressed)
         found = compressed.logits(self.model, forced)
         self._check_numbers(found, cell[0])
         for row, (prompt, ours) in enumerate(zip(prompts, full, strict=True)):

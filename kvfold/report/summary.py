@@ -16,9 +16,10 @@ from kvfold.eval.run.intervals import (
     Interval,
     combined,
     paired,
+    pooled,
     pooled_pairs,
 )
-from kvfold.eval.run.statistics import Estimate, PairedDifference
+from kvfold.eval.run.statistics import Estimate, PairedDifference, percent, shares
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,7 @@ def rows(results: Sequence[CellResult]) -> list[ReportRow]:
 def mean(results: Sequence[CellResult]) -> Estimate | None:
     """Mean over tasks, and over lengths within a task; None without scores.
 
-    Its interval joins theirs, so that a task that is always right, whose samples say nothing about
-    the spread, counts with what it leaves open. It has one only if every result has one.
+    It has an interval only if every result has one.
     """
     scored = [result for result in results if result.score is not None]
     scores = [result.score for result in scored if result.score is not None]
@@ -104,6 +104,12 @@ def mean(results: Sequence[CellResult]) -> Estimate | None:
         value = sum(weight * score.value for weight, score in zip(weights, scores, strict=True))
         count = sum(score.count for score in scores)
         return Estimate(value=value, error=None, low=None, high=None, count=count)
+    if not any(result.lower_is_better for result in scored):
+        return percent(pooled([shares(score) for score in scores], weights))
+    return _mean_perplexity(scores, weights)
+
+
+def _mean_perplexity(scores: Sequence[Estimate], weights: list[float]) -> Estimate:
     value, low, high = map(float, combined([_interval(score) for score in scores], weights))
     error = math.hypot(*(w * (score.error or 0) for w, score in zip(weights, scores, strict=True)))
     count = sum(score.count for score in scores)

@@ -8,7 +8,7 @@ T entries are padded on the left, with column −1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -148,4 +148,15 @@ class Store(ABC):
 
         `counted` holds addresses of shared tensors that were counted before; this store's are
         added to it.
+        """
+
+    @abstractmethod
+    def nbytes_per_row(
+        self, kept: Sequence[Sequence[int]], whole: Sequence[bool], counted: set[int]
+    ) -> list[float]:
+        """Bytes of each row of the batch as if it were alone: without what other rows make it hold.
+
+        `kept[b][h]` are the entries of row b's head h, padding left out. `whole` rows are those of
+        which nothing was evicted: alone, their columns need not be stored. `counted` is that of
+        `nbytes`, with addresses of parts of tensors.
         """

@@ -90,6 +90,16 @@ class GrowingBuffer:
         used = whole // self._buffer.shape[2] * self.length if whole else 0
         return used, whole - used
 
+    def nbytes_alone(self, padding: int = 0) -> float:
+        """Bytes of one row of the batch without `padding` of its stored rows, if it were alone.
+
+        Its room is smaller by as much as the usual room of so many rows.
+        """
+        own, slots = self.length - padding, self._buffer.shape[2]
+        usual = slack(own, self.room) / slack(self.length, self.room)
+        each = self._buffer.numel() * self._buffer.element_size() / len(self._buffer) / slots
+        return each * (own + (slots - self.length) * usual)
+
     def _copied(self, rows: Tensor, end: int | None = None) -> Tensor:
         end = rows.shape[2] if end is None else end
         shape = (*rows.shape[:2], self._capacity(end), *rows.shape[3:])

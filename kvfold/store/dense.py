@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -289,6 +289,20 @@ class DenseStore(Store):
         where = [sum(each) for each in zip(*of_each, strict=True)] or [0, 0]
         dead = (keys[0] + values[0]) // max(1, self.length) * self.dead
         return keys[0] + values[0] - dead, where[0], keys[1] + values[1] + where[1] + dead
+
+    def nbytes_per_row(
+        self, kept: Sequence[Sequence[int]], whole: Sequence[bool], counted: set[int]
+    ) -> list[float]:
+        """Bytes of each row as if it were alone; ignores `counted`."""
+        hidden = self._hidden if self.dead else None  # only evicted entries hide in a row alone
+        every = (self._keys, self._values, self._norms, self._bias, hidden)
+        always = [part for part in every if part is not None]
+        moved = always if self._columns is None else [*always, self._columns]
+        padding = [self.length - self.dead - max(of_heads) for of_heads in kept]
+        return [
+            sum(part.nbytes_alone(empty) for part in (always if untouched else moved))
+            for empty, untouched in zip(padding, whole, strict=True)
+        ]
 
     def _parts(self) -> list[GrowingBuffer]:
         parts = (self._keys, self._values, self._columns, self._bias)

@@ -345,25 +345,22 @@ class RaggedStore(Store):
 
     def nbytes(self, counted: set[int]) -> tuple[int, int, int]:
         """Bytes of keys and values, of columns and biases, and of slack; skips `counted`."""
-        sizes = [_part_bytes(part, counted) for part in (self._keys, self._values)]
-        beside, slack = (0, 0) if self._bias is None else _part_bytes(self._bias, counted)
+        sizes = [part.nbytes(counted) for part in (self._keys, self._values)]
+        beside, slack = (0, 0) if self._bias is None else self._bias.nbytes(counted)
         beside += 0 if self._columns is None else 4 * self._columns.numel()
         return sum(stored for stored, _ in sizes), beside, slack + sum(room for _, room in sizes)
 
+    def nbytes_per_row(
+        self, kept: Sequence[Sequence[int]], whole: Sequence[bool], counted: set[int]
+    ) -> list[float]:
+        columns = 0 if self._columns is None else self._columns.element_size()
+        counts = [self._counts[i : i + self.heads] for i in range(0, len(self._counts), self.heads)]
+        beside = [0 if all_ else columns * sum(n) for n, all_ in zip(counts, whole, strict=True)]
+        of_parts = [part.nbytes_per_row(counted) for part in self._parts()]
+        return [sum(each) for each in zip(beside, *of_parts, strict=True)]
+
     def _parts(self) -> list[Part]:
         return [part for part in (self._keys, self._values, self._bias) if part is not None]
-
-
-def _part_bytes(part: Part, counted: set[int]) -> tuple[int, int]:
-    """Bytes of a part's entries and of its slack; skips and extends `counted`."""
-    used, room = part.tail.nbytes()
-    stored = sum(part.alive) * part.tail.rows.shape[-1] * part.tail.rows.element_size()
-    slack = room + used - stored
-    for tensor in [] if part.encoded is None else part.encoded.tensors():
-        if tensor.data_ptr() not in counted:
-            stored += tensor.numel() * tensor.element_size()
-            counted.add(tensor.data_ptr())
-    return stored, slack
 
 
 def _divided(slots: Tensor, counts: list[int], old: list[int]) -> tuple[Tensor, Tensor]:

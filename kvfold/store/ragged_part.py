@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -179,3 +179,46 @@ class Part:
         self.gaps = tuple(self.gaps[i] for i in segments)
         if self.encoded is not None:
             self.encoded = self.encoded.select(segments)
+
+    def nbytes(self, counted: set[int]) -> tuple[int, int]:
+        """Bytes of the entries and of slack; skips and extends `counted`, as `Store.nbytes`."""
+        used, room = self.tail.nbytes()
+        stored = sum(self.alive) * self.tail.rows.shape[-1] * self.tail.rows.element_size()
+        slack = room + used - stored
+        encoded = [] if self.encoded is None else self.encoded.tensors()
+        return stored + _uncounted(encoded, counted), slack
+
+    def nbytes_per_row(self, counted: set[int]) -> list[float]:
+        """Bytes of each row as if it were alone; see `Store.nbytes_per_row`."""
+        heads = self.tail.rows.shape[1]
+        of_segments = _views(self.encoded) if self.encoded is not None else [()] * len(self.gaps)
+        found = []
+        for first in range(0, len(self.gaps), heads):
+            own = slice(first, first + heads)
+            encoded = [each for views in of_segments[own] for each in views]
+            tail = self.tail.nbytes_alone(min(self.gaps[own]))
+            found.append(tail + _uncounted(encoded, counted))
+        return found
+
+
+def _views(encoded: Encoded) -> list[tuple[Tensor, ...]]:
+    """Views of the tensors of `encoded`, those of each segment together."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in encoded.tensors()}
+    # What files hold beside them, such as a table of centroids, is no tensor of the cache.
+    views = (
+        of_segments
+        for of_segments in encoded.named().values()
+        if of_segments[0].untyped_storage().data_ptr() in owned
+    )
+    return list(zip(*views, strict=True))
+
+
+def _uncounted(tensors: Iterable[Tensor], counted: set[int]) -> int:
+    """Bytes of the tensors whose addresses are not in `counted`, to which they are added."""
+    found = 0
+    for tensor in tensors:
+        # An empty view has the address of the one that follows it.
+        if tensor.numel() and tensor.data_ptr() not in counted:
+            counted.add(tensor.data_ptr())
+            found += tensor.numel() * tensor.element_size()
+    return found

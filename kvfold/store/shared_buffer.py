@@ -56,6 +56,10 @@ class SharedBuffer(GrowingBuffer):
         used, room = self.own.nbytes()
         return self.trunk.numel() * self.trunk.element_size() + used, room
 
+    def nbytes_alone(self, padding: int = 0) -> float:
+        row = self.trunk[0, :, padding:]
+        return row.numel() * row.element_size() + self.own.nbytes_alone()
+
 
 class SharedNumbers(SharedBuffer):
     """A shared trunk of numbers `[B, H, T]`, one for each entry, followed by its own."""

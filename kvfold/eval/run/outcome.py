@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvfold.bench.cost import Cost
-from kvfold.cache.stats import Stats
+from kvfold.cache.byte_count import nbytes_per_row
+from kvfold.cache.cache import CompressedCache
 from kvfold.contexts.answer import Reply
 from kvfold.eval.run.prompt import SamplePrompt
 from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, ScoredAnswer
@@ -63,33 +64,19 @@ def scored_answer(task: Task, question: Question, reply: Reply) -> ScoredAnswer:
     )
 
 
-def cache_usage(stats: Stats) -> list[CacheUsage]:
-    """Current size of each row of a cache, as if it were alone in it.
-
-    Bytes are shared out by the entries that rows hold, without those of padding.
-    """
-    found, rows = [], len(stats.seen_per_row)
-    stored = [sum(sum(layer[row]) for layer in stats.kept) for row in range(rows)]
-    nbytes = stats.nbytes * (1 - _padding(stats, stored))
+def cache_usage(cache: CompressedCache) -> list[CacheUsage]:
+    """Current size of each row of a cache, as if it were alone in it."""
+    found, stats, nbytes = [], cache.stats(), nbytes_per_row(cache)
+    rows = len(nbytes)
     for row, seen in enumerate(stats.seen_per_row):
         kept = tuple(sum(layer[row]) / (seen * len(layer[row])) for layer in stats.kept)
         usage = CacheUsage(
             seen=seen,
             kept=sum(kept) / len(kept),
             kept_per_layer=kept,
-            nbytes=round(nbytes * stored[row] / sum(stored)),
+            nbytes=nbytes[row],
             nbytes_full=round(stats.nbytes_full * seen / (rows * stats.seen)),
             peak_bytes=None,
         )
         found.append(usage)
     return found
-
-
-def _padding(stats: Stats, stored: list[int]) -> float:
-    """Part of the entries that is padding: of rectangles whose rows hold unequal numbers."""
-    heads = sum(len(layer[0]) for layer in stats.kept)
-    entry = stats.nbytes_full / (len(stored) * stats.seen * heads)
-    whole = sum(stored)
-    # Heads of different lengths have no padding: their entries take no more than these bytes.
-    alone = max(whole * entry, stats.kv_bytes * whole / (len(stored) * max(stored)))
-    return max(0.0, 1 - alone / stats.kv_bytes)

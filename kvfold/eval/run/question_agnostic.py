@@ -76,7 +76,7 @@ def _outcomes(model: PreTrainedModel, made: Compressed, task: Task) -> list[Samp
         raise made.cache
     first, began = made.batch.prompts[0], time.perf_counter()
     # Measured first: questions grow the buffers.
-    held, step = cache_usage(made.cache.stats()), None
+    held, step = cache_usage(made.cache), None
     if task.by_likelihood:
         answers = [_likelihood(model, made.cache, first)]
     elif first.sample.conversation:

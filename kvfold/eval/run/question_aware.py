@@ -88,7 +88,7 @@ def _one_question(
     """Outcomes with one answer per sample; raises what the cell's compression raised."""
     if isinstance(made.cache, Exception):
         raise made.cache
-    held, began = cache_usage(made.cache.stats()), time.perf_counter()
+    held, began = cache_usage(made.cache), time.perf_counter()
     said = replies(model, made.cache, asked, made.batch, limits_of(questions))
     synchronize(model.device)
     took = time.perf_counter() - began
@@ -176,7 +176,7 @@ def run_by_itself(
 
 
 def _of_one_row(cache: CompressedCache) -> CacheUsage:
-    (usage,) = cache_usage(cache.stats())
+    (usage,) = cache_usage(cache)
     return usage
 
 

@@ -54,4 +54,4 @@ def _read_together(
     losses = token_by_token(model, cache, torch.cat([p.ids for p in prompts]).to(model.device))
     answers = [[ScoredAnswer.of_text(row)] for row in losses]
     seconds = time.perf_counter() - began
-    return batch_outcomes(prompts, answers, cache_usage(cache.stats()), Cost(), seconds, None)
+    return batch_outcomes(prompts, answers, cache_usage(cache), Cost(), seconds, None)
