@@ -16,8 +16,8 @@ from kvfold.eval.run.intervals import (
     Interval,
     combined,
     paired,
-    pooled,
     pooled_pairs,
+    pooled_scores,
 )
 from kvfold.eval.run.statistics import Estimate, PairedDifference, percent, shares
 
@@ -105,7 +105,7 @@ def mean(results: Sequence[CellResult]) -> Estimate | None:
         count = sum(score.count for score in scores)
         return Estimate(value=value, error=None, low=None, high=None, count=count)
     if not any(result.lower_is_better for result in scored):
-        return percent(pooled([shares(score) for score in scores], weights))
+        return percent(pooled_scores([shares(score) for score in scores], weights))
     return _mean_perplexity(scores, weights)
 
 

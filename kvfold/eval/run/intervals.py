@@ -33,7 +33,8 @@ class Moments(NamedTuple):
     """A mean, the unbiased variance of that mean (0 for one sample), and the sample sizes.
 
     `size` is Kish's effective number of samples, which is n for equal weights; `samples` is n;
-    `strata` is the number of pooled tasks.
+    `strata` is the number of pooled tasks. Theirs are also `guarded`, a variance that has what a
+    task whose samples are all alike leaves open, and its degrees of `freedom`.
     """
 
     mean: Array
@@ -41,6 +42,8 @@ class Moments(NamedTuple):
     size: float
     samples: int
     strata: int = 1
+    guarded: Array | None = None
+    freedom: Array | None = None
 
 
 class PairedMoments(NamedTuple):
@@ -75,18 +78,20 @@ def bounded(of: Moments) -> Interval:
 
     Clopper and Pearson's exact binomial interval, for the number of 0/1 trials whose variance would
     equal the measured one; for 0/1 scores that is the number of samples. Scores between 0 and 1
-    vary less, so they count as more trials; uneven weights count as fewer. Without any variance it
-    is the effective number of samples.
+    vary less, so they count as more trials, as do tasks of unlike difficulty; uneven weights count
+    as fewer. Without any variance it is the effective number of samples.
 
     Sources: Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24
     (1998). Their correction for degrees of freedom is here the squared ratio of the normal to
     Student's quantile, so that a mean of many small scores gets Student's interval.
     """
-    freedom = max(of.samples - of.strata, 1)
+    own = max(of.samples - of.strata, 1)
+    guarded = of.variance if of.guarded is None else of.guarded
+    freedom = own if of.freedom is None else of.freedom
     with np.errstate(divide="ignore", invalid="ignore"):
-        alike = of.mean * (1 - of.mean) / of.variance
-    careful = alike * (ndtri(TAIL) / stdtrit(freedom, TAIL)) ** 2
-    least = np.minimum(alike * of.samples / freedom, of.size)
+        alike, careful = (of.mean * (1 - of.mean) / each for each in (of.variance, guarded))
+    careful = careful * (ndtri(TAIL) / stdtrit(freedom, TAIL)) ** 2
+    least = np.minimum(alike * of.samples / own, of.size)
     size = np.where(of.variance > NOTHING, np.maximum(careful, least), of.size)
     right, wrong = of.mean * size, (1 - of.mean) * size
     low = betaincinv(np.maximum(right, NOTHING), wrong + 1, TAIL)
@@ -126,6 +131,27 @@ def pooled(parts: list[Moments], weights: list[float]) -> Moments:
         sum(part.samples for part in parts),
         sum(part.strata for part in parts),
     )
+
+
+def pooled_scores(parts: list[Moments], weights: list[float]) -> Moments:
+    """`pooled`, guarded for tasks of unlike difficulty; differences hold without.
+
+    Source of the degrees of freedom: Satterthwaite, Biometrics Bulletin 2 (1946).
+    """
+    each = [w**2 * _guarded(part) for w, part in zip(weights, parts, strict=True)]
+    spread = [one**2 / max(part.samples - 1, 1) for one, part in zip(each, parts, strict=True)]
+    variance = np.sum(each, 0)
+    freedom = np.square(variance) / np.sum(spread, 0)
+    return pooled(parts, weights)._replace(guarded=variance, freedom=freedom)
+
+
+def _guarded(of: Moments) -> Array:
+    """Variance of a task's mean; if all samples are alike, as if one more were right and one wrong.
+
+    Source: Laplace's rule of succession.
+    """
+    rate = (of.mean * of.size + 1) / (of.size + 2)
+    return np.where(of.variance > NOTHING, of.variance, rate * (1 - rate) / of.size)
 
 
 def pooled_pairs(parts: list[PairedMoments], weights: list[float]) -> PairedMoments:

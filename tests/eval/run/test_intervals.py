@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often 95 % intervals hold the truth, at the sizes and the rates that tables show.
 
-At least 93 % of seeded draws: 95 % less what 2,000 draws of a true 95 % leave open; 92 % for means
-over tasks.
+At least 93 % of seeded draws: 95 % less what 2,000 draws of a true 95 % leave open.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ import pytest
 from kvfold.eval.run.intervals import (
     Interval,
     bounded,
-    combined,
     moments,
     paired,
     paired_moments,
     pooled_pairs,
+    pooled_scores,
     student,
 )
 
 DRAWS, LEAST = 2000, 0.93
-# MOVER's limits are a little narrow for eight tasks that are nearly always right.
-MEANS = 0.92
 RATES = (0.0, 0.02, 0.1, 0.5, 0.9, 0.98, 1.0)
 # Shares of samples that gain and lose against the full cache.
 DISCORDANT = (
@@ -99,21 +96,21 @@ def test_means_over_tasks(rng, count, tasks):
     mixed = [[rate] * tasks for rate in RATES]
     mixed += [[1.0] * (tasks - 1) + [0.9], list(np.linspace(0.5, 1, tasks))]
     for rates in mixed:
-        assert held(mean_over(rng, rates, [count] * tasks), float(np.mean(rates))) >= MEANS, rates
+        assert held(mean_over(rng, rates, [count] * tasks), float(np.mean(rates))) >= LEAST, rates
 
 
-@pytest.mark.parametrize("counts", [(40, 20), (40, 40), (20, 100)])
+@pytest.mark.parametrize("counts", [(40, 20), (40, 40), (20, 100), (100, 20)])
 def test_means_of_a_solved_and_a_failed_task(rng, counts):
     """A task whose samples are all right, or all wrong, still leaves something open."""
-    for rates in ((0.98, 0.05), (0.99, 0.05), (0.95, 0.1), (0.98, 0.1), (1.0, 0.1)):
-        assert held(mean_over(rng, rates, counts), float(np.mean(rates))) >= MEANS, rates
+    for rates in ((0.98, 0.05), (0.99, 0.05), (0.95, 0.1), (0.98, 0.1), (0.99, 0.02)):
+        assert held(mean_over(rng, rates, counts), float(np.mean(rates))) >= LEAST, rates
 
 
 def mean_over(rng: np.random.Generator, rates: Sequence[float], counts: Sequence[int]) -> Interval:
     """The interval of a mean over tasks with these rates of right answers."""
     drawn = [right(rng, rate, count) for rate, count in zip(rates, counts, strict=True)]
-    parts = [bounded(moments(scores, np.ones(scores.shape[-1]))) for scores in drawn]
-    return combined(parts, [1 / len(parts)] * len(parts))
+    parts = [moments(scores, np.ones(scores.shape[-1])) for scores in drawn]
+    return bounded(pooled_scores(parts, [1 / len(parts)] * len(parts)))
 
 
 @pytest.mark.parametrize("count", [20, 100])
