@@ -41,6 +41,8 @@ fi
 
 needles=ruler_niah_single_1,ruler_niah_single_2
 
+step pyramidkv-small 40 --tasks $needles --methods "pyramidkv,snapkv:window=8" --budgets 16,32 \
+    --lengths 1024 --answer-tokens 16 --question-aware
 pyramid="pyramidkv,pyramidkv_official,snapkv"
 for beta in 1 10 40; do pyramid="$pyramid,pyramidkv:beta=$beta"; done
 for window in 16 32; do pyramid="$pyramid,pyramidkv:window=$window"; done
@@ -76,11 +78,14 @@ for other in random random_bottom random_top pyramid; do
 done
 step simlayerkv 40 --tasks $needles --methods "$lazy" --budgets 0.5 --lengths 1024 \
     --answer-tokens 16 --question-aware # 0.6
+first="simlayerkv:window=128,when=first_decode"
+step simlayerkv-first 40 --tasks $needles --methods "$first,$first + kivi" --budgets 0.5 \
+    --lengths 1024 --answer-tokens 16 --question-aware
 
+step dbudgetkv-kept 20 --tasks ruler_cwe,ruler_fwe --methods dbudgetkv --budgets 0.5 \
+    --lengths 1024 --answer-tokens 1 --question-aware # 0.05
 norm="dbudgetkv,dbudgetkv_literal,dbudgetkv:keep_layers=none,dbudgetkv:rows=10"
 norm="$norm,dbudgetkv:ranking=attention,dbudgetkv:threshold=0.0001,ranking=attention"
 for threshold in 0.001 0.05 0.1 0.3; do norm="$norm,dbudgetkv:threshold=$threshold"; done
 step dbudgetkv 40 --tasks $needles --methods "$norm" --budgets 0.5 --lengths 1024 \
     --answer-tokens 16 --question-aware # 0.5
-step dbudgetkv-kept 20 --tasks ruler_cwe,ruler_fwe --methods dbudgetkv --budgets 0.5 \
-    --lengths 1024 --answer-tokens 1 --question-aware # 0.05

@@ -8,6 +8,7 @@ import gzip
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -25,55 +26,71 @@ from kvfold.report.load import load_results
 
 RECORDS, LAYERS = "records.jsonl", "layers"
 LAZY = 0.9  # attention to sinks and window above which a layer is lazy (SimLayerKV, Llama-3)
+NOISE = 9  # digits behind which floats differ by the order of their sums
+# What a task's scores are called; a difference over several tasks is of points.
+UNITS = {
+    "perplexity": "perplexity of a stream",
+    "continuation": "perplexity after a prompt",
+    "profile_form": "points of forms",
+    "ruler_niah_single_1": "points in noise",
+    "ruler_niah_single_2": "points in the novel",
+}
+
+
+def rounded(value: float, digits: int) -> str:
+    """A number as text, halves away from zero, and zero without a sign."""
+    exact = Decimal(f"{value:.{NOISE}f}")
+    nearest = exact.quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
+    return str(nearest + 0).replace("-", "−")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A value with its 95 % interval, from `n` samples; operations have no interval."""
+    """A value with its 95 % interval, from `n` samples; operations have neither."""
 
     value: float
     low: float
     high: float
-    n: int
+    n: int | None = None
     digits: int = 1
 
     def __str__(self) -> str:
-        value, low, high = (self._text(each) for each in (self.value, self.low, self.high))
+        numbers = self.value, self.low, self.high
+        value, low, high = (rounded(each, self.digits) for each in numbers)
         return value if self.low == self.high else f"{value} ({low} to {high})"
-
-    def _text(self, value: float) -> str:
-        return f"{value:.{self.digits}f}".replace("-", "−")
 
 
 RuleKind = Literal["above", "below", "within", "beyond"]
-Verdict = Literal["reproduced", "not reproduced", "not told apart"]
+Verdict = Literal["reproduced", "not reproduced", "undecided"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Bounds of the whole interval: `above`, `below`, `within` ± or `beyond` ± a number."""
+    """Bounds of the whole interval: `above`, `below`, `within` or `beyond` `around` ± a number."""
 
     kind: RuleKind
     than: float
+    around: float = 0
 
     def __str__(self) -> str:
-        sign = "± " if self.kind in ("within", "beyond") else ""
+        center = f"{self.around:g} " if self.around else ""
+        sign = f"{center}± " if self.kind in ("within", "beyond") else ""
         return f"{self.kind} {sign}{self.than:g}".replace("-", "−")
 
     def verdict(self, of: Measured) -> Verdict:
-        """Not told apart: the interval lies on both sides."""
+        """Undecided: the interval lies on both sides."""
         inside, outside = {
             "above": (of.low > self.than, of.high <= self.than),
             "below": (of.high < self.than, of.low >= self.than),
             "within": self._within(of),
             "beyond": self._within(of)[::-1],
         }[self.kind]
-        return "reproduced" if inside else "not reproduced" if outside else "not told apart"
+        return "reproduced" if inside else "not reproduced" if outside else "undecided"
 
     def _within(self, of: Measured) -> tuple[bool, bool]:
-        """True if the interval is inside ± `than`; if it is outside."""
-        outside = of.low > self.than or of.high < -self.than
-        return -self.than <= of.low and of.high <= self.than, outside
+        """True if the interval is inside `around` ± `than`; if it is outside."""
+        least, most = self.around - self.than, self.around + self.than
+        return least <= of.low and of.high <= most, of.low > most or of.high < least
 
 
 @dataclass(frozen=True)
@@ -87,43 +104,84 @@ class Better:
     task: str | None = None
 
     def __str__(self) -> str:
-        unit = "points" if self.task is None else self.task
+        unit = "points" if self.task is None else UNITS[self.task]
         return f"`{self.one}` − `{self.other}`, {unit}"
 
     def measured(self, records: Path) -> Measured | None:
         if not (records / self.folder / paired.FILE).exists():
             return None
         samples = paired.load(records / self.folder)
-        units = [
-            cells
+        units = {
+            unit: cells
             for unit, cells in samples.items()
             if unit.aware == self.aware and {self.one, self.other} <= set(cells)
             if (unit.scored if self.task is None else unit.task == self.task)
-        ]
-        n = sum(len(set(cells[self.one]) & set(cells[self.other])) for cells in units)
+        }
+        n = sum(len(set(cells[self.one]) & set(cells[self.other])) for cells in units.values())
         if n < 2:
             return None
         gap = paired.gap(samples, self.one, self.other, self.aware, self.task)
-        return Measured(gap.value, gap.low, gap.high, n)
+        digits = 1 if all(unit.scored for unit in units) else 2
+        return Measured(gap.value, gap.low, gap.high, n, digits)
+
+
+def _parts_kept(folder: Path, method: str, aware: bool) -> dict[tuple[str, str], float]:
+    """Entries kept over entries seen, by task and sample."""
+    if not (folder / paired.FILE).exists():
+        return {}
+    wanted = (method, str(int(aware)), "0", "")
+    columns = ("method", "question_aware", "turn", "error")
+    with gzip.open(folder / paired.FILE, "rt", encoding="utf-8", newline="") as file:
+        return {
+            (row["task"], row["index"]): float(row["kept"])
+            for row in csv.DictReader(file)
+            if tuple(row[column] for column in columns) == wanted
+        }
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Entries kept over entries seen: `one` on `task` less `other` on `other_task` (Welch)."""
+    """The part kept with `one` less that with `other`, paired by sample over all tasks."""
 
     folder: str
     one: str
     other: str
-    task: str
-    other_task: str
     aware: bool = False
 
     def __str__(self) -> str:
-        return f"kept: `{self.one}` on `{self.task}` − `{self.other}` on `{self.other_task}`"
+        return f"`{self.one}` − `{self.other}`, part kept"
 
     def measured(self, records: Path) -> Measured | None:
-        mine = self._kept(records, self.one, self.task)
-        theirs = self._kept(records, self.other, self.other_task)
+        mine, theirs = (
+            _parts_kept(records / self.folder, method, self.aware)
+            for method in (self.one, self.other)
+        )
+        gaps = np.array([mine[sample] - theirs[sample] for sample in mine if sample in theirs])
+        if len(gaps) < 2:
+            return None
+        value, low, high = map(float, student(moments(gaps, np.ones(len(gaps)))))
+        return Measured(value, low, high, len(gaps), 3)
+
+
+@dataclass(frozen=True)
+class KeptByTask:
+    """The part kept on `task` less that on `other_task`, whose samples are others (Welch)."""
+
+    folder: str
+    method: str
+    task: str
+    other_task: str
+    other_folder: str
+    aware: bool = False
+
+    def __str__(self) -> str:
+        return f"`{self.method}` on `{self.task}` − on `{self.other_task}`, part kept"
+
+    def measured(self, records: Path) -> Measured | None:
+        mine, theirs = (
+            [kept for (of, _), kept in self._kept(records / folder).items() if of == task]
+            for folder, task in ((self.folder, self.task), (self.other_folder, self.other_task))
+        )
         if min(len(mine), len(theirs)) < 2:
             return None
         found = stats.ttest_ind(mine, theirs, equal_var=False)
@@ -133,19 +191,8 @@ class Kept:
             low = high = value
         return Measured(value, float(low), float(high), len(mine) + len(theirs), 3)
 
-    def _kept(self, records: Path, method: str, task: str) -> list[float]:
-        """The part kept of each sample."""
-        path = records / self.folder / paired.FILE
-        if not path.exists():
-            return []
-        with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if not row["error"]]
-        wanted = (task, method, str(int(self.aware)), "0")
-        return [
-            float(row["kept"])
-            for row in rows
-            if (row["task"], row["method"], row["question_aware"], row["turn"]) == wanted
-        ]
+    def _kept(self, folder: Path) -> dict[tuple[str, str], float]:
+        return _parts_kept(folder, self.method, self.aware)
 
 
 @dataclass(frozen=True)
@@ -168,15 +215,15 @@ class Operations:
         shared = [(one[cell], other[cell]) for cell in one if cell in other]
         if not shared:
             return None
-        ratio = sum(mine / theirs for (mine, _), (theirs, _) in shared) / len(shared)
-        return Measured(ratio, ratio, ratio, sum(n for (_, n), _ in shared), 2)
+        ratio = sum(mine / theirs for mine, theirs in shared) / len(shared)
+        return Measured(ratio, ratio, ratio, digits=2)
 
     @staticmethod
-    def _of(results: Sequence[CellResult], name: str) -> dict[EvalCell, tuple[float, int]]:
-        """Operations and number of samples of a method at its budget, by task and length."""
+    def _of(results: Sequence[CellResult], name: str) -> dict[EvalCell, float]:
+        """Operations of a method at its budget, by task and length."""
         method, _, budget = name.partition("@")
         return {
-            result.cell.reference: (result.prefill_operations, result.samples)
+            result.cell.reference: result.prefill_operations
             for result in results
             if (result.cell.method, result.cell.budget or "") == (method, budget)
             and result.prefill_operations
@@ -229,6 +276,24 @@ def _mean(of: Callable[[LayerRecord], float]) -> Callable[[Passages], list[float
     return lambda passages: [float(np.mean([of(layer) for layer in each])) for each in passages]
 
 
+def _steady(passages: Passages, counted: Callable[[int, LayerRecord], bool]) -> list[float]:
+    """Mean of `steady` over the layers that are `counted`, in each passage that has some."""
+    found = [
+        [layer.steady for n, layer in enumerate(each) if counted(n, layer)] for each in passages
+    ]
+    return [float(np.mean(each)) for each in found if each]
+
+
+def _steady_where_lazy(passages: Passages) -> list[float]:
+    return _steady(passages, lambda _, layer: layer.lazy > LAZY)
+
+
+def _steady_of_lazy_layers(passages: Passages) -> list[float]:
+    """Layers that are lazy in one passage or more: others stay as they are by definition."""
+    sometimes = {n for each in passages for n, layer in enumerate(each) if layer.lazy > LAZY}
+    return _steady(passages, lambda n, _: n in sometimes)
+
+
 def _variances(passages: Passages) -> list[float]:
     """Largest over smallest variance of a layer, in each passage."""
     columns = [_column(layers, "variance") for layers in passages]
@@ -261,8 +326,12 @@ STATISTICS: dict[str, tuple[str, Callable[[Passages], list[float]]]] = {
     "lazy": (f"share of layers with more than {LAZY} of the attention on sinks and window",
              _mean(lambda layer: layer.lazy > LAZY)),
     "steady": (
-        "share of queries for which a layer is lazy, or not, as for the last one",
-        _mean(lambda layer: layer.steady),
+        "layers ever lazy: share of queries for which they are, or not, as for the last one",
+        _steady_of_lazy_layers,
+    ),
+    "steady_where_lazy": (
+        "layers lazy for the last query: share of queries for which they are",
+        _steady_where_lazy,
     ),
     "same": (
         "correlation (Spearman) of the layers' laziness with that in the other texts",
