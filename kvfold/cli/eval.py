@@ -129,6 +129,7 @@ def command(
         from kvfold.eval.run.cell import EvalProtocol, EvaluatedModel
         from kvfold.eval.run.job import worker_spec
         from kvfold.eval.run.read_files import digests
+        from kvfold.eval.run.run_folder import check_unread
         from kvfold.eval.tasks import SampleRequest
         from kvfold.hf.chat_template import token_count
         from kvfold.jobs.executor import here
@@ -151,6 +152,7 @@ def command(
     )
     asked, named = numbers(lengths) if lengths else None, words(task)
     _check_places(haystack, word_lists, shots)
+    check_unread(out, request)
     with_data(named, request)
     network, tokenizer = load(model, loading)
     readable = max_length or readable_tokens(network)

@@ -19,7 +19,13 @@ from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.dataframe import flat
 from kvfold.eval.run.job import worker_spec
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
-from kvfold.eval.run.run_folder import run_missing, samples_file, summarize, write_records
+from kvfold.eval.run.run_folder import (
+    check_unread,
+    run_missing,
+    samples_file,
+    summarize,
+    write_records,
+)
 from kvfold.eval.tasks import (
     NoData,
     SampleRequest,
@@ -68,7 +74,7 @@ def evaluate(
     `pandas.DataFrame(records)` is their table. Options have the names of `kvfold eval`, which has
     more. With `out`, samples and records are written to that folder; a stopped run continues
     there, and `kvfold report` reads it. Raises KvfoldError for unknown names, for data that cannot
-    be read, and if no sample has an answer.
+    be read or that a file of `out` would replace, and if no sample has an answer.
     """
     competing = contenders([str(one) for one in _as_list(methods)], _as_list(budgets))
     readable = max_length or readable_tokens(model)
@@ -79,6 +85,8 @@ def evaluate(
         data=None if data is None else str(data),
         haystack=None if haystack is None else Path(haystack),
     )
+    if out is not None:
+        check_unread(Path(out), request)
     sizes = [usual_length(readable)] if lengths is None else _as_list(lengths)
     name = getattr(model.config, "name_or_path", "") or type(model).__name__
     plan = EvalPlan(

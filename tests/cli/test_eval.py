@@ -173,3 +173,17 @@ def test_tasks_of_a_benchmark_without_rows_are_left_out_in_one_line(tmp_path):
     assert "rows.jsonl has no rows of longbench_narrativeqa, longbench_multifieldqa_en" in said[0]
     with pytest.raises(KvfoldError, match="has no rows of longbench_trec"):
         list(drawn(["longbench_trec"], SampleRequest(data=str(data)), [512]))
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("--data", "records.jsonl"), ("--haystack", "samples.jsonl"), ("--shots", "records.jsonl")],
+)
+def test_what_a_run_reads_is_never_overwritten(option: str, name: str, tmp_path: Path) -> None:
+    mine = tmp_path / name
+    mine.write_text('{"context": "blue sky", "question": "Which sky?", "answer": "blue"}\n')
+    (tmp_path / "link").symlink_to(mine)
+    size = ("--samples", 1, "--lengths", 300, "--out", tmp_path, "--model", "no/model")
+    for given in (mine, tmp_path / "link"):
+        refused = command("--tasks", "niah_single_1", option, given, *size)
+        assert refused.exit_code == 2 and "would be overwritten" in " ".join(refused.stderr.split())

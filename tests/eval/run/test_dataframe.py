@@ -67,6 +67,9 @@ def test_evaluation_from_python_refuses_what_the_command_refuses(setting, tmp_pa
     (tmp_path / "bad.jsonl").write_text("{}\n")
     with pytest.raises(KvfoldError, match=r"no sample has an answer: .*bad\.jsonl:1: field"):
         run("jsonl", "full", data=tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").rename(tmp_path / "records.jsonl")
+    with pytest.raises(KvfoldError, match=r"records\.jsonl is read, and would be overwritten"):
+        run("jsonl", "full", data=tmp_path / "records.jsonl", out=tmp_path)
 
 
 def test_a_file_is_no_folder_of_results_and_windows_have_one_length(setting, tmp_path):
