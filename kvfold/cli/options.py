@@ -228,12 +228,16 @@ def read_with(method: Method, documents: Iterable[Path]) -> list[Path]:
     return [*documents, *map(Path, files_of(method).values())]
 
 
-def check_apart(made: Iterable[Path], read: Collection[Path]) -> None:
-    """Raises KvfoldError if a file to write is one of the files to read, under any name."""
+def check_apart(made: Iterable[Path], read: Collection[Path], option: str = "--out") -> None:
+    """Raises KvfoldError if a file to write is one of the files to read, under any name.
+
+    `option` is the one that names the file to write.
+    """
     for path in made:
         if any(_same_file(path, source) for source in read if str(source) != "-"):
             raise KvfoldError(
-                f"{path} is read, and would be overwritten: name another file to write, --out PATH"
+                f"{path} is read, and would be overwritten: name another file to write, "
+                f"{option} PATH"
             )
 
 

@@ -35,6 +35,16 @@ def test_demo_refuses_a_book_or_a_length_that_makes_no_document(tmp_path: Path) 
     assert "there is no such folder" in refused("demo", "--model", f"{tmp_path}/none", *page)
 
 
+def test_the_book_is_not_overwritten(tmp_path: Path) -> None:
+    book = tmp_path / "book.html"
+    book.write_text("It rained.")
+    (tmp_path / "link.html").symlink_to(book)
+    for place in (book, tmp_path / "link.html"):
+        said = refused("demo", "--book", str(book), "--page", str(place), "--model", "no/model")
+        assert f"{place} is read, and would be overwritten: name another" in said
+        assert said.endswith("--page PATH")
+
+
 def test_needles_lie_between_sentences_of_a_book(tmp_path: Path) -> None:
     model, tokenizer = kvfold.bundled_model()
     told = [f"On day {day} it rained; nobody came to see the old garden." for day in range(300)]
