@@ -92,11 +92,20 @@ def _encode(
 
 
 def distinct(prompts: Iterable[EncodedPrompt]) -> list[EncodedPrompt]:
-    """Prompts without repetitions: of equal tokens, the first, with the spans of all."""
+    """Prompts without repetitions: of equal tokens, the first, with the spans of all.
+
+    Raises KvfoldError for a span of the same name at another place of the same tokens.
+    """
     found: dict[tuple[tuple[int, ...], int | None], EncodedPrompt] = {}
     for prompt in prompts:
         key = tuple(prompt.ids[0].tolist()), prompt.context
         first = found.get(key, prompt)
+        for name, span in prompt.spans.items():
+            if first.spans.get(name, span) != span:
+                raise KvfoldError(
+                    f"{prompt.where}: the span {name!r} is at another place than in {first.where}, "
+                    "which is the same prompt: give it another name"
+                )
         found[key] = replace(first, spans=prompt.spans | first.spans)
     return list(found.values())
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvfold
-from kvfold.checks.encoded import encode, encode_attack
+from kvfold.checks.encoded import EncodedPrompt, distinct, encode, encode_attack
 from kvfold.checks.prompts import CheckPrompt
 from kvfold.errors import KvfoldError
 from tests.helpers.tokenizers import word_tokenizer
@@ -68,6 +68,20 @@ def test_the_system_message_is_a_span_and_an_attack_comes_after_it(tokenizer) ->
 def test_spans_that_cannot_be_found_are_refused(row, message: str, tokenizer) -> None:
     with pytest.raises(KvfoldError, match=message):
         encode(tokenizer, CheckPrompt.model_validate(row), question_aware=False, seed=0)
+
+
+def test_equal_prompts_are_one_with_the_spans_of_all(tokenizer) -> None:
+    text = "the sky is blue and the grass is green"
+
+    def encoded(where: str, **spans: str) -> EncodedPrompt:
+        return encode(tokenizer, CheckPrompt(prompt=text, spans=spans, where=where), False, 0)
+
+    sky, again, grass = encoded("1", a="sky"), encoded("2", a="sky"), encoded("3", b="grass")
+    (one,) = distinct([sky, again, grass])
+    assert one.spans == sky.spans | grass.spans and one.where == "1"
+    for order in ([sky, encoded("4", a="grass")], [encoded("4", a="grass"), sky]):
+        with pytest.raises(KvfoldError, match="the span 'a' is at another place than in"):
+            distinct(order)
 
 
 def test_messages_need_a_chat_template_and_plain_prompts_do_not() -> None:
