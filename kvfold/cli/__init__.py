@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Annotated, Any
 
@@ -95,5 +96,9 @@ app.command("serve")(takes_methods(serve.command))
 
 
 def main() -> None:
-    """Entry point of the `kvfold` program."""
-    app()
+    """Entry point of the `kvfold` program; what the system refuses ends it with exit code 2."""
+    try:
+        app()
+    except OSError as refused:
+        errors().print(Text(f"error: {refused}", style="red"))
+        sys.exit(2)

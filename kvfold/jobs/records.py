@@ -51,12 +51,15 @@ class RecordFile(Generic[M]):
         return LoadedRecords(records, len(rest))
 
     def add(self, records: Iterable[M]) -> None:
-        """Appends records; returns after fsync."""
-        with self.path.open("ab") as file:
-            for record in records:
-                file.write(record.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Appends records; returns after fsync. Raises KvfoldError if they cannot be written."""
+        lines = b"".join(record.model_dump_json().encode() + b"\n" for record in records)
+        try:
+            with self.path.open("ab") as file:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as problem:
+            raise KvfoldError(f"cannot write {self.path}: {problem}") from problem
 
     def _parsed(self, number: int, line: bytes) -> M:
         try:

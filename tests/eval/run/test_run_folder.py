@@ -17,6 +17,7 @@ import pytest
 
 from kvfold.errors import KvfoldError
 from kvfold.eval.run import job
+from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import EvalPlan, TaskSamples, contenders
 from kvfold.eval.run.run_folder import (
@@ -29,6 +30,7 @@ from kvfold.eval.run.run_folder import (
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import SampleRequest, tasks
 from kvfold.hf.chat_template import token_count
+from kvfold.jobs.records import RecordFile
 from tests.helpers.evaluation import (
     FEW,
     Setting,
@@ -132,6 +134,13 @@ def test_more_of_the_same_goes_on_in_the_same_folder(setting, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_full_disk_is_said_in_one_line(plan, tmp_path):
+    (tmp_path / "cells.jsonl").symlink_to("/dev/full")
+    file = RecordFile(tmp_path / "cells.jsonl", EvalCell)
+    with pytest.raises(KvfoldError, match=r"cannot write .*cells\.jsonl: .*No space left"):
+        file.add(plan.cells())
+
+
 def test_records_are_replaced_as_a_whole(uninterrupted, tmp_path):
     path = write_records(tmp_path, summarize(uninterrupted))
     assert len(path.read_text().splitlines()) == len(summarize(uninterrupted))
