@@ -19,7 +19,8 @@ from rich.segment import Segment
 WIDTH = 100
 _CONTROLS = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
 _LEFT_OUT = dict.fromkeys(_CONTROLS)
-_ESCAPED = {code: f"\\u{code:04x}" for code in _CONTROLS}
+# A surrogate stands for a byte of a file's name that is no text.
+_ESCAPED = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *range(0xD800, 0xE000))}
 
 
 class _PlainConsole(Console):
@@ -58,7 +59,9 @@ def messages(as_json: bool) -> Console:
 def print_json(value: Any) -> None:
     """Prints JSON on standard output, without colours off a terminal; the first rank only.
 
-    Control characters are escaped, not left out: what is read is the value.
+    What the terminal should not or cannot take is escaped, not left out: what is read is the value.
     """
-    text = json.dumps(value, indent=2, ensure_ascii=False, default=str).translate(_ESCAPED)
-    console().print(JSONHighlighter()(text), soft_wrap=True)
+    out = console()
+    narrow = not out.encoding.startswith("utf")
+    text = json.dumps(value, indent=2, ensure_ascii=narrow, default=str).translate(_ESCAPED)
+    out.print(JSONHighlighter()(text), soft_wrap=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 
@@ -69,3 +70,13 @@ def test_json_is_the_value_also_with_control_characters(
     out = printed(capsys)
     assert json.loads(out) == value and "é" in out
     assert not set(out) & set(CONTROLS) - {"\n"}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_is_the_value_in_any_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding, newline="")
+    monkeypatch.setattr("sys.stdout", out)
+    value = {"é": ["→", "\udce9.txt", "😀", "\x1b"]}
+    print_json(value)
+    out.flush()
+    assert json.loads(out.buffer.getvalue().decode(encoding)) == value

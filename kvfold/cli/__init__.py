@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -97,6 +98,8 @@ app.command("serve")(takes_methods(serve.command))
 
 def main() -> None:
     """Entry point of the `kvfold` program; what the system refuses ends it with exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of characters that its encoding lacks
     try:
         app()
     except OSError as refused:
