@@ -23,7 +23,7 @@ _LEFT_OUT = dict.fromkeys(_CONTROLS)
 _ESCAPED = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *range(0xD800, 0xE000))}
 
 
-class _PlainConsole(Console):
+class PlainConsole(Console):
     """Console that prints texts as they are, without their control characters."""
 
     def __init__(self, **options: Any) -> None:
@@ -39,21 +39,21 @@ class _PlainConsole(Console):
 
 def console() -> Console:
     """Console on standard output, at most 100 columns wide; silent on all ranks but the first."""
-    out = _PlainConsole(quiet=os.environ.get("RANK", "0") != "0")
+    out = PlainConsole(quiet=os.environ.get("RANK", "0") != "0")
     out.width = min(out.width, WIDTH)
     return out
 
 
 def errors() -> Console:
     """Console on standard error; a message is one line, however narrow the terminal."""
-    return _PlainConsole(stderr=True, soft_wrap=True)
+    return PlainConsole(stderr=True, soft_wrap=True)
 
 
 def messages(as_json: bool) -> Console:
     """Console for progress and notes: standard output, or standard error if that holds JSON."""
     if not as_json:
         return console()
-    return _PlainConsole(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+    return PlainConsole(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
 
 
 def print_json(value: Any) -> None:

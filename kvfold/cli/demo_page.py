@@ -8,10 +8,10 @@ import io
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
-from kvfold.terminal import WIDTH
+from kvfold.terminal import WIDTH, PlainConsole
 
 # rich's colour of dim text, whose contrast on white is 4.0, and one of 6.4.
 DIM, READABLE = "#7f7f7f", "#5f5f5f"
@@ -41,7 +41,7 @@ img {{ max-width: 100% }}
 
 def page(parts: Sequence[RenderableType], picture: Figure) -> str:
     """A self-contained HTML page: `parts` as in a terminal, and the picture below."""
-    screen = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False, markup=False)
+    screen = PlainConsole(record=True, file=io.StringIO(), width=WIDTH)
     for part in parts:
         screen.print(part)
     text = screen.export_html(theme=DEFAULT_TERMINAL_THEME, inline_styles=True, code_format=PAGE)

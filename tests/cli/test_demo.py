@@ -65,4 +65,7 @@ def test_the_demo_s_page_needs_nothing_else_and_escapes_its_text() -> None:
     made = page([Group("{braces} of text", rows)], Figure())
     assert "{braces} of text" in made and "&lt;b&gt;snapkv&lt;/b&gt;" in made
     assert made.count("<img ") == 1 and 'src="data:image/png;base64,' in made
+    printed = page(["[red]:star:[/] \x1b[2J\x07", Text(":smile: \x9b2J")], Figure())
+    assert "[red]:star:[/] [2J" in printed and ":smile: 2J" in printed
+    assert not any(control in printed for control in "\x1b\x07\x9b")
     assert "http" not in made and "<script" not in made
