@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -34,7 +36,8 @@ class _ProcessWorker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, spec, count), daemon=True)
-        self.process.start()
+        with _interrupts_ignored():
+            self.process.start()
         # The worker holds the only other end, so its death shows as end of file.
         theirs.close()
 
@@ -74,9 +77,23 @@ class _ProcessExecutor:
             worker.process.join()
 
 
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignores Ctrl-C meanwhile, in the main thread; a process that is started inherits that."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _serve(connection: Connection, spec: WorkerSpec[Any, Any], count: int) -> None:
     """Loop of a worker process: receives jobs and sends results until the pipe is closed."""
-    # Ctrl-C is handled by the parent, which then ends its workers.
+    # Ctrl-C is handled by the parent, which then ends its workers, also those of its threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = ModelWorker(spec, count)
     while True:

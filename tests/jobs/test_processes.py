@@ -66,8 +66,29 @@ def echo(model: object, tokenizer: object, job: str) -> Any:
     return (lambda: job) if job == "lambda" else job
 
 
+def process(model: object, tokenizer: object, job: str) -> int:
+    return os.getpid()
+
+
 def gave_up(job: str, why: str) -> tuple[str, str]:
     return job, why
+
+
+@pytest.mark.slow
+def test_workers_leave_interrupts_to_their_parent_from_the_start(folder, capfd):
+    before, interrupted = signal.getsignal(signal.SIGINT), set[int]()
+
+    def jobs() -> Iterator[str]:
+        yield "a"
+        (starting,) = multiprocessing.active_children()
+        os.kill(starting.pid, signal.SIGINT)
+        interrupted.add(starting.pid)
+        yield "b"
+
+    found = set(processes(WorkerSpec(str(folder), process, gave_up), 2)(jobs()))
+    assert len(found) == 2 and interrupted < found
+    assert "Traceback" not in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow
