@@ -21,9 +21,11 @@ REAL ?=
 FITTED := .models/smollm2
 FIT = $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 --words 400
 BOOK ?=
-# The home folder as ~, which bash puts in by itself and other shells do not.
-override REAL := $(patsubst ~/%,$(HOME)/%,$(REAL))
-override BOOK := $(patsubst ~/%,$(HOME)/%,$(BOOK))
+# The home folder as ~, which bash puts in by itself and other shells do not. The | marks a path's
+# first character, as functions of words would join spaces.
+at_home = $(if $(filter |~/%,$(firstword |$1)),$(subst |~/,$(HOME)/,|$1),$1)
+override REAL := $(call at_home,$(REAL))
+override BOOK := $(call at_home,$(BOOK))
 # Recipes take them from the environment, as paths may hold spaces and quotes.
 export REAL BOOK
 

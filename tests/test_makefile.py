@@ -55,6 +55,8 @@ def made(folder: Path, *words: str, home: str = "/home/me") -> int:
         ("my models/smollm2", "my models/smollm2"),
         ('it\'s; "so" `x`', 'it\'s; "so" `x`'),
         ("~/a b", "/home/me/a b"),
+        ("~/two  spaces/of~/a, b", "/home/me/two  spaces/of~/a, b"),
+        ("two  spaces/ ~/a", "two  spaces/ ~/a"),
         ("org/model", "org/model"),
     ],
 )
@@ -65,10 +67,10 @@ def test_paths_are_taken_as_they_are(folder: Path, real: str, taken: str) -> Non
     (folder / ".venv/ready").touch()
     told = [
         *("python", "-m", "real_model.make", taken, f"REAL is {taken}"),
-        *("kvfold", "demo", "--model", taken, "--book", "my book.txt", f"REAL is {taken}"),
+        *("kvfold", "demo", "--model", taken, "--book", "my  book.txt", f"REAL is {taken}"),
         *("python", "-m", "pytest", "tests_real", f"REAL is {taken}"),
     ]
-    assert made(folder, "demo", "test-real", f"REAL={real}", "BOOK=my book.txt") == 0
+    assert made(folder, "demo", "test-real", f"REAL={real}", "BOOK=my  book.txt") == 0
     assert (folder / "told").read_text(encoding="utf-8").splitlines() == told
 
 
