@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,9 +124,9 @@ def command(
         from kvfold.jobs.compress import CompressJob, CompressOptions
         from kvfold.serve.context_folder import SUFFIX
     if any(path.suffix == SUFFIX for path in documents):
+        job = _of_file(documents, out, level, prefill_chunk, codec)
         why = "a context file is read again by a method and a budget of its own"
         refuse_given(ctx, OF_TEXTS, why)
-        job = _of_file(documents, out, level, prefill_chunk, codec)
         return _compress_one(notes, model, loading, job, as_json)
     # Refused here, before a large model is loaded.
     usual = BUDGET if kvfold.parse(method).takes_budget else None
@@ -183,8 +184,9 @@ def _of_file(
     Raises KvfoldError unless it is one file, with a rule, and another file to write.
     """
     from kvfold.jobs.compress import LevelJob
+    from kvfold.serve.context_folder import SUFFIX
 
-    source = documents[0]
+    source = next(path for path in documents if path.suffix == SUFFIX)
     if len(documents) > 1 or level is None:
         raise KvfoldError(
             f"{source} holds a method and a budget of its own: name one context file, with --level "
@@ -250,7 +252,8 @@ def _compress_one(
         made.add_row(*row)
     out = console()
     out.print(made)
-    out.print(f"{path}: ask it with `kvfold ask {model} {path} QUESTION`.", soft_wrap=True)
+    asked = shlex.join(["kvfold", "ask", model, str(path), "QUESTION"])
+    out.print(f"{path}: ask it with `{asked}`.", soft_wrap=True)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -252,7 +253,9 @@ def _evaluate(
         print_json({"records": found, "file": path.resolve()})
     else:
         _show(screen, asked)
-    screen.print(Text(f"records: {path.resolve()}\ntables and a page: kvfold report {out}"))
+    pages = shlex.join(["kvfold", "report", str(out)])
+    said = f"records: {path.resolve()}\ntables and a page: {pages}"
+    screen.print(Text(said), soft_wrap=True)
     say_failures(screen, asked)
 
 

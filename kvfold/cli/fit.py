@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -118,8 +119,13 @@ def command(
 def _print_other(result: OtherFit, method: str) -> None:
     out = console()
     out.print(f"{result.report}; {result.numbers:,} numbers from {result.texts} passages")
-    option = "codec" if method == "kvtc" else "method"
-    out.print(f"{result.path}: use it as --{option} {method}:file={result.path}", soft_wrap=True)
+    _say_use(result.path, method, "codec" if method == "kvtc" else "method")
+
+
+def _say_use(path: Path, method: str, option: str = "method") -> None:
+    """Prints the option that names the file, as a shell takes it."""
+    given = shlex.quote(f"{method}:file={path}")
+    console().print(f"{path}: use it as --{option} {given}", soft_wrap=True)
 
 
 def _print(result: FitResult) -> None:
@@ -136,4 +142,4 @@ def _print(result: FitResult) -> None:
         f"{result.numbers:,} numbers, {result.share:.2%} of the weights; {result.projections} "
         f"projections, penalty {result.penalty:g}"
     )
-    out.print(f"{result.path}: use it as --method zap:file={result.path}", soft_wrap=True)
+    _say_use(result.path, "zap")

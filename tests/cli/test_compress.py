@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -37,6 +39,15 @@ def test_compress_keeps_half_where_no_budget_is_given(folder: Path, tmp_path: Pa
     assert piped.exit_code == 0, piped.output
     assert json.loads(piped.stdout)["stats"]["budget"] == "0.5 of the tokens seen"
     assert "give --out" in refused("compress", str(folder), "-", "--method", "knorm")
+
+
+def test_the_command_that_asks_is_one_for_a_shell(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "it's [bold]$HOME é.txt"
+    text.write_text(PROMPT)
+    ran = CliRunner().invoke(app, ["compress", str(folder), str(text), "--method", "knorm"])
+    (said,) = re.findall(r"ask it with `(.*)`\.", ran.output)
+    file = str(text.with_suffix(".kvfold"))
+    assert shlex.split(said) == ["kvfold", "ask", str(folder), file, "QUESTION"]
 
 
 def test_several_budgets_are_several_files_from_one_reading(folder: Path, tmp_path: Path) -> None:
@@ -113,6 +124,7 @@ def test_a_context_file_is_levelled_into_another(folder: Path, tmp_path: Path) -
         (given[:3], "a method and a budget of its own"),
         ([*given, "--budget", "4", "--out", str(out)], "a method and a budget of its own"),
         ([*given, str(source), "--out", str(out)], "name one context file"),
+        ([*given[:2], "t.txt", str(source), "--method", "snapkv"], f"error: {source} holds a"),
     ):
         assert said in refused(*wrong)
 

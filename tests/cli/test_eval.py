@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -50,13 +52,15 @@ def test_json_is_all_that_is_on_standard_output(folder, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_evaluates_and_goes_on_where_it_was(folder, tmp_path):
-    out = tmp_path / "out"
+    out = tmp_path / "my $out"
     how = ("--model", folder, "--methods", "snapkv:window=8", "--budgets", "0.5", "--out", out)
     size = ("--samples", 1, "--lengths", 300)
     first = command("--tasks", "kv_retrieval,loogle", *how, *size)
     assert first.exit_code == 0, first.output
     assert first.output.count("left out: ") == 1
     assert "left out: loogle needs data, as --data: a folder with shortdep_qa" in first.output
+    (said,) = re.findall("tables and a page: (.*)", first.output)
+    assert shlex.split(said) == ["kvfold", "report", str(out)]
     shown = " ".join(first.output.split())
     for word in ("score, mean over tasks", "full", "cut", "random", "streaming_llm", "snapkv"):
         assert word in shown

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+
 import pytest
 
 import kvfold
@@ -36,6 +39,14 @@ def test_filters_are_fitted_and_used(book, tmp_path):
     model, tokenizer = kvfold.bundled_model()
     context = kvfold.compress(model, tokenizer, PROSE, f"qfilter:file={out}", 0.3)
     assert context.stats().kept_fraction == pytest.approx(0.3, abs=0.01)
+
+
+def test_the_option_that_names_the_file_is_one_for_a_shell(book, tmp_path):
+    out = tmp_path / "my $filters.safetensors"
+    options = ["--scorer", "qfilter", "--passages", "4", "--words", "80", "--out", str(out)]
+    ran = kvfold_command("fit", "bundled", str(book), *options)
+    (said,) = re.findall("use it as (.*)", ran.output)
+    assert shlex.split(said) == ["--method", f"qfilter:file={out}"]
 
 
 def test_heads_are_scored_and_used(book, tmp_path):
