@@ -206,19 +206,19 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def refuse_given(ctx: typer.Context, names: Collection[str], why: str) -> None:
     """Raises KvfoldError, with the reason `why`, if options of these parameters were given."""
-    given = [
-        option.opts[0]
-        for option in ctx.command.params
-        if option.name in names and is_given(ctx, str(option.name))
-    ]
-    if given:
-        raise KvfoldError(f"{why}: leave out {', '.join(given)}")
+    idle = [option for name, option in given_options(ctx).items() if name in names]
+    if idle:
+        raise KvfoldError(f"{why}: leave out {', '.join(idle)}")
 
 
-def is_given(ctx: typer.Context, name: str) -> bool:
-    """True if the user gave the option of this parameter, even with its default value."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+def given_options(ctx: typer.Context) -> dict[str, str]:
+    """Options that the user gave, even with their default value, by the names of parameters."""
+    found = {}
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(str(option.name))
+        if source is not None and source.name != "DEFAULT":
+            found[str(option.name)] = option.opts[0]
+    return found
 
 
 def read_with(method: Method, documents: Iterable[Path]) -> list[Path]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,7 +19,7 @@ from kvfold.cli.options import (
     ModelName,
     SpecialTokens,
     checked,
-    is_given,
+    given_options,
     loading,
     with_options,
 )
@@ -156,7 +156,8 @@ def command(
     if engine == "vllm":
         if loading != Loading():
             raise KvfoldError("vLLM loads the model itself: give its own arguments as --vllm")
-        _check_given(ctx, OF_VLLM)
+        given = given_options(ctx)
+        _check_for_vllm(given)
         from kvfold.cli.serve_vllm import serve
 
         serve(
@@ -167,8 +168,8 @@ def command(
             folder=folder,
             body=largest,
             arguments=vllm,
-            method=method if is_given(ctx, "method") else None,
-            budget=budget if is_given(ctx, "budget") else None,
+            method=method if "method" in given else None,
+            budget=budget if "budget" in given else None,
             level=level,
             contexts=contexts,
             parts=parts,
@@ -225,13 +226,9 @@ def command(
     GracefulServer(answering, lambda: _announce(bound, name, settings)).run([bound])
 
 
-def _check_given(ctx: typer.Context, meant: Collection[str]) -> None:
-    """Raises KvfoldError if options other than `meant` were given."""
-    idle = [
-        option.opts[0]
-        for option in ctx.command.params
-        if option.name not in meant and is_given(ctx, str(option.name))
-    ]
+def _check_for_vllm(given: Mapping[str, str]) -> None:
+    """Raises KvfoldError if options were `given` that have no meaning with vLLM."""
+    idle = [option for name, option in given.items() if name not in OF_VLLM]
     if idle:
         raise KvfoldError(
             f"{', '.join(idle)}: not with --engine vllm; give vLLM its own arguments as --vllm"
