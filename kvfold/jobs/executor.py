@@ -38,10 +38,10 @@ class WorkerSpec(Generic[J, R]):
     """Function that workers apply to every job, and the model `name` that each of them loads.
 
     `run(model, tokenizer, job)` returns the job's result; it is pickled by reference, so it must be
-    a module-level function. `given_up(job, reason)` returns the result of a job that raised, or
-    killed its worker `TRIES` times. `parts(job)` are smaller jobs to try after such deaths; none if
-    it is the smallest. `loading` holds the options the model is loaded with, `imports` the modules
-    that register methods; every worker imports them.
+    a module-level function. A job that has killed `TRIES` workers is replaced by its `parts(job)`,
+    which are smaller jobs. `given_up(job, reason)` returns the result of a job that raised, and of
+    one that has killed so many workers and has no parts. `loading` holds the options the model is
+    loaded with, `imports` the modules that register methods; every worker imports them.
     """
 
     name: str

@@ -63,7 +63,7 @@ def boxed(text: str) -> str | None:
 def equivalent(prediction: str, answer: str, limit: int = SECONDS_PER_EXPRESSION) -> MetricScore:
     """1 if the last `\\boxed{}` equals the answer by math-verify ("1/2" equals "\\frac12").
 
-    `limit` bounds the seconds for parsing an expression, and for the comparison. Raises
+    `limit` bounds the seconds of parsing one expression, and of comparing one pair of them. Raises
     KvfoldError without the library.
     """
     written = boxed(prediction)
