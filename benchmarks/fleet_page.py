@@ -23,7 +23,7 @@ PICTURE = "first-token.svg"
 BEGIN = "<!-- made by benchmarks/fleet_page.py: {} -->"
 SHOWN = 4.0  # requests a second, of the table
 COLUMNS = ["model", "cache", "contexts a server", "from memory", "from files", "read again"]
-COLUMNS += ["first token, median", "95 %", "busy", "GPU seconds", "upload"]
+COLUMNS += ["first token, median", "95 %", "busy", "work per request", "upload"]
 LETTERS = 13
 
 
@@ -41,10 +41,12 @@ def table(runs: Sequence[Run]) -> str:
 
 def _row(run: Run) -> str:
     shares = [f"{each:.0%}" for each in (run.in_memory, run.loaded, run.prefilled)]
-    times = ["none" if each is None else f"{each:.2f} s" for each in (run.median, run.slowest)]
+    times = ["" if each is None else f"{each:.2f} s" for each in (run.median, run.slowest)]
+    if run.median is None:
+        times[0] = f"{1 - run.finished:.0%} got none"
     upload = "" if run.deployment.stored is None else f"{run.upload:.1f} s"
     held = "" if not run.deployment.kept else f"{run.contexts:.0f}"
-    work = [f"{run.busy:.0%}", f"{run.gpu_seconds:.2f}", upload]
+    work = [f"{run.busy:.0%}", f"{run.gpu_seconds:.2f} s", upload]
     cells = [run.shape.name, run.deployment.name, held, *shares, *times, *work]
     return f"| {' | '.join(cells)} |"
 
@@ -52,7 +54,7 @@ def _row(run: Run) -> str:
 def fleets(found: Sequence[Sized]) -> str:
     """A row for each shape and deployment, with columns for each size of a GPU's memory."""
     sizes = [f"{memory / 1e9:.0f} GB" for memory in MEMORIES]
-    each = ["contexts a server", "servers", "GPU seconds"]
+    each = ["contexts a server", "servers"]
     columns = ["model", "cache", *(f"{name}, {size}" for size in sizes for name in each)]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for shape, way in dict.fromkeys((one.shape, one.deployment) for one in found):
@@ -65,9 +67,7 @@ def fleets(found: Sequence[Sized]) -> str:
 
 def _sized(one: Sized) -> list[str]:
     held = f"{one.contexts:.0f}" if one.deployment.kept else ""
-    if one.servers is None or one.gpu_seconds is None:
-        return [held, "none", ""]
-    return [held, f"{one.servers}", f"{one.gpu_seconds:.2f}"]
+    return [held, "none" if one.servers is None else f"{one.servers}"]
 
 
 def compressing(runs: Sequence[Run]) -> str:

@@ -77,8 +77,42 @@ def kl_table(rows: Sequence[AnswerDistance]) -> str:
             order.setdefault(method, kl.value)
             lines[method] += f" {kl.value:.3f} ({kl.low:.3f} to {kl.high:.3f}) |"
             lines[method] += f" {agrees.value:.1%} |"
-    ranked = sorted(methods, key=order.__getitem__)
-    return "\n".join([head, rule, *(lines[name] for name in ranked)])
+    return "\n".join(
+        [head, rule, *(lines[name] for name in sorted(methods, key=order.__getitem__))]
+    )
+
+
+def ranked(rows: Sequence[AnswerDistance]) -> list[str]:
+    """Methods by their KL at the smallest budget."""
+    means = {method: _mean([row.kl for row in own], own).value for method, own in _least(rows)}
+    return sorted(means, key=means.__getitem__)
+
+
+def alike(rows: Sequence[AnswerDistance]) -> str:
+    """The method of the lowest KL at the smallest budget, and those not told apart from it."""
+    first, *others = ranked(rows)
+    own = dict(_least(rows))
+    same = [name for name in others if _apart(own[name], own[first]).low <= 0]
+    told = f", which {len(own[first])} answers do not tell apart from "
+    names = told + ", ".join(f"`{name}`" for name in same) if same else ""
+    return f"Lowest KL at {own[first][0].budget} entries: `{first}`{names}."
+
+
+def _least(rows: Sequence[AnswerDistance]) -> list[tuple[str, list[AnswerDistance]]]:
+    """Methods with their rows at the smallest budget."""
+    least = [row for row in rows if row.budget == min(row.budget for row in rows)]
+    names = dict.fromkeys(row.method for row in least)
+    return [(name, [row for row in least if row.method == name]) for name in names]
+
+
+def _apart(one: list[AnswerDistance], other: list[AnswerDistance]) -> BootstrapEstimate:
+    """Mean difference of the KL on the same answers, with its interval."""
+    base = {row.answer: row.kl[evicted(row)] for row in other}
+    apart = [
+        [ours - theirs for ours, theirs in zip(row.kl[evicted(row)], base[row.answer], strict=True)]
+        for row in one
+    ]
+    return bootstrapped(len(apart), mean_of(apart))
 
 
 def _cell(row: AnswerDistance) -> tuple[int, str]:
@@ -148,11 +182,17 @@ def draw_kl(rows: Sequence[AnswerDistance], path: Path) -> None:
         axes.set(ylabel="KL to the full cache, nats per token", yscale="log")
 
 
+def tables() -> dict[str, str]:
+    """What the page holds of each file of records."""
+    distances = load_distances()
+    answers = f"{kl_table(distances)}\n\n{alike(distances)}"
+    return {"runs.jsonl": table(load("runs.jsonl")), "kl.jsonl": answers}
+
+
 def main() -> None:
     draw(load("entries.jsonl"), OUT / PICTURE)
     draw_kl(load_distances(), OUT / KL_PICTURE)
-    tables = {"runs.jsonl": table(load("runs.jsonl")), "kl.jsonl": kl_table(load_distances())}
-    PAGE.write_text(page(PAGE.read_text("utf-8"), tables), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text("utf-8"), tables()), encoding="utf-8")
 
 
 if __name__ == "__main__":

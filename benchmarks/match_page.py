@@ -6,6 +6,7 @@ The records of `match_grid.sh` are docs/results/match/rows.jsonl. Equal records 
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,9 @@ SHOWN = [
     BASE, f"{RMS} + match", "snapkv", "snapkv + match", "kvzip_plus", "kvzip_plus + match",
     f"{BASE} + kivi:bits=4", f"{BASE} + turboquant_3bit",
 ]  # fmt: skip
-COLUMNS = ["method", "texts", "KL", "× kvzip (95 %)", "lower on", "answers", "MB", "× bytes"]
-COLUMNS += ["× operations"]
+COLUMNS = ["method", "KL", "× kvzip (95 %)", "× kvzip, equal bytes", "passages with lower KL"]
+COLUMNS += ["needles", "kvzip's", "MB", "× operations"]
+BEYOND = 1.05  # × bytes beyond a method's own budgets, up to which its KL is interpolated
 DRAWS = 10_000
 LETTERS = 13
 Passage = tuple[str, int, int]
@@ -69,6 +71,10 @@ class Pairs:
         own = [row.kl for row in self.own] if kl is None else kl
         return float(np.mean(own) / np.mean([row.kl for row in self.base]))
 
+    def mean(self, field: str) -> float:
+        """Mean of a field of `Row`."""
+        return float(np.mean([getattr(row, field) for row in self.own]))
+
     def interval(self) -> tuple[float, float]:
         """95 % bootstrap interval of the ratio; books are drawn, with all of their passages."""
         sums: dict[str, Array] = defaultdict(lambda: np.zeros(2))
@@ -91,12 +97,19 @@ def at_bytes(points: Iterable[tuple[float, float]], nbytes: float) -> float:
 
 
 def at_equal_bytes(rows: Sequence[Row], method: str, kept: float) -> list[float]:
-    """KL of each passage, where the method takes the bytes that `BASE` has at `kept`."""
+    """KL of each passage, where the method takes the bytes that `BASE` has at `kept`.
+
+    Empty where that is beyond its own budgets.
+    """
     curves: dict[Passage, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row.method == method:
             curves[row.passage].append((row.nbytes, row.kl))
     pairs = Pairs.of(rows, method, kept)
+    for row in pairs.base:
+        sizes = [size for size, _ in curves[row.passage]]
+        if not min(sizes) / BEYOND <= row.nbytes <= max(sizes) * BEYOND:
+            return []
     return [at_bytes(curves[row.passage], row.nbytes) for row in pairs.base]
 
 
@@ -128,38 +141,45 @@ def beside(rows: Sequence[Row]) -> str:
 
 
 def _tables(rows: Sequence[Row]) -> str:
-    return "\n\n".join(f"Kept {kept:g}:\n\n{_table(rows, kept)}" for kept in budgets(rows))
+    texts = len({row.passage for row in rows})
+    return "\n\n".join(
+        f"Kept {kept:g}, {texts} passages:\n\n{_table(rows, kept)}" for kept in budgets(rows)
+    )
 
 
 def _table(rows: Sequence[Row], kept: float) -> str:
     names = dict.fromkeys(row.method for row in rows)
-    return "\n".join(_head(COLUMNS) + [_row(Pairs.of(rows, name, kept)) for name in names])
+    return "\n".join(_head(COLUMNS) + [_row(rows, name, kept) for name in names])
 
 
-def _row(pairs: Pairs) -> str:
+def _row(rows: Sequence[Row], method: str, kept: float) -> str:
+    pairs, equal = Pairs.of(rows, method, kept), at_equal_bytes(rows, method, kept)
     own, base = pairs.own, pairs.base
     low, high = pairs.interval()
-    same = own[0].method == BASE
+    same = method == BASE
     lower = sum(row.kl < other.kl for row, other in zip(own, base, strict=True))
     cells = [
-        f"`{own[0].method}`",
-        f"{len(own)}",
-        f"{np.mean([row.kl for row in own]):.3f}",
+        f"`{named(method)}`",
+        f"{pairs.mean('kl'):.3f}",
         "1" if same else f"{pairs.ratio():.2f} ({low:.2f} to {high:.2f})",
+        "1" if same else f"{pairs.ratio(equal):.2f}" if equal else "–",
         "" if same else f"{lower}",
-        answers(own, base),
-        f"{np.mean([row.nbytes for row in own]) / 1e6:.2f}",
-        f"{mean_ratio(own, base, 'nbytes'):.3f}",
+        *needles(own, base),
+        f"{pairs.mean('nbytes') / 1e6:.2f}",
         f"{mean_ratio(own, base, 'operations'):.2f}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def answers(own: Sequence[Row], base: Sequence[Row]) -> str:
-    """Right answers of all asked, and in brackets those of `BASE` where they differ."""
+def named(method: str) -> str:
+    """A method's name without its fitted file."""
+    return re.sub(r":file=\S+", "", method)
+
+
+def needles(own: Sequence[Row], base: Sequence[Row]) -> list[str]:
+    """Right answers of all asked, and those of `BASE`."""
     right, other = (sum(row.right for row in rows) for rows in (own, base))
-    beside = "" if right == other else f" ({other})"
-    return f"{right} of {sum(row.asked for row in own)}{beside}"
+    return [f"{right} of {sum(row.asked for row in own)}", f"{other}"]
 
 
 def mean_ratio(own: Sequence[Row], base: Sequence[Row], field: str) -> float:
@@ -171,7 +191,7 @@ def mean_ratio(own: Sequence[Row], base: Sequence[Row], field: str) -> float:
 def targets(rows: Sequence[Row]) -> str:
     """Gains of `match` over plain `BASE`, at equal entries and at equal bytes."""
     columns = ["kept", "method", "× KL, equal entries", "× KL, equal bytes", "wanted"]
-    columns += ["lower on, equal bytes", "answers"]
+    columns += ["passages with lower KL", "needles", "kvzip's"]
     return "\n".join([*_head(columns), *_targets(measured(rows, CORE))])
 
 
@@ -182,7 +202,7 @@ def _targets(rows: Sequence[Row]) -> Iterator[str]:
             lower = sum(kl < row.kl for kl, row in zip(equal, pairs.base, strict=True))
             cells = [f"{kept:g}", f"`{method}`", f"{pairs.ratio():.2f}"]
             cells += [f"{pairs.ratio(equal):.2f}", f"{wanted:g}", f"{lower} of {len(equal)}"]
-            cells.append(answers(pairs.own, pairs.base))
+            cells += needles(pairs.own, pairs.base)
             yield f"| {' | '.join(cells)} |"
 
 

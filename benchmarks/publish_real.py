@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Result pages of the really trained model, from the folder of `benchmarks/real_leaderboard.sh`:
 
-    python benchmarks/publish_real.py FOLDER
+    python benchmarks/publish_real.py [FOLDER]
 
 Writes records, samples, report, picture and README.md into docs/results, docs/which-method.md, and
 the first lines of README.md. A run that goes on, or was stopped, is published as far as it is: the
 samples that every method of the picture has met. Cells that FOLDER lacks, or has fewer samples of,
 stay as published, so that steps can run on several machines. The pages say what is lacking. Equal
-samples give equal files.
+samples give equal files. Without FOLDER the pages are made anew of the published records.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import compact_samples
 import real_page
 import real_picture
 import which_method
+from needle_rows import core
+from real_headline import MODEL
 
 from kvfold.eval.run.cell import FULL, EvalCell
 from kvfold.eval.run.cell_result import CellResult
@@ -123,7 +125,7 @@ def named(results: Sequence[CellResult]) -> list[CellResult]:
     """The records under the model's name, where it was loaded from a folder."""
 
     def renamed(result: CellResult) -> CellResult:
-        subject = result.cell.subject.model_copy(update={"name": real_page.MODEL})
+        subject = result.cell.subject.model_copy(update={"name": MODEL})
         cell = result.cell.model_copy(update={"subject": subject})
         return result.model_copy(update={"cell": cell})
 
@@ -165,20 +167,34 @@ def publish(folder: Path, root: Path = ROOT) -> None:
         copied = Path(name)
         shutil.copy(folder / SAMPLES, copied)
         samples = settled(of_newest_files(counted(samples_file(copied).load().records)))
-        results = named(summarize(samples))
-        results, rows, ours = merged(results, out)
-        fresh = [sample for sample in samples if key(sample.cell) in ours]
-        compact_samples.write(fresh, out / SAMPLE_ROWS, rows)
-        for path in write.write(results, copied / "pages").paths:
+    results = named(summarize(samples))
+    results, rows, ours = merged(results, out)
+    fresh = [sample for sample in samples if key(sample.cell) in ours]
+    compact_samples.write(fresh, out / SAMPLE_ROWS, rows)
+    write_records(out, results)
+    make_pages(results, root)
+
+
+def make_pages(results: Sequence[CellResult], root: Path = ROOT) -> None:
+    """Writes report, picture and pages of the records below `root`, where their samples are."""
+    out = root / "docs" / "results"
+    with tempfile.TemporaryDirectory() as name:
+        for path in write.write(results, Path(name)).paths:
             if path.name in ("index.html", "report.md", "tasks.md") or path.match("needles-*.png"):
                 shutil.copy(path, out)
-    write_records(out, results)
-    real_picture.draw(boards(real_page.core(results)), out / real_picture.FILE)
-    which_method.write(results, root / "docs" / which_method.PAGE.name)
+    real_picture.draw(boards(core(results)), out / real_picture.FILE)
+    which_method.write(results, out, root / "docs" / which_method.PAGE.name)
     (out / "README.md").write_text(real_page.page(results, planned()), encoding="utf-8")
     front = root / "README.md"
     front.write_text(real_page.readme(front.read_text("utf-8"), results), encoding="utf-8")
 
 
+def main() -> None:
+    if sys.argv[1:]:
+        publish(Path(sys.argv[1]))
+    else:
+        make_pages(load_results([ROOT / "docs" / "results" / RECORDS]))
+
+
 if __name__ == "__main__":
-    publish(Path(sys.argv[1]))
+    main()

@@ -8,49 +8,55 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import needle_rows
 import real_picture
 from made_parts import with_part
+from needle_rows import CORE, core
+from real_headline import MODEL, and_list, summary
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import Contender
-from kvfold.methods.description import shortest
 from kvfold.report.board import Board, boards, haystacks, sources
-from kvfold.report.headline import FIFTH, headline
+from kvfold.report.headline import FIFTH
 from kvfold.report.names import readable
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow, rows
-from kvfold.report.tables import COLUMNS, cells
+from kvfold.report.tables import scored
 
-MODEL = "SmolLM2-135M-Instruct"
 COMMAND = "benchmarks/real_leaderboard.sh BOOK FOLDER\npython benchmarks/publish_real.py FOLDER"
 WHEN = {False: "before the question is known", True: "with the question in view"}
-PERCENT = "\u00a0%"  # never on another line than its number
 BEST = 8  # methods of a table beside those of the picture
-SHOWN = (
-    "method", "budget", "score", "− full (95 %)", "kept", "bytes", "operations", "length",
-    "samples",
-)  # fmt: skip
+DRAWN = "A point is the mean of noise and novel; its bar spans the two."
+# Short names of tasks.
+NAMES = {task: name for (task, _), name in CORE.items()} | {
+    "ruler_niah_single_3": "UUIDs",
+    "profile_form": "form",
+    "profile_conversation": "conversation",
+}
 READING = """\
 - **Before the question is known**, the context is compressed first and answers every question
   from what is left. **With the question in view**, the two are compressed together, once for
-  each question.
-- **score** is in percent with its 95 % interval; **− full** the difference to the full cache on
-  the same samples, ≈ if its interval holds zero; **kept** the entries asked for and those
-  measured, and **bytes** theirs, over the full cache's. With the question in view the two are
-  measured after the answer and grow with it. **operations** are of a prefill with its compression
-  and of a token of the answer, and **length** is the answers' in tokens, over the full cache's.
-- A mean is over the two needles at 1024 tokens, which every method is run on; the other tasks
-  stand task by task.
-  [Evaluation](../evaluation.md) has the rest.
-- **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
-  `streaming_llm` keeps sinks and the newest tokens.
-- **`kvzip`** keeps the opening of the chat template beside its budget.
-- **The haystack** is the text in which a needle is hidden: RULER's noise ("The grass is green.
-  …"), or a book."""
+  each question; the size is then that after the answer.
+- **noise**, **novel**: percent of the 7-digit numbers found in RULER's noise ("The grass is
+  green. …") and in a novel. **UUIDs** are longer needles in the novel; **form** and
+  **conversation** ask for 8 facts hidden there, each alone or in turn.
+- **mean**: of noise and novel. **− full**: its difference to the full cache on the same samples
+  (95 %), ≈ if the interval holds zero. **n**: samples in noise + in the novel; compare means of
+  equal n.
+- **kept**: entries after compression, at a budget of 0.2. **bytes**: theirs, over those of all
+  entries; each cache has room for a few more, so `full` is above 100 %. Until it has compressed,
+  a cache holds everything.
+- **prefill**, **per token**: operations of reading with compression, and of a token of the answer,
+  over the full cache's. [Performance](../performance.md) has seconds and peaks of memory.
+- **`kvzip`** keeps the opening of the chat template beside its budget. **`zap`** is one fit, on
+  these pages as they then were: [another fit](../fit.md) scores otherwise, and no interval covers
+  that. **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
+  `streaming_llm` keeps sinks and the newest tokens."""
 LINKS = """\
 - [index.html](index.html): all methods and budgets, to sort and filter. [report.md](report.md)
-  has the tables, [tasks.md](tasks.md) one for each task.
+  has the tables, [tasks.md](tasks.md) one for each task. [Evaluation](../evaluation.md) says how
+  it is measured.
 - [records.jsonl](records.jsonl), and `samples.csv.gz`: every answer's score and its first
   characters. `python benchmarks/paired.py docs/results kvzip@0.2 snapkv@0.2` compares two
   methods."""
@@ -63,16 +69,17 @@ OTHERS = """\
 BEGIN = "<!-- made by benchmarks/publish_real.py -->"
 
 
-# Tasks and length that all methods and budgets are run on: their means are the picture.
-CORE = {("ruler_niah_single_1", 1024), ("ruler_niah_single_2", 1024)}
-
-
 class Unit(NamedTuple):
     """A task at a length in tokens, None for a benchmark's own rows, under a protocol."""
 
     task: str
     length: int | None
     aware: bool
+
+    @classmethod
+    def of(cls, result: CellResult) -> Unit:
+        cell = result.cell
+        return cls(cell.task, cell.length, cell.protocol.question_aware)
 
 
 class Planned(NamedTuple):
@@ -84,13 +91,6 @@ class Planned(NamedTuple):
     scored: bool = True
 
 
-def core(results: Sequence[CellResult]) -> list[CellResult]:
-    """Records that means are made of: of the needles that every method is run on, and losses."""
-    return [
-        one for one in results if one.lower_is_better or (one.cell.task, one.cell.length) in CORE
-    ]
-
-
 def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
     """docs/results/README.md; also of a part of the planned records, or of none."""
     parts = [f"# Results of a really trained model, {MODEL}"]
@@ -98,14 +98,15 @@ def page(results: Sequence[CellResult], planned: Sequence[Planned]) -> str:
     if not results:
         return "\n\n".join([*parts, "Not run yet:", command, OTHERS]) + "\n"
     if claimed := summary(results):
-        parts += [claimed, f"![score against bytes]({real_picture.FILE})"]
-    parts += _progress(results, planned)
+        parts += [claimed, f"![score against bytes]({real_picture.FILE})", DRAWN]
+    parts.append(" ".join([_scope(results), *_progress(results, planned)]))
     found = {board.question_aware: board for board in boards(core(results))}
     for aware, when in WHEN.items():
         parts.append(f"## {when[0].upper()}{when[1:]}")
         parts += _board(found[aware]) if aware in found else []
-        parts += _by_task(readable(results), planned, aware)
-    parts += ["## How to read it", READING, command, _setup(results)]
+        parts += _other_tasks(readable(results), planned, aware)
+    limits = "\n".join(_limits(results))
+    parts += ["## How to read it", f"{READING}\n{limits}".strip(), command, _setup(results)]
     parts += ["## More", f"{LINKS}\n{OTHERS}"]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -114,81 +115,9 @@ def readme(text: str, results: Sequence[CellResult]) -> str:
     """README.md's `text` with the headline and the picture of `results` between its marks."""
     claimed = summary(results)
     picture = f"![Score against bytes of {MODEL}, two protocols](docs/results/{real_picture.FILE})"
-    more = "[All results](docs/results/README.md), with the texts, intervals and samples."
+    more = f"{DRAWN} [All results](docs/results/README.md), with intervals and samples."
     made = f"\n{claimed}\n\n{picture}\n\n{more}\n" if claimed else ""
     return with_part(text, BEGIN, made)
-
-
-def summary(results: Sequence[CellResult]) -> str:
-    """Answers from a fifth of the cache, for each protocol; empty without such records."""
-    claims = [f"- {claim}" for board in boards(core(results)) for claim in _claim(board)]
-    return (
-        "\n".join([f"On {MODEL}, at a budget of a fifth of the entries:", "", *claims])
-        if claims
-        else ""
-    )
-
-
-def _claim(board: Board) -> Iterator[str]:
-    """The best of the picture's methods at a fifth, and the next, beside the full cache."""
-    every = [row for row in board.overall() if row.complete and row.score]
-    full = next((row for row in every if row.method == FULL), None)
-    fifth = [row for row in every if row.kept_nominal == FIFTH and row.method in real_picture.LINES]
-    if full is None or not fifth:
-        return
-    fifth.sort(key=lambda row: (-round(_score(row)), row.bytes_ratio or 0))
-    best = [row for row in fifth if _percent(row) == _percent(fifth[0])]
-    others = fifth[len(best) :]
-    parts = [f"{100 * (row.bytes_ratio or 0):.0f}{PERCENT}" for row in best]
-    names = [f"{_name(row)} ({part}" for row, part in zip(best, parts, strict=True)]
-    names[0] += " of the bytes"
-    verb, unit = _asked(board)
-    claims = [
-        f"{and_list([f'{name})' for name in names])} {verb if best[1:] else f'{verb}s'} "
-        f"**{_percent(best[0])}**{unit}"
-    ]
-    if others:
-        claims.append(f"the next best in the picture, {_name(others[0])}, {_percent(others[0])}")
-    claims.append(f"the full cache {_percent(full)}")
-    yield (
-        f"**{board.when[0].upper()}{board.when[1:]}**, {'; '.join(claims)} "
-        f"({full.samples} samples of {_counted(board, full)})."
-    )
-
-
-def and_list(names: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def _asked(board: Board) -> tuple[str, str]:
-    """Verb and object of a score: of needles, of right answers, or of a mean of several metrics."""
-    lengths = sorted({result.cell.length for result in board.scored if result.cell.length})
-    if lengths and {result.group for result in board.scored} == {"single needle"}:
-        return "find", f" of the needles in {and_list([*map(str, lengths)])} tokens"
-    found = all((result.metric or "").startswith("string_match") for result in board.scored)
-    return ("answer", " of what is asked") if found else ("score", "")
-
-
-def _counted(board: Board, row: ReportRow) -> str:
-    alike = len({result.cell.length for result in board.scored}) == 1
-    several = "tasks" if alike else "tasks and lengths"
-    return "one task" if row.units == 1 else f"{row.units} {several}"
-
-
-def _score(row: ReportRow) -> float:
-    assert row.score
-    return row.score.value
-
-
-def _percent(row: ReportRow) -> str:
-    return f"{_score(row):.0f}{PERCENT}"
-
-
-def _name(row: ReportRow) -> str:
-    line = real_picture.LINES.get(row.method)
-    return line.name if line else f"`{shortest(row.method)}`"
 
 
 def _board(board: Board) -> Iterator[str]:
@@ -198,105 +127,142 @@ def _board(board: Board) -> Iterator[str]:
     full = [row for row in whole if row.method == FULL]
     free = [row for row in whole if row.budget is None and row.method != FULL]
     where = f"Haystack: {haystacks(board.scored) or 'none'}."
-    yield " ".join(headline(board.overall(), board.when).further)
+    columns = {"method": needle_rows.name, **needle_rows.haystack_columns(board)}
+    columns |= {"− full (95 %)": lambda row: needle_rows.gap(row.gap), "kept": needle_rows.kept}
+    columns |= needle_rows.COSTS | {"n": needle_rows.samples_column(board)}
     if fifth := _picked([row for row in whole if row.kept_nominal == FIFTH]):
         yield f"### At a fifth of the cache, {board.when}"
-        yield from (where, table([*full, *fifth]))
+        yield from (where, needle_rows.table([*full, *fifth], columns))
     if free:
         yield f"### Without a budget, {board.when}"
-        yield from (where, table([*full, *sorted(free, key=lambda row: row.bytes_ratio or 0)]))
+        free.sort(key=lambda row: row.bytes_ratio or 0)
+        yield from (where, needle_rows.table([*full, *free], columns))
+    if partial := len({row.method for row in every if not row.complete}):
+        yield f"Methods run in one haystack only: {partial} ([tasks.md](tasks.md))."
+    yield from _perplexities(board)
+
+
+def _perplexities(board: Board) -> Iterator[str]:
     lost = [row for row in rows(board.perplexities) if row.score]
     shown = [row for row in lost if row.method == FULL or row.kept_nominal == FIFTH]
+    columns: dict[str, needle_rows.Column] = {
+        "method": needle_rows.name,
+        "perplexity (95 %)": lambda row: scored(row.score) if row.score else needle_rows.NONE,
+        "− full (95 %)": lambda row: needle_rows.gap(row.gap),
+        "kept": needle_rows.kept,
+        **{name: needle_rows.COSTS[name] for name in ("bytes", "prefill")},
+    }
     if shown:
         yield f"### Perplexity at a fifth (lower is better), {board.when}"
-        yield f"Text: {sources(board.perplexities)}."
-        yield table(sorted(shown, key=_score))
-    partial = dict.fromkeys(f"`{shortest(row.method)}`" for row in every if not row.complete)
-    if partial:
-        yield f"Not on every task, and so in no mean: {', '.join(partial)}."
+        yield f"Text: {sources(board.perplexities)}; {shown[0].samples} samples."
+        yield needle_rows.table(sorted(shown, key=needle_rows.value), columns)
 
 
 def _picked(fifth: Sequence[ReportRow]) -> list[ReportRow]:
-    """The best methods, those of the picture, and the baselines, best first."""
-    ranked = sorted(fifth, key=lambda row: -_score(row))
-    best = [row for row in ranked if row.method not in BASELINES][:BEST]
-    known = {*real_picture.LINES, *BASELINES}
-    return [row for row in ranked if row in best or row.method in known]
-
-
-def table(shown: Sequence[ReportRow], columns: Sequence[str] = SHOWN) -> str:
-    """A Markdown table of these columns."""
-    picked = [COLUMNS.index(name) for name in columns]
-    lines = [tuple(columns), ("---", "---", *["---:"] * (len(columns) - 2))]
-    lines += [tuple(cells(row)[column] for column in picked) for row in shown]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """The best methods and the next that does worse, the picture's and the baselines; best first"""
+    ranked = sorted(fifth, key=lambda row: (-needle_rows.value(row), row.bytes_ratio or 0))
+    methods = [row for row in ranked if row.method not in BASELINES]
+    worse = [row for row in methods if needle_rows.mean(row) != needle_rows.mean(methods[0])]
+    shown = {row.method for row in [*methods[:BEST], *worse[:1]]}
+    shown |= {*real_picture.LINES, *BASELINES}
+    return [row for row in ranked if row.method in shown]
 
 
 def _data(results: Sequence[CellResult]) -> list[str]:
     return list(dict.fromkeys(name for result in results for name in result.cell.data))
 
 
-def _by_task(
+def _other_tasks(
     results: Sequence[CellResult], planned: Sequence[Planned], aware: bool
 ) -> Iterator[str]:
-    """A table of tasks and lengths: the picture's methods at a fifth, or without a budget."""
-    found = [Unit(one.cell.task, one.cell.length, aware) for one in results if _is_in(one, aware)]
+    """The picture's methods on tasks and lengths that not every method is run on."""
+    scored = [one for one in results if not one.lower_is_better and Unit.of(one).aware == aware]
     asked = {one.unit: one.samples for one in planned if one.unit.aware == aware and one.scored}
-    units = dict.fromkeys(found, 0) | asked
-    names = [line.name for line in real_picture.LINES.values()]
-    lines = [["task", "tokens", "haystack", "n", "full cache", *names]]
-    lines.append(["---", "---:", "---", "---:", *["---:"] * (len(names) + 1)])
-    for unit, count in units.items():
-        own = [one for one in results if _is_in(one, aware) and _is_of(one, unit)]
-        lines.append([f"`{unit.task}`", str(unit.length or "–"), *_scores(own, count)])
-    if units:
-        yield f"### Task by task, {WHEN[aware]}"
-        yield "Scores at a fifth of the cache; SimLayerKV and DBudgetKV choose their own size."
-        yield "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    begun = {Unit.of(one) for one in scored if one.cell.method == FULL}
+    own = [one for one in scored if not needle_rows.is_core(one) and Unit.of(one) in begun]
+    if own:
+        yield f"### Other tasks at a fifth, {WHEN[aware]}"
+        where = f"Haystack: {haystacks(own) or 'none'}."
+        yield f"{where} SimLayerKV and DBudgetKV choose their own size."
+        yield _by_method(own, asked)
+    if lacking := _named([unit for unit in asked if unit not in begun]):
+        yield f"Not run yet {WHEN[aware]}: {lacking}."
 
 
-def _is_in(result: CellResult, aware: bool) -> bool:
-    """True for a score under the protocol."""
-    return not result.lower_is_better and result.cell.protocol.question_aware == aware
+def _named(units: Sequence[Unit]) -> str:
+    """Tasks with their lengths, such as "noise (2048, 4096), novel (2048)"."""
+    lengths: dict[str, list[str]] = defaultdict(list)
+    for unit in units:
+        lengths[NAMES.get(unit.task, unit.task)].append(f"{unit.length or 'own rows'}")
+    return ", ".join(f"{name} ({', '.join(own)})" for name, own in lengths.items())
 
 
-def _is_of(result: CellResult, unit: Unit) -> bool:
-    cell = result.cell
-    return unit == Unit(cell.task, cell.length, cell.protocol.question_aware)
+def _by_method(own: Sequence[CellResult], asked: dict[Unit, int]) -> str:
+    """A row for each method, a column for each task and length; the first row counts samples."""
+    units = list(dict.fromkeys(map(Unit.of, own)))
+    fifth = {
+        (one.cell.method, Unit.of(one)): one for one in own if one.kept_nominal in (FIFTH, None)
+    }
+    head = [f"{NAMES.get(unit.task, unit.task)}, {unit.length or 'own rows'}" for unit in units]
+    lines = [["method", *head], ["---", *["---:"] * len(units)]]
+    counts = [(fifth[FULL, unit].samples, asked.get(unit, 0)) for unit in units]
+    lines.append(["samples", *(f"{n} of {of}" if n < of else f"{n}" for n, of in counts)])
+    for method in (FULL, *real_picture.LINES):
+        line = real_picture.LINES.get(method)
+        found = [fifth.get((method, unit)) for unit in units]
+        scores = [f"{one.score.value:.1f}" if one and one.score else "–" for one in found]
+        lines.append([line.name if line else "full cache", *scores])
+    return needle_rows.markdown(lines)
 
 
-def _scores(own: Sequence[CellResult], asked: int) -> list[str]:
-    """Cells of a row: haystack, samples, the full cache's score, and those of the methods."""
-    full = next((one for one in own if one.cell.method == FULL), None)
-    if full is None:
-        return ["", "not run yet", *[""] * (len(real_picture.LINES) + 1)]
-    fifth = {one.cell.method: one for one in own if one.kept_nominal in (FIFTH, None)}
-    shown = [fifth.get(method) for method in (FULL, *real_picture.LINES)]
-    count = str(full.samples) if full.samples >= asked else f"{full.samples} of {asked}"
-    scores = [
-        "–" if one is None or one.score is None else f"{one.score.value:.1f}" for one in shown
-    ]
-    return [full.haystack or "none", count, *scores]
+def _limits(results: Sequence[CellResult]) -> Iterator[str]:
+    """Where answers are cut off, and how often the full cache's are."""
+    full = [one for one in results if one.cell.method == FULL and not one.lower_is_better]
+    limits: dict[int, dict[str, None]] = defaultdict(dict)
+    for one in full:
+        if one.cell.protocol.answer_tokens:
+            named = NAMES.get(one.cell.task, one.cell.task)
+            limits[one.cell.protocol.answer_tokens][named] = None
+    if limits:
+        told = [f"{most} tokens ({', '.join(tasks)})" for most, tasks in limits.items()]
+        yield f"- Answers end at {and_list(told)}, finished or not."
+    for one in full:
+        if one.at_limit * 10 > one.questions and _value(one) < 100:
+            yield (
+                f"- {NAMES.get(one.cell.task, one.cell.task)}: {one.at_limit} of the full cache's "
+                f"{one.questions} answers go on to the limit, and {100 - _value(one):g} % are "
+                "wrong. A higher score means answers that stop in time, not that compression helps."
+            )
+
+
+def _value(result: CellResult) -> float:
+    assert result.score
+    return result.score.value
+
+
+def _scope(results: Sequence[CellResult]) -> str:
+    """The model and texts that everything is measured on."""
+    books = _data(results)
+    texts = f"one book ({books[0]})" if len(books) == 1 else f"{len(books)} texts"
+    return f"All of it is one model of 135 million parameters and {texts}."
 
 
 def _progress(results: Sequence[CellResult], planned: Sequence[Planned]) -> Iterator[str]:
     """The part of the plan that is done, unless it is all."""
     samples: dict[Unit, dict[Contender, int]] = defaultdict(dict)
     for one in results:
-        unit = Unit(one.cell.task, one.cell.length, one.cell.protocol.question_aware)
-        samples[unit][one.cell.method, one.cell.budget] = one.samples
+        samples[Unit.of(one)][one.cell.method, one.cell.budget] = one.samples
     done = sum(
         samples[one.unit].get(contender, 0) >= one.samples
         for one in planned
         for contender in one.contenders
     )
     total = sum(len(one.contenders) for one in planned)
+    longest = max((one.cell.length or 0 for one in results), default=0)
     if done < total:
-        yield (
-            f"**Not complete**: {done} of {total} planned cells are done, each a method at a "
-            "budget on one task, at one length, under one protocol. The tables task by task say "
-            "which tasks lack."
-        )
+        yield f"Of the plan, {100 * done / total:.0f} % is done ({done} of {total} cells)."
+    if any((one.unit.length or 0) > longest for one in planned):
+        yield f"Longer than {longest} tokens: nothing yet."
 
 
 def _setup(results: Sequence[CellResult]) -> str:

@@ -15,11 +15,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+from needle_rows import by_haystack, value
 
 from kvfold.eval.run.cell import FULL
 from kvfold.report.board import Board
 from kvfold.report.style import COLORS, GREY
-from kvfold.report.summary import ReportRow
 
 FILE = "score-against-bytes.svg"
 WIDTH, HEIGHT = 6.4, 5.4  # inches
@@ -61,11 +61,10 @@ def _figure(boards: Sequence[Board]) -> Figure:
     drawn = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     panels = drawn.subplots(1, 2, sharey=True)
     for panel, aware in zip(panels, (False, True), strict=True):
-        found = [row for one in boards if one.question_aware == aware for row in one.overall()]
         when = "with the question\nin view" if aware else "before the question\nis known"
         panel.set_title(when, fontsize=LETTERS)
-        _panel(panel, [row for row in found if row.complete])
-    panels[0].set_ylabel("score, %")
+        _panel(panel, [one for one in boards if one.question_aware == aware])
+    panels[0].set_ylabel("found, %")
     handles = {
         label: handle
         for panel in panels
@@ -78,22 +77,25 @@ def _figure(boards: Sequence[Board]) -> Figure:
     return drawn
 
 
-def _panel(panel: Axes, found: Sequence[ReportRow]) -> None:
-    """A line per method through its budgets, with 95 % intervals; the full cache is a level."""
+def _panel(panel: Axes, boards: Sequence[Board]) -> None:
+    """A line per method through its budgets, each with a bar that spans the haystacks' scores."""
+    found = [row for board in boards for row in board.overall() if row.complete and row.score]
+    each = [one for board in boards for one in by_haystack(board).items()]
     for row in found:
-        if row.method == FULL and row.score:
-            panel.axhline(row.score.value, color="black", linewidth=1.4, label="full cache")
+        if row.method == FULL:
+            panel.axhline(value(row), color="black", linewidth=1.4, label="full cache")
     for method, line in LINES.items():
-        points = sorted(
-            (row.bytes_ratio, row.score.value, row.score.low, row.score.high)
-            for row in found
-            if row.method == method and row.bytes_ratio and row.score
-        )
-        if not points:
+        own = [row for row in found if row.method == method and row.bytes_ratio]
+        own.sort(key=lambda row: row.bytes_ratio or 0)
+        if not own:
             continue
-        x, y, low, high = zip(*points, strict=True)
-        if None not in (*low, *high):
-            panel.vlines(x, low, high, color=line.color, linewidth=1.2, alpha=0.45)
+        x, y = [row.bytes_ratio or 0 for row in own], [value(row) for row in own]
+        spans = [
+            [one.score.value for at, one in each if at[:2] == (method, row.budget) and one.score]
+            for row in own
+        ]
+        low, high = map(min, spans), map(max, spans)
+        panel.vlines(x, [*low], [*high], color=line.color, linewidth=1.2, alpha=0.45)
         panel.plot(
             x, y, label=line.name, color=line.color, marker=line.marker, markersize=8,
             linewidth=2, linestyle=(0, line.dash) if line.dash else "-", clip_on=False,

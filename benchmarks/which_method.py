@@ -8,86 +8,121 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import long_page
 import match_page
-import numpy as np
-import real_page
+import needle_rows
+import paired
 from long_answers_kl import AnswerDistance
 from match_kl import Row
-from real_page import and_list
+from needle_rows import core
+from real_headline import MODEL, and_list
 
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.run_folder import RECORDS
-from kvfold.methods.description import shortest
+from kvfold.methods.description import shortest, without_files
 from kvfold.report.board import Board, boards, haystacks
 from kvfold.report.load import load_results
+from kvfold.report.names import readable
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "which-method.md", ROOT / "docs" / "results"
-COLUMNS = ("budget", "method", "score", "bytes", "operations")
 BEST = 3  # methods of a budget in a table
 ONE_PREFILL = 1.1  # operations until the first token, over the full cache's
 LOST = 10  # points that a method without a budget may lose
 SMALL = 0.1
+LIGHT = 0.9  # bytes over those of another method
+SMALL_COLUMNS = ["budget", "method", "KL", "needles", "kvzip's", "MB", "operations"]
+RULE = ["---:", "---", *["---:"] * 5]
+LEADERBOARD = "0.2"  # the budget whose bytes stand beside long answers
+UUIDS = ("ruler_niah_single_3", 1024, False)
 HEAD = f"""\
 # Which method for which job
 
-The best methods of each job by the published records of {real_page.MODEL}. Other models and
-texts may order them differently: [check your prompts](check.md).
-
-In short: `kvzip`, or after `kvfold fit` `zap`, which needs no second forward, both before the
-question is known and with it in view; all entries in fewer bits: `turboquant`; long answers:
-`h2o:decode=append + every`.
-
-Budgets are the kept part of the entries. Scores are in percent, with their 95 % intervals: means
-over the needles at 1024 tokens that every method is run on. Bytes and operations are
-relative to the full cache: operations of the prefill with its compression, then of a token of the
-answer. Of equal
-scores, the one with fewer operations until the first token comes first, then the one with fewer
-bytes. Methods whose intervals overlap are not told apart: [all results](results/README.md)."""
+The best methods of each job by the published records of {MODEL}, one model of 135 million
+parameters. Other models and texts may order them differently: [check your prompts](check.md)."""
+READING = """\
+**Budgets** are the part of the entries that is asked for. `kvzip` keeps the opening of the chat
+template in addition, and some methods a window that is larger than a small budget: compare
+**bytes**, over the full cache's. **noise**, **novel**: percent of the 7-digit numbers found in each
+text of 1024 tokens; **mean** of the two. **− first**: its difference to the budget's first on the
+same samples (95 %); ≈ if the interval holds zero: the two are not told apart. **prefill**, **per
+token**: operations of reading with compression, and of a token of the answer, over the full
+cache's. **n**: samples in noise + in the novel; means of other n are of other samples. Of equal
+means the one with fewer operations of the prefill comes first, then the one with fewer bytes.
+[All results](results/README.md)."""
 FREE = "These have no budget: what they keep or encode follows from their options and the text."
 LONG = """\
 Mean KL to the full cache's predictions while an answer of 1024 tokens is read, after the first
-eviction. All evict in rounds and hold the budget's entries beside the prompt.
+eviction. All evict in rounds and hold the budget's entries beside the prompt. **bytes**: of the
+method on the leaderboard, at a budget of 0.2, over the full cache's; some hold more than entries.
 [Answering long](answering-long.md) says which methods hold their size, and how."""
 EXTRA = f"""\
 Methods whose prefill and compression take at most {ONE_PREFILL} × the full cache's operations.
 `kvzip` and `kvzip_plus`, which take about twice as many, are left out."""
 FAR = """\
-Mean KL to the full cache over the 100 tokens that follow passages of novels, and answers about the
-needles in them. In brackets are the answers of `kvzip` where they differ; MB are those of the
-cache, and operations are over `kvzip`'s. [How small can a cache get](how-far-down.md)
-has all of them. Scores at
-0.1 and 0.05 are in the tables above."""
+Mean KL to the full cache over the 100 tokens that follow passages of novels, and the needles
+answered in them, beside `kvzip`'s on the same passages. MB are those of the cache, operations are
+over `kvzip`'s. [How small can a cache get](how-far-down.md) has all of them."""
 MADE = """\
 This page is made by `python benchmarks/which_method.py` of the records in docs/results."""
 
 
-def page(
-    results: Sequence[CellResult], answers: Sequence[AnswerDistance], passages: Sequence[Row]
-) -> str:
+class Published(NamedTuple):
+    """Records of the leaderboard and its samples, of long answers, and of passages of novels."""
+
+    results: Sequence[CellResult]
+    samples: paired.Samples
+    answers: Sequence[AnswerDistance]
+    passages: Sequence[Row]
+
+
+def page(of: Published) -> str:
     """The whole page."""
-    found = boards(real_page.core(results))
-    parts = [HEAD]
+    found = boards(core(of.results))
+    parts = [HEAD, _in_short(of), READING]
     for board in found:
-        parts += [f"## {_title(board)}", *_at_budgets(board)]
+        parts += [f"## {_title(board)}", *_at_budgets(board, of)]
     parts += ["## Without a budget", FREE]
     for board in found:
         parts += _without_budget(board)
-    parts += ["## Long answers", LONG, *_long(answers)]
+    parts += ["## Long answers", LONG, *_long(of)]
     parts += ["## No extra prefill", EXTRA, _zap()]
     for board in found:
-        parts += [f"### {_title(board)}, no extra prefill", *_at_budgets(board, ONE_PREFILL)]
-    parts += ["## At a tenth and below", FAR, *_small(passages), MADE]
+        parts += [f"### {_title(board)}, no extra prefill", *_at_budgets(board, of, ONE_PREFILL)]
+    parts += ["## At a tenth and below", FAR, *_small(of.passages), MADE]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _in_short(of: Published) -> str:
+    """The choice for each job, and where the second choice fails."""
+    scores = {
+        without_files(one.cell.method): one.score.value
+        for one in of.results
+        if one.score
+        and (one.cell.task, one.cell.length, one.cell.protocol.question_aware) == UUIDS
+        and one.cell.budget in ("0.1", None)
+    }
+    methods = ("zap", "kvzip", FULL)
+    found = [f"{scores[method]:g} %" for method in methods if method in scores]
+    fails = (
+        f" (at 0.1 it finds {found[0]} of UUIDs in a novel, `kvzip` {found[1]}, the full cache "
+        f"{found[2]})"
+        if len(found) == len(methods)
+        else ""
+    )
+    return (
+        "In short: `kvzip`; from a budget of 0.2 on `zap`, which needs no second forward but a "
+        f"`kvfold fit`{fails}; all entries in fewer bits: `turboquant`; long answers: "
+        f"`{long_page.ranked(of.answers)[0]} + every`."
+    )
 
 
 def _title(board: Board) -> str:
@@ -112,7 +147,7 @@ def _methods(board: Board) -> list[ReportRow]:
     return [row for row in rows if row.complete and row.score and row.method not in left_out]
 
 
-def _at_budgets(board: Board, most: float = math.inf) -> Iterator[str]:
+def _at_budgets(board: Board, of: Published, most: float = math.inf) -> Iterator[str]:
     """The best of each budget, of methods with at most `most` operations until the first token."""
     budgets: dict[str, list[ReportRow]] = defaultdict(list)
     for row in _methods(board):
@@ -121,9 +156,41 @@ def _at_budgets(board: Board, most: float = math.inf) -> Iterator[str]:
     order = sorted(budgets, key=lambda budget: -(budgets[budget][0].kept_nominal or 0))
     best = {budget: ranked(budgets[budget])[:BEST] for budget in order}
     if best:
-        firsts = {budget: shortest(rows[0].method) for budget, rows in best.items()}
-        yield f"First of each budget: {_firsts(firsts)}. {_measured(board)}"
-        yield real_page.table([row for rows in best.values() for row in rows], COLUMNS)
+        firsts = {budget: rows[0] for budget, rows in best.items()}
+        names = {budget: needle_rows.name(row) for budget, row in firsts.items()}
+        yield f"First of each budget: {_firsts(names)}. {_haystack(board)}"
+        columns: dict[str, needle_rows.Column] = {"budget": lambda row: row.budget or ""}
+        columns["method"] = needle_rows.name
+        columns |= needle_rows.haystack_columns(board)
+        columns["− first (95 %)"] = _behind(board, of, firsts)
+        columns |= needle_rows.COSTS | {"n": needle_rows.samples_column(board)}
+        yield needle_rows.table([row for rows in best.values() for row in rows], columns)
+
+
+def _behind(board: Board, of: Published, firsts: dict[str, ReportRow]) -> needle_rows.Column:
+    """The difference to the first row of a budget, on the samples that both have."""
+    known = core(of.results)
+    names = {
+        short.cell.method: one.cell.method
+        for one, short in zip(known, readable(known), strict=True)
+    }
+    samples = {
+        unit: cells
+        for unit, cells in of.samples.items()
+        if (unit.task, int(unit.length or 0)) in needle_rows.CORE
+    }
+
+    def behind(row: ReportRow) -> str:
+        first = firsts[row.budget or ""]
+        if row is first:
+            return ""
+        ours, theirs = (f"{names[one.method]}@{one.budget}" for one in (row, first))
+        try:
+            return needle_rows.gap(paired.gap(samples, ours, theirs, board.question_aware))
+        except SystemExit:  # no samples of both
+            return needle_rows.NONE
+
+    return behind
 
 
 def _firsts(firsts: dict[str, str]) -> str:
@@ -134,11 +201,8 @@ def _firsts(firsts: dict[str, str]) -> str:
     return "; ".join(f"`{name}` at {and_list(of)}" for name, of in budgets.items())
 
 
-def _measured(board: Board) -> str:
-    """Samples and haystacks."""
-    counts = sorted({row.samples for row in _methods(board)})
-    counted = " to ".join(dict.fromkeys(f"{count}" for count in (counts[0], counts[-1])))
-    return f"Samples of a method: {counted}; haystack: {haystacks(board.scored) or 'none'}."
+def _haystack(board: Board) -> str:
+    return f"Haystack: {haystacks(board.scored) or 'none'}."
 
 
 def _without_budget(board: Board) -> Iterator[str]:
@@ -153,20 +217,29 @@ def _without_budget(board: Board) -> Iterator[str]:
             f"At most {LOST} points below the full cache, the fewest bytes first: {names}. "
             f"Methods that lose more: {len(free) - len(near)}."
         )
-        yield real_page.table(near, [column for column in COLUMNS if column != "budget"])
+        columns: dict[str, needle_rows.Column] = {"method": needle_rows.name}
+        columns |= needle_rows.haystack_columns(board)
+        columns["− full (95 %)"] = lambda row: needle_rows.gap(row.gap)
+        columns |= needle_rows.COSTS | {"n": needle_rows.samples_column(board)}
+        yield needle_rows.table(near, columns)
 
 
-def _long(answers: Sequence[AnswerDistance]) -> Iterator[str]:
-    """The methods of the lowest KL at the smallest budget."""
-    head, rule, *rows = long_page.kl_table(answers).splitlines()
-    names = [re.findall(r"`(.+?)`", row)[0] for row in rows]
+def _long(of: Published) -> Iterator[str]:
+    """The methods of the lowest KL at the smallest budget, and their bytes on the leaderboard."""
+    head, rule, *rows = long_page.kl_table(of.answers).splitlines()
+    names = long_page.ranked(of.answers)
     place = names.index("random")
-    at = min(answer.budget for answer in answers)
-    yield (
-        f"Lowest KL at {at} entries: {and_list([f'`{name}`' for name in names[:BEST]])}. Eviction "
-        f"at random is number {place + 1} of {len(names)}."
-    )
-    yield "\n".join([head, rule, *rows[:BEST], rows[place]])
+    yield f"{long_page.alike(of.answers)} Eviction at random is number {place + 1} of {len(names)}."
+    held = {
+        needle_rows.name(row): needle_rows.nbytes(row)
+        for board in boards(core(of.results))[:1]
+        for row in board.overall()
+        if row.budget == LEADERBOARD
+    }
+    shown = [*range(BEST), place]
+    cells = [held.get(names[at].partition(":")[0], needle_rows.NONE) for at in shown]
+    lines = [f"{rows[at]} {size} |" for at, size in zip(shown, cells, strict=True)]
+    yield "\n".join([f"{head} bytes |", f"{rule}---|", *lines])
 
 
 def _zap() -> str:
@@ -185,34 +258,62 @@ def _zap() -> str:
 
 
 def _small(passages: Sequence[Row]) -> Iterator[str]:
-    """The methods of the lowest KL at each small budget."""
+    """Methods of the lowest KL at each small budget: of those with all passages, then of all."""
     rows = match_page.measured(passages, match_page.CORE)
-    lines = [
-        "| budget | method | KL | answers | MB | operations |",
-        "|---:|---|---:|---|---:|---:|",
-    ]
-    firsts = {}
-    for kept in match_page.budgets(row for row in rows if row.kept <= SMALL):
-        pairs = [match_page.Pairs.of(rows, name, kept) for name in match_page.CORE]
-        pairs.sort(key=lambda each: each.ratio())
-        firsts[f"{kept:g}"] = pairs[0].own[0].method
-        lines += [_line(kept, each) for each in pairs[:BEST]]
+    lines, firsts = [SMALL_COLUMNS, RULE], {}
+    for kept in _small_budgets(rows):
+        found = _by_kl(rows, kept)
+        firsts[f"{kept:g}"] = found[0].own[0].method
+        lines += [_cells(kept, each) for each in found[:BEST]]
     texts = len({row.passage for row in rows})
-    yield f"Lowest KL: {_firsts(firsts)} ({texts} passages)."
-    yield "\n".join(lines)
+    yield (
+        f"Lowest KL of the {len(match_page.CORE)} methods with {texts} passages: {_firsts(firsts)}."
+    )
+    yield needle_rows.markdown(lines)
+    every = match_page.measured(passages, list(dict.fromkeys(row.method for row in passages)))
+    lines = [SMALL_COLUMNS, RULE]
+    for kept in _small_budgets(every):
+        (known,) = [one for one in _by_kl(every, kept) if one.own[0].method == firsts[f"{kept:g}"]]
+        lower = [one for one in _by_kl(every, kept) if _smaller(one, known)]
+        lines += [_cells(kept, each) for each in [*lower[:BEST], known] if lower]
+    if len(lines) > 2:
+        texts = len({row.passage for row in every})
+        yield (
+            f"On the {texts} passages of all methods, these have a lower KL in at most {LIGHT} × "
+            "the bytes of the first one above, the last row of a budget:"
+        )
+        yield needle_rows.markdown(lines)
 
 
-def _line(kept: float, pairs: match_page.Pairs) -> str:
+def _small_budgets(rows: Sequence[Row]) -> list[float]:
+    return match_page.budgets(row for row in rows if row.kept <= SMALL)
+
+
+def _by_kl(rows: Sequence[Row], kept: float) -> list[match_page.Pairs]:
+    """All methods at a budget, the lowest KL first."""
+    names = dict.fromkeys(row.method for row in rows)
+    found = [match_page.Pairs.of(rows, name, kept) for name in names]
+    return sorted(found, key=lambda each: each.ratio())
+
+
+def _smaller(one: match_page.Pairs, other: match_page.Pairs) -> bool:
+    """True for a lower KL in clearly fewer bytes."""
+    fewer = one.mean("nbytes") <= LIGHT * other.mean("nbytes")
+    return fewer and one.ratio() < other.ratio()
+
+
+def _cells(kept: float, pairs: match_page.Pairs) -> list[str]:
     own, base = pairs.own, pairs.base
-    cells = [f"{kept:g}", f"`{own[0].method}`", f"{np.mean([row.kl for row in own]):.3f}"]
-    cells += [match_page.answers(own, base), f"{np.mean([row.nbytes for row in own]) / 1e6:.2f}"]
-    cells.append(f"{match_page.mean_ratio(own, base, 'operations'):.2f}×")
-    return f"| {' | '.join(cells)} |"
+    cells = [f"{kept:g}", f"`{match_page.named(own[0].method)}`", f"{pairs.mean('kl'):.3f}"]
+    cells += [*match_page.needles(own, base), f"{pairs.mean('nbytes') / 1e6:.2f}"]
+    return [*cells, f"{match_page.mean_ratio(own, base, 'operations'):.2f}×"]
 
 
-def write(results: Sequence[CellResult], path: Path = PAGE) -> None:
-    """Writes the page of `results` and of the other published records."""
-    made = page(results, long_page.load_distances(), match_page.load())
+def write(results: Sequence[CellResult], folder: Path = RESULTS, path: Path = PAGE) -> None:
+    """Writes the page of `results`, their samples in `folder`, and other published records."""
+    made = page(
+        Published(results, paired.load(folder), long_page.load_distances(), match_page.load())
+    )
     path.write_text(made, encoding="utf-8")
 
 

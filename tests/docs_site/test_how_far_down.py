@@ -63,6 +63,19 @@ def test_kl_between_two_budgets_is_log_linear_in_bytes(pages):
     assert pages.at_bytes(points, 1600) == pytest.approx(0.01)
 
 
+def test_no_distance_is_told_far_beyond_a_methods_own_budgets(pages):
+    """Within its bytes it is interpolated, and a twentieth beyond them."""
+
+    def at(nbytes: int) -> list[float]:
+        rows = [row(pages, "a", "kvzip", 0.1, 0.2, nbytes)]
+        rows += [row(pages, "a", "x", 0.1, 1.0, 100), row(pages, "a", "x", 0.2, 0.25, 400)]
+        return pages.at_equal_bytes(rows, "x", 0.1)
+
+    assert at(200) == pytest.approx([0.5])
+    assert len(at(96)) == len(at(415)) == 1
+    assert at(94) == at(425) == []
+
+
 def test_pairs_are_of_the_same_passages(pages):
     rows = [row(pages, text, "kvzip", 0.1, 0.2) for text in ("a", "b", "c")]
     rows += [row(pages, "a", "match", 0.1, 0.1), row(pages, "b", "match", 0.1, 0.15)]

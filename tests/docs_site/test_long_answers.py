@@ -27,8 +27,7 @@ def pages() -> Iterator[ModuleType]:
 
 def test_the_published_tables_and_pictures_are_those_of_the_records(pages, tmp_path):
     text, rows = pages.PAGE.read_text(encoding="utf-8"), pages.load_distances()
-    tables = {"runs.jsonl": pages.table(pages.load("runs.jsonl")), "kl.jsonl": pages.kl_table(rows)}
-    assert pages.page(text, tables) == text
+    assert pages.page(text, pages.tables()) == text
     pages.draw(pages.load("entries.jsonl"), tmp_path / pages.PICTURE)
     pages.draw_kl(rows, tmp_path / pages.KL_PICTURE)
     for name in (pages.PICTURE, pages.KL_PICTURE):
@@ -77,6 +76,25 @@ def test_means_begin_after_the_first_eviction(pages):
         "|---|---|---|",
         "| `knorm` | 0.300 (0.100 to 0.500) | 75.0% |",
     ]
+
+
+def test_methods_are_told_apart_on_the_same_answers(pages):
+    """Answers differ more than methods: the differences of one method hold zero, of one not."""
+
+    def rows(method: str, *kl: float) -> list:
+        return [
+            pages.AnswerDistance(
+                model="m", answer=f"{n}", method=method, budget=256, interval=128, tokens=1024,
+                kl=(0.0,) * 6 + (each,) * 10, agrees=(1.0,) * 16,
+            )
+            for n, each in enumerate(kl)
+        ]  # fmt: skip
+
+    every = [*rows("b", 0.2, 0.3, 1.1), *rows("c", 0.0, 0.3, 1.2), *rows("a", 0.1, 0.2, 1.0)]
+    assert pages.ranked(every) == ["a", "c", "b"]
+    told = "Lowest KL at 256 entries: `a`, which 3 answers do not tell apart from `c`."
+    assert pages.alike(every) == told
+    assert pages.alike(rows("a", 0.1)) == "Lowest KL at 256 entries: `a`."
 
 
 def test_bytes_are_counted_where_they_are_most(pages):

@@ -27,8 +27,9 @@ def which() -> Iterator[ModuleType]:
         yield script("which_method")
 
 
-def page_of(which: ModuleType, results: list) -> str:
-    return which.page(results, which.long_page.load_distances(), which.match_page.load())
+def page_of(which: ModuleType, results: list, samples: dict | None = None) -> str:
+    answers, passages = which.long_page.load_distances(), which.match_page.load()
+    return which.page(which.Published(results, samples or {}, answers, passages))
 
 
 def section(page: str, heading: str) -> str:
@@ -39,7 +40,8 @@ def section(page: str, heading: str) -> str:
 def test_the_published_page_is_that_of_the_records(which: ModuleType) -> None:
     results = load_results([which.RESULTS / "records.jsonl"])
 
-    assert which.PAGE.read_text(encoding="utf-8") == page_of(which, results)
+    samples = which.paired.load(which.RESULTS)
+    assert which.PAGE.read_text(encoding="utf-8") == page_of(which, results, samples)
 
 
 def test_the_first_of_each_budget_has_the_best_mean_of_the_raw_records(which: ModuleType) -> None:
@@ -54,7 +56,7 @@ def test_the_first_of_each_budget_has_the_best_mean_of_the_raw_records(which: Mo
     means = {of: sum(two) / 2 for of, two in scores.items() if len(two) == len(NEEDLES)}
 
     text = section(which.PAGE.read_text(encoding="utf-8"), "Before the question is known")
-    firsts = re.findall(r"`([^`]+)` at ([\d., and]+)[;.]", text.split("Samples")[0])
+    firsts = re.findall(r"`([^`]+)` at ([\d., and]+)[;.]", text.split("Haystack")[0])
     found = {
         budget: name for name, budgets in firsts for budget in re.findall(r"\d+\.\d+", budgets)
     }
@@ -104,3 +106,62 @@ def test_a_part_of_the_records_makes_a_page(which: ModuleType) -> None:
     assert "First of each budget: `kvzip` at 0.2." in page
     assert "With the question in view" not in page
     assert "| kivi" not in page  # it loses more than the page takes
+
+
+def test_a_method_is_told_apart_from_the_first_on_the_samples_of_both(which: ModuleType) -> None:
+    """20 of 20 against 0 of the first 20; the first one's other samples do not count."""
+    known = {"task": NEEDLES[0], "haystack": "book.txt", "metric": "string_match_all"}
+    results = [
+        made(score=(100.0, 1.0), **known),
+        made("zap:file=a", "0.2", (75.0, 1.0), (-25.0, -30.0, -20.0), **known),
+        made("snapkv", "0.2", (0.0, 1.0), (-100.0, -100.0, -90.0), **known),
+        made("tova", "0.2", (74.0, 1.0), (-26.0, -30.0, -20.0), **known),
+    ]
+    first = {index: [(float(index < 20), 1.0)] for index in range(27)}
+    unit, longer = (which.paired.Unit(NEEDLES[0], length, False, "") for length in ("1024", "2048"))
+    none = {index: [(0.0, 1.0)] for index in range(20)}
+    cells = {"zap:file=a@0.2": first, "snapkv@0.2": none}
+    samples = {unit: cells, longer: cells | {"snapkv@0.2": first}}
+
+    page = page_of(which, results, samples)
+    told = {name: row for row in page.splitlines() for name in ("zap", "snapkv", "tova")
+            if row.startswith(f"| 0.2 | {name} |")}  # fmt: skip
+    assert "|  |" in told["zap"]
+    assert "| −100.0 (" in told["snapkv"]
+    assert "| – |" in told["tova"]  # no samples of both
+
+
+def test_the_second_choice_is_told_where_it_fails(which: ModuleType) -> None:
+    known = {"task": "ruler_niah_single_3", "haystack": "book.txt"}
+    results = [
+        made(score=(75.0, 1.0), **known),
+        made("zap:file=a", "0.1", (22.5, 1.0), **known),
+        made("zap:file=a", "0.2", (85.0, 1.0), **known),
+        made("kvzip", "0.1", (80.0, 1.0), **known),
+    ]
+    said = "(at 0.1 it finds 22.5 % of UUIDs in a novel, `kvzip` 80 %, the full cache 75 %)"
+    assert said in page_of(which, results)
+    assert "UUIDs" not in page_of(which, results[:1])
+
+
+def test_lower_distances_in_fewer_bytes_are_told_on_shared_passages(which: ModuleType) -> None:
+    every = which.match_page.load()
+    text = section(which.PAGE.read_text(encoding="utf-8"), "At a tenth and below")
+    _, shared = text.split("passages of all methods")
+    rows = [
+        [part.strip(" `") for part in line.split("|")[1:-1]] for line in shared.splitlines()[4:]
+    ]
+    rows = [row for row in rows if row]
+    passages = {row.passage for row in every if row.method == "snapkv"}
+    assert passages and {row[0] for row in rows} >= {"0.05", "0.02"}
+    for budget, name, kl, *_, size, _ in rows:
+        own = [
+            row
+            for row in every
+            if which.match_page.named(row.method) == name
+            and row.kept == float(budget)
+            and row.passage in passages
+        ]
+        assert float(kl) == pytest.approx(sum(row.kl for row in own) / len(own), abs=6e-4)
+        *_, last = [row for row in rows if row[0] == budget]
+        assert float(kl) <= float(last[2]) and float(size) <= float(last[5])
