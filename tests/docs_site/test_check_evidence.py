@@ -17,9 +17,6 @@ from kvfold.hf.chat_template import token_count
 from kvfold.loading import load
 from tests.helpers.scripts import BENCHMARKS, scripts_of
 
-# Resamples of three cells may be of one cell alone.
-pytestmark = pytest.mark.filterwarnings("ignore:An input array is constant")
-
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
@@ -51,8 +48,25 @@ def test_the_rank_correlation_is_spearmans(bench):
 def test_a_row_counts_cells_on_both_sides_of_the_certificates_kl(bench):
     cells = measured(bench, (0.01, 0), (0.05, 1), (0.4, 5), (2, 90), (3, 80))
     (row,) = [line for line in bench.text(cells, []).splitlines() if line.startswith("| `a`")][:1]
-    assert row.startswith("| `a` | 1024 | before it is known | 40 | 5 | 0.90 (")
-    assert row.endswith("| 0.5 (2) | 58.3 (3) |")
+    assert row.startswith("| `a` | 1024 | before it is known | 40 | 5 of 5 | 0.90 (")
+    assert row.endswith(" |  | 0.5 (2) | 58.3 (3) |")
+
+
+def test_budgets_of_a_method_are_drawn_together(bench):
+    """Cells of two methods: no interval. Of many, each with two alike budgets: wider than cells."""
+    few = measured(bench, (0.01, 0), (0.02, 1), (0.4, 5), (2, 90))
+    few = [cell.model_copy(update={"method": f"m{n % 2}"}) for n, cell in enumerate(few)]
+    assert "| 4 of 2 | 1.00 |" in bench.text(few, [])
+    values = [(n, (7 * n) % 10) for n in range(10)]
+    alone = measured(bench, *values)
+    twice = [*alone, *(cell.model_copy(update={"budget": "0.3"}) for cell in alone)]
+    assert bench.spearman(twice) == pytest.approx(bench.spearman(alone))
+
+
+def test_cells_that_lose_nearly_everything_are_ranked_alone(bench):
+    cells = measured(bench, (0.01, 0), (1, 95), (2, 90), (3, 92), (4, 91), (5, 89))
+    # Ranks of the KL 1 2 3 4, of the loss 4 1 3 2: 1 − 6·14 / (4·15) = −0.4.
+    assert "| −0.40 (4) |" in bench.text(cells, [])
 
 
 def test_all_tasks_are_means_of_the_cells_that_every_task_has(bench):
@@ -73,10 +87,11 @@ def test_a_certificate_holds_up_to_two_points(bench):
         bench.Certified(method=method, split=split, lost=lost, **where)
         for split, (method, lost) in enumerate((("m0", -1), ("m0", 2), ("m1", 2.5), ("m0", 0)))
     ]
-    *_, row = bench.text(cells, certified).splitlines()
-    assert row.endswith("| 2 of 3 | 4 | 75.0% | 2.5 |")
+    *_, row, _, worst = bench.text(cells, certified).splitlines()
+    assert row.endswith("| 20 | 2 of 3 | 1 of 2 | 4 | 75.0% | 2.5 |")
+    assert worst == "`a`, 1024, before it is known, not always: `m1` 0%."
     *_, row = bench.text(cells, []).splitlines()
-    assert row.endswith("| 0 of 3 | 0 |  |  |")
+    assert row.endswith("| 20 | 0 of 3 |  | 0 |  |  |")
 
 
 def test_written_records_are_read_again(bench, tmp_path):
