@@ -9,8 +9,10 @@ which has the padding, checks it (`check_announced`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvfold.errors import KvfoldError
@@ -22,22 +24,68 @@ ON_THE_LEFT = (
 
 
 @dataclass(frozen=True)
+class ColumnsRead:
+    """The columns that a cache has read; the first `settled` ones before entries last changed.
+
+    Entries have changed where some were evicted, encoded or scored.
+    """
+
+    tokens: Tensor  # bool [B, n], False at padding
+    settled: int
+
+    def contradicted(self, mask: Tensor) -> Tensor:
+        """Columns `[B, ≤ n]`, true where `mask [B, N]` may not say otherwise than when read.
+
+        It may behind all tokens of a row, in columns that are not settled.
+        """
+        shared = min(self.tokens.shape[1], mask.shape[1])
+        was, now = self.tokens[:, :shared], mask[:, :shared].to(self.tokens.device)
+        moves = (was & now).flip(-1).cumsum(-1).flip(-1) > 0  # a token that stays one follows
+        columns = torch.arange(shared, device=was.device)
+        return (was != now) & (moves | (columns < self.settled))
+
+    def contradiction(self, row: int, column: int) -> str:
+        """What a mask contradicts in a column, and what to do."""
+        where = f"row {row}, column {column}"
+        if not self.tokens[row, column]:
+            return (
+                f"the attention mask takes {where} for a token, but it was read as padding, as "
+                "kvfold.generate reads what follows a row's EOS: give a mask that is 0 there"
+            )
+        return (
+            f"the attention mask takes {where} for padding, but it was read as a token: give a "
+            "mask that is 1 there. If it follows the EOS of a row that ended while others went on, "
+            "generate with kvfold.generate, which reads it as padding"
+        )
+
+
+@dataclass(frozen=True)
 class Padding:
     """Rules for the padding of a forward of `new` tokens.
 
     Full-attention layers ignore padding between tokens, but it takes room in a sliding window and
-    changes a recurrent state. `slides`: true if the model `name` has such layers.
+    changes a recurrent state. `slides`: true if the model `name` has such layers. `read` gives what
+    was read before, None for nothing.
     """
 
     name: str
     new: int
     slides: bool
+    read: Callable[[], ColumnsRead | None]
 
     def check(self, mask: Tensor) -> None:
         """Raises KvfoldError for forbidden padding; `mask [B, N]`, bool, over all columns."""
-        if self.new > 1 and bool(_ends(mask)[:, mask.shape[1] - self.new :].any()):
-            raise KvfoldError(ON_THE_LEFT)
+        if self.new > 1:
+            if bool(_ends(mask)[:, mask.shape[1] - self.new :].any()):
+                raise KvfoldError(ON_THE_LEFT)
+            self._check_read(mask)
         self.check_windows(mask)
+
+    def _check_read(self, mask: Tensor) -> None:
+        read = self.read()
+        found = [] if read is None else read.contradicted(mask).nonzero().tolist()
+        if read is not None and found:
+            raise KvfoldError(read.contradiction(*found[0]))
 
     def check_windows(self, mask: Tensor) -> None:
         """Raises KvfoldError for padding between tokens that layers would count as tokens."""

@@ -24,6 +24,7 @@ from kvfold.cache.byte_count import stats_of
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
 from kvfold.cache.fits import Fits
+from kvfold.cache.history import columns_read
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged
@@ -169,7 +170,8 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         `ModelBinding.check_length`; changes nothing.
         """
         self.binding.check_length(common_length(self) + query_length)
-        announce(Padding(self.binding.name, query_length, slides=bool(self.other_layers())))
+        read, slides = partial(columns_read, self), bool(self.other_layers())
+        announce(Padding(self.binding.name, query_length, slides, read))
         return super().get_mask_sizes(query_length, layer_idx)
 
     @torch.compiler.disable

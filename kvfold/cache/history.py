@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token ids that a cache has read."""
+"""What a cache has read: token ids, and which of its columns are tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from kvfold.attention.padding import ColumnsRead
+
+if TYPE_CHECKING:
+    from kvfold.cache.cache import CompressedCache
 
 PARTS = 64  # newer tokens after which all parts are joined
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first column at which a prompt differs from the tokens read, and its row."""
+    """The first column at which a prompt differs from the tokens read, and its row.
+
+    `masked`: the ids are the same there, but only one of the two is padding.
+    """
 
     row: int
     column: int
+    masked: bool
 
 
 @dataclass(frozen=True)
@@ -69,28 +79,38 @@ class History:
         ids = None if self.ids is None else rows(self.ids)
         return History(ids, tuple(rows(part) for part in self.newer))
 
-    def parts_from(
-        self, input_ids: Tensor, mask: Tensor, tokens: Tensor | None, seen: int
-    ) -> Difference | None:
-        """First difference of `input_ids [B, N]` from the `seen` columns read; None: no difference.
+    def parts_from(self, input_ids: Tensor, mask: Tensor, read: ColumnsRead) -> Difference | None:
+        """First difference of `input_ids [B, N]` from the columns `read`; None: no difference.
 
-        `mask [B, N]` is 0 at padding, whose ids are not compared; `tokens [B, seen]` is False at
-        columns that were padding when they were read, None if none were.
+        `mask [B, N]` is 0 at padding, whose ids are not compared.
         """
-        shared = min(seen, input_ids.shape[1])
-        given = mask[:, :shared].to("cpu") != 0
-        differs = ~given if tokens is None else given != tokens[:, :shared].to("cpu")
+        given = mask.to("cpu") != 0
+        masked = read.contradicted(given).to("cpu")
+        unlike = torch.zeros_like(masked)
         ids = self.whole()
         if ids is not None:
-            known = min(shared, ids.shape[1])
-            unlike = ids[:, :known] != input_ids[:, :known].to("cpu")
-            differs[:, :known] |= unlike & given[:, :known]
+            known = min(masked.shape[1], ids.shape[1])
+            other = ids[:, :known] != input_ids[:, :known].to("cpu")
+            unlike[:, :known] = other & given[:, :known]
+        differs = masked | unlike
         if not bool(differs.any()):
             return None
         column = int(differs.any(0).int().argmax())
-        return Difference(int(differs[:, column].int().argmax()), column)
+        row = int(differs[:, column].int().argmax())
+        return Difference(row, column, not unlike[row, column])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the ids."""
         return sum(part.numel() * part.element_size() for part in self._parts)
+
+
+def columns_read(cache: CompressedCache) -> ColumnsRead | None:
+    """The columns that a cache has read; None before the first."""
+    seen, tokens = cache.get_seq_length(), cache.tokens_read()
+    if seen == 0:
+        return None
+    if tokens is None:
+        device = cache.states[0].stored().keys.device
+        tokens = torch.ones(cache.rows, seen, dtype=torch.bool, device=device)
+    return ColumnsRead(tokens, max(state.evicted_at for state in cache.states))

@@ -167,6 +167,8 @@ class CompressedLayer(CacheLayerMixin):
             if mask.shape[-1] != state.sequence.seen:
                 raise changed(module)
             state.sequence.valid = valid_columns(mask)
+        if state.phase.ended is not None:
+            self.leave_out_ended()
         if state.plan.stages.needs.rotated_back:
             check_positions(state, call.query.shape[2], options.get("position_ids"))
         weights = None
@@ -196,6 +198,12 @@ class CompressedLayer(CacheLayerMixin):
         # Only now: after an error above, the layers no longer hold the same tokens.
         binding.waiting = False
         return out, weights
+
+    def leave_out_ended(self) -> None:
+        """Notes that what rows have read since their end is padding."""
+        ended = self.state.phase.ended
+        if ended is not None:
+            self.state.sequence.hide(ended.to(self.device))
 
     def _attend_and_maximize(
         self,

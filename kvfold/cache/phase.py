@@ -61,6 +61,7 @@ class Phase:
     before_refit: Callable[[int], None] | None = None  # gives a layer its on-policy references
     own_size: int | None = None  # entries per KV head to keep of a fork's own tokens; None: all
     history: History = field(default_factory=History)  # ids of all that was read
+    ended: Tensor | None = None  # [B, N], true at padding that rows read after their end
     incoming: Tensor | None = None  # ids [B, S] of the forward that runs, if a stage reads them
     surprise: Surprise | None = None  # of all that was read, if a stage reads it
     incoming_surprise: Surprise | None = None  # with the forward that runs
@@ -163,7 +164,7 @@ class Phase:
         self.reading = self.frozen = self.layerwise = False
         self.until = 0
         self.repeating = self.observed = self.prefix = self.before_frozen = None
-        self.before_refit = None
+        self.before_refit = self.ended = None
         self.forget_incoming()
         self.history = History()
         if self.surprise is not None:

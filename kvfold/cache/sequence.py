@@ -61,11 +61,17 @@ class LogicalSequence:
         first = first[:, None].expand(-1, positions.shape[1], -1)
         return pick(first, positions, -1)
 
+    def hide(self, padding: Tensor) -> None:
+        """Notes that the columns at which `padding [B, ≥ seen]` is true are no tokens."""
+        tokens, others = self.tokens(), ~padding[:, : self.seen]
+        self.valid = others if tokens is None else tokens & others
+
     def crop(self, count: int) -> None:
         """Drops the last `count` columns."""
         self.seen -= count
         if self.valid is not None:
-            self.valid = self.valid[:, : self.seen].clone()
+            left = self.valid[:, : self.seen]
+            self.valid = None if bool(left.all()) else left.clone()
 
     def index(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Applies `rows`, a selection along the batch axis."""

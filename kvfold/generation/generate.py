@@ -56,8 +56,9 @@ def generate(
     Args:
         input_ids: the whole conversation so far `[B, N]`, beginning with what the cache has read.
         cache: a fresh one, or one that goes on from an earlier turn.
-        attention_mask: `[B, N]`, 0 at padding, which stands before a turn's tokens; without one,
-            leading pad tokens are padding.
+        attention_mask: `[B, N]`, 0 at padding, which stands before a turn's tokens, and after the
+            EOS of a row that ended while others went on; without one, leading pad tokens are
+            padding.
         prefill_chunk: read the prompt in pieces of at most this many tokens; with
             `compress="at_end"` the result is the same, and the whole prompt is held until then.
         compress: "per_chunk" brings every layer back to the budget after each piece, as if it were
@@ -118,7 +119,8 @@ def generate(
         if rows > 1 and cache.get_seq_length() > 0:
             cache.batch_repeat_interleave(rows)
         with later_features(model, resumed, input_ids, options):
-            return _decode(model, cache, input_ids, attention_mask, compile, options)
+            noting = IdsRead(cache, input_ids.shape[1], settings)
+            return _decode(model, noting, input_ids, attention_mask, compile, options)
     finally:
         cache.phase.until = 0  # else the next prompt would go on where this one failed
 
@@ -166,14 +168,14 @@ def _before_padding(mask: Tensor, seen: int) -> int:
 
 def _decode(
     model: PreTrainedModel,
-    cache: CompressedCache,
+    noting: IdsRead,
     input_ids: Tensor,
     mask: Tensor,
     compile: bool,
     options: dict[str, Any],
 ) -> Any:
     """`model.generate` for the rest of the prompt and the new tokens."""
-    processors = [IdsRead(cache), *(options.get("logits_processor") or [])]
+    cache, processors = noting.cache, [noting, *(options.get("logits_processor") or [])]
     options = options | {"logits_processor": processors}
     cache.cannot_be_dropped = True
     try:
@@ -183,7 +185,7 @@ def _decode(
             model, input_ids=input_ids, attention_mask=mask, past_key_values=cache, **options
         )
     finally:
-        cache.cannot_be_dropped = False
+        cache.cannot_be_dropped, cache.phase.ended = False, None
         cache.phase.history = cache.phase.history.compact()
 
 
@@ -323,10 +325,11 @@ def check_chunk(tokens: int) -> None:
 
 
 def settings_of(model: PreTrainedModel, options: dict[str, Any]) -> Any:
-    """The generation settings that this call will run under."""
+    """The generation settings that this call will run under; the model's where none is given."""
     base = options.get("generation_config") or model.generation_config
-    merged = base.to_dict() | {k: v for k, v in options.items() if k in base.to_dict()}
-    return type(base).from_dict(merged)
+    given = {name: value for name, value in base.to_dict().items() if value is not None}
+    named = {name: value for name, value in options.items() if name in base.to_dict()}
+    return type(base).from_dict(model.generation_config.to_dict() | given | named)
 
 
 def _new_tokens(settings: Any, total: int) -> int:

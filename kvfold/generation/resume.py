@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.history import History
+from kvfold.cache.history import History, columns_read
 from kvfold.errors import KvfoldError
 
 # Use of a cache that has read another text: None refuses, "prefix" goes back to the shared prefix
@@ -54,10 +56,14 @@ def resumption(
             f"the cache holds {rows} rows and the prompt has {len(input_ids)}: use a new cache, or "
             "cache.batch_select_indices for the rows that go on"
         )
-    separator = cache.phase.history.parts_from(input_ids, mask, cache.tokens_read(), seen)
+    read = columns_read(cache)
+    assert read is not None
+    separator = cache.phase.history.parts_from(input_ids, mask, read)
     if reuse == "prefix":
         shared = min(seen, total - 1, seen if separator is None else separator.column)
         return _prefix(cache, shared)
+    if separator is not None and separator.masked:
+        raise KvfoldError(read.contradiction(separator.row, separator.column))
     if separator is not None:
         where = f"row {separator.row}, column {separator.column}" if rows > 1 else separator.column
         raise KvfoldError(
@@ -87,11 +93,27 @@ def _prefix(cache: CompressedCache, shared: int) -> Resumption:
 
 
 class IdsRead:
-    """A logits processor that changes nothing: after each forward it notes the ids read."""
+    """A logits processor that changes nothing: after each forward it notes the ids read.
 
-    def __init__(self, cache: CompressedCache) -> None:
-        self.cache = cache
+    Rows that have generated an EOS after a prompt of `prompt` columns read padding from then on,
+    which it notes too.
+    """
+
+    def __init__(self, cache: CompressedCache, prompt: int, settings: Any) -> None:
+        """The processor of a call under these generation settings.
+
+        Beams go on after an end, and sliding windows count padding: no row ends for them.
+        """
+        self.cache, self.prompt, eos = cache, prompt, settings.eos_token_id
+        if eos is None or (settings.num_beams or 1) > 1 or cache.other_layers():
+            eos = []
+        self.eos = [eos] if isinstance(eos, int) else list(eos)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.cache.phase.history = History(input_ids)
+        phase, answer = self.cache.phase, input_ids[:, self.prompt :]
+        phase.history = History(input_ids)
+        if self.eos and len(answer) > 1:
+            ends = torch.isin(answer, torch.tensor(self.eos, device=answer.device))
+            ended = F.pad(ends.cumsum(-1) > 0, (self.prompt + 1, 0))
+            phase.ended = ended if bool(ended.any()) else None
         return scores

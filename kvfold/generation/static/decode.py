@@ -159,8 +159,9 @@ def decode_compiled(
     room = max(0, _new_tokens(model, options, input_ids.shape[1]) - 1)
     cache.binding.check_length(input_ids.shape[1] + room)
     handed = GraphCache(cache, room)
-    # First, since a processor may fail as well.
-    processors = [_AfterForward(handed), *(options.pop("logits_processor", None) or [])]
+    # Behind the one that notes which rows have ended, before the caller's, which may fail.
+    processors = [*(options.pop("logits_processor", None) or [])]
+    processors.insert(1, _AfterForward(handed))
     options |= {"compile_config": config, "logits_processor": processors}
     try:
         with compiling():

@@ -24,9 +24,10 @@ class StaticEvicting(StaticBuffers):
     """Static buffers whose evicted entries keep their slot, as holes, until room is needed.
 
     `positions [B, H, T]` number each row's tokens, −1 where nothing is; `tokens [B]` are those of
-    each row, `capacity [B]` what it holds, None where nothing ever leaves. `ends [2]` are how many
-    of the first and of the last entries stay, None where that differs. `sums`, `squares` and
-    `merging` are those of the layer, `numbers` its `KEPT_NUMBERS`.
+    each row, `running [B]` is false where it has ended, `capacity [B]` what it holds, None where
+    nothing ever leaves. `ends [2]` are how many of the first and of the last entries stay, None
+    where that differs. `sums`, `squares` and `merging` are those of the layer, `numbers` its
+    `KEPT_NUMBERS`.
     """
 
     def __init__(self, layer: CompressedLayer, room: int) -> None:
@@ -39,7 +40,8 @@ class StaticEvicting(StaticBuffers):
         super().__init__(layer, room)
         self.left = self.keys.shape[2] - self.first
         self.plan, self.capacity, self.prefix = state.plan, state.capacity, state.phase.prefix
-        self.tokens = state.seen_per_row().clone()
+        self.tokens, self.phase = state.seen_per_row().clone(), state.phase
+        self.running = torch.ones_like(self.tokens, dtype=torch.bool)
         ends = state.forced_ends()
         self.ends = None if ends is None else torch.tensor(ends, device=self.used.device)
         self.positions = self._widened(state.positions().int(), -1)
@@ -69,16 +71,17 @@ class StaticEvicting(StaticBuffers):
     ) -> tuple[Tensor, Tensor]:
         """Writes one entry per head `[B, H, 1, D]` into the next slot."""
         heads = self.positions.shape[1]
-        newest = self.tokens.to(self.positions.dtype).view(-1, 1, 1).expand(-1, heads, -1)
+        newest = self.tokens.where(self.running, -1).to(self.positions.dtype)
+        newest = newest.view(-1, 1, 1).expand(-1, heads, -1)
         self.positions.index_copy_(2, self.used.view(1), newest)
-        self.tokens.add_(1)
+        self.tokens.add_(self.running)
         return super().update(key_states, value_states)
 
     def _attend(self, query: Tensor, options: LogitOptions) -> Tensor:
         added = self._hidden() if self.bias is None else self._hidden() + self.bias
         out, row = attend_with_row(query, self.keys, self.values, added[:, :, None], **options)
         if self.sums is not None:
-            received = mean_of_heads(row, self.positions.shape[1])
+            received = mean_of_heads(row, self.positions.shape[1]) * self.running.view(-1, 1, 1)
             self.sums.add_(received)
             if self.squares is not None:
                 self.squares.add_(received.square())
@@ -142,7 +145,9 @@ class StaticEvicting(StaticBuffers):
         return F.pad(per_entry, (0, room), value=empty)
 
     def between_steps(self) -> None:
-        """Moves kept entries together when the room is used up."""
+        """Notes which rows go on, and moves kept entries together when the room is used up."""
+        if self.phase.ended is not None:
+            self.running.copy_(~self.phase.ended[:, -1])
         self.left -= 1
         if self.left > 0 or self.capacity is None:
             return
@@ -168,6 +173,7 @@ class StaticEvicting(StaticBuffers):
         new = int(self.used + self.evicted) - state.seen
         state.sequence.seen += new
         state.sequence.valid = state.sequence.tokens()
+        layer.leave_out_ended()
         store = DenseStore(take(self.keys, slots), take(self.values, slots))
         positions = pick(self.positions, slots, -1)
         columns = state.sequence.columns(positions.long())

@@ -108,6 +108,7 @@ class StaticBuffers(StaticLayer):
         used = int(self.used)
         layer.update(self.keys[:, :, self.first : used], self.values[:, :, self.first : used])
         layer.state.sequence.valid = layer.state.sequence.tokens()
+        layer.leave_out_ended()
         layer.state.stored().crop(0)  # gives back unused room
 
     def nbytes(self, counted: set[int]) -> int:

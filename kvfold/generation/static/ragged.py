@@ -41,7 +41,7 @@ class StaticRagged(StaticLayer):
         self.number, self.seen = torch.tensor(number), torch.tensor(layer.state.seen)
         self.newest: tuple[Tensor, Tensor] | None = None
         newest = self._newest_tokens()
-        # New tokens are no padding, so this does not change.
+        # New tokens are no padding but in rows that have ended, whose output nobody reads.
         self.padded = newest is not None and not bool(newest.all())
 
     @property
@@ -81,6 +81,7 @@ class StaticRagged(StaticLayer):
         # An error from here on leaves keys without their values, or one layer of a pair alone.
         layer.binding.asked(first=False, level=True)
         keys, values = layer.update(call.key, call.value)
+        layer.leave_out_ended()
         stored = self.store.segments()
         tokens = self._newest_tokens() if self.padded else None
         mask = None if tokens is None else tokens[:, None, None]
@@ -96,6 +97,7 @@ class StaticRagged(StaticLayer):
 
     def hand_back(self, layer: CompressedLayer) -> None:
         layer.state.sequence.valid = layer.state.sequence.tokens()
+        layer.leave_out_ended()
 
     def nbytes(self, counted: set[int]) -> int:
         return sum(self.store.nbytes(counted))
