@@ -33,7 +33,8 @@ def _of_tile(queries: Tensor, keys: Tensor, columns: Tensor, size: int) -> Tenso
         for x in (queries, keys)
     )  # [B, Hq, M, C, D], [B, H, M, C, D]
     query = query.unflatten(1, (heads, -1)).transpose(2, 3)  # [B, H, M, G, C, D]
-    logits = (query.flatten(3, 4) @ key.transpose(-1, -2)).float()
+    # Products of queries and keys, which are not scaled, may exceed float16.
+    logits = query.flatten(3, 4).float() @ key.transpose(-1, -2).float()
     empty = (columns < 0).unflatten(1, by_chunk)[:, None, :, None]  # [B, 1, M, 1, C]
     if not bool(empty.any()):
         return logits.softmax(-1).sum(3).flatten(2) / query.shape[3]

@@ -351,7 +351,9 @@ def test_a_conversation_goes_on_after_a_turn_that_left_nothing(model, spec):
     assert answer.shape[1] == whole.shape[1] + 4
 
 
-@pytest.mark.parametrize("spec", ["snapkv:window=8", "tova", "kivi:group=8,residual=8"])
+@pytest.mark.parametrize(
+    "spec", ["snapkv:window=8", "tova", "kivi:group=8,residual=8", "compactor", "non_causal"]
+)
 def test_products_beyond_float16_are_scaled_in_time(spec):
     own, ids = build("llama", torch.float16), prompts((40,))[0]
     for layer in own.model.layers:
