@@ -18,7 +18,8 @@ from kvfold.methods.stages.select.top import top
     paper="arXiv 2502.00299",
     formula="""
         s[h, t] = Σ_{i in window} a[h, i, t]
-        rank of chunk j: by mean_t Σ_h s[h, t],  t = j·length … (j + 1)·length − 1
+        rank of chunk j: by mean s[h, t] of the heads h that hold t,
+                         t = j·length … (j + 1)·length − 1
     """,
 )
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ChunkKV(Method):
 
     1. The last `window` queries vote, as in SnapKV, without pooling. After another method, as in
        "knorm + chunkkv", that method scores instead.
-    2. Chunks of `length` tokens are ranked by their mean score, summed over the KV heads.
+    2. Chunks of `length` tokens are ranked by the mean score of their entries in all KV heads.
     3. Whole chunks are kept while they fit. The best tokens of the next chunk fill the budget.
 
     `shared=false` ranks chunks in each KV head alone. Different from kvpress: it keeps whole chunks
@@ -79,8 +80,8 @@ def whole_chunks(
     none = values.new_zeros(*values.shape[:2], (last := int(at.max())) + 1)
     totals, there = (none.scatter_add(2, at, each) for each in (values, open_.to(values.dtype)))
     if shared:
-        totals, there = totals.sum(1, keepdim=True), there.amax(1, keepdim=True)
-        values = totals.expand_as(none).gather(2, at)
+        totals, there = (each.sum(1, keepdim=True) for each in (totals, there))
+        values = (totals / there.clamp(min=1)).expand_as(none).gather(2, at)
     chunk = torch.arange(last + 1, device=at.device).expand_as(totals) // length
     none = totals.new_zeros(*totals.shape[:2], last // length + 1)
     sums, members = (none.scatter_add(2, chunk, each) for each in (totals, there))

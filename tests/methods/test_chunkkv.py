@@ -59,14 +59,25 @@ def test_heads_that_hold_different_tokens_agree_on_chunks() -> None:
     """A chunk's mean is that of its positions, which lie in other slots of each head."""
     held = torch.tensor([[[0, 1, 3, 4, 6, 7], [-1, 0, 2, 3, 7, 8]]])
     scores = torch.tensor([[[0.1, 0.2, 0.9, 0.8, 0.1, 0.3], [5.0, 0.1, 0.2, 0.7, 0.2, 0.1]]])
-    by_hand = [(0.1 + 0.1 + 0.2 + 0.2) / 3, (0.9 + 0.8 + 0.7) / 2, (0.1 + 0.3 + 0.2 + 0.1) / 3]
+    by_hand = [(0.1 + 0.2 + 0.1 + 0.2) / 4, (0.9 + 0.8 + 0.7) / 3, (0.1 + 0.3 + 0.2 + 0.1) / 4]
     assert sorted(range(3), key=lambda chunk: -by_hand[chunk]) == [1, 2, 0]
     seen = Observation(scores[..., None], scores[..., None], held)
     none = torch.zeros(1, 2, 6, dtype=torch.bool)
-    for count, kept in ((2, [{3, 4}, {3, 7}]), (4, [{3, 4, 6, 7}, {0, 3, 7, 8}])):
+    for count, kept in ((2, [{3, 4}, {3, 7}]), (4, [{3, 4, 6, 7}, {2, 3, 7, 8}])):
         counts = torch.full((1, 2), count)
         slots = whole_chunks(seen, scores, none, held, counts, length=3, shared=True)[0]
         assert [{*held[0, h, slots[h]].tolist()} for h in range(2)] == kept
+
+
+def test_tokens_that_few_heads_hold_are_not_preferred_by_scores_below_zero() -> None:
+    held = torch.tensor([[[0, 1, 2, 3, 4, 5, 6, 7], [-1, -1, -1, -1, 4, 5, 6, 7]]])
+    scores = torch.tensor([[[-3.0] * 4 + [-2.0] * 4, [0.0] * 4 + [-2.0] * 4]])
+    seen = Observation(scores[..., None], scores[..., None], held)
+    none = torch.zeros(1, 2, 8, dtype=torch.bool)
+    for length in (4, 8):  # the better chunk; then the better tokens of one chunk
+        counts = torch.tensor([[4, 4]])
+        slots = whole_chunks(seen, scores, none, held, counts, length=length, shared=True)
+        assert slots.tolist() == [[[4, 5, 6, 7]] * 2]
 
 
 @torch.no_grad()
