@@ -357,7 +357,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows in `indices`."""
-        self._take_rows(torch.arange(self.rows)[indices.cpu()])
+        self._take_rows(torch.arange(self.rows)[indices.cpu()] if self.rows else indices)
 
     def _take_rows(self, rows: Tensor) -> None:
         take_rows(self.layers, rows)

@@ -180,6 +180,19 @@ def test_a_row_goes_on_without_the_padded_one_beside_it(model, spec):
         assert worst(reader(token), own(token)) < 1e-9
 
 
+@pytest.mark.parametrize("rows", [torch.tensor([0, 2]), torch.tensor([True, False, True])])
+def test_rows_are_selected_by_number_or_mask_and_none_of_an_empty_cache(model, rows):
+    ids, mask = prompts(PADDED)
+    cache, other = (compressed(model, "snapkv:window=8") for _ in range(2))
+    for each in (cache, other):
+        each.batch_select_indices(rows)
+        assert each.rows == each.get_seq_length() == 0
+    Reader(model, cache, mask)(ids)
+    Reader(model, other, mask[[0, 2]])(ids[[0, 2]])
+    cache.batch_select_indices(rows)
+    assert positions(cache) == positions(other)
+
+
 def test_layers_that_share_entries_are_cropped_with_the_others():
     model, ids = build("gemma3n"), prompts((12,))[0]
     cache, straight = (kvfold.CompressedCache(model, "full") for _ in range(2))
