@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import numbers
+import os
 import re
+import sys
 import typing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary
@@ -13,12 +18,19 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvfold.errors import KvfoldError
+from kvfold.methods.fitted import FileName
 
 if TYPE_CHECKING:
     from kvfold.methods.base import Method
 
 # Largest options of methods: an int32 token count, a float32 score
 LARGEST = {int: 2**31 - 1, float: torch.finfo(torch.float32).max}
+IN_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    FileName: "the name of a file",
+}
 # Characters of a file name that a method's text reads otherwise: between methods and options, white
 # space around a value, and a percent sign that looks like an escape
 MARKS = re.compile(r"[+,]|\A\s+|\s+\Z|%(?=[0-9A-Fa-f]{2})")
@@ -31,13 +43,19 @@ def kinds_of(cls: type[Method]) -> dict[str, Any]:
     """Kind of each option of a method class, by its type hint; Any where hints name the unknown."""
     kinds = _KINDS.get(cls)
     if kinds is None:
-        try:
-            hints = typing.get_type_hints(cls)
-        except NameError:  # a name that its own file imports for type checkers alone
-            hints = {}
-        kinds = {option.name: hints.get(option.name, Any) for option in dataclasses.fields(cls)}
+        kinds = {option.name: _kind(cls, option) for option in dataclasses.fields(cls)}
         _KINDS[cls] = kinds
     return kinds
+
+
+def _kind(cls: type[Method], option: dataclasses.Field[Any]) -> Any:
+    """Kind of one option; Any where its hint is a name that its file imports for type checkers."""
+    owner = next(each for each in cls.__mro__ if option.name in inspect.get_annotations(each))
+    alone = SimpleNamespace(__annotations__={option.name: option.type})
+    try:
+        return typing.get_type_hints(alone, vars(sys.modules[owner.__module__]))[option.name]
+    except NameError:
+        return Any
 
 
 def check_options(method: Method, name: str) -> None:
@@ -51,7 +69,7 @@ def check_options(method: Method, name: str) -> None:
         if type(value) is not kind and not _is_of(value, kind):
             raise KvfoldError(f"{name}:{option} takes {_in_words(kind)}, not {value!r}")
         for number in value if isinstance(value, tuple) else (value,):
-            most = LARGEST.get(type(number))
+            most = next((LARGEST[each] for each in LARGEST if _is_of(number, each)), None)
             if most is not None and not abs(number) <= most:
                 raise KvfoldError(
                     f"{name}:{option} is a number from {-most:g} to {most:g}, not {number:.3g}"
@@ -82,22 +100,29 @@ def as_text(value: Any) -> str:
     """Value of an option as a method's text spells it, "a%2Bb" for a file named "a+b"."""
     if isinstance(value, tuple):
         return "/".join(map(str, value)) or "none"
-    if isinstance(value, str):
+    if isinstance(value, str | os.PathLike):
         return MARKS.sub(lambda found: quote(found[0], safe=""), str(value))
     return str(value)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """True if a value is of that kind: a choice that is spelled alike, an int that is no bool."""
+    """True if a value is of that kind: a choice that is spelled alike, an int that is no bool.
+
+    Whole numbers may be numpy's, and names of files paths.
+    """
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
         return any(str(value) == str(choice) and value == choice for choice in arguments)
     if typing.get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_is_of(item, arguments[0]) for item in value)
-    if kind is int or kind is bool:
+    if kind is bool:
         return type(value) is kind
+    if kind is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if kind is float:
-        return isinstance(value, float) or type(value) is int
+        return isinstance(value, float) or _is_of(value, int)
+    if kind is FileName and isinstance(value, os.PathLike):
+        return True
     return isinstance(value, str) or not _is_text(kind)
 
 
@@ -110,4 +135,4 @@ def _in_words(kind: Any) -> str:
         return " or ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
         return "whole numbers with / between them"
-    return str(getattr(kind, "__name__", kind))
+    return IN_WORDS.get(kind) or str(getattr(kind, "__name__", kind))

@@ -65,9 +65,9 @@ def test_a_number_that_no_tensor_holds_is_refused_by_its_option(name, option):
         ("snapkv:windows=3", "no option 'windows'"),
         ("snapkv:window", "option=value"),
         ("snapkv:window=", "option=value"),
-        ("snapkv:window=many", "takes int"),
+        ("snapkv:window=many", "takes a whole number"),
         ("snapkv:pooling=min", "max or avg"),
-        ("tova:per_head=perhaps", "takes bool"),
+        ("tova:per_head=perhaps", "takes true or false"),
     ],
 )
 def test_bad_methods_are_refused(model, spec, reason):

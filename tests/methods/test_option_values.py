@@ -33,17 +33,19 @@ WRONG: list[tuple[type[Method], str, Any, str]] = [
     (SnapKV, "pooling", "maximum", "snapkv:pooling takes max or avg"),
     (KVzip, "level", "Uniform", "kvzip:level takes pair or uniform or head"),
     (D2O, "merge", None, "d2o:merge takes softmax or average or official or none"),
-    (SnapKV, "window", 16.5, "snapkv:window takes int"),
-    (SnapKV, "window", 16.0, "snapkv:window takes int"),
-    (SnapKV, "window", True, "snapkv:window takes int"),
-    (SnapKV, "window", np.int64(16), "snapkv:window takes int"),
-    (H2O, "recent", True, "h2o:recent takes float"),
-    (TOVA, "per_head", "no", "tova:per_head takes bool"),
-    (TOVA, "per_head", 1, "tova:per_head takes bool"),
+    (SnapKV, "window", 16.5, "snapkv:window takes a whole number"),
+    (SnapKV, "window", 16.0, "snapkv:window takes a whole number"),
+    (SnapKV, "window", True, "snapkv:window takes a whole number"),
+    (SnapKV, "window", np.float64(16), "snapkv:window takes a whole number"),
+    (SnapKV, "window", np.bool_(True), "snapkv:window takes a whole number"),
+    (H2O, "recent", True, "h2o:recent takes a number"),
+    (TOVA, "per_head", "no", "tova:per_head takes true or false"),
+    (TOVA, "per_head", 1, "tova:per_head takes true or false"),
     (KNorm, "skip_layers", [0, 1], "knorm:skip_layers takes whole numbers with / between them"),
     (KNorm, "skip_layers", (0, 1.0), "knorm:skip_layers takes whole numbers with / between them"),
     (KNorm, "skip_layers", (0, True), "knorm:skip_layers takes whole numbers with / between them"),
-    (Zap, "file", Path("a.safetensors"), "zap:file takes FileName"),
+    (Zap, "file", b"a.safetensors", "zap:file takes the name of a file"),
+    (SnapKV, "pooling", Path("max"), "snapkv:pooling takes max or avg"),
 ]
 
 
@@ -76,6 +78,9 @@ def test_python_and_texts_are_refused_alike(text: str) -> None:
         KNorm(skip_layers=(0, -1)),
         SnapKV(pooling=np.str_("avg")),  # type: ignore[arg-type]
         Zap(file="plain.safetensors"),  # type: ignore[arg-type]
+        SnapKV(window=np.int64(16)),  # type: ignore[arg-type]
+        KNorm(skip_layers=(np.int32(1),)),  # type: ignore[arg-type]
+        H2O(recent=np.int64(1)),  # type: ignore[arg-type]
     ],
 )
 def test_values_of_their_kinds_are_taken_and_read_again(method: Method) -> None:
@@ -100,6 +105,22 @@ class Callback(Method):
     called_with: Callable[[int], int] = abs
     sizes: tuple[float, ...] = (0.5,)
     most: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PartlyReadable(Unreadable):
+    window: int = 8
+
+
+def test_a_kind_that_is_unknown_hides_no_other() -> None:
+    assert parse(PartlyReadable()) == PartlyReadable()
+    with pytest.raises(KvfoldError, match=r"window takes a whole number, not 8\.5"):
+        parse(PartlyReadable(window=8.5))  # type: ignore[arg-type]
+
+
+def test_numpy_s_numbers_are_bounded_too() -> None:
+    with pytest.raises(KvfoldError, match="snapkv:window is a number from"):
+        parse(SnapKV(window=np.int64(2**40)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", [Unreadable(), Callback(), Callback(most=3)])
@@ -146,7 +167,7 @@ def test_methods_are_read_from_their_texts_whatever_their_files_are_called(path:
 
 
 def test_an_escape_that_is_no_character_is_refused() -> None:
-    with pytest.raises(KvfoldError, match="zap:file takes FileName, not 'a%ff'"):
+    with pytest.raises(KvfoldError, match="zap:file takes the name of a file, not 'a%ff'"):
         parse("zap:file=a%ff")
     with pytest.raises(KvfoldError, match="write option=value, and %2C for a comma in a file"):
         parse("zap:file=a,b.safetensors")
@@ -156,6 +177,14 @@ def test_a_plain_string_names_a_file_too() -> None:
     method = Zap(file="a+b")  # type: ignore[arg-type]
     assert files_of(method) == {"zap:file": "a+b"}
     assert without_files(str(method)) == "zap"
+
+
+@pytest.mark.parametrize("path", ["a+b.safetensors", "plain.safetensors"])
+def test_a_path_names_a_file_too(path: str) -> None:
+    method = Zap(file=Path(path))  # type: ignore[arg-type]
+    assert parse(method) is method
+    assert parse(str(method)) == Zap(file=FileName(path))
+    assert files_of(method) == {"zap:file": path} and without_files(str(method)) == "zap"
 
 
 def test_a_context_is_saved_with_a_file_of_any_name(tmp_path: Path) -> None:
