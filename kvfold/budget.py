@@ -40,8 +40,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "amount", _plain(self.amount))
-        # First, as an int beyond this may be too long to become a float or a text.
-        if abs(self.amount) >= MOST:
+        # First, as an int this long may not become a float or a text.
+        if self.amount <= -MOST:
+            raise BudgetError("a budget must be positive")
+        if self.amount >= MOST:
             raise BudgetError(
                 f"a budget of {MOST:,} or more is more than can be counted: choose a smaller one"
             )
