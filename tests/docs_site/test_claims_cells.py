@@ -34,7 +34,7 @@ def test_every_cell_of_the_records_is_shown(bench):
     steps = bench.steps(bench.load()[1])
     shown = list(bench.claims_cells.tables(bench.RESULTS, steps))
     ran = [step for step in steps if (bench.RESULTS / step / "records.jsonl").exists()]
-    assert len(shown) == len(ran) == 8
+    assert len(shown) == len(ran) == 10
     for step, table in zip(ran, shown, strict=True):
         results = load_results([bench.RESULTS / step / "records.jsonl"])
         cells = columns(table)
