@@ -8,6 +8,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from kvfold.errors import KvfoldError
 
 Span = tuple[int, int]
@@ -61,6 +63,16 @@ def span_in(tokenizer: Any, ids: list[int], part: str, occurrence: int | None = 
     found = _by_decoding(tokenizer, ids, part, starts.index(begin), len(starts))
     assert found is not None  # as the text is what the ids spell
     return found
+
+
+def opening_length(ids: Tensor, opening: Tensor) -> int:
+    """Number of the first tokens of `ids [n]` that are a template's `opening [m]`, 0 without it.
+
+    The opening's last token may have merged with the first characters of the text.
+    """
+    first = ids[: len(opening)]
+    alike = int((first == opening[: len(first)].to(ids)).byte().cumprod(0).sum())
+    return alike if alike >= len(opening) - 1 else 0
 
 
 def spans_of(protect: Iterable[Sequence[int]]) -> tuple[Span, ...]:
@@ -122,8 +134,8 @@ def _begin(text: str, part: str, occurrence: int | None) -> int:
         raise KvfoldError(f"{_shown(part)} is not in the text: write it as it stands there")
     if occurrence is None and len(starts) > 1:
         raise KvfoldError(
-            f"{_shown(part)} occurs {len(starts)} times: give more of what surrounds it, or "
-            f"occurrence=0 to {len(starts) - 1}"
+            f"{_shown(part)} occurs {len(starts)} times: give more of what surrounds it, or a "
+            f"span, by kvfold.span or Context.span with occurrence=0 to {len(starts) - 1}"
         )
     if not 0 <= (occurrence or 0) < len(starts):
         raise KvfoldError(

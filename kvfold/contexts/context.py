@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.shrink import shrunk
-from kvfold.cache.spans import Span, span_in
+from kvfold.cache.spans import Span, opening_length, span_in
 from kvfold.cache.stats import Stats
 from kvfold.contexts import edits
 from kvfold.contexts.bounded_chat import BoundedChat
@@ -291,7 +291,7 @@ def _document_span(
     occurrence: int | None = None,
 ) -> Span:
     """Token range in `ids [1, N]` of a part of their document, without the template before it."""
-    opening = token_ids(tokenizer, frame.before).shape[1]
+    opening = opening_length(ids[0], token_ids(tokenizer, frame.before)[0])
     start, stop = span_in(tokenizer, ids[0, opening:].tolist(), part, occurrence)
     return opening + start, opening + stop
 

@@ -23,7 +23,7 @@ from kvfold.cache.cache import CompressedCache
 from kvfold.cache.edits import dropped, joined
 from kvfold.cache.edits import replaced as spliced
 from kvfold.cache.renumber import Renumbering
-from kvfold.cache.spans import Span, span_of
+from kvfold.cache.spans import Span, opening_length, span_of
 from kvfold.errors import KvfoldError
 from kvfold.generation.generate import piece_of, read_per_chunk, read_turn
 from kvfold.generation.length import check_length
@@ -119,20 +119,21 @@ def _check(context: Context) -> None:
 
 
 def _shared_opening(first: Context, other: Context) -> int:
-    """Tokens that both contexts begin with because of the chat template.
+    """Tokens of `other` before its document, where `first` begins with the same template.
 
-    The template's last token may have merged with the first characters of a document.
+    Raises KvfoldError where it does not.
     """
     opening = opening_of(other)
-    alike = (first.ids[0, :opening] == other.ids[0, :opening]).byte().cumprod(0).sum()
-    if other.model is not first.model or other.frame != first.frame or int(alike) < opening - 1:
+    alike = opening_length(first.ids[0], other.ids[0, :opening])
+    if other.model is not first.model or other.frame != first.frame or alike < opening - 1:
         raise KvfoldError("contexts of one model and one chat template can be joined only")
-    return int(alike)
+    return opening
 
 
 def opening_of(context: Context) -> int:
     """Tokens of a context before its document."""
-    return token_ids(context.tokenizer, context.frame.before).shape[1]
+    opening = token_ids(context.tokenizer, context.frame.before)[0]
+    return opening_length(context.ids[0], opening)
 
 
 def new_tokens(context: Context, text: str) -> Tensor:

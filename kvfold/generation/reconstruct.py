@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.cache.cache import CompressedCache
 from kvfold.cache.phase import ReconstructionForward
+from kvfold.cache.spans import opening_length
 from kvfold.errors import KvfoldError
 from kvfold.generation.head_scores import give_head_scores
 from kvfold.generation.on_policy import OnPolicyReferences
@@ -50,11 +51,11 @@ def reconstruct(
     assert how is not None and tokenizer is not None
     frame = PromptFrame.of(tokenizer)
     opening = token_ids(tokenizer, frame.opened_with(how.instruction).before)[0]
-    opening = opening.to(input_ids.device)
     mask = torch.ones_like(input_ids) if mask is None else mask
     starts = (mask.cumsum(-1) == 0).sum(-1)
     rows = zip(input_ids, starts.tolist(), strict=True)
-    prefix = torch.stack([_opening(row, start, opening) for row, start in rows])
+    lengths = [opening_length(row[start:], opening) for row, start in rows]
+    prefix = torch.tensor(lengths, device=input_ids.device)
     if how.instruction and not bool(prefix.all()):
         raise KvfoldError(
             f"the prompt does not begin with {how.instruction.strip()!r}, as {cache.method} wants: "
@@ -80,16 +81,6 @@ def reconstruct(
     if how.demote:
         marks = [structural(tokenizer, text, how.demote_repeats) for text in texts]
         _demote(cache, marks, how.demote)
-
-
-def _opening(row: Tensor, start: int, opening: Tensor) -> Tensor:
-    """Number of a row's first tokens that are the template's opening, 0 if the row lacks it.
-
-    The opening's last token may have merged with the first characters of the text.
-    """
-    first = row[start : start + len(opening)]
-    alike = (first == opening[: len(first)]).byte().cumprod(0).sum()
-    return torch.where(alike >= len(opening) - 1, alike, 0)
 
 
 class _Forward(NamedTuple):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -309,3 +310,44 @@ def test_edits_that_cannot_be_are_refused(bundled):
     with pytest.raises(KvfoldError, match="sliding windows"):
         sliding.drop((20, 30))
     assert sliding.drop((20, 30), mode="reread").ids.shape[1] == sliding.ids.shape[1] - 10
+
+
+MERGING = "{% for m in messages %}<|user|>\n[INST] {{ m['content'] }} [/INST]{% endfor %}"
+
+
+def test_a_document_begins_in_the_token_that_merged_with_the_template(bundled):
+    """Templates end in a space, which most tokenizers put before a word."""
+    model, tokenizer = bundled[0], copy.deepcopy(bundled[1])
+    tokenizer.chat_template = MERGING
+    text = "the garden of the old house was quiet and nobody came home"
+    first, second = (
+        kvfold.compress(model, tokenizer, each, "knorm", 0.9, protect=[part])
+        for each, part in ((text, "the garden"), (f"{text} again", "home again"))
+    )
+    opening, length = opening_of(first), first.ids.shape[1]
+    assert tokenizer.decode(first.ids[0, opening:]).strip() == text
+    assert first.cache.protect == ((opening, first.span("the garden")[1]),)
+    assert first.span(text) == (opening, length)
+    with pytest.raises(KvfoldError, match=r"'the' occurs 2 times.*Context\.span"):
+        kvfold.compress(model, tokenizer, text, "knorm", 0.9, protect=["the"])
+    assert first.span("the", occurrence=0)[0] == opening
+    without = first.drop((opening, opening + 2))
+    assert without.ids.tolist()[0][:opening] == first.ids.tolist()[0][:opening]
+    assert tokenizer.decode(without.ids[0, opening:]).strip() == text.removeprefix("the garden ")
+    whole = kvfold.join([first, second])
+    assert whole.ids.shape[1] == length + second.ids.shape[1] - opening
+    assert tokenizer.decode(whole.ids[0, length:]).strip() == f"{text} again"
+
+
+def test_a_template_that_merged_with_one_document_only_is_joined_without_its_rest(bundled):
+    model, tokenizer = bundled[0], copy.deepcopy(bundled[1])
+    tokenizer.chat_template = MERGING
+    merged, other = (
+        kvfold.compress(model, tokenizer, text, "full")
+        for text in ("the garden was quiet", "\nnobody came home")
+    )
+    assert opening_of(other) == opening_of(merged) + 1
+    for first, second in ((merged, other), (other, merged)):
+        whole = kvfold.join([first, second])
+        added = whole.ids[0, first.ids.shape[1] :]
+        assert added.tolist() == second.ids[0, opening_of(second) :].tolist()
