@@ -13,8 +13,8 @@ def encode_due(state: LayerState, decoding: bool, observation: Observation | Non
     """Encodes the layer's entries that are due; both layers of a pair once both have attended.
 
     `observation` is of the kept entries when a prefill ends or a round comes, None while decoding.
-    A row has ended, and is left as it is, if its newest column is padding; while decoding, if any
-    is that came after the last compression, as such padding may be among the entries.
+    Rows that have ended stay as they are. When a prefill ends, these are the rows whose newest
+    column is padding; while decoding, those with padding in any column since the last compression.
     """
     store, waiting = state.ragged_store(), state.waiting
     tokens = state.sequence.tokens()

@@ -127,12 +127,6 @@ class CompressedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.state.index(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.state.index(lambda x: x.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.state.index(lambda x: x[indices.to(x.device)])
-
     # --- attention's side -------------------------------------------------------------------
 
     def view(self) -> Any:

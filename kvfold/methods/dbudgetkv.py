@@ -6,7 +6,7 @@ from typing import ClassVar
 from kvfold.errors import KvfoldError
 from kvfold.methods.base import Measured, Method, Stages, register
 from kvfold.methods.observation import Needs
-from kvfold.methods.stages.allocate.norm_cut import VOTERS, Ranking, norm_cut
+from kvfold.methods.stages.allocate.norm_cut import KEEP_LAYERS, VOTERS, Ranking, norm_cut
 from kvfold.methods.stages.score.observation_window import window_votes
 from kvfold.methods.stages.score.position import recency
 from kvfold.methods.stages.select.forced import Forced
@@ -48,7 +48,7 @@ class DBudgetKV(Method):
     by_head: ClassVar[bool] = True
     threshold: float = 0.01  # share of the norm that may be lost
     sinks: int = 4  # first tokens that stay
-    keep_layers: tuple[int, ...] = (0, 1)  # layers that keep everything, −1: the last
+    keep_layers: tuple[int, ...] = KEEP_LAYERS  # layers that keep everything, −1: the last
     rows: int = 1  # last queries that are averaged
     include_sinks: bool = False  # sinks count in the norm
     ranking: Ranking = "position"  # order in which tokens go

@@ -13,6 +13,7 @@ from kvfold.methods.stages.allocate.layers import named_layers
 from kvfold.methods.stages.score.observation_window import window_votes
 
 Ranking = Literal["position", "attention"]
+KEEP_LAYERS = (0, 1)  # by default, of a model that has as many
 VOTERS = 8  # queries that rank by attention; their own entries stay
 
 
@@ -23,7 +24,7 @@ def norm_cut(
     sinks: int = 4,
     rows: int = 1,
     include_sinks: bool = False,
-    keep_layers: tuple[int, ...] = (0, 1),
+    keep_layers: tuple[int, ...] = KEEP_LAYERS,
     ranking: Ranking = "position",
 ) -> Tensor:
     """Sizes `[B]`, entries per head, at which attention keeps all but `threshold` of its norm.
@@ -39,8 +40,8 @@ def norm_cut(
     """
     observation, _ = observation.padding_first()
     stored = (observation.positions >= 0).sum(-1).amax(-1)
-    if observation.layers == 1:  # of which the default names more
-        keep_layers = tuple(layer for layer in keep_layers if layer < 1)
+    if observation.layers == 1 and keep_layers == KEEP_LAYERS:
+        keep_layers = KEEP_LAYERS[:1]
     if observation.layer in named_layers(keep_layers, observation.layers, "dbudgetkv:keep_layers"):
         return stored
     importance = (

@@ -226,3 +226,10 @@ def test_a_kept_layer_that_there_is_not_is_refused(layer):
     seen = observe([30, 17], layer=0, layers=4)
     with pytest.raises(KvfoldError, match=f"dbudgetkv:keep_layers names layer {layer} of 4 "):
         norm_cut(seen, keep_layers=(0, layer))
+
+
+def test_of_one_layer_the_default_names_it_and_another_is_refused():
+    seen = observe([30, 17], layer=0, layers=1)
+    assert norm_cut(seen, threshold=1.0).tolist() == [30, 17]
+    with pytest.raises(KvfoldError, match="dbudgetkv:keep_layers names layer 5 of 1 "):
+        norm_cut(seen, keep_layers=(5,))
