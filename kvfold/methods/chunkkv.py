@@ -91,6 +91,5 @@ def whole_chunks(
     rank_of_chunk = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     rank = rank_of_chunk.expand(*values.shape[:2], -1).gather(2, at // length).gather(2, by_value)
     order = by_value.gather(2, rank.argsort(dim=-1, stable=True))
-    ranks = torch.arange(order.shape[-1], dtype=values.dtype, device=order.device)
-    ranked = torch.zeros_like(values).scatter(2, order, -ranks.expand_as(order))
+    ranked = -order.argsort(dim=-1).to(values.dtype)
     return top(with_forced(ranked, forced, positions), counts)

@@ -71,8 +71,8 @@ def _at_a_fifth(fifth: Sequence[ReportRow], known: Sequence[ReportRow], when: st
     few = 0 < len(alike) < 4
     same = [f"Not told apart from {_cut(best.method)}: {', '.join(alike)}."] if few else []
     safe = [
-        f"For a loss of at most {margin} points with 95 % confidence, {_name(row)} holds "
-        f"{_percent(row)} of the bytes."
+        f"Of {len(known)} caches, the smallest that loses at most {margin} points, each with 95 % "
+        f"confidence, is {_name(row)}: {_percent(row)} of the bytes."
         for margin, row in _safe(known)
     ]
     return Headline(claim, _evidence(best), (*same, *safe))
