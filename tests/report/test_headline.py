@@ -44,8 +44,8 @@ def test_the_headline_speaks_of_a_fifth_of_the_cache_where_it_was_measured() -> 
     assert "difference of −9.0 points, 95 % interval −11.0 to −7.0" in said.evidence
     assert said.further == (
         "Not told apart from best: near.",
-        "Of 4 caches, the smallest that loses at most 2 points, each with 95 % confidence, is large "
-        "at 0.5: 50 % of the bytes.",
+        "Of 4 caches, the smallest that loses at most 2 points, each with 95 % confidence, is "
+        "large at 0.5: 50 % of the bytes.",
     )
 
 
