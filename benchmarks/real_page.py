@@ -17,12 +17,11 @@ from real_headline import MODEL, and_list, summary
 from kvfold.eval.run.cell import FULL
 from kvfold.eval.run.cell_result import CellResult
 from kvfold.eval.run.plan import Contender
-from kvfold.report.board import Board, boards, haystacks, sources
+from kvfold.report.board import Board, boards, haystacks
 from kvfold.report.headline import FIFTH
 from kvfold.report.names import readable
 from kvfold.report.style import BASELINES
 from kvfold.report.summary import ReportRow, rows
-from kvfold.report.tables import scored
 
 COMMAND = "benchmarks/real_leaderboard.sh BOOK FOLDER\npython benchmarks/publish_real.py FOLDER"
 WHEN = {False: "before the question is known", True: "with the question in view"}
@@ -143,19 +142,41 @@ def _board(board: Board) -> Iterator[str]:
 
 
 def _perplexities(board: Board) -> Iterator[str]:
-    lost = [row for row in rows(board.perplexities) if row.score]
-    shown = [row for row in lost if row.method == FULL or row.kept_nominal == FIFTH]
+    """One column for each text: perplexities of unlike texts have no mean."""
+    texts = dict.fromkeys(tuple(one.cell.data) for one in board.perplexities)
+    found: dict[str, dict[str, ReportRow]] = {}
+    for data in texts:
+        own = rows([one for one in board.perplexities if one.cell.data == data])
+        shown = [row for row in own if row.method == FULL or row.kept_nominal == FIFTH]
+        kept = sorted((row for row in shown if row.score), key=needle_rows.value)
+        found[", ".join(data) or "perplexity"] = {row.method: row for row in kept}
+    whole = {name: row for of in reversed(found.values()) for name, row in of.items()}
+    first = list(next(iter(found.values()), {}))
+    order = sorted(whole, key=lambda name: first.index(name) if name in first else len(first))
     columns: dict[str, needle_rows.Column] = {
         "method": needle_rows.name,
-        "perplexity (95 %)": lambda row: scored(row.score) if row.score else needle_rows.NONE,
-        "− full (95 %)": lambda row: needle_rows.gap(row.gap),
+        **{text: _loss_in(of) for text, of in found.items()},
         "kept": needle_rows.kept,
         **{name: needle_rows.COSTS[name] for name in ("bytes", "prefill")},
     }
-    if shown:
+    if whole:
+        counts = and_list(sorted({str(row.samples) for row in whole.values()}))
         yield f"### Perplexity at a fifth (lower is better), {board.when}"
-        yield f"Text: {sources(board.perplexities)}; {shown[0].samples} samples."
-        yield needle_rows.table(sorted(shown, key=needle_rows.value), columns)
+        yield f"In each text, and the difference to full (95 %); {counts} samples of each."
+        yield needle_rows.table([whole[name] for name in order], columns)
+
+
+def _loss_in(found: dict[str, ReportRow]) -> needle_rows.Column:
+    """The column of one text, whose rows are `found` by method."""
+
+    def told(of: ReportRow) -> str:
+        row = found.get(of.method)
+        if row is None or row.score is None:
+            return needle_rows.NONE
+        value = f"{row.score.value:.1f}"
+        return value if row.gap is None else f"{value}, {needle_rows.gap(row.gap)}"
+
+    return told
 
 
 def _picked(fifth: Sequence[ReportRow]) -> list[ReportRow]:

@@ -325,6 +325,30 @@ def test_a_perplexity_is_in_a_table_of_its_own(publishing: ModuleType) -> None:
     assert "KVzip finds **91 %**" in breakable(page)
 
 
+def test_perplexities_of_several_texts_stand_side_by_side(publishing: ModuleType) -> None:
+    loss = {"task": "text", "lower_is_better": True, "metric": "perplexity"}
+    read = []
+    for name, full, ours in (("novel.txt", 20.0, 25.0), ("code.txt", 5.0, 6.0)):
+        apart = ours - full
+        for one in (
+            made(score=(full, 1.0), **loss),
+            made("kvzip", "0.2", (ours, 1.0), (apart, apart - 0.5, apart + 0.5), **loss),
+        ):
+            cell = one.cell.model_copy(update={"data": (name,)})
+            read.append(one.model_copy(update={"cell": cell}))
+    only = made("zap", "0.2", (5.5, 1.0), (0.5, 0.0, 1.0), **loss)
+    read.append(only.model_copy(update={"cell": read[-1].cell.model_copy(
+        update={"method": "zap", "budget": "0.2"})}))  # fmt: skip
+    page = publishing.real_page.page([*measured(), *read], [])
+
+    (below,) = page.split("### Perplexity at a fifth (lower is better), before")[1:]
+    rows = [line for line in below.splitlines() if line.startswith("| ")][:5]
+    assert rows[0].startswith("| method | novel.txt | code.txt | kept |")
+    assert rows[2].startswith("| full | 20.0 | 5.0 |")
+    assert rows[3].startswith("| kvzip | 25.0, +5.0 (+4.5 to +5.5) | 6.0, +1.0 (+0.5 to +1.5) |")
+    assert rows[4].startswith("| zap | – | 5.5, ")
+
+
 def _methods(line: str) -> frozenset[str]:
     """Methods of a command as records name them, but for the baselines."""
     (text,) = re.findall(r"--methods (.+?) --", line)
