@@ -83,9 +83,11 @@ class Padding:
 
     def _check_read(self, mask: Tensor) -> None:
         read = self.read()
-        found = [] if read is None else read.contradicted(mask).nonzero().tolist()
-        if read is not None and found:
-            raise KvfoldError(read.contradiction(*found[0]))
+        if read is None:
+            return
+        found = read.contradicted(mask).nonzero()
+        if len(found):
+            raise KvfoldError(read.contradiction(*found[0].tolist()))
 
     def check_windows(self, mask: Tensor) -> None:
         """Raises KvfoldError for padding between tokens that layers would count as tokens."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvfold.attention import handshake
-from kvfold.attention.padding import Padding, announce, forget_announced
+from kvfold.attention.padding import announce, forget_announced
 from kvfold.budget import Budget
 from kvfold.cache import model_trial, setup
 from kvfold.cache.bound import bounded
@@ -24,7 +24,7 @@ from kvfold.cache.byte_count import stats_of
 from kvfold.cache.copy_to_budget import take_over
 from kvfold.cache.edits import Edits
 from kvfold.cache.fits import Fits
-from kvfold.cache.history import columns_read
+from kvfold.cache.history import padding_rules
 from kvfold.cache.layer import CompressedLayer
 from kvfold.cache.model_binding import ModelBinding
 from kvfold.cache.open_forward import OpenForward, evict_judged
@@ -170,8 +170,7 @@ class CompressedCache(Cache, ToldOfForwards, Edits):
         `ModelBinding.check_length`; changes nothing.
         """
         self.binding.check_length(common_length(self) + query_length)
-        read, slides = partial(columns_read, self), bool(self.other_layers())
-        announce(Padding(self.binding.name, query_length, slides, read))
+        announce(padding_rules(self, query_length))
         return super().get_mask_sizes(query_length, layer_idx)
 
     @torch.compiler.disable

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.padding import ColumnsRead
+from kvfold.attention.padding import ColumnsRead, Padding
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
@@ -114,3 +115,9 @@ def columns_read(cache: CompressedCache) -> ColumnsRead | None:
         device = cache.states[0].stored().keys.device
         tokens = torch.ones(cache.rows, seen, dtype=torch.bool, device=device)
     return ColumnsRead(tokens, max(state.evicted_at for state in cache.states))
+
+
+def padding_rules(cache: CompressedCache, new: int) -> Padding:
+    """Rules for the padding of the next `new` columns of a cache."""
+    slides = bool(cache.other_layers())
+    return Padding(cache.binding.name, new, slides, partial(columns_read, cache))

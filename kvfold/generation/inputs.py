@@ -6,15 +6,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.padding import ON_THE_LEFT, Padding
+from kvfold.attention.padding import ON_THE_LEFT
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.history import columns_read
+from kvfold.cache.history import padding_rules
 from kvfold.errors import KvfoldError
 from kvfold.generation.resume import Resumption
 from kvfold.hf import rope_deltas
@@ -132,9 +131,8 @@ def check_read_ahead(
 
 def check_windows(resumed: Resumption, mask: Tensor) -> None:
     """Raises KvfoldError for padding between tokens, `mask [B, N]`, where layers count it."""
-    cache, new = resumed.cache, mask.shape[1] - resumed.seen
-    read, slides = partial(columns_read, cache), bool(cache.other_layers())
-    Padding(cache.binding.name, new, slides, read).check_windows(mask.bool())
+    new = mask.shape[1] - resumed.seen
+    padding_rules(resumed.cache, new).check_windows(mask.bool())
 
 
 def check_pieces(method: Method, chunk: int, tokens: int) -> None:
