@@ -20,9 +20,9 @@ from kvfold.checks.certify import certificate, halves
 from kvfold.checks.encoded import SYSTEM, EncodedPrompt, distinct, encode, encode_attack
 from kvfold.checks.measure import Attack, PromptMeasurements
 from kvfold.checks.overlap import tokenizer as splitter
-from kvfold.checks.prompts import CheckPrompt, check_apart_from, prompts_of
+from kvfold.checks.prompts import CheckPrompt, prompts_of
 from kvfold.checks.reading import MethodAtBudget, reading_order
-from kvfold.checks.records import CheckStore
+from kvfold.checks.records import RECORDS, CheckStore
 from kvfold.checks.result import (
     Certificate,
     CheckCell,
@@ -37,6 +37,7 @@ from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import EvaluatedModel
 from kvfold.eval.run.plan import written
 from kvfold.generation.length import check_length
+from kvfold.jobs.outputs import check_apart
 from kvfold.methods.base import Method, parse
 
 TOKENS = 64
@@ -93,7 +94,8 @@ def check(
         )
     asked = contenders(_as_list(methods), _as_list(budgets), question_aware)
     limits = limits_of(tolerance)
-    check_apart_from(out, prompts)
+    if out is not None and isinstance(prompts, str | Path):
+        check_apart([Path(out), Path(out) / RECORDS], [prompts])
     given = prompts_of(prompts)
     inputs = CheckInputs.of(tokenizer, given, attacks, question_aware, seed, rows_of(model))
     inputs.check_lengths(model, LONGER * tokens, allow_longer)

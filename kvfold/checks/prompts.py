@@ -81,16 +81,6 @@ def prompts_of(given: str | Path | Sequence[str | Mapping[str, Any]]) -> list[Ch
     return list(distinct.values())
 
 
-def check_apart_from(out: str | Path | None, prompts: str | Path | Sequence[Any]) -> None:
-    """Raises KvfoldError if `prompts` is the folder `out`, whose records look like prompts."""
-    if out is None or not isinstance(prompts, str | Path):
-        return
-    if Path(prompts).is_dir() and Path(out).is_dir() and Path(out).samefile(prompts):
-        raise KvfoldError(
-            f"prompts and results cannot share the folder {prompts}: choose another --out"
-        )
-
-
 def _of_path(path: Path) -> Iterator[CheckPrompt]:
     """Prompts of a text file (one), of a JSONL file (one a row), or of all those in a folder."""
     if path.is_dir():

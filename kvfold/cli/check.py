@@ -14,6 +14,7 @@ from kvfold.cli.bench import words
 from kvfold.cli.console import progress
 from kvfold.cli.options import AllowLonger, Json, ModelName, loading, read_text, with_options
 from kvfold.errors import KvfoldError
+from kvfold.jobs.outputs import check_apart
 from kvfold.loading import Loading, check_name, load
 from kvfold.terminal import messages, print_json
 
@@ -76,13 +77,14 @@ def command(
     screen = messages(as_json)
     with screen.status("importing torch and transformers"):
         from kvfold.checks.check import ATTACK, check, contenders, limits_of, several
-        from kvfold.checks.prompts import check_apart_from, prompts_of
+        from kvfold.checks.prompts import prompts_of
+        from kvfold.checks.records import RECORDS
         from kvfold.methods.registry import listed
     # Refused here, before a large model is loaded.
     named, amounts = listed(methods), words(budgets)
     contenders(named, amounts, question_aware)
     limits_of(tolerance)
-    check_apart_from(out, prompts)
+    check_apart([out, *(out / made for made in (RECORDS, RESULT, PAGE))], [prompts, attacks])
     several(prompts_of(prompts))
     requests = [ATTACK] if attacks is None else read_text(attacks).splitlines()
     check_name(model, loading)

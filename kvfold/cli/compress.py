@@ -27,7 +27,6 @@ from kvfold.cli.options import (
     MethodText,
     ModelName,
     SpecialTokens,
-    check_apart,
     checked,
     loading,
     read_text,
@@ -36,6 +35,7 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
+from kvfold.jobs.outputs import check_apart
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 

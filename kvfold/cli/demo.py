@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfold.cli.console import progress, size, table
-from kvfold.cli.options import check_apart, read_text
+from kvfold.cli.options import read_text
 from kvfold.errors import KvfoldError
+from kvfold.jobs.outputs import check_apart
 from kvfold.loading import BUNDLED, Loading, check_name, load
 from kvfold.terminal import console
 
@@ -78,7 +79,7 @@ def command(
         from kvfold.cli.measure import DemoTrial
     limits = _limits(budgets)
     _prepare(page)
-    check_apart([page], [] if book is None else [book], "--page")
+    check_apart([page], [book], remedy="choose another --page")
     haystack = None if book is None else read_text(book)
     check_name(model, Loading())
     usual = (LENGTH, NEEDLES) if model == BUNDLED else (OTHER_LENGTH, OTHER_NEEDLES)

@@ -17,7 +17,6 @@ from kvfold.cli.options import (
     Encoding,
     Json,
     ModelName,
-    check_apart,
     checked_seed,
     loading,
     read_text,
@@ -25,6 +24,7 @@ from kvfold.cli.options import (
     with_options,
 )
 from kvfold.errors import KvfoldError
+from kvfold.jobs.outputs import check_apart
 from kvfold.loading import Loading, load
 from kvfold.terminal import console, messages, print_json
 

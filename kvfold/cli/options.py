@@ -228,27 +228,6 @@ def read_with(method: Method, documents: Iterable[Path]) -> list[Path]:
     return [*documents, *map(Path, files_of(method).values())]
 
 
-def check_apart(made: Iterable[Path], read: Collection[Path], option: str = "--out") -> None:
-    """Raises KvfoldError if a file to write is one of the files to read, under any name.
-
-    `option` is the one that names the file to write.
-    """
-    for path in made:
-        if any(_same_file(path, source) for source in read if str(source) != "-"):
-            raise KvfoldError(
-                f"{path} is read, and would be overwritten: name another file to write, "
-                f"{option} PATH"
-            )
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    """True if both paths lead to one file that exists."""
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
-
-
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of a file, or of standard input for "-"; a byte order mark is no part of it.
 

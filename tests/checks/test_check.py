@@ -125,7 +125,7 @@ def test_bad_input_is_one_line(bundled) -> None:
 def test_records_are_never_read_as_prompts(bundled, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("the sky is blue")
     (tmp_path / "two.txt").write_text("the grass is green")
-    with pytest.raises(KvfoldError, match="prompts and results cannot share the folder"):
+    with pytest.raises(KvfoldError, match="would be overwritten: choose another --out"):
         check(bundled, tmp_path, "kivi:bits=8", out=tmp_path)
     assert not (tmp_path / "check.jsonl").exists()
 

@@ -77,5 +77,5 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
 
 def test_a_folder_of_prompts_is_not_that_of_results(prompts: Path) -> None:
     message = refused("check", "no/model", str(prompts.parent), "--out", f"{prompts.parent}/.")
-    assert "prompts and results cannot share the folder" in message
+    assert "is read, and would be overwritten: choose another --out" in message
     assert [path.name for path in prompts.parent.iterdir()] == ["prompts.jsonl"]

@@ -166,7 +166,7 @@ def test_a_document_is_not_overwritten(tmp_path: Path) -> None:
         [str(link), "--out", f"{tmp_path}/../{tmp_path.name}/doc.txt"],
         [str(other), "--out", str(text), "--budgets", "0.3,0.5"],
     ):
-        assert "is read, and would be overwritten: name another" in refused(*given, *arguments)
+        assert "is read, and would be overwritten: choose another" in refused(*given, *arguments)
     assert text.read_text() == other.read_text() == PROMPT
 
 

@@ -41,8 +41,8 @@ def test_the_book_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "link.html").symlink_to(book)
     for place in (book, tmp_path / "link.html"):
         said = refused("demo", "--book", str(book), "--page", str(place), "--model", "no/model")
-        assert f"{place} is read, and would be overwritten: name another" in said
-        assert said.endswith("--page PATH")
+        assert f"{place} is read, and would be overwritten: choose another" in said
+        assert said.endswith("--page")
 
 
 def test_needles_lie_between_sentences_of_a_book(tmp_path: Path) -> None:

@@ -127,5 +127,5 @@ def test_what_cannot_be_fitted_is_refused(book, options, reason):
 def test_a_text_is_not_overwritten(book):
     """Refused before a model is loaded."""
     said = refused("fit", "no-such-model", "README.md", str(book), "--out", str(book))
-    assert "is read, and would be overwritten: name another" in said
+    assert "is read, and would be overwritten: choose another" in said
     assert book.read_text() == PROSE

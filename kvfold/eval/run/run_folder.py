@@ -15,6 +15,7 @@ from kvfold.eval.run.plan import EvalPlan
 from kvfold.eval.run.sample_result import SampleResult
 from kvfold.eval.tasks import SampleRequest, Task, UnreadableSample, tasks
 from kvfold.jobs.executor import RunJobs
+from kvfold.jobs.outputs import check_apart
 from kvfold.jobs.records import RecordFile
 
 SAMPLES, RECORDS = "samples.jsonl", "records.jsonl"
@@ -27,11 +28,9 @@ def samples_file(folder: Path) -> RecordFile[SampleResult]:
 
 def check_unread(folder: Path, request: SampleRequest) -> None:
     """Raises KvfoldError if a run in `folder` would write to a file that the request reads."""
-    made = [path for path in (folder / SAMPLES, folder / RECORDS) if path.exists()]
-    for given in (request.data, request.haystack, request.shots):
-        read = None if given is None else Path(given)
-        if read is not None and read.exists() and any(read.samefile(path) for path in made):
-            raise KvfoldError(f"{read} is read, and would be overwritten: choose another --out")
+    check_apart(
+        [folder / SAMPLES, folder / RECORDS], [request.data, request.haystack, request.shots]
+    )
 
 
 def run_missing(
