@@ -87,11 +87,7 @@ def check(
     on, for prompts that cannot be read, fewer than two, too long for the model, or in the folder
     `out`, and as `CompressedCache` for methods and budgets.
     """
-    if tokens < LEAST_TOKENS:
-        raise KvfoldError(
-            f"{tokens} forced tokens measure nothing where a prompt is compressed as a whole: its "
-            f"first token is predicted before that; give at least {LEAST_TOKENS}"
-        )
+    _check_tokens(tokens)
     asked = contenders(_as_list(methods), _as_list(budgets), question_aware)
     limits = limits_of(tolerance)
     if out is not None and isinstance(prompts, str | Path):
@@ -276,6 +272,14 @@ def _name(model: PreTrainedModel) -> str:
     """The model's hub id, or its folder's name."""
     name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
     return Path(name).name if Path(name).is_dir() else name
+
+
+def _check_tokens(tokens: int) -> None:
+    if tokens < LEAST_TOKENS:
+        raise KvfoldError(
+            f"{tokens} forced tokens measure nothing where a prompt is compressed as a whole: its "
+            f"first token is predicted before that; give at least {LEAST_TOKENS}"
+        )
 
 
 def _as_list(given: Any) -> list[Any]:
