@@ -107,13 +107,14 @@ class IdsRead:
         self.cache, self.prompt, eos = cache, prompt, settings.eos_token_id
         if eos is None or (settings.num_beams or 1) > 1 or cache.other_layers():
             eos = []
-        self.eos = [eos] if isinstance(eos, int) else list(eos)
+        self.eos = torch.tensor([eos] if isinstance(eos, int) else list(eos), dtype=torch.long)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         phase, answer = self.cache.phase, input_ids[:, self.prompt :]
         phase.history = History(input_ids)
-        if self.eos and len(answer) > 1:
-            ends = torch.isin(answer, torch.tensor(self.eos, device=answer.device))
-            ended = F.pad(ends.cumsum(-1) > 0, (self.prompt + 1, 0))
+        if len(self.eos) and len(answer) > 1:
+            self.eos = self.eos.to(answer.device)
+            ended = torch.isin(answer, self.eos).cumsum(-1) > 0
+            ended = F.pad(ended, (self.prompt + 1, 0))
             phase.ended = ended if bool(ended.any()) else None
         return scores
