@@ -16,8 +16,8 @@ TORCHAO ?= torchao==0.18.0
 # A model's folder or hub id: `make demo REAL=.models/smollm2 BOOK=alice.txt` runs the demo on it.
 # Without, `make real` and `make test-real` make .models/smollm2 and use it.
 REAL ?=
-# What `make real` fits for its model: for --method zap:file=..., qfilter:file=..., duo:file=...,
-# "snapkv + curve:file=..."
+# What is fitted for the model of `make real`: for --method zap:file=..., qfilter:file=...,
+# duo:file=..., "snapkv + curve:file=..."
 FITTED := .models/smollm2
 FIT = $(BIN)/kvfold fit .models/smollm2 docs/*.md --passages 24 --words 400
 BOOK ?=
@@ -29,7 +29,7 @@ override BOOK := $(call at_home,$(BOOK))
 # Recipes take them from the environment, as paths may hold spaces and quotes.
 export REAL BOOK
 
-.PHONY: demo real test quick test-pages test-real test-vllm test-lmcache test-quantized \
+.PHONY: demo real fits test quick test-pages test-real test-vllm test-lmcache test-quantized \
 	check docs models train clean
 
 demo: .venv/ready $(if $(REAL),real)
@@ -37,14 +37,13 @@ demo: .venv/ready $(if $(REAL),real)
 
 real: .venv/ready
 	$(BIN)/python -m real_model.make $(if $(REAL),"$$REAL")
-	$(if $(REAL),,test -f $(FITTED)-scorer.safetensors || \
-		$(FIT) --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors)
-	$(if $(REAL),,test -f $(FITTED)-filters.safetensors || \
-		$(FIT) --scorer qfilter --out $(FITTED)-filters.safetensors)
-	$(if $(REAL),,test -f $(FITTED)-heads.safetensors || \
-		$(FIT) --scorer duo --out $(FITTED)-heads.safetensors)
-	$(if $(REAL),,test -f $(FITTED)-curve.safetensors || \
-		$(FIT) --scorer "snapkv + curve" --out $(FITTED)-curve.safetensors)
+
+# Anew what `make real` copies, in 10 to 30 minutes: copied or earlier files are replaced.
+fits: real
+	$(FIT) --scorer kvzip:score=rms --resume --out $(FITTED)-scorer.safetensors
+	$(FIT) --scorer qfilter --out $(FITTED)-filters.safetensors
+	$(FIT) --scorer duo --out $(FITTED)-heads.safetensors
+	$(FIT) --scorer "snapkv + curve" --out $(FITTED)-curve.safetensors
 
 test: .venv/ready .venv-litellm/ready
 	$(BIN)/python -m pytest -n auto

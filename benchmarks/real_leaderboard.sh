@@ -4,8 +4,8 @@
 #     benchmarks/real_leaderboard.sh BOOK [FOLDER] [MODEL]
 #
 # BOOK is a plain text (Project Gutenberg's 84): needles are hidden in it. MODEL is a transformers
-# folder; by default `make real` has made .models/smollm2, and fitted what zap, qfilter, duo and curve
-# read.
+# folder; by default .models/smollm2, which `make real` makes, with files that zap, qfilter, duo and
+# curve read.
 # TEXTS, a folder of other plain texts, and LONGBENCH, one of LongBench's rows, add their steps.
 # Samples are kept in FOLDER; run again, it goes on where it stopped. STEPS="needles uuids" runs these
 # steps only, METHODS=kvzip,snapkv these methods beside the baselines. Records name the commit, so

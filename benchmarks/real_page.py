@@ -48,10 +48,10 @@ READING = """\
   a cache holds everything.
 - **prefill**, **per token**: operations of reading with compression, and of a token of the answer,
   over the full cache's. [Performance](../performance.md) has seconds and peaks of memory.
-- **`kvzip`** keeps the opening of the chat template beside its budget. **`zap`** is one fit, on
-  these pages as they then were: [another fit](../fit.md) scores otherwise, and no interval covers
-  that. **Baselines**: `cut` is a full cache on a shortened context, `random` evicts at random,
-  `streaming_llm` keeps sinks and the newest tokens."""
+- **`kvzip`** keeps the opening of the chat template beside its budget. **`zap`** reads
+  real_model/fitted/scorer.safetensors, one fit: [another fit](../fit.md) scores otherwise, and no
+  interval covers that. **Baselines**: `cut` is a full cache on a shortened context, `random` evicts
+  at random, `streaming_llm` keeps sinks and the newest tokens."""
 LINKS = """\
 - [index.html](index.html): all methods and budgets, to sort and filter. [report.md](report.md)
   has the tables, [tasks.md](tasks.md) one for each task. [Evaluation](../evaluation.md) says how

