@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 
 import kvfold
 from kvfold.bench.cost import measured
-from kvfold.cache.copy_to_budget import reads_for
+from kvfold.cache.copy_to_budget import observing_alike
 from kvfold.cache.fork import fork
 from kvfold.generation.reconstruct import reconstruct
 from kvfold.hf.chat_template import PromptFrame, token_ids
@@ -174,22 +174,6 @@ def spent(model: Any) -> Iterator[Spent]:
     found.seconds = round(time.process_time() - begun, 3)
 
 
-def observing_alike(methods: Iterable[str]) -> list[list[str]]:
-    """Methods in groups; the first of each observes what the others need."""
-    groups: list[list[str]] = []
-    # Readers note reference queries, and as many of the last queries as any.
-    needs = {name: kvfold.parse(name).stages().needs for name in methods}
-    ranked = sorted(needs, key=lambda name: (needs[name].references is None, -needs[name].window))
-    for name in ranked:
-        for group in groups:
-            if reads_for(kvfold.parse(group[0]), kvfold.parse(name)):
-                group.append(name)
-                break
-        else:
-            groups.append([name])
-    return groups
-
-
 def passage(tokenizer: Any, path: Path, tokens: int, number: int) -> tuple[Document, int]:
     """Passage `number` of a book, and its seed."""
     book = " ".join(path.read_text(errors="ignore").split())
@@ -205,7 +189,7 @@ def rows(
     judge = Judge.of(model, full.cache, document)
     before = PromptFrame.of(tokenizer).before
     ids = token_ids(tokenizer, before, content(document.text, special_tokens=False))
-    for group in observing_alike(methods):
+    for group in observing_alike(methods, kvfold.parse):
         cache = kvfold.CompressedCache(model, group[0], kept[0], tokenizer=tokenizer)
         with cache.reading():
             with spent(model) as reading:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvfold.budget import Budget
 from kvfold.cache import setup
@@ -18,6 +19,8 @@ from kvfold.methods.base import Method
 
 if TYPE_CHECKING:
     from kvfold.cache.cache import CompressedCache
+
+T = TypeVar("T")
 
 
 def take_over(
@@ -66,3 +69,27 @@ def reads_for(reader: Method, method: Method) -> bool:
     alike = read.needs.while_reading == needs.while_reading
     pruned = read.token_pruning is not None or wanted.token_pruning is not None
     return reader == method or (alike and not pruned and needs.window <= read.needs.window)
+
+
+def observing_alike(items: Iterable[T], method: Callable[[T], Method]) -> list[list[T]]:
+    """Items in groups that one reading serves: the one by the `method` of the group's first item.
+
+    Groups are in the order of their items.
+    """
+    found = list(items)
+    methods = [method(item) for item in found]
+    groups: list[list[int]] = []
+    for index in sorted(range(len(found)), key=lambda index: _least_noted(methods[index])):
+        for group in groups:
+            if reads_for(methods[group[0]], methods[index]):
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return [[found[index] for index in group] for group in sorted(groups, key=min)]
+
+
+def _least_noted(method: Method) -> tuple[bool, int]:
+    """Orders methods that read for others before those: by reference queries, by the window."""
+    needs = method.stages().needs
+    return needs.references is None, -needs.window

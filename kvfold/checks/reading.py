@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.budget import Budget
 from kvfold.cache.cache import CompressedCache
-from kvfold.cache.copy_to_budget import reads_for
+from kvfold.cache.copy_to_budget import observing_alike, reads_for
 from kvfold.cache.fork import fork
 from kvfold.checks.batches import PaddedIds
 from kvfold.checks.encoded import EncodedPrompt
@@ -198,10 +198,8 @@ class PromptReading:
 
 
 def reading_order(methods: Iterable[str]) -> list[str]:
-    """Methods that observe the same, side by side; first the widest window, which reads for all."""
-    needs = {method: parse(method).stages().needs for method in methods}
-    groups = list(dict.fromkeys(own.while_reading for own in needs.values()))
-    return sorted(needs, key=lambda m: (groups.index(needs[m].while_reading), -needs[m].window))
+    """Methods that observe the same, side by side; first the one that reads for the others."""
+    return [method for group in observing_alike(methods, parse) for method in group]
 
 
 @torch.no_grad()

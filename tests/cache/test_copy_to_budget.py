@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 import kvfold
+from kvfold.cache.copy_to_budget import observing_alike
 from kvfold.errors import BudgetError, KvfoldError
 from tests.helpers.budgets import NAMED, needs_driver
 from tests.helpers.evaluation import Setting, contents, equal, read, words
@@ -105,3 +106,16 @@ def test_another_budget_is_only_taken_while_the_first_turn_is_read(setting):
     assert str(cache.budget) != str(small.budget)
     with cache.reading(), pytest.raises(KvfoldError, match="first turn"):
         cache.to_budget(0.2)
+
+
+def test_methods_that_observe_the_same_are_served_by_the_one_that_notes_most():
+    repeating = ["kvzip", "kvzip + match", "kvzip + kivi", "kvzip_plus", "kvzip:score=rms"]
+    text = ["knorm", "snapkv", "snapkv + match", "kvzip + match:references=text", "h2o"]
+    assert observing_alike([*repeating, *text], kvfold.parse) == [
+        ["kvzip + match", "kvzip", "kvzip + kivi"],
+        ["kvzip_plus"],
+        ["kvzip:score=rms"],
+        ["snapkv + match", "snapkv", "knorm"],
+        ["kvzip + match:references=text"],
+        ["h2o"],
+    ]

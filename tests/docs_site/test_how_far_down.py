@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -96,18 +95,3 @@ def test_passages_that_a_method_lacks_are_left_out(pages):
     ]
     assert {each.text for each in pages.measured(rows, ["x", "y"])} == {"a"}
     assert {each.text for each in pages.measured(rows, ["x"])} == {"a", "b"}
-
-
-def test_one_reading_serves_methods_that_observe_the_same(pages):
-    grid = sys.modules["match_kl"]
-    repeating = ["kvzip", "kvzip + match", "kvzip + kivi", "kvzip_plus", "kvzip:score=rms"]
-    text = ["snapkv", "snapkv + match", "kvzip + match:references=text"]
-    groups = grid.observing_alike([*repeating, *text])
-    assert sorted(map(sorted, groups)) == [
-        ["kvzip", "kvzip + kivi", "kvzip + match"],
-        ["kvzip + match:references=text"],
-        ["kvzip:score=rms"],
-        ["kvzip_plus"],
-        ["snapkv", "snapkv + match"],
-    ]
-    assert all("match" in group[0] for group in groups if len(group) > 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from kvfold.budget import Budget
+from kvfold.cache.copy_to_budget import observing_alike
 from kvfold.errors import KvfoldError
 from kvfold.eval.run.cell import (
     FULL,
@@ -21,7 +22,6 @@ from kvfold.eval.run.cell import (
 from kvfold.eval.run.job import EvalJob
 from kvfold.eval.run.read_files import digests
 from kvfold.eval.run.sample_result import sample_digest
-from kvfold.eval.run.shared_reading import observing_alike
 from kvfold.eval.tasks import SampleRequest, Task, TaskSample, UnreadableSample, source
 from kvfold.methods.base import parse
 
@@ -97,7 +97,8 @@ class TaskSamples:
         """The cells in groups that may share a reading: methods that observe the same then."""
         alone = [cell for cell in cells if self.task.phase == "stream" or cell.method == TRUNCATED]
         shared = [cell for cell in cells if cell not in alone]
-        return [*observing_alike(shared), *([cell] for cell in alone)]
+        together = observing_alike(shared, lambda cell: parse(cell.method))
+        return [*together, *([cell] for cell in alone)]
 
     def cells(
         self, subject: EvaluatedModel, protocol: EvalProtocol, contenders: Sequence[Contender]

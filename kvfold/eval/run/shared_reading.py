@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from kvfold.bench.cost import Cost, measured
 from kvfold.cache.cache import CompressedCache
+from kvfold.cache.copy_to_budget import observing_alike
 from kvfold.eval.run.cell import EvalCell
 from kvfold.eval.run.prompt_batch import PromptBatch
 from kvfold.hf.models import caches_latents
-from kvfold.methods.base import Method, parse
+from kvfold.methods.base import Method
 
 # Reads a batch into a cache; returns the batch as `generate` is to go on with it.
 Read = Callable[[CompressedCache], PromptBatch]
@@ -61,19 +62,9 @@ def compressed(
             made[cell] = new_cache(model, batch, cell)
         except Exception as problem:
             yield Compressed(cell, problem, batch)
-    # Caches are let go with their group, the widest window last: it reads for the others.
-    by_window = sorted(made, key=lambda cell: made[cell].method.stages().needs.window)
-    for group in observing_alike(by_window):
+    # Caches are let go with their group.
+    for group in observing_alike(made, lambda cell: made[cell].method):
         yield from _from_one_reading(model, batch, {cell: made.pop(cell) for cell in group}, read)
-
-
-def observing_alike(cells: Iterable[EvalCell]) -> list[list[EvalCell]]:
-    """The cells in groups, in order, whose methods observe the same in a prefill's forwards."""
-    groups: dict[object, list[EvalCell]] = {}
-    for cell in cells:
-        needs = parse(cell.method).stages().needs
-        groups.setdefault(needs.while_reading, []).append(cell)
-    return list(groups.values())
 
 
 def new_cache(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> CompressedCache:
@@ -89,8 +80,8 @@ def _from_one_reading(
     group: dict[EvalCell, CompressedCache],
     read: Read,
 ) -> Iterator[Compressed]:
-    """The caches of a group: copies of the last one's reading, then that one itself."""
-    *others, own = group
+    """The caches of a group: copies of the first one's reading, then that one itself."""
+    own, *others = group
     cache, device = group[own], model.device
     with ExitStack() as prefill:
         prefill.enter_context(cache.reading())

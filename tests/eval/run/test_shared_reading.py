@@ -15,7 +15,12 @@ from tests.helpers.budgets import NAMED, needs_driver
 from tests.helpers.evaluation import Setting, contents, equal, record
 from tests.helpers.models import build
 
-COMPOSED = ["snapkv:window=8 + kivi:group=8,residual=8", "h2o + merge:rule=d2o"]
+COMPOSED = [
+    "snapkv:window=8 + kivi:group=8,residual=8",
+    "snapkv:window=8 + match",
+    "kvzip + match",
+    "h2o + merge:rule=d2o",
+]
 SPECS = [*NAMED, *COMPOSED]
 BUDGETS = ["0.4", "16", "0.8"]
 
