@@ -209,16 +209,27 @@ def _comparison(trial: DemoTrial, known: Known, middle: str) -> Table:
 
 
 def _example(trial: DemoTrial, unknown: Unknown, known: Known, middle: str) -> Group:
-    question = trial.sample.questions[0]
+    number = _answered(trial, unknown["full", None].answers, known["full"])
+    question = trial.sample.questions[number]
     shown = table(f"one question, budget {middle}", "method", "question", "answer", "right")
     for method in SHOWN:
         result = unknown[method, None if method == "full" else middle]
         for when, answers in (("unknown", result.answers), ("known", known[method])):
-            right = question.score(answers[0]) == 1.0
-            shown.add_row(method, when, Text(answers[0]), "yes" if right else "no")
+            right = question.score(answers[number]) == 1.0
+            shown.add_row(method, when, Text(answers[number]), "yes" if right else "no")
     asked = f"{question.text} ({question.answers[0]})"
     note = "With the question known, the answer's opening words are part of the prompt."
     return Group(Text(asked, style="dim"), shown, Text(note))
+
+
+def _answered(trial: DemoTrial, *full: Sequence[str]) -> int:
+    """The first question that the full cache answers each time; the first if there is none."""
+    right = (
+        number
+        for number, question in enumerate(trial.sample.questions)
+        if all(question.score(answers[number]) == 1.0 for answers in full)
+    )
+    return next(right, 0)
 
 
 def _share(trial: DemoTrial, answers: list[str]) -> str:

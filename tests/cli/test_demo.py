@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvfold
+from kvfold.cli.demo import _answered
 from kvfold.cli.demo_page import page
 from kvfold.cli.measure import DemoTrial
 from kvfold.inspect.inspected_text import NEEDLE
@@ -69,3 +70,13 @@ def test_the_demo_s_page_needs_nothing_else_and_escapes_its_text() -> None:
     assert "[red]:star:[/] [2J" in printed and ":smile: 2J" in printed
     assert not any(control in printed for control in "\x1b\x07\x9b")
     assert "http" not in made and "<script" not in made
+
+
+def test_the_question_shown_is_one_that_the_full_cache_answers() -> None:
+    trial = DemoTrial.of(*kvfold.bundled_model(), 512, 3, 0, None)
+    right = [question.answers[0] for question in trial.sample.questions]
+    wrong = ["none"] * 3
+    assert _answered(trial, right, right) == 0
+    assert _answered(trial, ["none", *right[1:]], [*right[:2], "none"]) == 1
+    assert _answered(trial, ["none", "none", right[2]], right) == 2
+    assert _answered(trial, wrong, right) == 0
