@@ -337,6 +337,15 @@ def test_a_damaged_file_is_refused(tmp_path, how, reason):
         CompressedCache(model, spec, 10)
 
 
+def test_equal_scorers_give_equal_files(tmp_path):
+    model = build("llama")
+    files = set()
+    for _ in range(12):
+        zap_of(model, tmp_path)
+        files.add((tmp_path / "scorer.safetensors").read_bytes())
+    assert len(files) == 1
+
+
 def test_options_out_of_range_are_refused():
     for wrong in ("sinks=-1", "floor=1.5", "level=uniform,floor=0.1"):
         with pytest.raises(KvfoldError, match=f"zap:{wrong.split(',')[-1].split('=')[0]}"):
