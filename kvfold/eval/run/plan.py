@@ -27,6 +27,8 @@ from kvfold.methods.base import parse
 
 # A method and its budget, both as text; None for a method without budget.
 Contender = tuple[str, str | None]
+# Of one job: its cells times its samples, so that it takes minutes.
+MOST_RESULTS = 500
 
 
 def contenders(methods: Sequence[str], budgets: Sequence[str]) -> list[Contender]:
@@ -173,7 +175,8 @@ class EvalPlan:
     ) -> Iterator[EvalJob]:
         """Jobs of one task: samples that lack the same cells, `batch_size` at a time.
 
-        Cells that cannot share a reading get jobs of their own, so that results come sooner.
+        Cells that cannot share a reading, or are many, get jobs of their own: results are written
+        after each job, and a stopped run loses only those of the last.
         """
         lacking: dict[tuple[EvalCell, ...], dict[int, TaskSample | UnreadableSample]] = {}
         for index, sample in enumerate(each.samples):
@@ -185,5 +188,7 @@ class EvalPlan:
             numbered = list(samples.items())
             for start in range(0, len(numbered), size):
                 batch = dict(numbered[start : start + size])
+                most = max(MOST_RESULTS // len(batch), 1)
                 for alike in each.reading_together(missing):
-                    yield EvalJob(batch, tuple(alike))
+                    for begin in range(0, len(alike), most):
+                        yield EvalJob(batch, tuple(alike[begin : begin + most]))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvfold.eval.run import job
+from kvfold.eval.run import plan as planning
 from kvfold.eval.run.job import EvalJob, run_job
 from kvfold.eval.run.plan import contenders
 from tests.helpers.evaluation import Setting, record, wanted
@@ -132,6 +133,19 @@ def test_methods_that_observe_alike_are_a_job(setting, samples):
         ["cut"],
     ]
     assert sum(len(job.cells) for job in plan.jobs({})) == len(plan.cells())
+
+
+def test_many_results_are_several_jobs_and_each_is_in_one(setting, monkeypatch):
+    monkeypatch.setattr(planning, "MOST_RESULTS", 5)
+    plan = replace(
+        setting.plan(
+            contenders(["snapkv", "knorm"], ["0.5", "20"]), wanted([record(), record(index=1)])
+        ),
+        batch_size=2,
+    )
+    jobs = [(cell, index) for job in plan.jobs({}) for cell in job.cells for index in job.samples]
+    assert len(jobs) == len(set(jobs)) == plan.total
+    assert {len(job.cells) for job in plan.jobs({})} == {1, 2}
 
 
 @pytest.mark.parametrize("aware", [False, True])
