@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,6 +123,21 @@ def digest_of(tensor: Tensor) -> str:
     made = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest_size=16)
     made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return made.hexdigest()
+
+
+def order_metadata(path: Path) -> None:
+    """Puts the metadata of a safetensors file in order, in place: safetensors shuffles it.
+
+    So equal content gives equal files.
+    """
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= size  # the same characters
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 def model_differences(here: ModelHeader, there: ModelHeader, weights: bool) -> list[str]:

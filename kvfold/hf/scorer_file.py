@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +22,13 @@ from kvfold.hf.fitted_numbers import (
     read_kind,
     read_scorer_file,
 )
-from kvfold.hf.header import digest, digest_of, model_differences, rope_differences
+from kvfold.hf.header import (
+    digest,
+    digest_of,
+    model_differences,
+    order_metadata,
+    rope_differences,
+)
 from kvfold.hf.identity import model_header, rope_header
 from kvfold.methods.fitted import Fitted
 
@@ -31,7 +36,7 @@ from kvfold.methods.fitted import Fitted
 def write_fitted(path: Path, fitted: Fitted, model: PreTrainedModel, **about: Any) -> None:
     """Writes what was fitted for `model`; `about` are further fields of the header.
 
-    Equal fits give equal files. Raises OSError if the file cannot be written.
+    Equal fits give equal files. Raises OSError and SafetensorError if the file cannot be written.
     """
     rope, frequencies = rope_header(model)
     tensors = fitted.tensors | {f"rope.{name}": each for name, each in frequencies.items()}
@@ -45,16 +50,8 @@ def write_fitted(path: Path, fitted: Fitted, model: PreTrainedModel, **about: An
     )
     text = header.model_dump_json()
     about_file = {FORMAT: VERSION, HEADER: text, CHECKSUM: digest(VERSION + text)}
-    path.write_bytes(_in_order(save(tensors, about_file)))
-
-
-def _in_order(file: bytes) -> bytes:
-    """A safetensors file whose metadata is in order; safetensors itself shuffles it."""
-    start = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:start])
-    text = json.dumps(header, sort_keys=True).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + file[start:]
+    save_file(tensors, path, about_file)
+    order_metadata(path)
 
 
 def read_fitted(path: str | Path, model: PreTrainedModel, kind: type[Kind]) -> Kind:

@@ -36,7 +36,7 @@ from kvfold.contexts.files.format import (
     metadata,
 )
 from kvfold.errors import KvfoldError
-from kvfold.hf.header import ModelHeader, RopeHeader, digest_of
+from kvfold.hf.header import ModelHeader, RopeHeader, digest_of, order_metadata
 from kvfold.hf.identity import model_header, rope_header
 from kvfold.kernels.views import Named
 from kvfold.methods.base import is_registered, origins, parse, spelled_out
@@ -176,6 +176,7 @@ def _write(
     )
     with replacing(path) as temporary:
         save_file(stored, temporary, metadata(header))
+        order_metadata(temporary)
 
 
 def check_place(path: Path) -> None:

@@ -35,6 +35,18 @@ def test_nothing_is_shared_with_the_file_or_with_another_load(model, tokenizer, 
     assert_same(kvfold.load(saved, model, tokenizer).cache, other.cache)
 
 
+@pytest.mark.parametrize("text", [DOCUMENT, 'Ünï\u2028 "\\/" \x01\x7f \b\f\n\r\t 😀 ' * 9])
+def test_equal_contexts_give_equal_files(model, tokenizer, text, tmp_path):
+    path = tmp_path / "a.kvfold"
+    context = kvfold.compress(model, tokenizer, text, "snapkv:window=4", 0.5)
+    files = set()
+    for _ in range(12):
+        context.save(path)
+        files.add(path.read_bytes())
+    assert len(files) == 1
+    assert_same(kvfold.load(path, model, tokenizer).cache, context.cache)
+
+
 def test_an_error_while_writing_leaves_the_old_file(model, tokenizer, saved, tmp_path, monkeypatch):
     path = tmp_path / "a.kvfold"
     path.write_bytes(saved.read_bytes())
