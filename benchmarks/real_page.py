@@ -150,9 +150,9 @@ def _perplexities(board: Board) -> Iterator[str]:
         shown = [row for row in own if row.method == FULL or row.kept_nominal == FIFTH]
         kept = sorted((row for row in shown if row.score), key=needle_rows.value)
         found[", ".join(data) or "perplexity"] = {row.method: row for row in kept}
-    whole = {name: row for of in reversed(found.values()) for name, row in of.items()}
-    first = list(next(iter(found.values()), {}))
-    order = sorted(whole, key=lambda name: first.index(name) if name in first else len(first))
+    whole: dict[str, ReportRow] = {}  # of the first text that a method has read
+    for of in found.values():
+        whole = {**whole, **{name: row for name, row in of.items() if name not in whole}}
     columns: dict[str, needle_rows.Column] = {
         "method": needle_rows.name,
         **{text: _loss_in(of) for text, of in found.items()},
@@ -163,7 +163,7 @@ def _perplexities(board: Board) -> Iterator[str]:
         counts = and_list(sorted({str(row.samples) for row in whole.values()}))
         yield f"### Perplexity at a fifth (lower is better), {board.when}"
         yield f"In each text, and the difference to full (95 %); {counts} samples of each."
-        yield needle_rows.table([whole[name] for name in order], columns)
+        yield needle_rows.table(list(whole.values()), columns)
 
 
 def _loss_in(found: dict[str, ReportRow]) -> needle_rows.Column:

@@ -215,8 +215,8 @@ def _example(trial: DemoTrial, unknown: Unknown, known: Known, middle: str) -> G
     for method in SHOWN:
         result = unknown[method, None if method == "full" else middle]
         for when, answers in (("unknown", result.answers), ("known", known[method])):
-            right = question.score(answers[number]) == 1.0
-            shown.add_row(method, when, Text(answers[number]), "yes" if right else "no")
+            right = "yes" if trial.right(answers)[number] else "no"
+            shown.add_row(method, when, Text(answers[number]), right)
     asked = f"{question.text} ({question.answers[0]})"
     note = "With the question known, the answer's opening words are part of the prompt."
     return Group(Text(asked, style="dim"), shown, Text(note))
@@ -224,16 +224,12 @@ def _example(trial: DemoTrial, unknown: Unknown, known: Known, middle: str) -> G
 
 def _answered(trial: DemoTrial, *full: Sequence[str]) -> int:
     """The first question that the full cache answers each time; the first if there is none."""
-    right = (
-        number
-        for number, question in enumerate(trial.sample.questions)
-        if all(question.score(answers[number]) == 1.0 for answers in full)
-    )
-    return next(right, 0)
+    each_time = zip(*map(trial.right, full), strict=True)
+    return next((number for number, right in enumerate(each_time) if all(right)), 0)
 
 
 def _share(trial: DemoTrial, answers: list[str]) -> str:
-    return f"{trial.right(answers)}/{len(answers)}"
+    return f"{sum(trial.right(answers))}/{len(answers)}"
 
 
 def _write(

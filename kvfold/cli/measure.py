@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -125,10 +126,10 @@ class DemoTrial:
             answers.append(str(self.tokenizer.decode(new, skip_special_tokens=True)).strip())
         return answers
 
-    def right(self, answers: list[str]) -> int:
-        """Number of answers that contain the number asked for."""
+    def right(self, answers: Sequence[str]) -> list[bool]:
+        """For each answer, True if it contains the number asked for."""
         pairs = zip(self.sample.questions, answers, strict=True)
-        return sum(question.score(answer) == 1.0 for question, answer in pairs)
+        return [question.score(answer) == 1.0 for question, answer in pairs]
 
     def needles(self) -> list[tuple[int, int]]:
         """Spans `(start, stop)` of the needles' positions in the cache."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import TypeVar
 
 from kvfold.budget import Budget
 from kvfold.cache.copy_to_budget import observing_alike
@@ -24,6 +25,8 @@ from kvfold.eval.run.read_files import digests
 from kvfold.eval.run.sample_result import sample_digest
 from kvfold.eval.tasks import SampleRequest, Task, TaskSample, UnreadableSample, source
 from kvfold.methods.base import parse
+
+T = TypeVar("T")
 
 # A method and its budget, both as text; None for a method without budget.
 Contender = tuple[str, str | None]
@@ -185,10 +188,15 @@ class EvalPlan:
                 lacking.setdefault(missing, {})[index] = sample
         size = self.batch_size if each.in_batches else 1
         for missing, samples in lacking.items():
-            numbered = list(samples.items())
-            for start in range(0, len(numbered), size):
-                batch = dict(numbered[start : start + size])
-                most = max(MOST_RESULTS // len(batch), 1)
-                for alike in each.reading_together(missing):
-                    for begin in range(0, len(alike), most):
-                        yield EvalJob(batch, tuple(alike[begin : begin + most]))
+            groups = [
+                part
+                for alike in each.reading_together(missing)
+                for part in _pieces(alike, max(MOST_RESULTS // size, 1))
+            ]
+            for batch in _pieces(list(samples.items()), size):
+                yield from (EvalJob(dict(batch), group) for group in groups)
+
+
+def _pieces(items: Sequence[T], most: int) -> list[tuple[T, ...]]:
+    """The items in order, at most so many together."""
+    return [tuple(items[start : start + most]) for start in range(0, len(items), most)]
