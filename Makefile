@@ -29,7 +29,7 @@ override BOOK := $(call at_home,$(BOOK))
 # Recipes take them from the environment, as paths may hold spaces and quotes.
 export REAL BOOK
 
-.PHONY: demo real fits test quick test-pages test-real test-vllm test-lmcache test-quantized \
+.PHONY: demo real fits test quick test-pages test-gpu test-real test-vllm test-lmcache test-quantized \
 	check docs models train clean
 
 demo: .venv/ready $(if $(REAL),real)
@@ -61,6 +61,11 @@ test-real: real
 
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests_vllm
+
+# Kernels and methods on an NVIDIA GPU, against the CPU.
+test-gpu: .venv/ready
+	KVFOLD_TEST_GPU=1 $(BIN)/python -m pytest tests_gpu tests/kernels/triton \
+		tests/kernels/test_swapped_qk.py tests/kernels/test_varlen.py
 
 # In a folder beside .venv: transformers would import torchao, which warns, in every process.
 test-quantized: .torchao/ready

@@ -9,6 +9,9 @@ import pytest
 import torch
 import transformers
 
+# Tests of mechanics run on the CPU everywhere; `make test-gpu` shows kernels' tests a GPU.
+if "KVFOLD_TEST_GPU" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 

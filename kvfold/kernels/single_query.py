@@ -32,8 +32,9 @@ def attend_single(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
         weights = torch.bmm(key.flatten(0, 1), columns).transpose(1, 2).softmax(-1)
         mixed = torch.bmm(weights, value.flatten(0, 1))
         return mixed.view(batch, -1, 1, value.shape[-1])
+    # Fused kernels return other memory layouts than their inputs have.
     out = F.scaled_dot_product_attention(grouped, key, value, scale=scale)
-    return out.view(*query.shape[:3], -1)
+    return out.reshape(*query.shape[:3], -1)
 
 
 def attend_with_row(

@@ -97,6 +97,20 @@ def test_a_single_query_attends_to_everything(groups, dtype):
     torch.testing.assert_close(got[:, :, 0], expected.to(dtype))
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fused_attention_may_return_another_memory_layout(groups, monkeypatch):
+    """Kernels of GPUs return `[B, S, H, D]` in memory."""
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def transposed(*args, **kwargs):
+        return fused(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    query, key, value = noise(2, 3 * groups, 1, 8), noise(2, 3, 9, 8), noise(2, 3, 9, 8)
+    expected = attend_single(query, key, value, SCALE)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", transposed)
+    torch.testing.assert_close(attend_single(query, key, value, SCALE), expected)
+
+
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
 def test_means_over_heads_are_no_part_of_the_row(groups):
     """Also where each head is a group of its own: sums are added up in them."""

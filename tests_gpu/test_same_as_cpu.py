@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every registered method on a GPU: entries kept, answers and bytes are those of a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvfold
+from kvfold.bundled import bundled_model
+from tests.helpers.budgets import NAMED, compressed
+from tests.helpers.caches import BATCHES, positions
+from tests.helpers.models import build, continuation, prompts
+from tests.helpers.tokenizers import word_tokenizer
+
+NEW = 6
+# Dense, ragged, merged and held entries; quantized ones of both kinds.
+KINDS = [
+    "full",
+    "snapkv:window=8",
+    "adakv:window=8",
+    "kvzip",
+    "h2o",
+    "d2o",
+    "snapkv:window=8 + kivi:group=8,residual=8",
+    "adakv:window=8 + turboquant:residual=8,sinks=2",
+]
+
+
+def generated(model: Any, spec: str, lengths: tuple[int, ...], **options: Any) -> Any:
+    """Two turns, greedily: their logits `[2·NEW, B, V]` on the CPU, and the cache."""
+    ids, mask = (each.to(model.device) for each in prompts(lengths))
+    cache, found = compressed(model, spec, tokenizer=word_tokenizer()), []
+    for turn in range(2):
+        made = kvfold.generate(
+            model,
+            ids,
+            cache=cache,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=NEW,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        found += [logits.float().cpu() for logits in made.logits]
+        more = continuation(len(ids), 5, seed=turn).to(model.device)
+        ids = torch.cat([made.sequences, more], 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), ids.shape[1] - mask.shape[1])], 1)
+    return torch.stack(found), cache
+
+
+def sizes(cache: kvfold.CompressedCache) -> tuple[Any, ...]:
+    stats = cache.stats()
+    return stats.kept, stats.kv_bytes, stats.position_bytes, stats.state_bytes, stats.seen_per_row
+
+
+@BATCHES
+@pytest.mark.parametrize("spec", NAMED)
+def test_a_method_keeps_and_answers_as_on_a_cpu(on_cpu, on_gpu, spec, lengths):
+    (expected, there), (logits, here) = (
+        generated(model, spec, lengths) for model in (on_cpu, on_gpu)
+    )
+    assert positions(here) == positions(there)
+    assert sizes(here) == sizes(there)
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
+
+
+@BATCHES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("spec", NAMED)
+def test_half_precision_is_near_float32(on_gpu, spec, dtype, lengths):
+    """Rounded scores keep other entries; wrong sums would be as far away as other logits: 1.4."""
+    exact, there = generated(on_gpu, spec, lengths)
+    half = build("llama", dtype).to("cuda")
+    logits, here = generated(half, spec, lengths)
+    assert logits.isfinite().all()
+    assert here.stats().seen_per_row == there.stats().seen_per_row
+    assert (logits[0] - exact[0]).norm() < 0.5 * exact[0].norm()
+
+
+@pytest.mark.parametrize("spec", KINDS)
+def test_compiled_decoding_is_eager_decoding(on_gpu, spec):
+    """transformers' default: CUDA graphs."""
+    expected, there = generated(on_gpu, spec, (64,))
+    logits, here = generated(on_gpu, spec, (64,), compile=True)
+    assert positions(here) == positions(there)
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "adakv", "kvzip", "kvzip + kivi:bits=4"])
+def test_a_context_of_a_gpu_answers_on_a_cpu(method, tmp_path):
+    file = tmp_path / "context.safetensors"
+    model, tokenizer = bundled_model()
+    document = " ".join(f"The magic number of item {i} is {7919 * i}." for i in range(1, 30))
+    question = "What is the magic number of item 12?"
+    there = kvfold.compress(model.to("cuda"), tokenizer, document, method, 0.5)
+    there.save(file)
+    expected = there.ask(question, max_new_tokens=8)
+    here = kvfold.load(file, bundled_model()[0], tokenizer)
+    assert here.ask(question, max_new_tokens=8) == expected
