@@ -20,6 +20,7 @@ from kvfold.hf.models import text_config
 
 TRIED = 2048  # tokens of the timed prefill, at most
 TRIES = 5  # timed calls per kernel
+NO_KERNEL = "No available kernel"  # how torch's error begins
 
 Layout = Literal["packed", "repeated", "grouped"]
 WORDS = {
@@ -62,7 +63,8 @@ class SdpaVariant:
         causal = mask is None and new > 1
         call = partial(F.scaled_dot_product_attention, scale=scale)
         if self.layout == "packed" and new == 1 and mask is None:
-            return call(query.unflatten(1, (-1, groups)).squeeze(3), key, value).view(query.shape)
+            grouped = query.unflatten(1, (-1, groups)).squeeze(3)
+            return call(grouped, key, value).reshape(query.shape)
         if self.layout == "grouped" and mask is None:
             return call(query, key, value, is_causal=causal, enable_gqa=groups > 1)
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -112,5 +114,7 @@ def _time(kernel: SdpaVariant, query: Tensor, key: Tensor, value: Tensor) -> flo
             work = partial(kernel.attend, query, key, value, None, scale)
             work()
             return min(seconds(query.device, work) for _ in range(TRIES))
-    except RuntimeError:
+    except RuntimeError as problem:
+        if NO_KERNEL not in str(problem):
+            raise
         return float("inf")

@@ -135,9 +135,10 @@ def evict(
 def _evict_alike(layers: list[EvictionDue[LayerState]]) -> None:
     """Evicts by each entry's highest score in any layer and head, the same for all."""
     own = [_chosen(due, due.layer.plan.stages).scores for due in layers]
-    highest = torch.stack([scores.amax(1, keepdim=True) for scores in own]).amax(0)
+    device = own[0].device
+    highest = torch.stack([each.amax(1, keepdim=True).to(device) for each in own]).amax(0)
     for due, scores in zip(layers, own, strict=True):
-        shared = partial(_as_scored, scores=highest.expand_as(scores))
+        shared = partial(_as_scored, scores=highest.to(scores.device).expand_as(scores))
         _evict(due, dataclasses.replace(due.layer.plan.stages, score=shared))
 
 
@@ -218,7 +219,7 @@ def _wait_for_sizes(state: LayerState, observation: Observation) -> None:
     for each, of_layer, count in sized:
         evict_to(each, of_layer, count)
         if each.head_sizes is not None and count.dim() > 1:
-            each.head_sizes = each.head_sizes.masked_fill(open_, -1)
+            each.head_sizes = each.head_sizes.masked_fill(open_.to(count.device), -1)
 
 
 # --- kept entries ---------------------------------------------------------------------------

@@ -61,14 +61,16 @@ def sized_together(
     if len(waiting.sized) < plan.layers:
         return []
     waited = waiting.take_sized()
-    statistics = [across.statistic(of_layer) for _, of_layer in waited]
     seen = state.seen_per_row() - state.protected()
+    statistics = [across.statistic(of_layer).to(seen.device) for _, of_layer in waited]
     # Without a budget the statistics alone decide.
     budget = seen if plan.budget is None else even_size(state, across.unrounded, free)
     counts = across.share(statistics, budget, seen)
     if plan.budget is not None and not across.per_head:
         counts = with_forced_room(counts, plan.stages.forced.least_of(state.positions()), seen)
-    return [(*one, count) for one, count in zip(waited, counts, strict=True)]
+    shared = zip(waited, counts, strict=True)
+    # Layers may lie on several GPUs.
+    return [(*one, count.to(one[1].positions.device)) for one, count in shared]
 
 
 def open_rows(sized: list[Sized], beside_prompt: bool = False) -> Tensor:

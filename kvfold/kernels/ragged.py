@@ -222,7 +222,8 @@ def _one_step_of_packed(
     new_keys, new_values, gaps = not_both_packed(stored.keys, keys, stored.values, values)
     hidden = None
     if any(gaps):
-        hidden = _hidden(gaps, new_keys.shape[1], torch.float32, query.device)[:, None]
+        width = new_keys.shape[1]
+        hidden = _hidden(gaps, _room(width), torch.float32, query.device)[:, None, :width]
     new = _attended(rows, new_keys, new_values, hidden, scale, softcap)
     return _joined(query, old, new, options.get("sink_logits"))
 
@@ -304,10 +305,14 @@ def _tails(stored: RaggedView) -> tuple[Tensor, Tensor, Tensor | None]:
     if max(gaps) == 0:
         return keys, values, bias
     width = keys.shape[2]
-    room = -(-width // BLOCK) * BLOCK
-    hidden = _hidden(gaps, room, keys.dtype, keys.device)
-    hidden = hidden.view(*keys.shape[:2], 1, room)[..., :width]
+    hidden = _hidden(gaps, _room(width), keys.dtype, keys.device)
+    hidden = hidden.view(*keys.shape[:2], 1, -1)[..., :width]
     return keys, values, hidden if bias is None else hidden + bias
+
+
+def _room(width: int) -> int:
+    """Width of a mask that serves a block of steps: a new one is copied to the device."""
+    return -(-width // BLOCK) * BLOCK
 
 
 @lru_cache(maxsize=128)

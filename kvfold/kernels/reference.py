@@ -90,8 +90,8 @@ def attend_with_column_maxima(
         rows = rows * column_weights[:, :, None]
     grouped = rows.unflatten(1, (key.shape[1], -1))
     if rms:
-        queries = torch.full((len(query),), query.shape[2]) if counted is None else counted.sum(-1)
-        count = queries.view(-1, 1, 1) * grouped.shape[2]
+        queries = query.shape[2] if counted is None else counted.sum(-1).view(-1, 1, 1)
+        count = torch.as_tensor(queries * grouped.shape[2], device=query.device)
         return out, (grouped.square().sum((2, 3)) / count.clamp(min=1)).sqrt()
     return out, grouped.amax((2, 3))
 

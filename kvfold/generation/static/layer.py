@@ -89,7 +89,7 @@ class StaticBuffers(StaticLayer):
         """Marks all tensors as static for CUDA graphs, which else copy them at every step."""
         if self.keys.is_cuda:
             for tensor in self._held():
-                torch._dynamo.mark_static_address(tensor)
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
     def _held(self) -> list[Tensor]:
         return [held for held in vars(self).values() if isinstance(held, Tensor)]

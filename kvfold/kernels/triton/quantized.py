@@ -109,7 +109,7 @@ def attend_to_packed(
     return both.splits.merged(parts, sums, query.dtype)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=512)
 def _extent(keys: tuple[int, ...], values: tuple[int, ...], device: torch.device) -> BothPacked:
     """Kept, as it costs copies to the device."""
     return BothPacked.of(keys, values, device)
