@@ -42,4 +42,6 @@ def test_torchs_kernel_has_the_parameters_that_are_given():
     varlen_attn = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
     given = inspect.signature(varlen_stand_in).parameters
     known = inspect.signature(varlen_attn).parameters
+    if "enable_gqa" not in known:
+        pytest.skip("torch before 2.12: decoding takes other paths")
     assert all(known[name].kind == given[name].kind for name in given)

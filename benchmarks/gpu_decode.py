@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of a decode step, by method and batch, up to the largest batch that the GPU's memory holds:
+
+    python benchmarks/gpu_decode.py [--model llama-3-8b] [--length 32768] [--out FILE.jsonl]
+
+One prompt is read and compressed, and its row repeated: rows of equal length, without padding.
+Each batch takes three steps to warm up and ten that are timed together. "transformers" is the
+DynamicCache of transformers. First token: reading, compression and the first token of one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import kvfold
+from kvfold.bench.clock import seconds, synchronize
+from kvfold.bench.machine import MachineSetup
+from kvfold.bench.models import BenchModel
+
+STOCK = "transformers"
+METHODS = (
+    STOCK,
+    "full",
+    "snapkv",
+    "adakv",
+    "h2o",
+    "d2o",
+    "kivi:bits=4",
+    "snapkv + kivi:bits=4",
+    "turboquant",
+)
+BUDGET, TIMES = 0.2, (8, 3, 5, 2, 2)  # a batch is so many times the one before
+WARM, STEPS, SHARE = 3, 10, 0.85  # of the GPU's memory that weights and caches may take
+
+
+@torch.no_grad()
+def first_token(measured: BenchModel, method: str, ids: Tensor) -> Any:
+    """A cache that has read `ids [1, N]` and is compressed."""
+    model = measured.model
+    if method == STOCK:
+        cache: Any = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        return cache
+    budget = BUDGET if kvfold.parse(method).takes_budget else None
+    cache = kvfold.CompressedCache(model, method, budget, tokenizer=measured.tokenizer)
+    kvfold.generate(
+        model,
+        ids,
+        cache=cache,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=1,
+        do_sample=False,
+    )
+    return cache
+
+
+@torch.no_grad()
+def step_seconds(model: PreTrainedModel, cache: Any, batch: int) -> float:
+    """Mean seconds of a step of `batch` rows."""
+    token = torch.full((batch, 1), 7, device=model.device)
+    for done in range(WARM + STEPS):
+        if done == WARM:
+            synchronize(model.device)
+            began = time.perf_counter()
+        token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+    synchronize(model.device)
+    return (time.perf_counter() - began) / STEPS
+
+
+def measure(measured: BenchModel, method: str, length: int) -> Iterator[dict[str, Any]]:
+    """A row for each batch of one method."""
+    model = measured.model
+    ids = measured.tokens(1, length).to(model.device)
+    warm, held = ids[:, : min(512, length // 2)], list[Any]()
+    first_token(measured, method, warm)
+    before = torch.cuda.memory_allocated()
+    first = seconds(model.device, lambda: held.append(first_token(measured, method, ids)))
+    cache, batch = held.pop(), 1
+    of_row = torch.cuda.memory_allocated() - before
+    room = SHARE * torch.cuda.get_device_properties(0).total_memory - before
+    for times in (1, *TIMES):
+        if times > 1:
+            if of_row * batch * times > room:
+                times = int(room / of_row / batch)
+            if times < 2:
+                return
+            cache.batch_repeat_interleave(times)
+            batch *= times
+        step = step_seconds(model, cache, batch)
+        yield {
+            "model": measured.source.name,
+            "dtype": measured.source.dtype,
+            "length": length,
+            "method": method,
+            "batch": batch,
+            "first_token_seconds": first,
+            "step_milliseconds": 1000 * step,
+            "tokens_per_second": batch / step,
+            "row_bytes": of_row,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama-3-8b")
+    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    given = parser.parse_args()
+    setup = MachineSetup.here().model_dump()
+    measured = BenchModel.of(given.model, None, 0)
+    columns = ("method", "batch", "first token, s", "step, ms", "tokens/s", "row, GB")
+    table = Table(*columns, title=f"{given.model}, {given.length} tokens, {setup['gpu']}")
+    for method in given.methods:
+        for row in measure(measured, method, given.length):
+            if given.out:
+                with given.out.open("a") as file:
+                    file.write(json.dumps(row | {"setup": setup}) + "\n")
+            print(json.dumps(row), flush=True)
+            numbers = row["first_token_seconds"], row["step_milliseconds"], row["tokens_per_second"]
+            shown = (f"{number:.2f}" for number in (*numbers, row["row_bytes"] / 1e9))
+            table.add_row(method, str(row["batch"]), *shown)
+        torch.cuda.empty_cache()
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
