@@ -283,37 +283,42 @@ def not_both_packed(
     They are each segment's newest ones, at the right. The first `gaps[i]` slots of segment i are
     no entry, and hold any finite numbers.
     """
-    slots, key_lengths, value_lengths = of_keys.tail.shape[2], keys.lengths, values.lengths
-    counts = _not_both(slots, of_keys.gaps, tuple(key_lengths), tuple(value_lengths))
+    key_lengths, value_lengths = keys.lengths, values.lengths
+    beside, gaps = _not_both(of_keys.gaps, tuple(key_lengths), tuple(value_lengths))
+    width = of_keys.tail.shape[2] + beside
     return (
-        _newest(of_keys, keys, key_lengths, counts),
-        _newest(of_values, values, value_lengths, counts),
-        tuple([max(counts) - count for count in counts]),
+        _newest(of_keys, keys, key_lengths, width, gaps),
+        _newest(of_values, values, value_lengths, width, gaps),
+        gaps,
     )
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=512)
 def _not_both(
-    slots: int, gaps: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Entries of each segment that are not packed both ways; `slots` and `gaps` are of raw keys."""
+    gaps: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...]
+) -> tuple[int, tuple[int, ...]]:
+    """Most entries of a segment that are not packed both ways, less the slots of the raw keys' tail;
+    and how many each segment has fewer. `gaps` are of raw keys. The same from step to step."""
     of_segments = zip(gaps, keys, values, strict=True)
-    return tuple(slots - gap + max(0, key - value) for gap, key, value in of_segments)
+    counts = [max(0, key - value) - gap for gap, key, value in of_segments]
+    return max(counts), tuple([max(counts) - count for count in counts])
 
 
-def _newest(part: PartView, packed: _Packed, lengths: list[int], counts: tuple[int, ...]) -> Tensor:
-    """The last `counts[i]` entries of each segment, at the right of rectangles `[B·H, n, D]`."""
-    tail, width = part.tail.flatten(0, 1), max(counts)
+def _newest(
+    part: PartView, packed: _Packed, lengths: list[int], width: int, gaps: tuple[int, ...]
+) -> Tensor:
+    """The last `width − gaps[i]` entries of each segment, at the right of `[B·H, width, D]`."""
+    tail = part.tail.flatten(0, 1)
     slots = tail.shape[1]
     if width <= slots - max(part.gaps):
         return tail[:, slots - width :]
-    if len({*counts}) == len({*part.gaps}) == len({*lengths}) == 1:
+    if len({*gaps}) == len({*part.gaps}) == len({*lengths}) == 1:
         raw = tail[:, part.gaps[0] :]
         return torch.cat([packed.since(lengths[0] + raw.shape[1] - width), raw], 1)
     rows = tail.new_zeros(len(tail), width, tail.shape[2])
     shown = min(width, slots)
     rows[:, width - shown :] = tail[:, slots - shown :]
-    old = [count - slots + gap for count, gap in zip(counts, part.gaps, strict=True)]
-    for row, decoded, count in zip(rows, packed.last(old), counts, strict=True):
-        row[width - count : width - count + len(decoded)] = decoded
+    old = [width - slots + own - gap for gap, own in zip(gaps, part.gaps, strict=True)]
+    for row, decoded, gap in zip(rows, packed.last(old), gaps, strict=True):
+        row[gap : gap + len(decoded)] = decoded
     return rows

@@ -251,8 +251,8 @@ class RaggedStore(Store):
         every = torch.arange(columns.shape[-1], device=slots.device).expand_as(columns)
         self._settle(columns, every.masked_fill(columns < 0, -1))
 
-    def due(self, decoding: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys `[n, D]` and values `[n, Dv]` of each segment that are to be encoded now."""
+    def due(self, decoding: bool) -> tuple[list[int], list[int]]:
+        """Number of keys and of values of each segment that are to be encoded now."""
 
         def value_count(entries: int, encoded: int) -> int:
             count = self.encode.value_count(entries, encoded, decoding)
@@ -273,12 +273,13 @@ class RaggedStore(Store):
         of rows that have `ended`; empty: none has.
         """
         keys, values = self._due_now(decoding, ended)
-        first = self._keys.encoded is None
-        if first or any(map(len, keys)):
-            self._keys.accept(self.encode.keys(keys, seen, self._keys.encoded))
-        if first or any(map(len, values)):
-            self._values.accept(self.encode.values(values, self._values.encoded))
-        return any(map(len, keys + values))
+        mine, theirs = self._keys, self._values
+        first = mine.encoded is None
+        if first or any(keys):
+            mine.accept(self.encode.keys(mine.oldest(keys), seen, mine.encoded))
+        if first or any(values):
+            theirs.accept(self.encode.values(theirs.oldest(values), theirs.encoded))
+        return any(keys) or any(values)
 
     def keep_codes(self, old: RaggedStore, keys: Tensor, values: Tensor) -> None:
         """Keeps the codes that `old` has, as rounding its decoded entries again adds an error.
@@ -292,13 +293,11 @@ class RaggedStore(Store):
             of_segments = zip(slots.flatten(0, 1), alive, strict=True)
             mine.keep_codes(theirs, [at[there] for at, there in of_segments], old.length)
 
-    def _due_now(self, decoding: bool, ended: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
+    def _due_now(self, decoding: bool, ended: Sequence[bool]) -> tuple[list[int], list[int]]:
         """As `due`, without entries of rows that have `ended`; empty: none has."""
         parts = self.due(decoding)
-        for segments in parts if any(ended) else ():
-            segments[:] = [
-                each[:0] if ended[i // self.heads] else each for i, each in enumerate(segments)
-            ]
+        for counts in parts if any(ended) else ():
+            counts[:] = [0 if ended[i // self.heads] else n for i, n in enumerate(counts)]
         return parts
 
     def encode_with(self, second: RaggedStore, decoding: bool, ended: Sequence[bool] = ()) -> bool:
@@ -309,15 +308,15 @@ class RaggedStore(Store):
         assert isinstance(self.encode, Pairing)
         mine, theirs = self._due_now(decoding, ended), second._due_now(decoding, ended)
         parts = ((self._keys, second._keys), (self._values, second._values))
-        for (own, other), rows, others in zip(parts, mine, theirs, strict=True):
-            if own.encoded is not None and not any(map(len, rows)):
+        for (own, other), counts, others in zip(parts, mine, theirs, strict=True):
+            if own.encoded is not None and not any(counts):
                 continue
-            both = self.encode.pair(rows, others)
+            both = self.encode.pair(own.oldest(counts), other.oldest(others))
             if isinstance(own.encoded, Paired) and isinstance(other.encoded, Paired):
                 both = extend_pair(own.encoded, other.encoded, *both)
             own.become(both[0])
             other.become(both[1])
-        return any(len(rows) for of_part in mine for rows in of_part)
+        return any(map(any, mine))
 
     def share_with(self, first: RaggedStore) -> None:
         """Lets this second layer of a pair share directions with the first again, after a copy."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -146,18 +146,21 @@ class Part:
         assert isinstance(self.tail, SharedBuffer)
         self.tail.keep_own(slots)
 
-    def due(self, count: Callable[[int, int], int]) -> list[Tensor]:
-        """Each segment's oldest tail entries `[n, D]`, up to `count(entries, encoded)` in all."""
+    def due(self, count: Callable[[int, int], int]) -> list[int]:
+        """Number of each segment's entries to encode, up to `count(entries, encoded)` in all."""
         encoded = [0] * len(self.gaps) if self.encoded is None else self.encoded.lengths
-        new = [count(n + alive, n) - n for n, alive in zip(encoded, self.alive, strict=True)]
+        sizes, tail = list(zip(encoded, self.gaps, strict=True)), self.tail.length
+        # Asked at every step: once for all segments of a size.
+        new = {(n, gap): count(n + tail - gap, n) - n for n, gap in {*sizes}}
+        return [new[size] for size in sizes]
+
+    def oldest(self, counts: Sequence[int]) -> list[Tensor]:
+        """So many of each segment's oldest tail entries, `[n, D]`."""
         rows = self.tail.rows
         heads = rows.shape[1]
-        if not any(new):
-            # The usual case while decoding.
-            return [rows[0, 0, :0]] * len(new)
         return [
             rows[i // heads, i % heads, gap : gap + n]
-            for i, (n, gap) in enumerate(zip(new, self.gaps, strict=True))
+            for i, (n, gap) in enumerate(zip(counts, self.gaps, strict=True))
         ]
 
     def accept(self, new: Encoded) -> None:

@@ -50,11 +50,12 @@ MODELS = {layers: model_of(layers) for layers in (3, 6)}
 
 
 @torch.no_grad()
-def calls_of_a_step(layers: int, spec: str | None) -> int:
-    """Python functions that are called in one decode step after a prompt of 300 tokens."""
+def calls_of_a_step(layers: int, spec: str | None, rows: int = 1) -> int:
+    """Python functions that are called in one decode step after prompts of 300 tokens."""
     model = MODELS[layers]
     cache: Cache = DynamicCache() if spec is None else compressed(model, spec)
     ids = torch.randint(5, 64, (1, 310), generator=torch.Generator().manual_seed(0))
+    ids = ids.expand(rows, -1)
     model(ids[:, :300], past_key_values=cache)
     for token in ids[:, 300:304].split(1, 1):
         model(token, past_key_values=cache)
@@ -96,3 +97,11 @@ def test_a_decode_step_takes_few_calls(spec: str, record_property: Any) -> None:
     record_property("calls per layer", calls)
     print(f"{spec}: {calls:.0f} calls per layer")
     assert calls <= LIMITS[spec]
+
+
+@pytest.mark.parametrize("spec", ["kivi:group=8", "snapkv + kivi:group=8", "turboquant", "adakv"])
+def test_calls_do_not_grow_with_the_batch(spec: str) -> None:
+    """Steps of a GPU take as long as Python takes to launch them."""
+    for rows in (2, 16):
+        calls_of_a_step(3, spec, rows)  # fills what functions remember
+    assert calls_of_a_step(3, spec, 16) == calls_of_a_step(3, spec, 2)
