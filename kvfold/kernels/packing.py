@@ -297,8 +297,8 @@ def not_both_packed(
 def _not_both(
     gaps: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...]]:
-    """Most entries of a segment that are not packed both ways, less the slots of the raw keys' tail;
-    and how many each segment has fewer. `gaps` are of raw keys. The same from step to step."""
+    """How many entries of a segment are not packed both ways, at most, beyond the raw keys' slots;
+    and how many fewer each segment has. `gaps` are of raw keys. The same at every step."""
     of_segments = zip(gaps, keys, values, strict=True)
     counts = [max(0, key - value) - gap for gap, key, value in of_segments]
     return max(counts), tuple([max(counts) - count for count in counts])
