@@ -16,7 +16,7 @@ from kvfold.kernels.codebook import centroids
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
 from kvfold.kernels.triton.ragged import ROWS
 from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import BLOCK, Splits
+from kvfold.kernels.triton.splits import Splits, blocks
 
 
 def attend_to_per_token(
@@ -62,11 +62,11 @@ def attend_to_per_token(
             CAPPED=softcap is not None,
             KEY_BITS=keys.bits,
             VALUE_BITS=values.bits,
-            N=BLOCK,
             G=max(ROWS, triton.next_power_of_2(groups)),
             D=max(ROWS, triton.next_power_of_2(size)),
             DV=max(ROWS, triton.next_power_of_2(value_size)),
             DOT=dot_dtype(query),
+            **blocks(max(size, value_size) * query.element_size()),
         )
     return splits.merged(parts, sums, query.dtype)
 

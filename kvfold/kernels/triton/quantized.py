@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.kernels.packing import PackedKeys, PackedValues
 from kvfold.kernels.triton.ragged import ROWS
 from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import BLOCK, Splits
+from kvfold.kernels.triton.splits import Splits, blocks
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,11 @@ def attend_to_packed(
             KEY_GROUP=keys.group,
             VALUE_BITS=values.bits,
             VALUE_GROUP=values.group,
-            N=BLOCK,
             G=max(ROWS, triton.next_power_of_2(groups)),
             D=max(ROWS, triton.next_power_of_2(size)),
             VALUE_WORDS=triton.next_power_of_2(value_words),
             DOT=dot_dtype(query),
-            num_stages=2 if query.element_size() > 2 else 3,
+            **blocks(max(size, value_size) * query.element_size()),
         )
     return both.splits.merged(parts, sums, query.dtype)
 

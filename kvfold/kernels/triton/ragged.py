@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import BLOCK, Splits
+from kvfold.kernels.triton.splits import Splits, blocks
 
 # Smallest number of rows in a tensor core's product
 ROWS = 16
@@ -59,12 +59,11 @@ def attend_to_rows(
             size,
             values.shape[1],
             CAPPED=softcap is not None,
-            N=BLOCK,
             G=max(ROWS, triton.next_power_of_2(groups)),
             D=max(ROWS, triton.next_power_of_2(size)),
             DV=max(ROWS, triton.next_power_of_2(values.shape[1])),
             DOT=dot_dtype(query),
-            num_stages=2 if query.element_size() > 2 else 3,
+            **blocks(max(size, values.shape[1]) * query.element_size()),
         )
     return splits.merged(parts, sums, query.dtype)
 

@@ -17,6 +17,17 @@ from kvfold.kernels.triton.softmax import LN_2, LOG2_E
 BLOCK = 64
 # Programs of a launch: about four per multiprocessor of a large GPU; a part has two blocks or more.
 PROGRAMS = 512
+# Bytes of a row of which a whole block is read at a time
+NARROW = 256
+
+
+def blocks(row_bytes: int) -> dict[str, int]:
+    """Entries that a program reads at a time, and loads in flight: they fit into 99 KB.
+
+    Most GPUs have as much shared memory; rows take up to `dispatch.LARGEST` bytes.
+    """
+    wide = row_bytes > NARROW
+    return {"N": BLOCK // 2, "num_stages": 2} if wide else {"N": BLOCK, "num_stages": 3}
 
 
 @dataclass(frozen=True)
