@@ -64,8 +64,7 @@ test-vllm: .venv-vllm/ready
 
 # Kernels and methods on an NVIDIA GPU, against the CPU.
 test-gpu: .venv/ready
-	KVFOLD_TEST_GPU=1 $(BIN)/python -m pytest tests_gpu tests/kernels/triton \
-		tests/kernels/test_swapped_qk.py tests/kernels/test_varlen.py
+	KVFOLD_TEST_GPU=1 $(BIN)/python -m pytest tests_gpu tests/kernels/triton
 
 # In a folder beside .venv: transformers would import torchao, which warns, in every process.
 test-quantized: .torchao/ready

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same tiny random model on a CPU and on a GPU, in float32; all is skipped without a GPU."""
+"""The same tiny random model on a CPU and on a GPU, in float32."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from tests.helpers.models import build
 transformers.logging.set_verbosity_error()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            item.add_marker(pytest.mark.skip(reason="there is no GPU"))
+if not torch.cuda.is_available():
+    pytest.exit("tests_gpu needs an NVIDIA GPU, and a torch that sees it", returncode=1)
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,11 @@ from kvfold.cli.imports import takes_methods
 from kvfold.errors import KvfoldError
 from kvfold.terminal import errors
 
+LESS_MEMORY = (
+    "give less text, or where the command has them --prefill-chunk 2048, --dtype bfloat16, "
+    "--device-map auto or --device cpu"
+)
+
 
 class Commands(TyperGroup):
     """The command group. A KvfoldError ends a command with one line and exit code 2."""
@@ -49,6 +54,12 @@ class Commands(TyperGroup):
             except KeyboardInterrupt:
                 errors().print("\nstopped")
                 raise typer.Exit(130) from None
+            except RuntimeError as problem:
+                # By name: --help needs no torch.
+                if type(problem).__name__ != "OutOfMemoryError":
+                    raise
+                errors().print(Text(f"error: out of memory: {problem}; {LESS_MEMORY}", style="red"))
+                raise typer.Exit(2) from None
 
 
 def _one_line(message: Warning | str, *about: Any, **options: Any) -> None:

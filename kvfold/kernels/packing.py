@@ -297,11 +297,12 @@ def not_both_packed(
 def _not_both(
     gaps: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...]]:
-    """How many entries of a segment are not packed both ways, at most, beyond the raw keys' slots;
-    and how many fewer each segment has. `gaps` are of raw keys. The same at every step."""
+    """Most entries of a segment that are not packed both ways, minus the slots of raw keys; and
+    each segment's gap to it. `gaps` are of raw keys. Unchanged until more entries are packed."""
     of_segments = zip(gaps, keys, values, strict=True)
     counts = [max(0, key - value) - gap for gap, key, value in of_segments]
-    return max(counts), tuple([max(counts) - count for count in counts])
+    most = max(counts)
+    return most, tuple([most - count for count in counts])
 
 
 def _newest(

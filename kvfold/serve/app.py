@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import kvfold
 from kvfold.serve.engine import Engine
-from kvfold.serve.errors import ApiError, invalid
+from kvfold.serve.errors import ApiError, invalid, out_of_memory
 from kvfold.serve.limits import RequestLimits
 from kvfold.serve.metrics import ServerMetrics
 from kvfold.serve.response_schemas import ErrorBody
@@ -117,6 +117,4 @@ async def _gone(request: Request, problem: Any) -> Response:
 
 
 async def _out_of_memory(request: Request, problem: Any) -> Response:
-    log.error("out of memory: %s", problem)
-    message = "the server is out of memory: send less, or try again later"
-    return ApiError(503, message, code="out_of_memory", retry_after=10).response()
+    return out_of_memory(problem).response()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvfold.errors import KvfoldError
+
+log = logging.getLogger(__name__)
 
 # Location parts that are no field: FastAPI's source of the value, pydantic's names of types.
 TYPE = re.compile(r"(body|path|query|str|int|float|constrained-.*)$|.*\[")
@@ -85,3 +88,10 @@ def _printable(text: str) -> str:
     """The first characters of a text; lone surrogates, which UTF-8 cannot encode, become `?`."""
     shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
     return shown.encode(errors="replace").decode()
+
+
+def out_of_memory(problem: Exception) -> ApiError:
+    """The answer to a request that the GPU had no memory for; logs the reason."""
+    log.error("out of memory: %s", problem)
+    message = "the server is out of memory: send less, or try again later"
+    return ApiError(503, message, code="out_of_memory", retry_after=10)

@@ -9,10 +9,11 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 
 from kvfold.serve.decoding import AnswerFinished, AnswerStarted, StrippedText
-from kvfold.serve.errors import ApiError
+from kvfold.serve.errors import ApiError, out_of_memory
 from kvfold.serve.events import event
 from kvfold.serve.response_schemas import (
     ChatChoice,
@@ -130,6 +131,8 @@ async def events(job: WorkerJob, writer: ChatWriter, with_usage: bool) -> AsyncI
         yield DONE
     except ApiError as refused:
         yield event(refused.body())
+    except torch.OutOfMemoryError as problem:
+        yield event(out_of_memory(problem).body())
     except Exception:
         log.exception("an answer failed half-way")
         yield event(ApiError(500, "the server failed: see its log").body())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -103,6 +104,9 @@ class WorkerThreads:
             self.running += 1
         try:
             return work()
+        except BaseException as problem:
+            _drop_locals(problem)
+            raise
         finally:
             # The place is free before the result is published, so that a client can send its next
             # request at once.
@@ -176,3 +180,20 @@ class WorkerJob:
 def stopping() -> ApiError:
     """The error for requests while the server stops."""
     return ApiError(503, "the server is stopping", code="stopping", retry_after=5)
+
+
+def _drop_locals(problem: BaseException) -> None:
+    """Drops the local variables of all functions that an exception, and those before it, left.
+
+    They hold a request's tensors, and with the future that holds the exception form a cycle, which
+    only a full garbage collection ends. Generators that another caller goes on with stay.
+    """
+    each: BaseException | None = problem
+    while each is not None:
+        step = each.__traceback__
+        while step is not None:
+            if not step.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
+                with suppress(RuntimeError):  # it still runs
+                    step.tb_frame.clear()
+            step = step.tb_next
+        each = each.__context__

@@ -272,14 +272,14 @@ class RaggedStore(Store):
         `seen` is the layer's observation when a prefill ends, None while decoding. Nothing is due
         of rows that have `ended`; empty: none has.
         """
-        keys, values = self._due_now(decoding, ended)
-        mine, theirs = self._keys, self._values
-        first = mine.encoded is None
-        if first or any(keys):
-            mine.accept(self.encode.keys(mine.oldest(keys), seen, mine.encoded))
-        if first or any(values):
-            theirs.accept(self.encode.values(theirs.oldest(values), theirs.encoded))
-        return any(keys) or any(values)
+        of_keys, of_values = self._due_now(decoding, ended)
+        keys, values = self._keys, self._values
+        first = keys.encoded is None
+        if first or any(of_keys):
+            keys.accept(self.encode.keys(keys.oldest(of_keys), seen, keys.encoded))
+        if first or any(of_values):
+            values.accept(self.encode.values(values.oldest(of_values), values.encoded))
+        return any(of_keys) or any(of_values)
 
     def keep_codes(self, old: RaggedStore, keys: Tensor, values: Tensor) -> None:
         """Keeps the codes that `old` has, as rounding its decoded entries again adds an error.

@@ -147,15 +147,15 @@ class Part:
         self.tail.keep_own(slots)
 
     def due(self, count: Callable[[int, int], int]) -> list[int]:
-        """Number of each segment's entries to encode, up to `count(entries, encoded)` in all."""
+        """Tail entries of each segment to encode: `count(entries, encoded)` less those encoded."""
         encoded = [0] * len(self.gaps) if self.encoded is None else self.encoded.lengths
         sizes, tail = list(zip(encoded, self.gaps, strict=True)), self.tail.length
-        # Asked at every step: once for all segments of a size.
+        # Segments of equal sizes share one call: this runs at every step.
         new = {(n, gap): count(n + tail - gap, n) - n for n, gap in {*sizes}}
         return [new[size] for size in sizes]
 
     def oldest(self, counts: Sequence[int]) -> list[Tensor]:
-        """So many of each segment's oldest tail entries, `[n, D]`."""
+        """Each segment's `counts[i]` oldest tail entries, `[n, D]`."""
         rows = self.tail.rows
         heads = rows.shape[1]
         return [

@@ -224,3 +224,18 @@ def test_an_adapter_changes_the_answer(folder: Path, tmp_path: Path) -> None:
         assert not torch.allclose(logits, plain(ids).logits, atol=1e-3)
     with pytest.raises(kvfold.KvfoldError, match="there is no such folder"):
         load(str(folder), Loading(adapter="./absent"))
+
+
+def test_a_gpu_without_memory_is_told_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("kvfold.generation.generate.generate", no_memory)
+    monkeypatch.setattr(AnswerStream, "__call__", no_memory)
+    result = kvfold_command(
+        "run", str(folder), "--method", "knorm", "--budget", "20", "--prompt", PROMPT
+    )
+    assert result.exit_code == 2
+    assert "error: out of memory: CUDA" in result.output and "--prefill-chunk" in result.output

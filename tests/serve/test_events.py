@@ -102,3 +102,11 @@ def test_a_failure_in_mid_stream_is_told(server, context, monkeypatch):
     monkeypatch.setattr(server.engine, "answer", out_of_memory)
     answered = server.chat(QUESTION, context_id=context)
     assert answered.status_code == 503 and answered.headers["retry-after"]
+
+    def out_of_memory_half_way(request: Any, put: Any, cancelled: Any) -> None:
+        whole(request, put, cancelled)
+        out_of_memory()
+
+    monkeypatch.setattr(server.engine, "answer", out_of_memory_half_way)
+    text = server.chat(QUESTION, context_id=context, stream=True).text
+    assert "out_of_memory" in text.split("\n\n")[-2] and "[DONE]" not in text

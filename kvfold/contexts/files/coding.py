@@ -188,6 +188,8 @@ def decoded(file: ContextFile, rotations: Mapping[int, Rotation]) -> dict[str, T
         if codec.entries is None or basis is None:
             return {}
         return _decoded(file, rotations, codec, codec.entries, basis)
+    except torch.OutOfMemoryError:
+        raise
     except (LookupError, RuntimeError, TypeError, ValueError) as problem:
         raise file.damaged(f"its codec does not fit its entries ({problem})") from problem
 

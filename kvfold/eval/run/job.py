@@ -80,7 +80,7 @@ def run_job(
     (first, *more), alone = job.samples.values(), len(job.samples) == len(job.cells) == 1
     if isinstance(first, UnreadableSample) and not more:
         return job.errors(f"{first.where}: {first.why}")
-    before, found = _reset_peak(model.device), list[SampleResult]()
+    before, found, again = _reset_peak(model.device), list[SampleResult](), list[EvalJob]()
     try:
         for cell, outcome in _outcomes(model, tokenizer, list(job.samples.values()), job.cells):
             if not isinstance(outcome, Exception):
@@ -91,11 +91,14 @@ def run_job(
             elif len(job.samples) == 1:
                 found += replace(job, cells=(cell,)).errors(told(outcome))
             else:
-                found += _in_parts(model, tokenizer, replace(job, cells=(cell,)))
+                again.append(replace(job, cells=(cell,)))
     except Exception as problem:
         if alone:
             return job.errors(told(problem))
-        return _in_parts(model, tokenizer, job)
+        found, again = [], [job]
+    # Only now: what failed may have run out of memory, and its batch is freed.
+    for failed in again:
+        found += _in_parts(model, tokenizer, failed)
     order = {cell: place for place, cell in enumerate(job.cells)}
     return sorted(found, key=lambda line: order[line.cell])
 

@@ -18,11 +18,14 @@ BatchOutcome = list[SampleOutcome] | Exception
 
 
 def attempt(work: Callable[[], list[SampleOutcome]]) -> BatchOutcome:
-    """The outcomes, or the exception that was raised, so that other cells of a job go on."""
+    """The outcomes, or the exception that was raised, so that other cells of a job go on.
+
+    Its traceback is dropped, which would keep the batch's tensors.
+    """
     try:
         return work()
     except Exception as problem:
-        return problem
+        return problem.with_traceback(None)
 
 
 def batch_outcomes(

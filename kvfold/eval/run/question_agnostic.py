@@ -67,7 +67,7 @@ def _read_alone(model: PreTrainedModel, batch: PromptBatch, cell: EvalCell) -> C
             read_turn(model, cache, batch.ids, batch.padding, length, length)
         return Compressed(cell, cache, batch, cost)
     except Exception as problem:
-        return Compressed(cell, problem, batch)
+        return Compressed(cell, problem.with_traceback(None), batch)
 
 
 def _outcomes(model: PreTrainedModel, made: Compressed, task: Task) -> list[SampleOutcome]:

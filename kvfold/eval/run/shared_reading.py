@@ -93,7 +93,7 @@ def _from_one_reading(
                 try:
                     taken = cache.to_budget(cell.budget_of(len(batch.prompts)), cell.method)
                 except Exception as problem:
-                    taken = problem
+                    taken = problem.with_traceback(None)
             yield Compressed(cell, taken, further, reading + compressing)
         with measured(device) as compressing:
             prefill.close()

@@ -89,6 +89,7 @@ class StaticBuffers(StaticLayer):
         """Marks all tensors as static for CUDA graphs, which else copy them at every step."""
         if self.keys.is_cuda:
             for tensor in self._held():
+                # With a guard, as before torch 2.12, each new cache would compile anew.
                 torch._dynamo.mark_static_address(tensor, guard=False)
 
     def _held(self) -> list[Tensor]:

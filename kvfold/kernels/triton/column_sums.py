@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.kernels.triton.device import on_its_device
 from kvfold.kernels.triton.ragged import ROWS
 from kvfold.kernels.triton.softmax import LOG2_E, dot_dtype, logits_of
 
@@ -51,6 +52,7 @@ def column_moments(
     return _columns(query, key, lse, scale, softcap, visible, counted, squared=True)
 
 
+@on_its_device
 def _columns(
     query: Tensor,
     key: Tensor,

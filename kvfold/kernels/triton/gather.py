@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.kernels.triton.device import on_its_device
 from kvfold.kernels.triton.ragged import ROWS
 
 ENTRIES = 32
 
 
+@on_its_device
 def gather_rows(keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Flat keys `[n, D]`, values `[n, Dv]` and segment starts `[B·H + 1]`, int64.
 

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from kvfold.kernels.codebook import centroids
 from kvfold.kernels.per_token import RotatedKeys, TokenValues
+from kvfold.kernels.triton.device import on_its_device
 from kvfold.kernels.triton.ragged import ROWS
 from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import Splits, blocks
+from kvfold.kernels.triton.splits import Splits, launch_options
 
 
+@on_its_device
 def attend_to_per_token(
     query: Tensor,
     keys: RotatedKeys,
@@ -66,7 +68,7 @@ def attend_to_per_token(
             D=max(ROWS, triton.next_power_of_2(size)),
             DV=max(ROWS, triton.next_power_of_2(value_size)),
             DOT=dot_dtype(query),
-            **blocks(max(size, value_size) * query.element_size()),
+            **launch_options(max(size, value_size) * query.element_size()),
         )
     return splits.merged(parts, sums, query.dtype)
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.kernels.triton.device import on_its_device
+
 # Groups that one program packs
 LINES = 32
 
@@ -35,6 +37,7 @@ def pack_values(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Te
     return _packed(rows, words, (entries, size // group), bits, group, 1)
 
 
+@on_its_device
 def _packed(
     rows: Tensor, words: Tensor, groups: tuple[int, int], bits: int, group: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:

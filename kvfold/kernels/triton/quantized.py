@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.kernels.packing import PackedKeys, PackedValues
+from kvfold.kernels.triton.device import on_its_device
 from kvfold.kernels.triton.ragged import ROWS
 from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import Splits, blocks
+from kvfold.kernels.triton.splits import Splits, launch_options
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class BothPacked:
         )
 
 
+@on_its_device
 def attend_to_packed(
     query: Tensor,
     keys: PackedKeys,
@@ -103,7 +105,7 @@ def attend_to_packed(
             D=max(ROWS, triton.next_power_of_2(size)),
             VALUE_WORDS=triton.next_power_of_2(value_words),
             DOT=dot_dtype(query),
-            **blocks(max(size, value_size) * query.element_size()),
+            **launch_options(max(size, value_size) * query.element_size()),
         )
     return both.splits.merged(parts, sums, query.dtype)
 

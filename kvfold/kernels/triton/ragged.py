@@ -11,13 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.kernels.triton.device import on_its_device
 from kvfold.kernels.triton.softmax import add_block, dot_dtype, logits_of, store_part
-from kvfold.kernels.triton.splits import Splits, blocks
+from kvfold.kernels.triton.splits import Splits, launch_options
 
 # Smallest number of rows in a tensor core's product
 ROWS = 16
 
 
+@on_its_device
 def attend_to_rows(
     query: Tensor,
     keys: Tensor,
@@ -63,7 +65,7 @@ def attend_to_rows(
             D=max(ROWS, triton.next_power_of_2(size)),
             DV=max(ROWS, triton.next_power_of_2(values.shape[1])),
             DOT=dot_dtype(query),
-            **blocks(max(size, values.shape[1]) * query.element_size()),
+            **launch_options(max(size, values.shape[1]) * query.element_size()),
         )
     return splits.merged(parts, sums, query.dtype)
 

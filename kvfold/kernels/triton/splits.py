@@ -17,14 +17,14 @@ from kvfold.kernels.triton.softmax import LN_2, LOG2_E
 BLOCK = 64
 # Programs of a launch: about four per multiprocessor of a large GPU; a part has two blocks or more.
 PROGRAMS = 512
-# Bytes of a row of which a whole block is read at a time
+# Largest row, in bytes, that is read BLOCK entries at a time
 NARROW = 256
 
 
-def blocks(row_bytes: int) -> dict[str, int]:
-    """Entries that a program reads at a time, and loads in flight: they fit into 99 KB.
+def launch_options(row_bytes: int) -> dict[str, int]:
+    """Block size and pipeline stages of a decode kernel, for rows of `row_bytes`.
 
-    Most GPUs have as much shared memory; rows take up to `dispatch.LARGEST` bytes.
+    Up to `dispatch.LARGEST`, 99 KB of shared memory suffice (compute capability 8.6 and 8.9).
     """
     wide = row_bytes > NARROW
     return {"N": BLOCK // 2, "num_stages": 2} if wide else {"N": BLOCK, "num_stages": 3}

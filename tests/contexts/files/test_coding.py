@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import kvfold
 from kvfold import ContextFileError, KvfoldError, ScorerFileError
+from kvfold.contexts.files import coding
 from kvfold.contexts.files.coding import CodedHead, _turned, rotations_of
 from kvfold.contexts.files.format import read_header
 from tests.fit.test_fit import texts
@@ -253,3 +255,13 @@ def test_a_basis_of_another_model_is_refused(tokenizer, tmp_path, basis):
     with pytest.raises(ScorerFileError, match="cannot read"):
         context.save(tmp_path / "coded", codec=f"kvtc:file={tmp_path / 'none'}")
     assert not (tmp_path / "coded").exists()
+
+
+def test_a_gpu_without_memory_is_no_damaged_file(monkeypatch):
+    def no_memory(file):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(coding, "_unpacked", no_memory)
+    file = SimpleNamespace(header=SimpleNamespace(codec=SimpleNamespace(codec="kivi4")))
+    with pytest.raises(torch.OutOfMemoryError):
+        coding.decoded(file, None)
