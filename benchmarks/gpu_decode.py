@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a decode step, by method and batch, up to the largest batch that the GPU's memory holds:
+"""Time of a decode step on a GPU, by method and batch:
 
-    python benchmarks/gpu_decode.py [--model llama-3-8b] [--length 32768] [--out FILE.jsonl]
+    python benchmarks/gpu_decode.py --out FILE.jsonl [--model llama-3-8b] [--length 32768]
 
-One prompt is read and compressed, and its row repeated: rows of equal length, without padding.
-Each batch takes three steps to warm up and ten that are timed together. "transformers" is the
-DynamicCache of transformers. First token: reading, compression and the first token of one row.
+One prompt is read and compressed, and its row repeated: rows of equal length, without padding. The
+batches are 1, 8, 24, 120, …, the last within a share of the GPU's memory. Each takes three steps to
+warm up and ten that are timed together, eagerly, with SDPA attention. "transformers" is the
+DynamicCache of transformers. Prints a line for each batch.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfold
-from kvfold.bench.clock import seconds, synchronize
-from kvfold.bench.machine import MachineSetup
+from kvfold.bench.clock import synchronize
+from kvfold.bench.machine import MachineSetup, commit
 from kvfold.bench.models import BenchModel
 
 STOCK = "transformers"
@@ -40,12 +39,14 @@ METHODS = (
     "snapkv + kivi:bits=4",
     "turboquant",
 )
-BUDGET, TIMES = 0.2, (8, 3, 5, 2, 2)  # a batch is so many times the one before
-WARM, STEPS, SHARE = 3, 10, 0.85  # of the GPU's memory that weights and caches may take
+BUDGET = 0.2
+TIMES = (8, 3, 5, 2, 2)  # a batch is so many times the one before
+WARM, STEPS = 3, 10
+SHARE = 0.85  # of the GPU's memory that weights and caches may take
 
 
 @torch.no_grad()
-def first_token(measured: BenchModel, method: str, ids: Tensor) -> Any:
+def filled_cache(measured: BenchModel, method: str, ids: Tensor) -> Any:
     """A cache that has read `ids [1, N]` and is compressed."""
     model = measured.model
     if method == STOCK:
@@ -82,11 +83,13 @@ def measure(measured: BenchModel, method: str, length: int) -> Iterator[dict[str
     """A row for each batch of one method."""
     model = measured.model
     ids = measured.tokens(1, length).to(model.device)
-    warm, held = ids[:, : min(512, length // 2)], list[Any]()
-    first_token(measured, method, warm)
-    before = torch.cuda.memory_allocated()
-    first = seconds(model.device, lambda: held.append(first_token(measured, method, ids)))
-    cache, batch = held.pop(), 1
+    warm = ids[:, : min(512, length // 2)]
+    filled_cache(measured, method, warm)
+    synchronize(model.device)
+    before, began, batch = torch.cuda.memory_allocated(), time.perf_counter(), 1
+    cache = filled_cache(measured, method, ids)
+    synchronize(model.device)
+    first = time.perf_counter() - began
     of_row = torch.cuda.memory_allocated() - before
     room = SHARE * torch.cuda.get_device_properties(0).total_memory - before
     for times in (1, *TIMES):
@@ -104,7 +107,7 @@ def measure(measured: BenchModel, method: str, length: int) -> Iterator[dict[str
             "length": length,
             "method": method,
             "batch": batch,
-            "first_token_seconds": first,
+            "reading_seconds": first,
             "step_milliseconds": 1000 * step,
             "tokens_per_second": batch / step,
             "row_bytes": of_row,
@@ -118,21 +121,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--methods", nargs="+", default=METHODS)
     given = parser.parse_args()
-    setup = MachineSetup.here().model_dump()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU that torch sees")
+    about = {"setup": MachineSetup.here().model_dump(), "commit": commit()}
     measured = BenchModel.of(given.model, None, 0)
-    columns = ("method", "batch", "first token, s", "step, ms", "tokens/s", "row, GB")
-    table = Table(*columns, title=f"{given.model}, {given.length} tokens, {setup['gpu']}")
     for method in given.methods:
-        for row in measure(measured, method, given.length):
-            if given.out:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(row | {"setup": setup}) + "\n")
-            print(json.dumps(row), flush=True)
-            numbers = row["first_token_seconds"], row["step_milliseconds"], row["tokens_per_second"]
-            shown = (f"{number:.2f}" for number in (*numbers, row["row_bytes"] / 1e9))
-            table.add_row(method, str(row["batch"]), *shown)
+        try:
+            for row in measure(measured, method, given.length):
+                if given.out:
+                    with given.out.open("a") as file:
+                        file.write(json.dumps(row | about) + "\n")
+                print(
+                    f"{method:24} read in {row['reading_seconds']:.2f} s, "
+                    f"{row['row_bytes'] / 1e9:.2f} GB a row; {row['batch']} rows: "
+                    f"{row['step_milliseconds']:.1f} ms, {row['tokens_per_second']:.0f} tokens/s",
+                    flush=True,
+                )
+        except torch.OutOfMemoryError as problem:
+            print(f"{method:24} out of memory: {problem}", flush=True)
         torch.cuda.empty_cache()
-    Console().print(table)
 
 
 if __name__ == "__main__":

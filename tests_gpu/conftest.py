@@ -14,8 +14,9 @@ from tests.helpers.models import build
 transformers.logging.set_verbosity_error()
 
 
-if not torch.cuda.is_available():
-    pytest.exit("tests_gpu needs an NVIDIA GPU, and a torch that sees it", returncode=1)
+def pytest_configure() -> None:
+    if not torch.cuda.is_available():
+        pytest.exit("tests_gpu needs an NVIDIA GPU, and a torch that sees it", returncode=1)
 
 
 @pytest.fixture(scope="session")
