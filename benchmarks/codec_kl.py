@@ -238,7 +238,7 @@ def main(
 ) -> None:
     """Measures what is missing, and prints the tables."""
     torch.set_num_threads(1)
-    network, tokenizer = load(model, Loading())
+    network, tokenizer = load(model, Loading(device="cpu"))
     records = RecordFile(out, Row)
     known = {(row.text, row.method, row.codec) for row in records.load().records}
     every = list(cells(ratios.split(","), budget))

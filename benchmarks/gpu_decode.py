@@ -123,8 +123,8 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU that torch sees")
-    about = {"setup": MachineSetup.here().model_dump(), "commit": commit()}
     measured = BenchModel.of(given.model, None, 0)
+    about = {"setup": MachineSetup.here().model_dump(), "commit": commit()}
     for method in given.methods:
         try:
             for row in measure(measured, method, given.length):

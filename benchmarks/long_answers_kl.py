@@ -197,7 +197,7 @@ def main(
 ) -> None:
     """Adds what is missing to OUT, method by method."""
     torch.set_num_threads(1)
-    network, tokenizer = load(model, Loading())
+    network, tokenizer = load(model, Loading(device="cpu"))
     records = RecordFile(out, AnswerDistance)
     known = {row.key for row in records.load().records}
     cells = [(name, size) for size in budget for name in method]

@@ -90,7 +90,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     shape = arguments.model or ("small" if arguments.rounds else "tiny")
-    model = BenchModel.of(shape, "float32", 0).model
+    model = BenchModel.of(shape, "float32", 0, "cpu").model
     if arguments.rounds:
         return in_rounds(model, arguments.tokens or 4096)
     for method in arguments.methods:

@@ -146,7 +146,7 @@ def main(
 ) -> None:
     """Adds one record for each method to OUT, and prints what it holds."""
     torch.set_num_threads(1)
-    subject = BenchModel.of(model, None, 0)
+    subject = BenchModel.of(model, None, 0, "cpu")
     for name in method:
         held = budget if kvfold.parse(name).takes_budget else None
         made = long_run(subject, name, held, prompt, tokens, every)

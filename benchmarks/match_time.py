@@ -59,7 +59,7 @@ def main(
 ) -> None:
     """Prints a line for each refit and budget."""
     torch.set_num_threads(1)
-    model, tokenizer = load(model_name, Loading())
+    model, tokenizer = load(model_name, Loading(device="cpu"))
     before = PromptFrame.of(tokenizer).before
     document, _ = passage(tokenizer, book, tokens, 0)
     ids = token_ids(tokenizer, before, content(document.text, special_tokens=False))

@@ -31,7 +31,7 @@ def read(
 ) -> None:
     """Puts the peak, and the cache's bytes after `length` tokens, into `answers`."""
     torch.set_num_threads(2)
-    subject = BenchModel.of("small", "float32", 0)
+    subject = BenchModel.of("small", "float32", 0, "cpu")
     for tokens in (64, length):
         ids = subject.tokens(1, tokens)
         # The first, short prompt only warms up.

@@ -119,7 +119,7 @@ def main(
 ) -> None:
     """Measures what is missing in OUT, and prints the table."""
     torch.set_num_threads(1)
-    model, tokenizer = load(model_name, Loading())
+    model, tokenizer = load(model_name, Loading(device="cpu"))
     methods = method or METHODS
     records = RecordFile(out, Row)
     known = {row.key: row for row in records.load().records}

@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    subject = BenchModel.of("small", "float32", 0)
+    subject = BenchModel.of("small", "float32", 0, "cpu")
     for length in arguments.lengths:
         rounds = [compare(subject, length) for _ in range(arguments.rounds)]
         ratios = sorted(each["kvfold"] / each["stock"] for each in rounds)

@@ -29,11 +29,11 @@ class MachineSetup(BaseModel):
 
     @classmethod
     def here(cls) -> MachineSetup:
-        """The setup of this process."""
+        """The setup of this process; the GPU counts once the process has used it."""
         return cls(
             cpu=_cpu(),
             cores=os.cpu_count() or 1,
-            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
             threads=torch.get_num_threads(),
             python=platform.python_version(),
             versions={

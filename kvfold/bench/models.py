@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from kvfold.bundled import FOLDER
 from kvfold.errors import KvfoldError
 from kvfold.hf.models import text_config
-from kvfold.loading import load
+from kvfold.loading import Loading, load
 
 _LONG = {"max_position_embeddings": 131072, "pad_token_id": 0, "bos_token_id": 1}
 _LLAMA_3 = {
@@ -112,23 +112,24 @@ class BenchModel:
     tokenizer: Any
 
     @classmethod
-    def of(cls, name: str, dtype: str | None, seed: int) -> BenchModel:
+    def of(cls, name: str, dtype: str | None, seed: int, device: str | None = None) -> BenchModel:
         """The model `name`: a shape, "bundled", a folder or a hub id.
 
         Without `dtype`, a shape is bfloat16 on a GPU and float32 on a CPU; a loaded model keeps
-        its own.
+        its own. Without `device`, it is on a GPU where there is one.
 
         Raises KvfoldError for an unknown dtype and for a model that cannot be loaded.
         """
         if dtype is not None and dtype not in DTYPES:
             raise KvfoldError(f"unknown dtype {dtype!r}: choose {', '.join(DTYPES)}")
         if name in SHAPES:
-            usual = "bfloat16" if torch.cuda.is_available() else "float32"
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            usual = "float32" if device == "cpu" else "bfloat16"
             source = ModelSource(name=name, dtype=dtype or usual, seed=seed)
-            model = random_model(source)
+            model = random_model(source, device)
             bundled = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
             return cls(source, model, FoldedTokenizer(bundled, model.config.vocab_size))
-        model, tokenizer = load(name)
+        model, tokenizer = load(name, Loading(device=device))
         # transformers' wrapper hides the signature of `to` from type checkers.
         model.to(DTYPES[dtype] if dtype else model.dtype)  # type: ignore[arg-type]
         kind = str(model.dtype).removeprefix("torch.")
@@ -159,9 +160,8 @@ class BenchModel:
         return torch.randint(3, size, (batch, length), generator=generator)
 
 
-def random_model(source: ModelSource) -> PreTrainedModel:
+def random_model(source: ModelSource, device: str) -> PreTrainedModel:
     """A Llama of the shape `source.name` with random weights; peers rebuild it from the seed."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         config = LlamaConfig(**(source.config or {}))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -231,9 +231,10 @@ def _kept(
 
 
 def memory(device: torch.device) -> int:
-    """Bytes that open readings may take: a part of the device's memory."""
+    """Bytes that open readings may take: a part of the device's memory, and of what is free."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory) // SHARE
+        free, total = torch.cuda.mem_get_info(device)
+        return min(total // SHARE, free // 2)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
 
 

@@ -176,7 +176,10 @@ def command(
 
         pool = cluster(worker_spec(model, loading), ray, workers)
     elif (count := workers or _fitting(network)) > 1:
+        from torch.cuda import empty_cache
+
         del network
+        empty_cache()  # the workers load their own models
         pool = processes(worker_spec(model, loading), count)
     else:
         pool = here(worker_spec(model, loading), network, tokenizer)

@@ -28,6 +28,7 @@ from kvfold.loading import Loading, load
 from kvfold.terminal import console, errors
 
 if TYPE_CHECKING:
+    from kvfold.serve.engine import Engine
     from kvfold.serve.settings import ServerSettings
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -221,9 +222,14 @@ def command(
     network, tokenizer = load(model, loading)
     name = Path(model).name if Path(model).is_dir() else model
     answering = Engine(name, network, tokenizer, settings)
+    _adopt(answering)
+    GracefulServer(answering, lambda: _announce(bound, name, settings)).run([bound])
+
+
+def _adopt(answering: Engine) -> None:
+    """Takes over the contexts and sessions on disk, and says which it leaves out and why."""
     for problem in chain(answering.contexts.adopt(), answering.sessions.held.adopt()):
         errors().print(f"left out: {problem}")
-    GracefulServer(answering, lambda: _announce(bound, name, settings)).run([bound])
 
 
 def _check_for_vllm(given: Mapping[str, str]) -> None:

@@ -87,7 +87,7 @@ def _score(
     cache = CompressedCache(model, trial.method, trial.budget, tokenizer=tokenizer)
     document = token_ids(tokenizer, frame.before + sample.document)
     ending = token_ids(tokenizer, f"\n{question.text}{frame.after}{question.prefix}")
-    ids = torch.cat([document, ending], 1)
+    document, ids = (x.to(model.device) for x in (document, torch.cat([document, ending], 1)))
     stats = None
     if not trial.question_aware:
         length = document.shape[1]

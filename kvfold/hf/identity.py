@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvfold.errors import KvfoldError
 from kvfold.hf.adapters import active_adapters
 from kvfold.hf.header import ADDED, ModelHeader, RopeHeader, digest
 from kvfold.hf.models import full_weight, text_config
@@ -80,9 +81,17 @@ def _vocabulary(tokenizer: Any) -> str:
 
 
 def checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Checksum over names, shapes and a sample of elements of all weights, in their order."""
+    """Checksum over names, shapes and a sample of elements of all weights, in their order.
+
+    Raises KvfoldError for weights that accelerate has moved to the CPU or to disk.
+    """
     made = hashlib.blake2b(digest_size=16)
     for name, weight in weights:
+        if weight.is_meta:
+            raise KvfoldError(
+                f"the weights of this model are offloaded ({name}), so kvfold cannot tell it from "
+                "another one: load it onto GPUs that hold all of it, or --device cpu"
+            )
         whole = full_weight(samplable(weight))
         flat = whole.flatten()
         sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].contiguous().cpu()

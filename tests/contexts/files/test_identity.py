@@ -96,3 +96,10 @@ def test_another_tokenizer_is_refused(model, saved):
     other.add_tokens(["more"])
     with pytest.raises(ContextFileError, match="another vocabulary of the tokenizer"):
         kvfold.load(saved, model, other)
+
+
+def test_offloaded_weights_are_refused_in_one_line(tokenizer):
+    model = new_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
+    with pytest.raises(kvfold.KvfoldError, match="offloaded"):
+        model_header(model, tokenizer)
